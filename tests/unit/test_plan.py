@@ -10,7 +10,7 @@ import pytest
 from stillhouse import cli
 from stillhouse.config import ConfigError, load_config
 from stillhouse.tools.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
-from stillhouse.tools.plan.layout_plan import Machine, Plan, planned_job
+from stillhouse.tools.plan.layout_plan import Machine, Plan, has_tower, planned_job
 from stillhouse.tools.plan.prediction import bubble_share, message_seconds, predict, rank_time
 from stillhouse.tools.plan.rank_counts import LayoutSize, RankCounts, planned_ranks
 from stillhouse.tools.plan.table import does_not_fit, lines, two_digits
@@ -122,7 +122,32 @@ def test_the_table_and_a_plan_that_does_not_fit() -> None:
     for line in ("peak memory 77.0 GiB 1.0 GiB", "student weights 10.0 GiB 1.0 GiB", "kernels 0 1,234"):
         assert line in " ".join(text.split()), line
     assert "2 × a.py:f: x" in text
+    assert "images" not in text
+    assert plan.as_json()["counts_activations_of_images"]
     assert RankCounts.from_json(json.loads(json.dumps(ranks["last"].as_json()))) == ranks["last"]
+
+
+def test_a_plan_of_a_vision_tower_says_that_images_are_not_counted(tmp_path: Path) -> None:
+    texts, images = (write_config(tmp_path / name, tower=tower) for name, tower in (("a", False), ("b", True)))
+    settings = {"data": {"train": "x"}, "train": {"micro_batch_tokens": 2048, "steps": 1}, "out": "x"}
+    found = [
+        has_tower(planned_job(load_config(None, settings=settings | models), Machine(1, 8, "h100"), 32))
+        for models in (
+            {"student": {"model": texts}, "teacher": {"model": texts}},
+            {"student": {"model": texts}, "teacher": {"model": images}},
+        )
+    ]
+    assert found == [False, True]
+    ranks = {"first": counts(layout(), products={"bfloat16": H100.bfloat16})}
+    plan = Plan(Machine(1, 8, "h100"), ranks, predict(ranks, H100, 8), has_tower=True)
+    assert "images not counted, nor the activations of the vision tower" in " ".join("\n".join(lines(plan)).split())
+    assert not plan.as_json()["counts_activations_of_images"]
+
+
+def write_config(folder: Path, *, tower: bool) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vision_config": {}} if tower else {}))
+    return str(folder)
 
 
 @pytest.mark.parametrize(

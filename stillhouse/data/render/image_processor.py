@@ -27,6 +27,7 @@ from stillhouse.data.documents import Documents
 from stillhouse.data.images import EncodedImage, Images, open_image, require_pillow
 from stillhouse.data.record import DataError, ProcessorError, RecordError
 from stillhouse.data.render.assistant_turns import Span
+from stillhouse.data.render.image_tensors import concatenated
 from stillhouse.data.render.processors import load_processor
 from stillhouse.data.render.tokenizers import tokenizer_fingerprint
 from stillhouse.hashing import file_hash, json_hash
@@ -352,29 +353,6 @@ def _as_png(picture: Any) -> EncodedImage:
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG")
     return EncodedImage.of(buffer.getvalue())
-
-
-def concatenated(parts: Sequence[Mapping[str, Tensor]], stacked: frozenset[str]) -> dict[str, Tensor]:
-    """The tensors of several documents' images as those of one call. stacked: see `_Layout`.
-
-    Images are concatenated along their dim. Other dims that differ are padded with zeros at their ends.
-    """
-    return {
-        name: _joined([part[name][0] for part in parts])[None]
-        if name in stacked
-        else _joined([part[name] for part in parts])
-        for name in parts[0]
-    }
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    padded = []
-    for tensor in tensors:
-        whole = tensor.new_zeros(len(tensor), *sizes)
-        whole[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
-        padded.append(whole)
-    return torch.cat(padded)
 
 
 @dataclass(frozen=True, eq=False)

@@ -140,10 +140,11 @@ def _few_layers(config: RunConfig, stages: int, student: int, teacher: int) -> I
 def _written(model: str, parent: str, name: str, layers: int) -> str:
     """Write the configuration of a model with fewer layers; return its folder."""
     values = json.loads((Path(model) / "config.json").read_text())
-    for key, value in values.items():
+    language = values.get("text_config", values)  # beside that of a vision tower
+    for key, value in language.items():
         if isinstance(value, list) and key.endswith("layer_types"):
-            values[key] = [value[0]] * layers
-    values["num_hidden_layers"] = layers
+            language[key] = [value[0]] * layers
+    language["num_hidden_layers"] = layers
     folder = Path(parent) / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))

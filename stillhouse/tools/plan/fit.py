@@ -11,7 +11,7 @@ from typing import Any
 
 from stillhouse.config import ParallelConfig, RunConfig
 from stillhouse.tools.plan.devices import LAUNCH, LINKS, PRODUCTS, TRAFFIC, Device
-from stillhouse.tools.plan.layout_plan import DryRuns, Job, Machine, Plan, planned_job, successful
+from stillhouse.tools.plan.layout_plan import DryRuns, Job, Machine, Plan, has_tower, planned_job, successful
 from stillhouse.tools.plan.prediction import bubble_share, predict
 from stillhouse.tools.plan.rank_counts import FIRST, LAST, LayoutSize, RankCounts
 
@@ -152,7 +152,8 @@ def _estimated(
             continue
         counts = {rank: RankCounts.from_json(answer) for rank, answer in of_this.items()}
         ranks = {LAST if rank else FIRST: _of_step(step, candidate) for rank, step in counts.items()}
-        yield candidate, Plan(machine, ranks, predict(ranks, machine.device, machine.gpus_per_node))
+        prediction = predict(ranks, machine.device, machine.gpus_per_node)
+        yield candidate, Plan(machine, ranks, prediction, has_tower(job))
 
 
 def _of_step(counts: RankCounts, candidate: Candidate) -> RankCounts:

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from queue import LifoQueue
 from typing import Any, Self
 
-from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config import ConfigError, RunConfig, load_config
 from stillhouse.libraries import reading
 from stillhouse.tools.plan.devices import DEVICES, Device
 from stillhouse.tools.plan.prediction import Prediction, predict
@@ -40,11 +41,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """The dry run of a layout: the counts of its ranks by name, and the prediction."""
+    """The dry run of a layout: the counts of its ranks by name, and the prediction.
+
+    has_tower: whether a model has a vision tower, whose images the dry run does not have.
+    """
 
     machine: Machine
     ranks: Mapping[str, RankCounts]
     prediction: Prediction
+    has_tower: bool = False
 
     @property
     def largest(self) -> RankCounts:
@@ -68,6 +73,7 @@ class Plan:
             "model_share_of_peak": prediction.model_share,
             "bubble_share": prediction.bubble,
             "slowest": prediction.slowest,
+            "counts_activations_of_images": not self.has_tower,
             "counts": {name: rank.as_json() for name, rank in self.ranks.items()},
             "times": {name: time.as_json() for name, time in prediction.times.items()},
         }
@@ -84,7 +90,7 @@ def plan(config: RunConfig, machine: Machine, document_tokens: int) -> Plan:
         others = [(name, rank) for name, rank in planned_ranks(first.layout).items() if name != FIRST]
         counts = runs.counts([job | {"rank": rank} for _, rank in others])
     ranks = {FIRST: first} | {name: rank for (name, _), rank in zip(others, counts, strict=True)}
-    return Plan(machine, ranks, predict(ranks, machine.device, machine.gpus_per_node))
+    return Plan(machine, ranks, predict(ranks, machine.device, machine.gpus_per_node), has_tower(job))
 
 
 def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Job:
@@ -168,6 +174,14 @@ def successful(answer: dict[str, Any]) -> dict[str, Any]:
     if answer["key"] is None:
         raise ValueError(answer["error"])
     raise ConfigError(answer["key"], answer["error"])
+
+
+def has_tower(job: Job) -> bool:
+    """Whether the student or a teacher has a vision tower. job: with folders as models."""
+    config = load_config(None, settings=job["config"])
+    models = [config.student.model, *(teacher.model for teacher in config.teacher_sections.values())]
+    files = [Path(model) / "config.json" for model in models if model is not None]
+    return any("vision_config" in json.loads(file.read_text()) for file in files)
 
 
 def _require_planned(config: RunConfig) -> None:

@@ -117,7 +117,9 @@ class _PlannedSetup(RunSetup):
         }
 
     def planned_models(self, mesh: Mesh, device: DeviceCounts) -> "_PlannedModels":
-        return _PlannedModels(**vars(self.models(mesh)), memory=device)
+        # a family may have a class for texts, without a vision tower, and one for images
+        images = self.config.data.image_pixels is not None
+        return _PlannedModels(**vars(self.models(mesh, images=images)), memory=device)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield _row("predicted", f"{two_digits(prediction.seconds)} s per step, bound by {bound}{bubble}")
     rate = two_digits(prediction.tokens_per_second)
     yield _row("speed", f"{rate} tokens/s, {prediction.model_share:.0%} of the peak in bfloat16 (MFU)")
+    if plan.has_tower:
+        yield _row("images", "not counted, nor the activations of the vision tower: the documents are texts")
     yield ""
     yield _cells("", [f"{name} stage" for name in ranks] if len(ranks) > 1 else ["every rank"])
     yield _cells("rank", [str(rank.rank) for rank in ranks.values()])

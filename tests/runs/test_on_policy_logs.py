@@ -1,0 +1,79 @@
+"""What on-policy runs write beside the model: samples, timeline, metrics and the completions of check."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import slow
+from kit.on_policy_runs import write_on_policy_run
+from kit.runs import metrics, run
+
+from stillhouse.output.records import Span
+from stillhouse.output.report.timeline import timeline
+from stillhouse.run.run import distill
+
+
+def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
+    out = distill(write_on_policy_run(tmp_path, **{"train.steps": 2}))
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {1, 2}
+    for sample in samples:
+        assert sample["source"] == "student"
+        assert {token["version"] for token in sample["tokens"]} == {sample["step"] - 1}
+        assert all(token["divergence"] > 0 for token in sample["tokens"])
+        assert sample["prompt"].endswith("is")
+    lanes = {json.loads(line)["lane"] for line in (out / "timeline.jsonl").read_text().splitlines()}
+    assert lanes == {"rollout", "teacher", "trainer", "weights"}
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", slow("two_step_off"), slow("async")])
+def test_console_timeline_and_metrics_count_the_same_seconds(tmp_path: Path, schedule: str) -> None:
+    write_on_policy_run(tmp_path, **{"rollout.schedule": schedule, "eval.every": 2})
+    shown = run("distill", tmp_path / "run.yaml").out
+    lines = {line["step"]: line for line in metrics(tmp_path / "out") if "speed/waiting" in line}
+    spans = [json.loads(line) for line in (tmp_path / "out" / "timeline.jsonl").read_text().splitlines()]
+    by_step = {
+        step: sorted((s for s in spans if (s["lane"], s["step"]) == ("trainer", step)), key=start) for step in lines
+    }
+    for step, line in lines.items():
+        of_step = by_step[step]
+        for before, after in pairwise(of_step):
+            assert after["start"] == pytest.approx(before["stop"], abs=4e-4), (
+                "the spans leave no gap and do not overlap"
+            )
+        seconds = sum(span["stop"] - span["start"] for span in of_step)
+        waited = sum(span["stop"] - span["start"] for span in of_step if span["what"].startswith("wait"))
+        assert seconds == pytest.approx(line["speed/step_seconds"], abs=2e-3)
+        assert waited / seconds == pytest.approx(line["speed/waiting"], abs=0.02)
+    last = lines[max(lines)]
+    (printed,) = re.findall(rf"^step {last['step']}/.* waiting (\d+)%, .* left", shown, re.MULTILINE)
+    assert int(printed) == round(100 * last["speed/waiting"])
+    drawn = timeline([Span(**span) for span in spans])
+    assert drawn is not None
+    weighted = sum(line["speed/waiting"] * line["speed/step_seconds"] for line in lines.values())
+    assert drawn.waiting == pytest.approx(
+        weighted / sum(line["speed/step_seconds"] for line in lines.values()), abs=0.02
+    )
+    for lane in drawn.lanes:
+        assert sum(percent for _, percent in lane.shares) == 100, lane.name
+
+
+def start(span: dict[str, Any]) -> float:
+    return float(span["start"])
+
+
+def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
+    """6 steps with 4 of 8 completions each from the dataset, which has 15 documents."""
+    loss = "cross_entropy + reverse_kl + sampled_kl(k2)"
+    write_on_policy_run(tmp_path, **{"rollout.share": 0.5, "objective.loss": loss})
+    command = run("check", tmp_path / "run.yaml")
+    for expected in (
+        "6 of 8 completions, 2 of each prompt; 50%",
+        "24 of the completions are the dataset's, which has 15: 1.60 passes over it",
+        *("one step", "sampled_kl(k2)", "reverse_kl"),
+    ):
+        assert expected in command.out
+    assert not (tmp_path / "out").exists()

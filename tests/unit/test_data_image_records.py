@@ -1,0 +1,306 @@
+"""Records with images: their forms, how pictures are decoded, and what is refused with file and line."""
+
+import io
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from kit.documents import same_documents
+from kit.image_models import image_tokenizer, picture
+from kit.image_students import (
+    CONVERSATIONS,
+    FOUR,
+    QUESTION,
+    SIZES,
+    Student,
+    encoded,
+    image,
+    png,
+    text,
+    user,
+    write_pictures,
+)
+from PIL import Image
+
+from stillhouse.data import (
+    DataError,
+    LoadOptions,
+    load_documents,
+)
+from stillhouse.data.images import open_image
+from stillhouse.data.record import RecordError
+from stillhouse.data.render.image_processor import ImageProcessor
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Student:
+    return Student("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    write_pictures(tmp_path)
+    return tmp_path
+
+
+FORMS: dict[str, Callable[[bytes], dict[str, Any]]] = {
+    "path part": lambda _: {"messages": [user({"type": "image", "path": "0.png"}, text(QUESTION)), FOUR]},
+    "url part with a path": lambda _: {"messages": [user({"type": "image", "url": "0.png"}, text(QUESTION)), FOUR]},
+    "data URL": lambda data: {
+        "messages": [
+            user(
+                {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(data)}"}}, text(QUESTION)
+            ),
+            FOUR,
+        ]
+    },
+    "base64": lambda data: {"messages": [user({"type": "image", "base64": encoded(data)}, text(QUESTION)), FOUR]},
+    "TRL": lambda _: {"messages": [user({"type": "image"}, text(QUESTION)), FOUR], "images": ["0.png"]},
+    "TRL without a place": lambda _: {
+        "prompt": [{"role": "user", "content": QUESTION}],
+        "completion": [{"role": "assistant", "content": "four"}],
+        "images": [{"bytes": None, "path": "0.png"}],
+    },
+    "ms-swift": lambda _: {
+        "messages": [{"role": "user", "content": f"<image>{QUESTION}"}, {"role": "assistant", "content": "four"}],
+        "images": ["0.png"],
+    },
+    "LLaVA": lambda _: {
+        "image": "0.png",
+        "conversations": [{"from": "human", "value": f"<image>{QUESTION}"}, {"from": "gpt", "value": "four"}],
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_of_a_record_give_the_same_document(qwen: Student, pictures: Path, form: str) -> None:
+    expected = qwen.load_records(pictures, {"messages": CONVERSATIONS[0]})
+    documents = qwen.load_records(pictures, FORMS[form](png(0)))
+    assert same_documents(documents, expected) or form.startswith("TRL without")  # another content key: two columns
+    assert documents.fingerprint() == expected.fingerprint()
+
+
+def test_parquet_has_the_bytes_of_images_as_datasets_writes_them(qwen: Student, pictures: Path) -> None:
+    expected = qwen.load_records(pictures, {"messages": CONVERSATIONS[1]})
+    turns = json.loads(json.dumps(CONVERSATIONS[1]))
+    for turn in turns:  # an Arrow struct has all keys
+        turn["content"] = [{"type": part["type"], "text": part.get("text")} for part in turn["content"]]
+    images = [{"bytes": png(number, SIZES[number]), "path": "gone.png"} for number in (1, 2, 0)]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"messages": turns, "images": images}]), pictures / "train.parquet"
+    )
+    documents = qwen.load(pictures / "train.parquet")
+    assert same_documents(documents, expected)
+    assert documents.images is not None
+    assert [part.data for part in documents.images.of(0)] == [part["bytes"] for part in images]
+
+
+def test_saved_datasets_give_the_bytes_of_images(qwen: Student, pictures: Path) -> None:
+    import datasets
+
+    expected = qwen.load_records(pictures, {"messages": CONVERSATIONS[0]})
+    rows = [{"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "four"}]}]
+    rows[0]["images"] = [{"bytes": png(0), "path": None}]  # type: ignore[assignment]
+    features = datasets.Features(
+        {
+            "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(pictures / "saved"))
+    documents = qwen.load(pictures / "saved")
+    assert documents.fingerprint() == expected.fingerprint()
+    assert documents.images is not None
+    assert documents.images.of(0)[0].data == png(0)
+
+
+def saved(picture: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_images_are_decoded_as_transformers_does(tmp_path: Path) -> None:
+    from transformers.image_utils import load_image
+
+    original = picture(1, 12, 8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotated by 90 degrees
+    alpha = original.copy()
+    alpha.putalpha(Image.linear_gradient("L").resize(original.size))
+    files = {
+        "rotated": saved(original, "JPEG", exif=exif),
+        "palette": saved(original.quantize(16), "PNG"),
+        "transparent palette": saved(original.quantize(16), "GIF", transparency=0),
+        "alpha": saved(alpha, "PNG"),
+        "grey and alpha": saved(alpha.convert("LA"), "PNG"),
+        "one bit": saved(original.convert("1"), "PNG"),
+        "CMYK": saved(original.convert("CMYK"), "TIFF"),
+        "animated": saved(original, "GIF", save_all=True, append_images=[picture(2, 12, 8)]),
+        "WebP": saved(original, "WEBP", lossless=True),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        expected = np.asarray(load_image(str(tmp_path / name)))
+        assert np.array_equal(np.asarray(open_image(data)), expected), name
+    assert open_image(files["rotated"]).size == (8, 12)
+    # transformers would make all values above 255 white
+    grey = Image.fromarray(np.asarray([[0, 255, 256, 65535]], dtype=np.uint16))
+    assert np.asarray(open_image(saved(grey, "PNG")))[0, :, 1].tolist() == [0, 0, 1, 255]
+
+
+def bomb() -> bytes:
+    """A PNG file whose header has 400,000,000 pixels."""
+    data = bytearray(png())
+    data[16:24] = (20_000).to_bytes(4, "big") * 2
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is not an image: expected one of AVIF, BMP, GIF"),
+        (b"GIF89a", "cannot be decoded|is not an image"),
+        (png()[:-30], "cannot be decoded: image file is truncated"),
+        (png()[:60] + b"abcd" + png()[64:], "cannot be decoded"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an image"),
+        (saved(Image.new("F", (3, 3)), "TIFF"), r"has 32 bits per pixel \(mode F\)"),
+        (bomb(), "exceeds limit of .* pixels, could be decompression bomb"),
+    ],
+    ids=["empty", "header", "truncated", "checksum", "PostScript", "float", "bomb"],
+)
+def test_a_broken_image_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        open_image(data)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no such file": (
+        {"messages": [user(image("no.png")), FOUR]},
+        r"image 1 \('no.png'\) cannot be read: No such file or directory",
+    ),
+    "a folder": ({"messages": [user(image(".")), FOUR]}, r"image 1 \('.'\) is a folder: expected a regular file"),
+    "a null character": ({"messages": [user(image("a\0b")), FOUR]}, "image 1 .* is not a path: embedded null byte"),
+    "a URL": (
+        {"messages": [user(image("https://a.b/c.png")), FOUR]},
+        "image 1 is the URL 'https://a.b/c.png': expected a path, because nothing is downloaded",
+    ),
+    "another data URL": (
+        {"messages": [user(image("data:text/plain,a")), FOUR]},
+        "image 1 is a data URL of another form",
+    ),
+    "no base64": ({"messages": [user({"type": "image", "base64": "a!"}), FOUR]}, "image 1 is not valid base64"),
+    "a number": ({"messages": [user(image(3)), FOUR]}, r"image 1 is a number \(3\): expected a path"),
+    "no value": ({"messages": [user({"type": "image"}), FOUR]}, "image 1 has no value"),
+    "too few places": (
+        {"messages": [user({"type": "image"}, text("a")), FOUR], "images": ["0.png", "1.png"]},
+        "the messages have 1 places for images .* and the record has 2 images",
+    ),
+    "too many places": (
+        {"messages": [{"role": "user", "content": "<image> and <image>"}, FOUR], "images": ["0.png"]},
+        "the messages have 2 places for images .* and the record has 1 images",
+    ),
+    "both": (
+        {"messages": [user(image("0.png")), FOUR], "images": ["0.png"]},
+        "a column of images and an image part with a value",
+    ),
+    "two columns": (
+        {"messages": [user({"type": "image"}), FOUR], "images": ["0.png"], "image": "0.png"},
+        "both 'image' and 'images' have images|both 'images' and 'image' have images|have images: expected one",
+    ),
+    "a text": ({"text": "two", "images": ["0.png"]}, "the record has 1 images and no messages"),
+    "a video": (
+        {"messages": [user(image("0.png")), FOUR], "videos": ["a.mp4"]},
+        "'videos' is not empty: expected only text and images",
+    ),
+    "another part": (
+        {"messages": [user({"type": "audio", "audio": "a"}), FOUR]},
+        "'type' of part 1 of message 1 of 'messages' is a string .* expected 'text' or 'image'",
+    ),
+    "no part": ({"messages": [user("a"), FOUR]}, "part 1 of message 1 of 'messages' must be an object with 'type'"),
+    "two values": (
+        {"messages": [user({"type": "image", "image": "0.png", "path": "0.png"}), FOUR]},
+        "part 1 of message 1 of 'messages' has .* expected one of them",
+    ),
+    "no user": ({"messages": [FOUR], "images": ["0.png"]}, "no turn of the user before which they could be put"),
+    "a placeholder in a text": (
+        {"messages": [user(image("0.png"), text("see <|image_pad|>")), FOUR]},
+        r"has 2 times the placeholder '<\|image_pad\|>' for 1 images",
+    ),
+    "broken": ({"messages": [user(image("broken.png")), FOUR]}, "image 1 .*broken.png.* cannot be decoded"),
+    "too long": ({"messages": [user(text("a" * 20), image("2.png")), FOUR]}, "its images end at token .* cut at 30"),
+    "too narrow": ({"messages": [user(image("narrow.png")), FOUR]}, "the processor refuses the images: .*ratio"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_record_with_a_bad_image_is_refused_with_its_line_or_skipped(
+    qwen: Student, pictures: Path, fault: str
+) -> None:
+    (pictures / "broken.png").write_bytes(png()[:-40])
+    (pictures / "narrow.png").write_bytes(png(0, (1, 300)))
+    record, message = FAULTS[fault]
+    most = {"max_tokens": 30} if fault == "too long" else {}
+    good = {"messages": [user(text("a")), FOUR]}
+    with pytest.raises(DataError, match=rf"train.jsonl:2: (?s:.*)({message})"):
+        qwen.load_records(pictures, good, record, **most)
+    if fault != "a text":  # this record has none of the columns of the first
+        documents = qwen.load_records(pictures, record | good, good, record, on_error="skip", **most)
+        assert documents.report.skipped >= 1
+        assert "train.jsonl:3" in documents.report.reasons[-1]
+
+
+def test_images_need_a_student_with_a_processor(qwen: Student, pictures: Path, tmp_path: Path) -> None:
+    path = pictures / "train.jsonl"
+    path.write_text(json.dumps({"messages": CONVERSATIONS[0]}))
+    for on_error in ("raise", "skip"):
+        with pytest.raises(
+            DataError, match=r"train.jsonl:1: the record has images, but .* has no processor for images"
+        ):
+            load_documents(path, qwen.tokenizer, LoadOptions(64, on_error=on_error))
+    assert ImageProcessor.find(str(pictures), qwen.tokenizer) is None
+
+
+def test_a_text_with_a_placeholder_and_without_an_image_is_refused(qwen: Student, pictures: Path) -> None:
+    records = [{"messages": CONVERSATIONS[0]}, {"messages": [user(text("<|image_pad|>")), FOUR]}]
+    documents = qwen.load_records(pictures, *records)
+    with pytest.raises(DataError, match=r"train.jsonl:2: its text has a placeholder token of images"):
+        qwen.processor.check_texts(documents)
+    qwen.processor.check_texts(documents.select([0]))
+
+
+def test_a_processor_with_another_tokenizer_or_template_is_refused(pictures: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    student = Student("internvl", folder)
+    student.tokenizer.chat_template = "other"
+    with pytest.raises(ValueError, match=r"have different chat templates: set data\.chat_template"):
+        student.processor.processor  # noqa: B018
+    other = ImageProcessor.find(str(folder), image_tokenizer("qwen3_vl"))
+    assert other is not None
+    with pytest.raises(ValueError, match="has another tokenizer than the model"):
+        other.processor  # noqa: B018
+
+
+def test_a_template_that_drops_strings_gets_parts(qwen: Student, pictures: Path) -> None:
+    template = qwen.tokenizer.chat_template
+    expected = qwen.load_records(pictures, {"messages": [user(text(QUESTION)), FOUR]})
+    strings = [{"role": turn["role"], "content": turn["content"][0]["text"]} for turn in CONVERSATIONS[2]]
+    qwen.tokenizer.chat_template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    try:
+        documents = qwen.load_records(pictures, {"messages": strings})
+    finally:
+        qwen.tokenizer.chat_template = template
+    assert documents.tokens(0).tolist() == expected.tokens(0).tolist()
+    assert documents.targets(0).tolist() == expected.targets(0).tolist()
