@@ -7,7 +7,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -
 # two test workers with one thread each, for a machine with two cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml=.results/quick.xml
 
-.PHONY: demo test test-slow test-all test-versions test-oldest test-newest test-engines proofs models gpu wheels chaos fuzz lint format docs site site-version dist clean
+.PHONY: demo test test-slow test-all test-versions test-oldest test-newest test-engines proofs models claims gpu wheels chaos fuzz lint format docs site site-version dist clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
@@ -56,6 +56,10 @@ proofs:
 # writes docs/models.md: the proof at load of a tiny model of each causal family of transformers; some minutes
 models: $(VENV)/.development
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/model_table.py
+
+# measures the claims of the field that have no result file yet, and writes docs/claims.md; some minutes for each
+claims: $(VENV)/.development
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.claims
 
 # on a machine with one NVIDIA GPU: its tests and all benchmarks within MINUTES minutes, the most important ones first,
 # with the machine's Python, torch and transformers; other packages come from wheels/ (`make wheels`), without a network

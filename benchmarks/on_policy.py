@@ -30,15 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from benchmarks import task_models
 from benchmarks.on_policy_tables import draw, length_table, summary_of, table
 from benchmarks.record import result_file, write_result
-from benchmarks.training_runs import metrics, run_config
-from stillhouse.generation import GenerationRequest, Sampling
-from stillhouse.generation.generate import Generator
-from stillhouse.models import Decoder
+from benchmarks.training_runs import metrics, run_config, write_completions
 from stillhouse.run.run import distill
 from stillhouse.tasks import TaskSpec, problem
 
@@ -126,20 +122,6 @@ def write_problems(path: Path, seed: int) -> Path:
     return path
 
 
-def write_completions(path: Path, problems: Path, teacher: Path) -> Path:
-    """The completions that a model writes for the problems at temperature 1."""
-    decoder, tokenizer = Decoder.from_pretrained(teacher, dtype="float32"), AutoTokenizer.from_pretrained(teacher)
-    sampling = Sampling(ANSWER_TOKENS, eos_ids=(tokenizer.eos_token_id,))
-    records = [json.loads(line) for line in problems.read_text().splitlines()]
-    ids = tokenizer([record["prompt"] for record in records], return_tensors="np")["input_ids"]
-    requests = [GenerationRequest(number, prompt_N.astype("int32"), number) for number, prompt_N in enumerate(ids)]
-    completions = Generator(decoder, sampling, torch.device("cpu"), batch_tokens=32768).generate(requests, 0)
-    for record, completion in zip(records, completions, strict=True):
-        record["completion"] = tokenizer.decode(completion.ids_N, skip_special_tokens=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records if record["completion"]))
-    return path
-
-
 def one_start(folder: Path, right: float, seed: int, most_steps: int) -> dict[str, Any]:
     """All ways from one starting checkpoint; right: see STARTS."""
     torch.set_num_threads(1)
@@ -164,7 +146,7 @@ def one_start(folder: Path, right: float, seed: int, most_steps: int) -> dict[st
     taught, model = reinforce(folder, "teacher", student | {"seed": 10 + seed}, most_steps, TAUGHT)
     again, _ = reinforce(folder, "again", student | {"seed": 20 + seed}, most_steps, TARGET)
     teacher = {"teacher.model": str(model)}
-    texts = {"data.train": str(write_completions(folder / "written.jsonl", problems, model))}
+    texts = {"data.train": str(write_completions(folder / "written.jsonl", problems, model, ANSWER_TOKENS))}
     ways = {
         "on-policy": student | teacher | ON_POLICY,
         "off-policy": student | teacher | texts | {"objective.loss": "forward_kl"},

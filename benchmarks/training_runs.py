@@ -1,11 +1,17 @@
-"""Training runs of benchmarks: configurations by dotted keys, settings of small students, and logged metrics."""
+"""Training runs of benchmarks: configurations by dotted keys, settings of students, texts of models, and metrics."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoTokenizer
+
 from stillhouse.config import RunConfig, load_config
+from stillhouse.generation import GenerationRequest, Sampling
+from stillhouse.generation.generate import Generator
+from stillhouse.models import Decoder
 
 LOSS, CROSS_ENTROPY = "loss/total_nats_per_token", "eval/cross_entropy"
 
@@ -38,6 +44,20 @@ def student_settings(folder: Path, seed: int, steps: int, *, max_tokens: int, to
         "device": "cpu",
         "seed": seed,
     }
+
+
+def write_completions(path: Path, problems: Path, teacher: Path, max_new_tokens: int) -> Path:
+    """The completions that a model writes for the problems at temperature 1."""
+    decoder, tokenizer = Decoder.from_pretrained(teacher, dtype="float32"), AutoTokenizer.from_pretrained(teacher)
+    sampling = Sampling(max_new_tokens, eos_ids=(tokenizer.eos_token_id,))
+    records = [json.loads(line) for line in problems.read_text().splitlines()]
+    ids = tokenizer([record["prompt"] for record in records], return_tensors="np")["input_ids"]
+    requests = [GenerationRequest(number, prompt_N.astype("int32"), number) for number, prompt_N in enumerate(ids)]
+    completions = Generator(decoder, sampling, torch.device("cpu"), batch_tokens=32768).generate(requests, 0)
+    for record, completion in zip(records, completions, strict=True):
+        record["completion"] = tokenizer.decode(completion.ids_N, skip_special_tokens=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records if record["completion"]))
+    return path
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
