@@ -54,6 +54,7 @@ _ADDED: dict[str, Any] = {
     "teachers.balance": "tokens",
     "objective.hidden": [],
     "objective.by_origin": None,
+    "objective.token_gate": None,
     "rollout.deviation": "population",
     **{f"teacher.{key}": None for key in SOURCES if key not in ("model", "cache", "student", "cross_tokenizer")},
 }

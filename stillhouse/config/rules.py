@@ -187,6 +187,15 @@ RULES: tuple[Rule, ...] = (
         "one source",
         "prompts are drawn evenly, without weights",
     ),
+    # a share of the tokens
+    excludes("objective.token_gate", "student.mtp"),
+    excludes("objective.token_gate", "teacher.cross_tokenizer"),
+    excludes("objective.token_gate", "teachers.balance", because="it balances teachers over all tokens"),
+    excludes(
+        "objective.token_gate",
+        "objective.hidden",
+        because="these losses arise in the layers, where the statistic is not known yet",
+    ),
     # hidden states: they are compared in stages that run both student and teacher
     Rule(
         ("objective.hidden", "teacher"),

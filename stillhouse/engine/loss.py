@@ -6,6 +6,7 @@
 B rows, S tokens per row, T = B·S tokens in the rows' order, D width.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,9 +29,10 @@ from stillhouse.objective import (
     linear_objective,
     routed_objective,
 )
-from stillhouse.objective.metric_keys import BALANCE, GRADIENT_SQUARE, IS_SAMPLED, WEIGHTS
+from stillhouse.objective.metric_keys import BALANCE, GATE, GRADIENT_SQUARE, IS_SAMPLED, KEPT, WEIGHTS
 from stillhouse.objective.origins import origin_masks
 from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.objective.token_gate import GateThreshold, is_below
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,15 @@ class StepLoss:
     parts: the losses beside the objective (`engine/parts`).
     with_teacher_cross_entropy: also report `teacher_cross_entropy`, the teacher's cross-entropy on the labels; the
         signal must be exact (`FullVocab`).
+    threshold: that of the objective's token gate, from the step before; None: the gate keeps all tokens.
 
     The output has these metrics beside those of the objective: `weights`, the sum of the rows' weights, by which sums
     of entropies and of agreement are divided; for each teacher with a routed signal and each origin of an objective
     by origin, `weights/<name>`, the same sum over its rows, and `tokens/<name>`, the number of these rows. With
     `teachers.balance`, each of these rows counts by its factor, and `gradient_square/<name>` is the teacher's squared
     norm of the gradient with respect to the hidden states, before the division by the normalizer. An objective that
-    needs rollouts is replaced by `objective.at_mtp_depths()` at MTP depths.
+    needs rollouts is replaced by `objective.at_mtp_depths()` at MTP depths. With a token gate, `kept` is the number
+    of rows that it keeps, and its statistic in `per_token` is −inf at rows without a weight.
     """
 
     objective: ObjectiveSpec
@@ -56,6 +60,7 @@ class StepLoss:
     chunk_tokens: int | None = None
     parts: tuple[LossPart, ...] = ()
     with_teacher_cross_entropy: bool = False
+    threshold: GateThreshold | None = None
 
     def __call__(
         self, *, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0
@@ -75,12 +80,23 @@ class StepLoss:
                 terms = self._terms(hidden_TD, signals, targets, head, targets.valid_index, depth)
                 output = linear_objective(hidden_TD, head, terms, valid_index=targets.valid_index, **options)
             counts = _row_counts(targets, routed, output) | self._counts_by_origin(targets, output)
-            output = replace(output, metrics=output.metrics | counts)
+            output = self._with_kept_rows(replace(output, metrics=output.metrics | counts), targets)
             if self.with_teacher_cross_entropy and not depth:
                 output = _with_teacher_cross_entropy(output, signals, targets)
             for part in self.parts:
                 output = part.at_head(self, output, hidden_by_depth, head, replace(context, signals=signals))
         return output
+
+    def _with_kept_rows(self, output: ObjectiveOutput, targets: DistillTargets) -> ObjectiveOutput:
+        """Add the metric `kept` of a token gate, and mark the rows without a weight in its statistic."""
+        if self.objective.token_gate is None:
+            return output
+        assert targets.weights_T is not None
+        counts_T = (targets.weights_T != 0).to(output.loss.device)
+        statistic_T = output.per_token[GATE].masked_fill(~counts_T, -math.inf)
+        kept_T = counts_T if self.threshold is None else counts_T & ~is_below(statistic_T, self.threshold.value)
+        metrics = output.metrics | {KEPT: kept_T.to(output.loss).sum()}
+        return replace(output, metrics=metrics, per_token=output.per_token | {GATE: statistic_T})
 
     def _counts_by_origin(self, targets: DistillTargets, output: ObjectiveOutput) -> dict[str, Tensor]:
         """Return the metrics `weights/<origin>` and `tokens/<origin>` of an objective by origin."""
@@ -129,6 +145,7 @@ class StepLoss:
             valid_index=valid_index,
             student=head,
             hidden_TD=hidden_TD,
+            threshold=self.threshold,
         )
 
 

@@ -11,7 +11,6 @@ from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
 from stillhouse.engine.engine import SavedTensors, StepOutput
 from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_metrics
-from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.optimizer import embedding_weights, make_optimizer, make_step, skips_by_flag
 from stillhouse.engine.parts import LossPart
 from stillhouse.engine.state_folder import write_state
@@ -54,7 +53,7 @@ class TorchEngine(EnginePasses):
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
         runner = self.student
-        loss = StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts)
+        loss = self._step_loss(normalizer)
         inputs = self._inputs(micro_batches, signals, loss, self.parts, normalizer)
         with runner.gradients_summed():
             if runner.pipeline is not None:
@@ -85,6 +84,7 @@ class TorchEngine(EnginePasses):
         if not steps_before_reading:
             make_step(self.optimizer, learning_rate)
         self.optimizer.zero_grad(set_to_none=True)
+        self._update_gate(output)
         if self.average is not None:
             self.average.update()
         return norm

@@ -12,6 +12,7 @@ from stillhouse.generation import POLICY_VERSION, PromptPlan, Sample, staleness
 from stillhouse.generation.advantages import mean_and_deviation
 from stillhouse.loops.held_out_images import shown_text
 from stillhouse.loops.session_objects import Session
+from stillhouse.objective.metric_keys import GATE
 from stillhouse.output import records
 from stillhouse.output.rollout_log import SAMPLES
 from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
@@ -24,7 +25,7 @@ MAX_LOG_RATIO, MAX_STALE_LOG_RATIO = 0.1, 1.0
 LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
 MORE_CUT = 0.3
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student
-_NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_")
+_NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_", GATE)
 
 
 class RolloutMetrics:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from stillhouse.engine.parts import LossPart
 from stillhouse.engine.parts.mtp import PREFIX
-from stillhouse.objective.metric_keys import CHUNK_TOKENS, GRADIENT_SQUARE, WEIGHTS
+from stillhouse.objective.metric_keys import CHUNK_TOKENS, GATE, GRADIENT_SQUARE, KEPT, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 
 #: the keys of a step's metrics that are not terms of the loss
@@ -20,6 +20,8 @@ _STEP_KEYS = {
     "teacher_entropy": "train/teacher_entropy_nats",
     "agreement": "train/agreement",
     "teacher_mass": "train/teacher_mass",
+    GATE: "train/gate_statistic_nats",
+    KEPT: "train/kept_share",
     "sampled_acceptance": "train/sampled_acceptance",
 }
 #: sums over sampled tokens, which `rollout_records.py` reports

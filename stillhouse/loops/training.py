@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from stillhouse.checkpoint.checkpoint_folder import prune
@@ -21,6 +21,7 @@ from stillhouse.loops.session_objects import Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.models import NotFiniteError
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
+from stillhouse.objective.token_gate import GateThreshold
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
@@ -61,6 +62,7 @@ class Training:
         self._of_teacher: dict[str, float] | None = None
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
+        self._gate = session.engine.gate_threshold
 
     def begin(self, step: int) -> None:
         watchdog.enter(f"step {step + 1}")
@@ -70,6 +72,7 @@ class Training:
         """Make the optimizer step. Raises ValueError, with unchanged weights, if loss or gradient is not finite."""
         session, checkpoints = self.session, self.folder.checkpoints
         self._rate = learning_rate(session.train_config, self.last_step, step)
+        self._gate = session.engine.gate_threshold
         try:
             self._norm = session.engine.update(self._rate, output)
         except NotFiniteError as error:
@@ -100,6 +103,10 @@ class Training:
             "speed/step_seconds": seconds,
             "speed/chunk_tokens": output.sums[CHUNK_TOKENS],
         }
+        if self._gate is not None:
+            metrics["train/gate_threshold_nats"] = self._gate.value
+        next_gate = session.engine.gate_threshold
+        progress.gate = {} if next_gate is None else asdict(next_gate)
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
         if progress.step == 1 and self._norm == 0.0:
             self.log.print_line(_NO_GRADIENT)
@@ -192,6 +199,8 @@ def _progress(
         progress = load_checkpoint(checkpoint, session.engine)
         if session.balance is not None:
             session.balance.gradients = dict(progress.teacher_gradients)
+        if session.spec.token_gate is not None and progress.gate:
+            session.engine.gate_threshold = GateThreshold(**progress.gate)
         if session.rollout_config is not None and folder.owns(checkpoint.path):
             _restore_queue(session, checkpoint, progress.step, queue)
         if progress.step > steps:

@@ -14,6 +14,10 @@ WEIGHTS = "weights"
 
 #: prefix of the key of a teacher's squared norm of the gradient with respect to the student's last hidden states
 GRADIENT_SQUARE = "gradient_square"
+#: the key of the statistic of a token gate, which is a metric and, in `per_token`, −inf at rows that do not count
+GATE = "gate_statistic"
+#: the number of the rows that a token gate keeps; `StepLoss` adds it to the metrics
+KEPT = "kept"
 
 # keys of the float32 `per_token` tensors of a micro-batch of rollouts; a row's value is about the token it predicts
 #: the advantage of the token

@@ -31,7 +31,9 @@ from stillhouse.objective.sampled_tokens import SampledTokens
 from stillhouse.objective.signals import Signal, Signals
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
+from stillhouse.objective.spec_in_words import in_words
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
+from stillhouse.objective.token_gate import GateThreshold, TokenGate, TokenGateSettings
 
 #: the names in the grammar that are not divergences, and other projects' names for them
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -71,6 +73,7 @@ class ObjectiveSpec:
     sampling_temperature: the temperature at which the student samples tokens.
     by_origin: the objective of each origin (`origins.py`), in place of the coefficients above; all other settings are
         the same in all of them. Rows of an origin that is absent have no loss.
+    token_gate: the share of the tokens that are trained, and the statistic that chooses them; None: all tokens.
     """
 
     cross_entropy: float | None = None
@@ -93,6 +96,7 @@ class ObjectiveSpec:
     teachers: Mapping[str, TeacherShare] = field(default_factory=dict)
     is_mixture: bool = False
     by_origin: Mapping[str, "ObjectiveSpec"] = field(default_factory=dict)
+    token_gate: TokenGateSettings | None = None
 
     @classmethod
     def of_origins(cls, by_origin: Mapping[str, "ObjectiveSpec"]) -> "ObjectiveSpec":
@@ -163,6 +167,7 @@ class ObjectiveSpec:
         valid_index: Tensor | None = None,
         student: OutputHead | None = None,
         hidden_TD: Tensor | None = None,
+        threshold: GateThreshold | None = None,
     ) -> list[Term]:
         """Return the terms for one batch.
 
@@ -174,6 +179,7 @@ class ObjectiveSpec:
         student: the student's head; needed if it is sharded, if its vocabulary is smaller than a teacher's, and for
             ratio=sequence.
         hidden_TD: the student's hidden states, needed for ratio=sequence.
+        threshold: that of `token_gate`; None: the gate keeps all tokens.
 
         Raises ValueError if a signal is missing, or belongs to a teacher that the objective does not name.
         """
@@ -184,6 +190,8 @@ class ObjectiveSpec:
         if OLD_LOG_PROBS in tokens.per_token and tokens.weights_T is not None:
             old_T = tokens.at_sampled(OLD_LOG_PROBS)
             terms.append(LogRatio(labels_T, old_T, self.sampling_temperature, weights_T=tokens.weights_T))
+        if self.token_gate is not None:
+            terms.append(TokenGate.of(self.token_gate, terms, labels_T, threshold))
         return terms
 
     def _terms_by_origin(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
@@ -319,42 +327,7 @@ class ObjectiveSpec:
 
     def in_words(self) -> str:
         """Return the objective in words, for the first lines of a run's output."""
-        if self.by_origin:
-            return "; ".join(f"{part.in_words()} (origin: {origin})" for origin, part in self.by_origin.items())
-        parts = []
-        if self.cross_entropy is not None:
-            smoothed = f" (label smoothing {self.label_smoothing:g})" if self.label_smoothing else ""
-            parts.append(_times(self.cross_entropy, f"cross-entropy{smoothed}"))
-        if self.z_loss:
-            parts.append(_times(self.z_loss, "z-loss"))
-        if self.divergence is not None:
-            is_several = any(teacher.temperature is not None for teacher in self.teachers.values())
-            value = "" if is_several else f", τ = {self.temperature:g}"
-            factor = f"·τ²{value}" if self.scale_by_temperature_squared else ""
-            parts.append(_times(self.divergence_scale, f"{self.divergence}{factor} of teacher and student"))
-        if self.uld is not None:
-            parts.append(_times(self.uld, "distance of the sorted probabilities (ULD) of teacher and student"))
-        if self.entropy is not None:
-            parts.append(_times(self.entropy, "entropy"))
-        if self.sampled_kl is not None:
-            descends = "reverse" if self.estimator == "k2" else "forward"
-            what = f"sampled KL ({self.estimator}, descends {descends} KL{self._corrected_in_words()})"
-            parts.append(_times(self.sampled_kl, f"{what} at the student's own tokens"))
-        if self.policy_gradient is not None:
-            parts.append(_times(self.policy_gradient, f"policy gradient ({self._policy_in_words()})"))
-        return " + ".join(parts).replace("+ −", "− ")
-
-    def _corrected_in_words(self) -> str:
-        return (
-            "" if self.correction.kind == "none" else f", ratio {self.correction.kind} at {self.correction.limit:g}"
-        )
-
-    def _policy_in_words(self) -> str:
-        advantage = "advantage from rewards" if self.needs_rewards else "advantage from rewards, if any, and from "
-        if self.teacher_kl:
-            discounted = f" discounted by {self.discount:g}" if self.discount else ""
-            advantage += _times(self.teacher_kl, f"(log p − log q){discounted} of teacher and student")
-        return advantage + self.policy.in_words(self._corrected_in_words())
+        return in_words(self)
 
 
 def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> ObjectiveSpec:
@@ -425,8 +398,3 @@ ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 #: the arguments that are words (see `parse_sum`)
 TAKE_WORDS = {"sampled_kl": ("*", "estimator"), "policy_gradient": ("surrogate", "ratio")}
-
-
-def _times(coefficient: float, what: str) -> str:
-    sign = "−" if coefficient < 0 else ""
-    return what if coefficient == 1 else f"{sign}{abs(coefficient):g} × {what}"

@@ -39,6 +39,7 @@ class Progress:
     log_bytes, log_sha256: the length and the hash of metrics.jsonl.
     started_from: the checkpoint of another run that this run began with, if any.
     teacher_gradients: the size of each teacher's gradient (`TeacherBalance.gradients`).
+    gate: the threshold of the objective's token gate in the next step; empty if it keeps all tokens, or is absent.
     """
 
     __pydantic_config__ = _STRICT
@@ -54,6 +55,7 @@ class Progress:
     configuration: str = ""
     started_from: str | None = None
     teacher_gradients: dict[str, NonNegativeFloat] = field(default_factory=dict)
+    gate: dict[str, float] = field(default_factory=dict)
 
     def saved_log(self, path: Path) -> bytes | None:
         """The content of metrics.jsonl when this progress was saved; None if the file no longer begins with it."""

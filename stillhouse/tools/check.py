@@ -260,9 +260,9 @@ def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
 def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
     for origin, of_origin in spec.by_origin.items():
         for name, single in _single_terms(of_origin):
-            yield f"{name} ({origin})", replace(spec, by_origin={origin: single})
+            yield f"{name} ({origin})", replace(spec, by_origin={origin: single}, token_gate=None)
     none = replace(spec, cross_entropy=None, z_loss=0.0, divergence=None, uld=None, entropy=None)
-    none = replace(none, sampled_kl=None, policy_gradient=None)
+    none = replace(none, sampled_kl=None, policy_gradient=None, token_gate=None)
     if spec.cross_entropy is not None:
         yield "cross_entropy", replace(none, cross_entropy=spec.cross_entropy)
     if spec.z_loss:

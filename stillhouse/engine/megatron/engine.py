@@ -18,7 +18,6 @@ from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
 from stillhouse.engine.engine import SavedTensors, StepOutput
 from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_metrics
-from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.megatron.state import MegatronState
 from stillhouse.engine.megatron.student import MegatronStudent
 from stillhouse.engine.megatron.trained import require_partition, trained_parameters
@@ -66,7 +65,7 @@ class MegatronEngine(EnginePasses):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
-        loss = StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts)
+        loss = self._step_loss(normalizer)
         inputs = self._inputs(micro_batches, signals, loss, self.parts, normalizer)
         # at the end of a pass all ranks' gradients are added up, so those of an earlier pass must not be there
         earlier = [gradient.clone() for gradient in self.student.gradients] if self.student.has_gradient else []
@@ -97,6 +96,7 @@ class MegatronEngine(EnginePasses):
             group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         self.zero_grad()
+        self._update_gate(output)
         if self.average is not None:
             self.average.update(self._weights() if self.student.student.transformer.bf16 else None)
         return norm

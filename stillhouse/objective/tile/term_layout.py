@@ -88,6 +88,8 @@ def _with_tensors(entry: Any, tensors: Sequence[Tensor], built: dict[int, Any]) 
     """Return an entry of a layout with its tensors. built: the objects by number."""
     if isinstance(entry, _Slot):
         return tensors[entry.number]
+    if isinstance(entry, tuple):
+        return tuple(_with_tensors(member, tensors, built) for member in entry)
     if not isinstance(entry, _Object):
         return entry
     if entry.number not in built:
@@ -102,6 +104,8 @@ def _with_tensors(entry: Any, tensors: Sequence[Tensor], built: dict[int, Any]) 
 def _described(value: Any, plan: Plan, numbers: dict[int, int], slots: dict[Tensor, int]) -> Any:
     if isinstance(value, Tensor):
         return _Slot(slots.setdefault(value, len(slots)), tuple(value.shape[1:]), value.dtype)
+    if isinstance(value, tuple):
+        return tuple(_described(member, plan, numbers, slots) for member in value)
     if not isinstance(value, Term | Signal):
         return value
     number = numbers.setdefault(id(value), len(numbers))
