@@ -50,6 +50,9 @@ from stillhouse.cli.hub import settle_offline
 @click.option("--attention", metavar="NAME", help="As student.attention of a run, such as sdpa.")
 @click.option("--revision", metavar="NAME", help="Revision of a hub id.")
 @click.option(
+    "--images", is_flag=True, help="Accept documents or prompts with images, and load the vision tower for it."
+)
+@click.option(
     "--batch-tokens",
     type=click.IntRange(1),
     default=16384,
@@ -91,6 +94,7 @@ def serve(teacher: str, *, no_token: bool, generate: bool, **options: object) ->
     STILLHOUSE_TOKEN=... stillhouse serve Qwen/Qwen3-8B --host 0.0.0.0 --port 8000
     torchrun --nproc-per-node 2 -m stillhouse serve Qwen/Qwen3-8B
     stillhouse serve Qwen/Qwen3-0.6B --generate --port 8001
+    stillhouse serve Qwen/Qwen3-VL-8B-Instruct --images
     """
     needed = ("fastapi", "uvicorn", "h11", "prometheus_client")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]

@@ -21,6 +21,7 @@ class ServerKind:
     over_all_tokens: for messages, a server whose log-probabilities at temperature 1 are over all tokens; may be "".
     rounds_as_here: whether float32 log-probabilities differ from those of this process only by float32 rounding.
     takes_adapters: whether the server can load an adapter as a version of the student.
+    reads_images: whether the pixels of the run's own processor can be sent to it.
     tells_tokenizer: whether the server's tokenizer can be compared with the student's.
     """
 
@@ -36,6 +37,7 @@ class ServerKind:
     over_all_tokens: str = ""
     rounds_as_here: bool = False
     takes_adapters: bool = False
+    reads_images: bool = False
     tells_tokenizer: bool = True
 
 
@@ -49,6 +51,7 @@ _KINDS = (
         counts_next=False,
         hint="expected a server that was started with stillhouse serve MODEL --generate",
         rounds_as_here=True,
+        reads_images=True,
     ),
     ServerKind(
         "vllm",

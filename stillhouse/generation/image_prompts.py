@@ -37,7 +37,7 @@ class ImagePrompts:
         width: S. Raises ValueError, with the request's number, for images without a processor, for an image that
         cannot be read or whose file has changed since the data was loaded, and for a prompt that ends with an image.
         """
-        if not any(request.images for request in requests):
+        if not any(request.has_images for request in requests):
             return {}
         model, processor = self._decoder.pretrained, self._processor
         if processor is None:
@@ -64,9 +64,11 @@ class ImagePrompts:
         made: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
         for request in requests:
             key = tuple(image.sha256 for image in request.images)
-            if key not in made:
+            if key not in made and not request.image_tensors:
                 try:
                     made[key] = processor.tensors_of(request.images, request.prompt_ids)
                 except ValueError as error:
                     raise ValueError(f"request {request.number}: {error}") from error
-        return [made[tuple(image.sha256 for image in request.images)] for request in requests]
+        return [
+            request.image_tensors or made[tuple(image.sha256 for image in request.images)] for request in requests
+        ]

@@ -3,11 +3,12 @@
 N tokens of a completion.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import numpy as np
+from torch import Tensor
 
 from stillhouse.data.images import EncodedImage
 
@@ -47,6 +48,7 @@ class GenerationRequest:
     seed: the seed of the sampling, for engines that accept one.
     max_new_tokens: a smaller limit than that of `Sampling`. None: the limit of `Sampling`.
     images: the images of the prompt, whose placeholder tokens `prompt_ids` has.
+    image_tensors: in place of `images`, what a client's processor has made of them; only for this process.
     """
 
     number: int
@@ -54,6 +56,11 @@ class GenerationRequest:
     seed: int
     max_new_tokens: int | None = None
     images: Sequence[EncodedImage] = ()
+    image_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.images or self.image_tensors)
 
     def as_json(self) -> list[Any]:
         images = [image.as_stored.as_json() for image in self.images]

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
 from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.generation import RolloutEngine, Sampling
+from stillhouse.generation import GenerationRequest, RolloutEngine, Sampling
 from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.student_copy import StudentCopy
@@ -75,8 +75,12 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             timeout=rollout.timeout,
             warn=lambda line: log_rank0(f"warning: {line}"),
             keep_weights=rollout.writer == "teacher",
-            probes=[prompts.tokens(number).tolist() for number in probe_prompts(prompts)],
+            probes=[
+                GenerationRequest(number, prompts.tokens(number), 0, images=prompts.images_of(number))
+                for number in probe_prompts(prompts)
+            ],
             run=run,
+            processor=session.image_processor,
         )
         if rollout.writer == "teacher":
             ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])

@@ -29,8 +29,13 @@ _CHOICE = 256
 
 
 def probe_prompts(prompts: Documents) -> list[int]:
-    """Return the numbers of the prompts that servers complete as probes."""
-    return [int(number) for number in np.argsort(prompts.lengths_D[:_CHOICE], kind="stable")[:PROBES]]
+    """Return the numbers of the prompts that servers complete as probes; with images, if a prompt has some."""
+    numbers = np.arange(len(prompts))
+    if prompts.has_images:
+        assert prompts.images is not None
+        numbers = np.flatnonzero(np.diff(prompts.images.offsets))
+    numbers = numbers[:_CHOICE]
+    return numbers[np.argsort(prompts.lengths_D[numbers], kind="stable")[:PROBES]].tolist()
 
 
 def probe_samples(prompts: Documents, by_server: Mapping[str, Sequence[Completion]]) -> list[Sample]:

@@ -135,6 +135,9 @@ def _received(*, inputs_embeds: Tensor, **_: Any) -> _Received:
 
 def _remove_all(module: nn.Module, embedding: nn.Module) -> None:
     """Remove the parts of a backbone. The modules around the embedding stay, where transformers looks for it."""
+    for name, _ in list(module.named_parameters(recurse=False)):
+        delattr(module, name)
+        setattr(module, name, torch.empty(0))  # transformers initializes it together with the buffers
     for name, child in list(module.named_children()):
         if child is not embedding and any(part is embedding for part in child.modules()):
             _remove_all(child, embedding)

@@ -1,13 +1,13 @@
 """Prepares a run whose data has images: proves that its models read them, and gives the data their positions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stillhouse.config import ConfigError
+from stillhouse.config import ConfigError, as_config_error
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.engine.engine import Engine
 from stillhouse.models import ProofError
@@ -21,7 +21,7 @@ from stillhouse.parallel.runner_proof import probe_precision
 from stillhouse.parallel.staged_images import staged_models
 from stillhouse.run.inputs import RunData
 from stillhouse.run.setup import RunSetup
-from stillhouse.signals import SignalSource
+from stillhouse.signals import SignalSource, SignalStore
 
 _EXPECTED = "the data has images, which this cannot read yet: expected {}, or documents without images"
 
@@ -45,8 +45,12 @@ def require_image_layout(setup: RunSetup, processor: ImageProcessor) -> None:
             raise ConfigError(f"{section}.model", f"it has {found}: expected the processor of student.model")
 
 
-def with_images_proven(data: RunData, engine: Engine, source: SignalSource) -> RunData:
+def with_images_proven(
+    data: RunData, engine: Engine, source: SignalSource, stores: Mapping[str, SignalStore] | None = None
+) -> RunData:
     """Prove the models of this job on documents with images, and return the data with the student's axis positions.
+
+    stores: the signal stores, by the keys of the teachers' sections
 
     A collective of all processes. Without images, this returns the same data. Raises ConfigError for a pipeline with
     teachers outside of its stages, and ProofError, naming the model, for a model that does not read images exactly,
@@ -57,7 +61,8 @@ def with_images_proven(data: RunData, engine: Engine, source: SignalSource) -> R
     student, processor = engine.student, inputs.processor
     if student.layout.stages > 1 and source.decoders:
         raise ConfigError(
-            "parallel.pipeline", _EXPECTED.format("1, or one teacher in the student's stages, or a cached one")
+            "parallel.pipeline",
+            _EXPECTED.format("1, or one teacher in the student's stages, in a cache or on a server"),
         )
     documents = processor.example_documents()
     positions = [document_positions(student.decoders[0], document) for document in documents]
@@ -72,6 +77,9 @@ def with_images_proven(data: RunData, engine: Engine, source: SignalSource) -> R
             prove_image_model(model, documents, processor.join, agreed)
         for part in model.decoders:
             reshard(part)  # no backward follows; the optimizer must get the sharded weights
+    for section, store in (stores or {}).items():
+        with as_config_error(section):
+            store.require_positions(positions)
     return data.with_axis_positions(student.decoders[0].axis_positions)
 
 

@@ -18,6 +18,7 @@ from stillhouse.config import (
     TeachersConfig,
     as_config_error,
 )
+from stillhouse.config.servers import SERVERS
 from stillhouse.data import (
     Documents,
     LoadOptions,
@@ -138,8 +139,14 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
 def require_image_support(config: RunConfig) -> None:
     """Raise ConfigError for a part of the configuration that cannot be used with images."""
     expected = "the data has images, which this cannot read yet: expected {}, or documents without images"
-    if config.rollout is not None and config.rollout.urls:
-        raise ConfigError("rollout.engine", expected.format("transformers"))
+    if config.rollout is not None and config.rollout.urls and not SERVERS[config.rollout.engine].reads_images:
+        title = SERVERS[config.rollout.engine].title
+        raise ConfigError(
+            "rollout.engine",
+            f"the data has images, and {title} would read them with a processor of its own, which cannot be proved "
+            "to be the student's: expected transformers, stillhouse with a server that was started with --generate "
+            "--images, or documents without images",
+        )
     if config.parallel.engine != "torch":
         raise ConfigError("parallel.engine", expected.format("torch"))
     if config.parallel.context > 1:

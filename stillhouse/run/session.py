@@ -59,7 +59,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     mesh = join(layout.degrees, setup.device, config.train.timeout)
     models = setup.models(mesh, images=image_inputs is not None)
     engine, source = setup.engine(models, layout)
-    data = with_images_proven(data, engine, source)
+    data = with_images_proven(data, engine, source, stores)
     by_length = _runs_rows(engine, source)
     packed = data
     if by_length and config.rollout is None:

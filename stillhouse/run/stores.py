@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, TeacherConfig, as_config_error
 from stillhouse.data import Documents, load_tokenizer
+from stillhouse.data.render.image_processor import ImageInputs
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.objective import forward_kl
@@ -135,15 +136,16 @@ def require_signals(
             store.require(train, "data.train", image_inputs)
             if objective.rollout is not None:
                 longest = _with_completion(train, objective.rollout.max_new_tokens)
-                store.require(longest, "the longest prompt of data.train with rollout.max_new_tokens")
+                what = "the longest prompt of data.train with rollout.max_new_tokens"
+                store.require(longest, what, image_inputs)
             if data.dataset is not None:
-                store.require(_documents_of(section, route, data.dataset), "data.train")
+                store.require(_documents_of(section, route, data.dataset), "data.train", image_inputs)
             if data.evaluation is not None:
                 held_out = _documents_of(section, route, data.evaluation.documents)
                 store.require(held_out, "data.eval", image_inputs)
             if teacher.source_kind.proved_by:
                 prove_store = resolve_name(teacher.source_kind.proved_by)
-                prove_store(section, teacher, train, data.tokenizer, store, ranks.device)
+                prove_store(section, teacher, train, data.tokenizer, store, ranks.device, image_inputs)
 
 
 def _with_completion(documents: Documents, tokens: int) -> Documents:
@@ -197,6 +199,7 @@ def prove_servers(
     tokenizer: PreTrainedTokenizerBase,
     store: RemoteSignals,
     device: torch.device,
+    image_inputs: ImageInputs | None = None,
 ) -> None:
     """Prove the servers' signals. If `teacher.prove` requires it, rank 0 loads the model and compares its signals."""
     local = head = None
@@ -209,11 +212,12 @@ def prove_servers(
                 dtype=teacher.dtype,
                 device=device,
                 quantize=store.servers[0].quantize,
+                images=documents.has_images,
             )
         if store.signal.is_exact:
             assert store.teacher_folder is not None
-            head = head_of(store.teacher_folder).output_head()
-    proof = prove(store, documents, tokenizer, local=local, head=head)
+            head = head_of(store.teacher_folder, images=documents.has_images).output_head()
+    proof = prove(store, documents, tokenizer, local=local, head=head, image_inputs=image_inputs)
     store.proof, store.prove_every = proof, teacher.prove_every
     per_token = store.signal.bytes_per_token(store.width)
     log_rank0(

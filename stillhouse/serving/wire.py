@@ -4,50 +4,36 @@
                 offsets [D+1] int64     the tokens of document d are offsets[d]:offsets[d+1]
                 rows [D, 2] int32       the requested rows of each document, as a range [start, stop)
                 ids [N, K] int32        "chosen": the ids whose log-probabilities are requested
+                image.D.NAME            the tensors of the images of document D (`image_wire.py`)
     answer      offsets [D+1] int64     the rows of document d are offsets[d]:offsets[d+1] of the following tensors
                 hidden, ids, …          the tensors of the signal (`SignalSpec.tensors`)
 
-The header of each file has one key, `score`, whose value is JSON. In a request it holds `ScoreOptions`; in an answer,
-it holds the same options and the teacher's identity (`teacher`). A request may be JSON instead (`ScoreBody`).
+The header of each file has one key, `score`, whose value is JSON. In a request it holds `ScoreOptions` and `images`;
+in an answer, it holds the same options and the teacher's identity (`teacher`). A request without images may be JSON
+instead (`ScoreBody`).
 """
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import Field, ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from stillhouse.data.render.image_processor import ImageTensors
 from stillhouse.libraries import reading
+from stillhouse.serving.image_wire import decode_images, encode_images, take_images
+from stillhouse.serving.strict_body import JSON, SAFETENSORS, FirstWrong, StrictBody, first_problem
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
-
-T = TypeVar("T")
-
-
-class _FailFast(FailFast):
-    __hash__ = object.__hash__  # unions hash their members
-
-
-#: a list whose validation stops at the first wrong value, because millions of values may be wrong
-FirstWrong = Annotated[list[T], _FailFast()]
 
 KEY = "score"
 #: the file of the teacher's output head, the answer of `GET /v1/head`
 HEAD_FILE = "model.safetensors"
-SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
-
-
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-class StrictBody(BaseModel):
-    """A body that is refused if a field is unknown or has another type."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ScoreOptions(StrictBody):
@@ -74,12 +60,24 @@ class ScoreBody(ScoreOptions):
     ids: FirstWrong[FirstWrong[FirstWrong[int]]] | None = None
 
 
-def encode_request(signal: SignalSpec, documents: Sequence[DocumentRows]) -> bytes:
+def encode_request(
+    signal: SignalSpec, documents: Sequence[DocumentRows], images: Sequence[ImageTensors | None] | None = None
+) -> bytes:
+    """images: those of each document, read before; None: read them now"""
+    if images is None:
+        images = read_images(documents)
     tensors = document_tensors(documents)
+    of_images, sent = encode_images(
+        [(document.tokens, read) for document, read in zip(documents, images, strict=True)]
+    )
     chosen = [document.ids_NK for document in documents if document.ids_NK is not None]
     if chosen:
         tensors["ids"] = torch.cat(chosen).to(torch.int32)
-    return save(tensors, {KEY: json.dumps(_options(signal))})
+    return save(tensors | of_images, {KEY: json.dumps(_options(signal) | sent)})
+
+
+def read_images(documents: Sequence[DocumentRows]) -> list[ImageTensors | None]:
+    return [None if document.images is None else document.images.read() for document in documents]
 
 
 def document_tensors(documents: Sequence[DocumentRows]) -> dict[str, Tensor]:
@@ -97,10 +95,14 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     """Raises ValueError with a one-line message unless the request is valid and has at most `most_documents`."""
     if content_type not in (JSON, SAFETENSORS):
         raise ValueError(f"content type '{content_type}': expected {JSON} or {SAFETENSORS}")
+    sent: tuple[Any, dict[str, Tensor]] = None, {}
     try:
-        signal, tensors = _from_json(content, most_documents) if content_type == JSON else _from_safetensors(content)
+        if content_type == JSON:
+            signal, tensors = _from_json(content, most_documents)
+        else:
+            signal, tensors, sent = _from_safetensors(content)
     except ValidationError as error:
-        raise ValueError(_first_problem(error)) from error
+        raise ValueError(first_problem(error)) from error
     token_ids, offsets, rows = (tensors[name] for name in ("token_ids", "offsets", "rows"))
     if token_ids.dim() != 1:
         raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected one dim")
@@ -111,7 +113,9 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     ranges = [
         _row_range(start, stop, len(tokens)) for tokens, (start, stop) in zip(documents, rows.tolist(), strict=True)
     ]
-    return signal, _with_ids(signal, documents, ranges, tensors.get("ids"))
+    without_images = _with_ids(signal, documents, ranges, tensors.get("ids"))
+    images = decode_images(*sent, documents)
+    return signal, [replace(document, images=of) for document, of in zip(without_images, images, strict=True)]
 
 
 def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Tensor]]) -> bytes:
@@ -144,8 +148,9 @@ def decode_answer(
     return teacher, [{name: tensor[start:stop] for name, tensor in tensors.items()} for start, stop in bounds]
 
 
-def _from_safetensors(content: bytes) -> tuple[SignalSpec, dict[str, Tensor]]:
+def _from_safetensors(content: bytes) -> tuple[SignalSpec, dict[str, Tensor], tuple[Any, dict[str, Tensor]]]:
     options, tensors = _decoded(content, "the request")
+    images = take_images(options, tensors)
     signal = ScoreOptions.model_validate(options).spec()
     expected = {"token_ids": torch.int32, "offsets": torch.int64, "rows": torch.int32}
     if signal.kind == "chosen":
@@ -153,7 +158,7 @@ def _from_safetensors(content: bytes) -> tuple[SignalSpec, dict[str, Tensor]]:
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     if dtypes != expected:
         raise ValueError(f"tensors {dtypes}: expected {expected}")
-    return signal, tensors
+    return signal, tensors, images
 
 
 def _from_json(content: bytes, most_documents: int) -> tuple[SignalSpec, dict[str, Tensor]]:
@@ -240,9 +245,3 @@ def _row_range(start: int, stop: int, tokens: int) -> range:
     if not 0 <= start < stop <= tokens:
         raise ValueError(f"rows {start} to {stop} of a document of {tokens} tokens: expected some of its rows")
     return range(start, stop)
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else str(first["msg"])

@@ -34,6 +34,10 @@ class ScoreRequest(NamedTuple):
     def tokens(self) -> int:
         return len(self.document.tokens)
 
+    @property
+    def has_images(self) -> bool:
+        return self.document.images is not None
+
 
 #: the result of a request: the tensors, or an error if they are not finite
 Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError

@@ -87,6 +87,11 @@ class SignalStore(ABC):
         image_inputs: makes the tensors of the documents' images; None if the data has no images
         """
 
+    def require_positions(self, positions: Sequence[Tensor | None]) -> None:  # noqa: B027 (most stores have none)
+        """Raise ValueError unless the teacher gives these rotary positions [S, A] to the `example_documents` of the
+        processor of images.
+        """
+
     @abstractmethod
     def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
         """The tensors of `SignalSpec.tensors` for each document, on the CPU. Several threads may call this at once.

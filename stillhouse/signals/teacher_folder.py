@@ -35,9 +35,12 @@ def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerB
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def head_of(folder: Path | str, dtype: str = "auto") -> Decoder:
-    """Load the output head from a model's folder, on the CPU, without the layers."""
-    decoder = only_head(partial(empty_decoder, str(folder), dtype=dtype))
+def head_of(folder: Path | str, dtype: str = "auto", *, images: bool = False) -> Decoder:
+    """Load the output head from a model's folder, on the CPU, without the layers.
+
+    images: whether the model reads images, if its family also has a class that does not
+    """
+    decoder = only_head(partial(empty_decoder, str(folder), dtype=dtype, images=images))
     load_weights(decoder, str(folder), torch.device("cpu"))
     return decoder
 

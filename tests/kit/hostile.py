@@ -6,11 +6,14 @@ from typing import Any
 
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kit.mutations import damaged_bytes, damaged_json, damaged_safetensors
 from kit.serving import Server
 from schemathesis.checks import not_a_server_error
 
 from stillhouse.serving.wire import SAFETENSORS
+
+schemathesis.openapi.media_type(SAFETENSORS, st.binary())
 
 
 def assert_survives(server: Server, bodies: list[tuple[str, str, bytes]], per_body: int, seed: int) -> None:

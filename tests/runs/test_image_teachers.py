@@ -15,7 +15,7 @@ from stillhouse.config import ConfigError
 from stillhouse.signals.signal_spec import SignalKind
 from stillhouse.tools.write_cache import write_cache
 
-FAMILIES = ["qwen3_vl", "idefics3", "gemma3"]
+FAMILIES = ["qwen3_vl", "idefics3", "gemma3", "llava_onevision"]
 
 
 def cached(folder: Path, kind: SignalKind = "hidden") -> dict[str, Any]:

@@ -340,10 +340,9 @@ def test_a_server_that_comes_back_is_proved_again(tmp_path: Path, monkeypatch: p
     """By what was proved when the version was new: the trainer's weights are newer now."""
     monkeypatch.setattr(pool, "FIRST_PAUSE", 0.01)
     student = Student(tmp_path)
-    probes = [request.prompt_ids.tolist() for request in requests_of(3)]
     with (
         stub_server(Vllm, tmp_path / "model", processed=True) as server,
-        closing(engine_of(server, probes=probes)) as engine,
+        closing(engine_of(server, probes=requests_of(3))) as engine,
     ):
         engine.update_weights(1, student.published(1))
         for request, probe in zip(requests_of(3), engine.weights.probed[server.url], strict=True):

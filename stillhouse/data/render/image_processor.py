@@ -64,6 +64,16 @@ class Expanded(NamedTuple):
         return tuple((begin, end) for begin, end in moved)
 
 
+class ImageTensors(NamedTuple):
+    """The images of a document as its processor returns them.
+
+    tensors: arguments of the model. sizes: the width and height of each picture that the processor got.
+    """
+
+    tensors: Mapping[str, Tensor]
+    sizes: Sequence[tuple[int, int]]
+
+
 class _Layout(NamedTuple):
     """How a processor returns the tensors of images.
 
@@ -228,15 +238,23 @@ class ImageProcessor:
         Raises DataError if a file has changed since the data was loaded, or if the processor now makes another
         number of placeholder tokens.
         """
-        try:
-            return self.tensors_of(documents.images_of(document), documents.tokens(document))
-        except ValueError as error:
-            raise DataError(documents.sources[document], str(error)) from error
+        return dict(self.read(documents, document).tensors)
 
     def tensors_of(self, images: Sequence[EncodedImage], ids: np.ndarray) -> dict[str, Tensor]:
         """As `tensors`, of these images and of the ids of their document. Raises ValueError."""
+        return dict(self.read_images(images, ids).tensors)
+
+    def read(self, documents: Documents, document: int) -> ImageTensors:
+        """As `tensors`, with the sizes of the pictures."""
+        try:
+            return self.read_images(documents.images_of(document), documents.tokens(document))
+        except ValueError as error:
+            raise DataError(documents.sources[document], str(error)) from error
+
+    def read_images(self, images: Sequence[EncodedImage], ids: np.ndarray) -> ImageTensors:
+        """As `tensors_of`, with the sizes of the pictures."""
         if not images:
-            return {}
+            return ImageTensors({}, [])
         pictures = [self._opened(image, number) for number, image in enumerate(images, start=1)]
         out = self._call([pictures], [self.processor.image_token * len(pictures)])
         placeholders, expected = (
@@ -248,7 +266,8 @@ class ImageProcessor:
                 f"its images have {expected} placeholder tokens in the loaded data, and the processor makes "
                 f"{placeholders} now: start again without the entry of data.cache that has this data"
             )
-        return {name: out[name] for name in out if name not in _PER_TOKEN}
+        tensors = {name: out[name] for name in out if name not in _PER_TOKEN}
+        return ImageTensors(tensors, [picture.size for picture in pictures])
 
     def example_documents(self) -> list[dict[str, Tensor]]:
         """Documents with one, two and no random pictures of unlike sizes, as the processor returns them, [1, S]. With
@@ -360,13 +379,17 @@ class DocumentImages:
     """The images of a document, for a model that reads the document by itself.
 
     identity: a hash of the encoded images and of everything that determines their pixels.
-    tensors: makes the tensors, as arguments of the model. Raises DataError if a file has changed.
+    read: makes the tensors. Raises DataError if a file has changed.
     placeholder_ids: the tokens that stand for features of images.
     """
 
     identity: bytes
-    tensors: Callable[[], Mapping[str, Tensor]]
+    read: Callable[[], ImageTensors]
     placeholder_ids: Sequence[int] = ()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors of the images, as arguments of the model."""
+        return self.read().tensors
 
 
 class ImageInputs:
@@ -387,7 +410,7 @@ class ImageInputs:
         hashes = [self.processor.pixels_identity, *(image.sha256.hex() for image in images)]
         return DocumentImages(
             bytes.fromhex(json_hash(hashes)),
-            partial(self.processor.tensors, documents, document),
+            partial(self.processor.read, documents, document),
             self.processor.placeholder_ids,
         )
 

@@ -18,10 +18,11 @@ from typing import Any, Generic, TypeVar
 import httpx2
 
 from stillhouse.display import first_line
+from stillhouse.serving.strict_body import SAFETENSORS
 
 T = TypeVar("T")
 #: sends a request with a path and a body to one server, and returns the answer, whatever its status. The body is
-#: posted as JSON; None: a GET request
+#: posted as JSON; bytes: as a safetensors body; None: a GET request
 Ask = Callable[[str, Any], httpx2.Response]
 
 #: the environment variable with the servers' bearer token
@@ -72,8 +73,9 @@ class Call(Generic[T]):
     """One request. parse: turns an answer into a result; raises ValueError for a damaged answer.
 
     content: the body, or a function that makes the body for a server's URL. The function is called for each attempt
-    and must not block. tokens: the request's size. absent: advice for the user if the server does not know the path
-    (404). statuses: the statuses of answers that `parse` reads.
+    and must not block, unless `is_slow`: it is then called in another thread. tokens: the request's size. absent:
+    advice for the user if the server does not know the path (404). statuses: the statuses of answers that `parse`
+    reads.
     """
 
     path: str
@@ -83,6 +85,7 @@ class Call(Generic[T]):
     tokens: int
     absent: str = ""
     statuses: frozenset[int] = frozenset({200})
+    is_slow: bool = False
 
 
 @dataclass
@@ -232,9 +235,11 @@ class ServerPool:
 
     async def _ask(self, url: str, body: Any, patience: float) -> httpx2.Response:
         started, announced = time.monotonic(), False
+        is_binary = isinstance(body, bytes)
+        options = {"content": body, "headers": {"Content-Type": SAFETENSORS}} if is_binary else {"json": body}
         while True:
             try:
-                response = await self._client.request("GET" if body is None else "POST", url, json=body)
+                response = await self._client.request("GET" if body is None else "POST", url, **options)
                 if response.status_code not in _BUSY:
                     return response
                 problem = f"{response.status_code} {_message(response)}"
@@ -289,7 +294,12 @@ class ServerPool:
 
     async def _attempt(self, server: Server, call: Call[T]) -> T:
         try:
-            content = call.content if isinstance(call.content, bytes) else call.content(server.url)
+            if isinstance(call.content, bytes):
+                content = call.content
+            elif call.is_slow:
+                content = await asyncio.to_thread(call.content, server.url)
+            else:
+                content = call.content(server.url)
             response = await self._client.post(
                 server.url + call.path, content=content, headers={"Content-Type": call.content_type}
             )

@@ -1,7 +1,7 @@
 """A store of signals that servers of the teacher compute on request."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain, count
@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING
 
 import httpx2
 import numpy as np
+from torch import Tensor
 from transformers import AutoConfig
 
 from stillhouse.config import TeacherConfig
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import DataError, Documents
-from stillhouse.data.render.image_processor import ImageInputs
+from stillhouse.data.render.image_processor import ImageInputs, ImageProcessor
 from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint, model_parts
 from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo, server_api
 from stillhouse.serving.client.download import download_teacher
 from stillhouse.serving.client.pool import Call, ServerPool
+from stillhouse.serving.image_wire import positions_hash, require_processor
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 from stillhouse.signals.signal_store import SignalStore
@@ -36,6 +38,10 @@ _NEEDS_MODEL = {
     "hidden": "hidden states from {name} need the teacher's output head",
     "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
 }
+
+
+#: bytes of requests after which the client waits for the answers, because requests with images are large
+BYTES_AT_A_TIME = 128 * 2**20
 
 
 class RemoteSignals(SignalStore):
@@ -74,10 +80,8 @@ class RemoteSignals(SignalStore):
     def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None:
         """Raise DataError for the first document that a server cannot score. what: the documents' name in errors."""
         if documents.has_images:
-            raise ValueError(
-                f"{what} has images, which servers cannot score yet: expected a teacher in this job (key model) or a "
-                "cache, or documents without images"
-            )
+            assert image_inputs is not None
+            self._require_images(documents, what, image_inputs.processor)
         if self.vocabulary is not None:
             documents.check_ids(self.vocabulary, "teacher")
         limits = [server.max_tokens for server in self.servers if server.max_tokens is not None]
@@ -90,6 +94,33 @@ class RemoteSignals(SignalStore):
                 f"{tokens:,} tokens of {what}, but the teacher's server scores at most {longest:,.0f}: start it with "
                 "a longer limit, or cut the documents",
             )
+
+    def _require_images(self, documents: Documents, what: str, processor: ImageProcessor) -> None:
+        if not self.api.kind.reads_images:
+            raise ValueError(
+                f"{what} has images, and {self.api.kind.title} would read them with a processor of its own, which "
+                "cannot be proved to be the student's: expected `stillhouse serve --images`, a teacher in this job "
+                "(key model), a cache, or documents without images"
+            )
+        for server in self.servers:
+            require_processor(server.url, server.images, processor, what)
+        assert documents.images is not None
+        most = min(server.images.max_images for server in self.servers if server.images is not None)
+        counts_D = np.diff(documents.images.offsets)
+        if len(beyond := np.flatnonzero(counts_D > most)):
+            raise DataError(
+                documents.sources[int(beyond[0])],
+                f"{counts_D[beyond[0]]:,} images of {what}, but the teacher's server accepts at most {most:,}",
+            )
+
+    def require_positions(self, positions: Sequence[Tensor | None]) -> None:
+        expected = positions_hash(positions)
+        for server in self.servers:
+            if server.images is not None and server.images.positions != expected:
+                raise ValueError(
+                    f"{server.url}: its rotary positions of images are not those of the student: expected a model of "
+                    "its family"
+                )
 
     def read(self, documents: Sequence[DocumentRows]) -> Scores:
         if self.proof is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
@@ -129,10 +160,12 @@ class RemoteSignals(SignalStore):
         Raises ServerError (an OSError) if no server answers, and ValueError if a server refuses a request.
         """
         spec = spec or self.signal
-        calls = self.api.calls(self.servers[0], spec, self.width, documents)
-        calls = [self._checked(call, spec, answered_by) for call in calls]
-        answers: list[Scores] = self.pool.score(calls, url, timeout)
-        return list(chain.from_iterable(answers))
+        scores: Scores = []
+        for calls in _in_memory(self.api.calls(self.servers[0], spec, self.width, documents)):
+            checked = [self._checked(call, spec, answered_by) for call in calls]
+            answers: list[Scores] = self.pool.score(checked, url, timeout)
+            scores += chain.from_iterable(answers)
+        return scores
 
     def close(self) -> None:
         self.pool.close()
@@ -200,6 +233,20 @@ def _connected(
             )
         width, vocabulary = columns, rows
     return RemoteSignals(pool, api, servers, _spec(teacher, temperature, dtype), width, vocabulary, folder)
+
+
+def _in_memory(calls: Iterable[Call[Scores]]) -> Iterator[list[Call[Scores]]]:
+    """Divide requests into groups that are in memory together: those of texts are small, those of images are not."""
+    group: list[Call[Scores]] = []
+    size = 0
+    for call in calls:
+        group.append(call)
+        size += len(call.content) if isinstance(call.content, bytes) else 0
+        if size >= BYTES_AT_A_TIME:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _identity(first: ServerInfo, teacher_folder: Path | None) -> str:

@@ -1,6 +1,5 @@
 """Completions from servers that have the student's weights. Each token carries the version that generated it."""
 
-import json
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,16 +12,20 @@ import httpx2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import escaped
 from stillhouse.generation.published_folder import published_folder
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Answer, Kind, Published, ServerApi, Span
 from stillhouse.serving.client.pool import AskAgainError, Call, ServerPool
+from stillhouse.serving.client.request_bodies import RequestBodies
 from stillhouse.serving.client.served_weights import UNKNOWN_ADAPTER, UNKNOWN_WEIGHTS, ServedWeights, ServerState
-from stillhouse.serving.wire import JSON
+from stillhouse.serving.wire import JSON, SAFETENSORS
 
 #: the most requests that one server gets at a time; an engine batches as many as it can and queues the others
 IN_FLIGHT = 256
+#: the same with images, whose requests are large
+IMAGES_IN_FLIGHT = 16
 
 
 class ServedEngine:
@@ -35,6 +38,7 @@ class ServedEngine:
         must be called before `generate`.
     probes: prompts that each server completes after it has loaded weights (see `engine_proof.py`). The caller can
         score these completions (`weights.probed`, `weights.set_proved`).
+    processor: that of the prompts' images; None for prompts without images.
     run: the identity of the run that published weights must have; empty: of any run.
 
     The constructor raises ValueError for a server whose log-probabilities cannot be used for training. With
@@ -51,15 +55,23 @@ class ServedEngine:
         timeout: float,
         warn: Callable[[str], None] = lambda line: None,
         keep_weights: bool = False,
-        probes: Sequence[Sequence[int]] = ((0,),),
+        probes: Sequence[GenerationRequest] = (GenerationRequest(0, np.zeros(1, np.int32), 0),),
         run: str = "",
+        processor: ImageProcessor | None = None,
     ):
         self._sampling, self._api, self._vocabulary = sampling, api, vocabulary
         self._run, self._prefix = run, secrets.token_hex(4)
-        self._pool = ServerPool(urls, timeout, warn, model="student", answer_seconds=timeout, in_flight=IN_FLIGHT)
-        self.weights = ServedWeights(self._pool, api, sampling, vocabulary, probes, warn, keep=keep_weights)
+        in_flight = IN_FLIGHT if processor is None else IMAGES_IN_FLIGHT
+        self._pool = ServerPool(urls, timeout, warn, model="student", answer_seconds=timeout, in_flight=in_flight)
+        self._bodies = RequestBodies(api, processor)
+        self.weights = ServedWeights(
+            self._pool, api, self._bodies, sampling, vocabulary, probes, warn, keep=keep_weights
+        )
         with ExitStack() as stack:
             stack.callback(self._pool.close)
+            for server in self._pool.servers if processor is not None else ():
+                assert processor is not None
+                api.require_images(self._pool.asker(server.url), server.url, processor)
             self.weights.connect()
             stack.pop_all()
 
@@ -117,14 +129,15 @@ class ServedEngine:
             # if the weights have become unknown after this server was chosen, its answer will be discarded
             published = server.published or UNKNOWN_WEIGHTS
             attempt[:] = [(server, published)]
-            body = self._api.body(server.model_of(published), ids.tolist(), self._sampling, limit, request.seed)
-            return json.dumps(body).encode()
+            return self._bodies.encoded(server.model_of(published), request, self._sampling, limit)
 
         def parse(response: httpx2.Response) -> Completion:
             return self._completion(response, *attempt[0], limit)
 
         statuses = frozenset({200, UNKNOWN_ADAPTER}) if kind == "adapter" else frozenset({200})
-        return Call(self._api.path, content, JSON, parse, len(ids) + limit, self._api.kind.hint, statuses)
+        is_slow, hint = request.has_images, self._api.kind.hint
+        kind_of_body = SAFETENSORS if is_slow else JSON
+        return Call(self._api.path, content, kind_of_body, parse, len(ids) + limit, hint, statuses, is_slow)
 
     def _completion(
         self, response: httpx2.Response, server: ServerState, published: Published, limit: int

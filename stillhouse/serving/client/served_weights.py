@@ -16,7 +16,7 @@ import numpy as np
 
 from stillhouse.config.servers import ADAPTER_ENGINES
 from stillhouse.display import enumerated
-from stillhouse.generation.sample import Completion, Sampling
+from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, require
 from stillhouse.serving.client.engine_proof import (
     PROMPTS,
@@ -27,6 +27,7 @@ from stillhouse.serving.client.engine_proof import (
     same_weights,
 )
 from stillhouse.serving.client.pool import Ask, Server, ServerError, ServerPool, UnreachableError
+from stillhouse.serving.client.request_bodies import RequestBodies
 
 #: seconds that an update waits for a server that cannot be reached, before the run goes on with the other servers
 PATIENCE = 10.0
@@ -84,9 +85,10 @@ class ServedWeights:
 
     pool: ServerPool
     api: ServerApi
+    bodies: RequestBodies
     sampling: Sampling
     vocabulary: int
-    probes: Sequence[Sequence[int]]
+    probes: Sequence[GenerationRequest]
     warn: Callable[[str], None]
     keep: bool
     versions: dict[str, int] = field(default_factory=dict)
@@ -256,8 +258,8 @@ class ServedWeights:
     def _probe_responses(self, ask: Ask, model: str | None) -> list[httpx2.Response]:
         """For each probe, a sampled completion and the most probable token."""
         bodies = [
-            self.api.body(model, ids, sampling, sampling.max_new_tokens, seed)
-            for seed, ids in enumerate(self.probes)
+            self.bodies.for_ask(model, replace(probe, seed=seed), sampling, sampling.max_new_tokens)
+            for seed, probe in enumerate(self.probes)
             for sampling in (probe_sampling(self.sampling), _GREEDY)
         ]
         with ThreadPoolExecutor(len(bodies)) as threads:  # the server computes concurrent requests as one batch

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
+from stillhouse.data.render.image_processor import ImageInputs
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.objective import OutputHead, linear_log_probs
@@ -26,16 +27,20 @@ from stillhouse.parallel import single_process_runner
 from stillhouse.serving.client.apis.server_api import NeedsModelError, UnknownTokenizerError
 from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.remote_signals import RemoteSignals
-from stillhouse.signals.scorer import Scorer, ScoreRequest
+from stillhouse.serving.client.signal_probes import (
+    changed_place,
+    image_places,
+    is_placeholder,
+    make_probes,
+    with_changed_token,
+    with_other_images,
+)
+from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_image_inputs
 from stillhouse.signals.signal_checks import largest_difference, row_differences
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: the number of documents that are scored, and the most tokens of each
-PROBES, PROBE_TOKENS = 4, 128
 #: seconds for a repeated proof of one server
 REPEAT_SECONDS = 5.0
-#: the least tokens of a document: `prove_alignment` needs a row before the changed token and a row after it
-LEAST_TOKENS = 4
 #: the largest allowed difference of two answers to one request: batches, kernels and half precision change rounding
 SAME = 0.05
 
@@ -103,13 +108,15 @@ def prove(
     *,
     local: Decoder | None = None,
     head: OutputHead | None = None,
+    image_inputs: ImageInputs | None = None,
 ) -> Proof:
     """Score a few documents on every server. Raises ValueError for a wrong answer.
 
     tokenizer: the student's tokenizer. local: the teacher in this process, with which the answers are compared. head:
     the teacher's output head, with which the cross-entropy of the next tokens is computed from hidden states.
+    image_inputs: makes the tensors of the documents' images; None without images.
     """
-    probes = _probes(documents)
+    probes = make_probes(documents, image_inputs)
     _prove_tokenizer(store, probes, tokenizer)
     spec = _comparable(store)
     first = store.scores(probes, url=store.servers[0].url, spec=spec)
@@ -117,6 +124,7 @@ def prove(
         proof = _ServerProof(store, spec, probes, server.url, store.scores(probes, url=server.url, spec=spec))
         proof.prove_informed()
         proof.prove_alignment()
+        proof.prove_images()
         proof.prove_temperature()
         both = f"{server.url} and {store.servers[0].url} give different signals for the same tokens"
         _require_near(proof.answers, first, both, "expected servers of the same teacher")
@@ -124,7 +132,7 @@ def prove(
     findings = [f"{len(probes)} documents on {len(store.servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
     if local is not None:
-        findings.append(_prove_local(store, spec, probes, first, local))
+        findings.append(_prove_local(store, spec, probes, first, local, image_inputs))
     elif store.servers[0].identity is None:
         findings.append("its weights were not compared with files here")
     return Proof(store, spec, probes, first, findings)
@@ -138,19 +146,6 @@ def _comparable(store: RemoteSignals) -> SignalSpec:
     caps = [server.max_top_k for server in store.servers if server.max_top_k is not None]
     most = min([64, store.vocabulary or 64, *caps])
     return replace(spec, kind="top_k", top_k=most if spec.kind == "sampled" else min(most, spec.top_k or most))
-
-
-def _probes(documents: Documents) -> list[DocumentRows]:
-    """The beginnings of the longest documents among the first hundred."""
-    candidates = sorted(range(min(100, len(documents))), key=lambda number: -documents.lengths_D[number])
-    beginnings = [documents.tokens(number)[:PROBE_TOKENS] for number in candidates[:PROBES]]
-    probes = [DocumentRows(tokens, range(len(tokens) - 1)) for tokens in beginnings if len(tokens) >= LEAST_TOKENS]
-    if not probes:
-        raise ValueError(
-            f"none of the first hundred documents has {LEAST_TOKENS} tokens, so the teacher cannot be proven; "
-            "expected longer documents"
-        )
-    return probes
 
 
 def _prove_tokenizer(
@@ -206,8 +201,10 @@ class _ServerProof:
 
     def prove_alignment(self) -> None:
         """Change one token of each document. Its row and later rows must change, and earlier rows must not."""
-        places = [max(1, (len(probe.tokens) - 2) // 2) for probe in self.probes]
-        changed = [_changed(probe, place, self.probes) for probe, place in zip(self.probes, places, strict=True)]
+        places = [changed_place(probe) for probe in self.probes]
+        changed = [
+            with_changed_token(probe, place, self.probes) for probe, place in zip(self.probes, places, strict=True)
+        ]
         others = self.store.scores(changed, url=self.url, spec=self.spec)
         before = at_token = after = 0.0
         for place, answer, other in zip(places, self.answers, others, strict=True):
@@ -225,6 +222,23 @@ class _ServerProof:
             raise ValueError(
                 f"{self.url}: no row depends on an earlier token: the server has lost the teacher's layers"
             )
+
+    def prove_images(self) -> None:
+        """Change the images of each document. The rows from the first image on must change, and no earlier rows."""
+        numbers = [number for number, probe in enumerate(self.probes) if probe.images is not None]
+        if not numbers:
+            return
+        changed = [with_other_images(self.probes[number]) for number in numbers]
+        others = self.store.scores(changed, url=self.url, spec=self.spec)
+        for number, other in zip(numbers, others, strict=True):
+            first = image_places(self.probes[number])[0]
+            differences_N = row_differences(self.answers[number], other)
+            before, after = float(differences_N[:first].sum()), float(differences_N[first:].max())
+            if not after > 5 * before or not after > 0:
+                raise ValueError(
+                    f"{self.url} ignores images: with other images in a document, its rows before the first image "
+                    f"changed by {before:.2g}, and those from it on by {after:.2g}"
+                )
 
     def prove_temperature(self) -> None:
         """Raise ValueError unless gaps of log-probabilities at temperature τ are those at 1, divided by τ."""
@@ -256,15 +270,6 @@ class _ServerProof:
             _require_near(again, self.answers, what, "expected the same rows and temperature")
 
 
-def _changed(document: DocumentRows, place: int, probes: Sequence[DocumentRows]) -> DocumentRows:
-    """Replace the token at `place` by another token of the probes."""
-    tokens = document.tokens.copy()
-    known = np.unique(np.concatenate([probe.tokens for probe in probes]))
-    others = known[known != tokens[place]]
-    tokens[place] = others[place % len(others)] if len(others) else int(tokens[place] == 0)
-    return replace(document, tokens=tokens)
-
-
 def _cross_entropy(
     probes: Sequence[DocumentRows],
     answers: Sequence[dict[str, Tensor]],
@@ -276,8 +281,9 @@ def _cross_entropy(
     about = ""
     for document, tensors in zip(probes, answers, strict=True):
         next_N = torch.from_numpy(document.tokens[1:].astype(np.int64))
+        is_text_N = torch.from_numpy(~is_placeholder(document)[1:])
         if head is not None and "hidden" in tensors:
-            losses.append(-linear_log_probs(tensors["hidden"].to(head.weight_VD.dtype), head, next_N)[0])
+            losses.append(-linear_log_probs(tensors["hidden"].to(head.weight_VD.dtype), head, next_N)[0][is_text_N])
         elif "ids" in tensors:
             is_next_NK = tensors["ids"] == next_N[:, None]
             outside_N = tensors["tail_log_prob"].double()
@@ -286,7 +292,7 @@ def _cross_entropy(
             else:  # an estimate: the probability outside the ids is divided equally among all other tokens
                 about, outside_N = "about ", outside_N - math.log(max(1, vocabulary - is_next_NK.shape[1]))
             of_next_N = tensors["log_probs"].double().masked_fill(~is_next_NK, -math.inf).amax(1)
-            losses.append(-torch.where(is_next_NK.any(1), of_next_N, outside_N))
+            losses.append(-torch.where(is_next_NK.any(1), of_next_N, outside_N)[is_text_N])
     if losses:
         mean = float(torch.cat(losses).detach().mean())
         uniform = "" if vocabulary is None else f", {math.log(vocabulary):.2f} if it knew nothing"
@@ -299,9 +305,12 @@ def _prove_local(
     probes: Sequence[DocumentRows],
     answers: Sequence[dict[str, Tensor]],
     local: Decoder,
+    image_inputs: ImageInputs | None,
 ) -> str:
     first_parameter = next(local.parameters())
-    scorer = Scorer(single_process_runner(local, None), first_parameter.device)
+    has_images = image_inputs is not None and any(probe.images is not None for probe in probes)
+    inputs = proven_image_inputs(local, image_inputs.processor) if image_inputs is not None and has_images else None
+    scorer = Scorer(single_process_runner(local, None), first_parameter.device, inputs)
     scored: list[dict[str, Tensor]] = []
     for outcome in scorer.score([ScoreRequest(probe, spec) for probe in probes]):
         if isinstance(outcome, NotFiniteError):

@@ -6,7 +6,7 @@ They put requests into the queue and never touch the model.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -29,6 +29,9 @@ from stillhouse.serving.wire import JSON
 #: bodies and answers with fewer bytes are parsed and encoded in the HTTP thread itself
 AT_ONCE_BYTES = 16 * 1024
 
+#: the JSON schema of a binary body
+BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
+
 Result = TypeVar("Result")
 #: the parts of a request, and a function that makes the answer from the model's results
 Parsed = tuple[Sequence[Part], Callable[[list[Any]], bytes]]
@@ -45,7 +48,7 @@ class Application:
         self.api = FastAPI(
             title="stillhouse serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
-        self.bodies = Bodies(role.limits.bodies_bytes)
+        self.bodies = Bodies(role.limits.all_bodies_bytes)
         self._add_state()
         for kind, answer in _ERRORS.items():
             self.api.add_exception_handler(kind, _handler(answer))
@@ -77,14 +80,20 @@ class Application:
         def add(parse: Parse) -> Parse:
             async def respond(request: Request) -> Response:
                 kind = content_type(request, *schemas)
-                async with self.bodies.read(request, self.role.limits.body_bytes[kind]) as content:
+                async with AsyncExitStack() as body:
+                    reading = self.bodies.read(request, self.role.limits.body_bytes[kind])
+                    content = await body.enter_async_context(reading)
                     parts, encode = await _in_thread_if_large(len(content), parse, content, kind)
-                ticket = self.queue.submit(parts)
-                with ExitStack() as on_error:
-                    on_error.callback(self.queue.release, ticket)
-                    results = await _unless_disconnected(request, ticket)
-                    answer = await _in_thread_if_large(result_bytes(results), encode, results)
-                    on_error.pop_all()
+                    has_images = any(part.has_images for part in parts)
+                    await _in_thread_if_large(AT_ONCE_BYTES * has_images, self.role.check, parts)
+                    if not has_images:  # images count towards the limit of bodies until they are answered
+                        await body.aclose()
+                    ticket = self.queue.submit(parts)
+                    with ExitStack() as on_error:
+                        on_error.callback(self.queue.release, ticket)
+                        results = await _unless_disconnected(request, ticket)
+                        answer = await _in_thread_if_large(result_bytes(results), encode, results)
+                        on_error.pop_all()
                 return Answer(answer, media_type, lambda: self.queue.release(ticket))
 
             self.api.add_api_route(

@@ -22,7 +22,8 @@ class Limits:
 
     vocabulary: rows of the model's head. max_tokens: tokens per sequence.
     max_request_tokens, max_sequences: tokens and sequences per request. max_top_k: ids per token.
-    json_bytes, binary_bytes: bytes of one body. bodies_bytes: bytes of all bodies that are in memory at a time.
+    json_bytes, binary_bytes: bytes of one body; image_bytes: more of a binary one, for images.
+    bodies_bytes: bytes of all bodies that are in memory at a time, beside those of images.
     """
 
     vocabulary: int
@@ -31,6 +32,7 @@ class Limits:
     max_top_k: int
     signals: Sequence[str] = SIGNALS
     max_sequences: int = 4096
+    image_bytes: int = 0
     json_bytes: int = 8 * MIB
     binary_bytes: int = 64 * MIB
     bodies_bytes: int = 512 * MIB
@@ -38,7 +40,12 @@ class Limits:
     @property
     def body_bytes(self) -> dict[str, int]:
         """The most bytes of a body, by content type."""
-        return {JSON: self.json_bytes, SAFETENSORS: self.binary_bytes}
+        return {JSON: self.json_bytes, SAFETENSORS: self.binary_bytes + self.image_bytes}
+
+    @property
+    def all_bodies_bytes(self) -> int:
+        """The most bytes of all bodies that are in memory at a time. A body with images stays until its answer."""
+        return self.bodies_bytes + 2 * self.image_bytes
 
     @property
     def most_ids(self) -> int:

@@ -64,7 +64,7 @@ class ModelLoop:
         tokens, started = sum(part.tokens for part in parts), time.monotonic()
         try:
             outcomes = self._role.compute(parts)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             # Only the requests of this batch fail. After several failed batches in a row the server ends, because
             # the GPU may be lost. With several ranks the server ends at once, because other ranks may still be in the
             # forward pass that has failed here.

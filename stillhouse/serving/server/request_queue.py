@@ -24,6 +24,9 @@ class Part(Protocol):
     @property
     def tokens(self) -> int: ...
 
+    @property
+    def has_images(self) -> bool: ...
+
 
 class Ticket:
     """An accepted request. results: a future with the model's result for each part."""

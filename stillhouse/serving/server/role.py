@@ -34,6 +34,9 @@ class Role(Protocol):
 
     def add_routes(self, application: "Application") -> None: ...
 
+    def check(self, parts: Sequence[Any]) -> None:
+        """Raise RequestError for images that the model's processor would not make, and for their tokens in texts."""
+
     def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Compute a batch: for each part, return the result or an error."""
 
@@ -56,6 +59,7 @@ class ModelOptions:
 
     name: a folder or a hub id. dtype: "auto" is the saved dtype. device: "auto" is a GPU if the machine has one.
     attention: as `student.attention` of a run. revision: the revision of a hub id.
+    images: whether it reads images.
     quantize: "int8", "nf4" or "fp8" (see `quantized.py`), only for a single process; None: do not quantize.
     """
 
@@ -65,6 +69,7 @@ class ModelOptions:
     attention: str | None = None
     revision: str | None = None
     quantize: str | None = None
+    images: bool = False
 
     def load(self, source: str, device: torch.device, what: str) -> Decoder:
         """Load the model of the folder `source`, frozen. Raises ValueError, naming `what`, if it is damaged."""
@@ -74,6 +79,7 @@ class ModelOptions:
             attention=self.attention,
             device=device,
             quantize=self.quantize,
+            images=self.images,
             activations=activations_for(self.attention, device),
         )
         decoder.requires_grad_(False).eval()

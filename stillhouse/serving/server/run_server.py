@@ -45,6 +45,7 @@ def serve(
     attention: str | None = None,
     revision: str | None = None,
     quantize: str | None = None,
+    images: bool = False,
     batch_tokens: int = 16384,
     queue_tokens: int | None = None,
     max_top_k: int = 256,
@@ -53,7 +54,7 @@ def serve(
 ) -> None:
     """Serve a model until a signal to end, such as SIGTERM (see `preemption.handling`), or until `stop` is set.
 
-    model: a folder or a hub id. dtype, device, attention, revision, quantize: see `ModelOptions`.
+    model: a folder or a hub id. dtype, device, attention, revision, quantize, images: see `ModelOptions`.
     generate: True: generate completions; False: compute a teacher's signals.
     port: 0 means any free port.
     token: the bearer token of all routes except /healthz. An address other than loopback needs a token, unless
@@ -81,7 +82,7 @@ def serve(
     queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
     # bind before the model is loaded, so that a port in use is reported at once
     sockets = [bound(host, port)] if is_first() else []
-    options = ModelOptions(model, dtype, device, attention, revision, quantize)
+    options = ModelOptions(model, dtype, device, attention, revision, quantize, images)
     with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
         role: Role
         if generate:

@@ -2,7 +2,7 @@
 
 import json
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import SERVERS, ServerKind
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import enumerated
 from stillhouse.generation.sample import Completion, Sampling
 from stillhouse.serving.client.pool import Ask, Call, ServerError
+from stillhouse.serving.image_wire import ImageSupport
 from stillhouse.serving.wire import JSON
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -46,6 +48,7 @@ class ServerInfo:
     max_top_k: the most ids per token. signals: the signals that the server computes.
     files: the names and hashes of the files of the teacher's folder, if the server offers them.
     quantize: the quantization of the teacher's layers, if they are quantized.
+    images: the images that the server accepts; None if it accepts none.
     """
 
     url: str
@@ -60,6 +63,7 @@ class ServerInfo:
     signals: frozenset[str] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     quantize: str | None = None
+    images: ImageSupport | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,11 @@ class ServerApi(Protocol):
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> list[Call[Scores]]:
-        """The requests for the signals of documents. Each request has one or more consecutive documents."""
+    ) -> Iterable[Call[Scores]]:
+        """The requests for the signals of documents. Each request has one or more consecutive documents.
+
+        An iterator may read images when a request is taken from it.
+        """
 
     # completions
 
@@ -147,6 +154,14 @@ class ServerApi(Protocol):
 
     def top_log_probs(self, response: httpx2.Response) -> list[float]:
         """All log-probabilities that the answer has for the first token, in descending order."""
+
+    def require_images(self, ask: Ask, url: str, processor: ImageProcessor) -> None:
+        """Raise ValueError unless prompts with images can be sent, as this processor makes their tensors."""
+        raise ValueError(
+            f"the prompts have images, and {self.kind.title} would read them with a processor of its own, which "
+            "cannot be proved to be the student's: expected the engine transformers, or stillhouse serve --generate "
+            "--images"
+        )
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
         """Load a published version on the server. Tokens that it generates afterwards have the version's label.

@@ -6,11 +6,13 @@ A server with `--generate` gives completions in vLLM's format, and loads a publi
 from collections.abc import Iterator, Sequence
 
 import httpx2
+import numpy as np
 from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import tokenizer_fingerprint
+from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
 from stillhouse.serving.client.apis.server_api import (
     Published,
     Scores,
@@ -20,11 +22,14 @@ from stillhouse.serving.client.apis.server_api import (
 )
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.pool import Ask, Call, RefusedError
+from stillhouse.serving.image_wire import ImageSupport, require_processor
 from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: the most tokens of a request, unless a single document has more
-REQUEST_TOKENS = 4096
+#: the most tokens and bytes of images of a request, unless a single document has more
+REQUEST_TOKENS, REQUEST_BYTES = 4096, 32 * 2**20
+#: a document and its images
+_WithImages = tuple[DocumentRows, ImageTensors | None]
 
 
 class _Info(BaseModel):
@@ -42,6 +47,11 @@ class _Info(BaseModel):
     signals: frozenset[str]
     files: dict[str, str]
     quantize: str | None = None
+    images: ImageSupport | None = None
+
+
+class _InfoOfImages(BaseModel):
+    images: ImageSupport | None = None
 
 
 class StillhouseApi(VllmApi):
@@ -57,18 +67,22 @@ class StillhouseApi(VllmApi):
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
         info = described(_Info, ask, "/v1/info", self.kind.title)
-        return ServerInfo(url, **info.model_dump(exclude={"stillhouse"}))
+        return ServerInfo(url, images=info.images, **info.model_dump(exclude={"stillhouse", "images"}))
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> list[Call[Scores]]:
-        groups = _groups(documents, min(REQUEST_TOKENS, info.request_tokens or REQUEST_TOKENS))
-        return [_scoring(info, spec, width, group) for group in groups]
+    ) -> Iterator[Call[Scores]]:
+        for group in _groups(documents, info):
+            yield _scoring(info, spec, width, group)
 
     # completions
 
     def model_name(self, ask: Ask) -> str | None:
         return None
+
+    def require_images(self, ask: Ask, url: str, processor: ImageProcessor) -> None:
+        support = described(_InfoOfImages, ask, "/v1/info", self.kind.title).images
+        require_processor(url, support, processor, "data.train")
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
         body = {"folder": str(published.folder), "version": published.label, "manifest": published.manifest}
@@ -83,7 +97,9 @@ class StillhouseApi(VllmApi):
         return None if is_same else "its fingerprint is another one"
 
 
-def _scoring(info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]) -> Call[Scores]:
+def _scoring(info: ServerInfo, spec: SignalSpec, width: int, group: Sequence[_WithImages]) -> Call[Scores]:
+    documents, images = [document for document, _ in group], [read for _, read in group]
+
     def parse(response: httpx2.Response) -> Scores:
         teacher, scores = decode_answer(response.content, spec, width, documents)
         if teacher != info.identity:
@@ -94,18 +110,32 @@ def _scoring(info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence
         return scores
 
     tokens = sum(len(document.tokens) for document in documents)
-    return Call("/v1/score", encode_request(spec, documents), SAFETENSORS, parse, tokens)
+    return Call("/v1/score", encode_request(spec, documents, images), SAFETENSORS, parse, tokens)
 
 
-def _groups(documents: Sequence[DocumentRows], most_tokens: int) -> Iterator[list[DocumentRows]]:
-    """Groups of consecutive documents with at most `most_tokens` tokens; a longer document is a group by itself."""
-    group: list[DocumentRows] = []
-    tokens = 0
+def _groups(documents: Sequence[DocumentRows], info: ServerInfo) -> Iterator[list[_WithImages]]:
+    """Groups of consecutive documents for a request each, with their images. A document beyond `REQUEST_TOKENS` or
+    `REQUEST_BYTES` is a group by itself.
+    """
+    limits = np.array([min(REQUEST_TOKENS, info.request_tokens or REQUEST_TOKENS), REQUEST_BYTES, np.inf])
+    if info.images is not None:
+        limits = np.minimum(limits, [np.inf, info.images.max_bytes, info.images.max_images])
+    group: list[_WithImages] = []
+    total = np.zeros(3)
     for document in documents:
-        if group and tokens + len(document.tokens) > most_tokens:
+        images = None if document.images is None else document.images.read()
+        sizes = np.array([len(document.tokens), *_image_sizes(images)])
+        if group and (total + sizes > limits).any():
             yield group
-            group, tokens = [], 0
-        group.append(document)
-        tokens += len(document.tokens)
+            group, total = [], np.zeros(3)
+        group.append((document, images))
+        total += sizes
     if group:
         yield group
+
+
+def _image_sizes(images: ImageTensors | None) -> tuple[int, int]:
+    """The bytes and the number of a document's images."""
+    if images is None:
+        return 0, 0
+    return sum(tensor.nbytes for tensor in images.tensors.values()), len(images.sizes)

@@ -16,7 +16,7 @@ student has an adapter, each version is an adapter, whose name is the model in r
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import httpx2
@@ -144,7 +144,7 @@ class VllmApi(ServerApi):
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> list[Call[Scores]]:
+    ) -> Iterable[Call[Scores]]:
         make = {"hidden": _pooling, "top_k": _prompt_log_probs, "chosen": _chosen_scores}[spec.kind]
         return [make(info, spec, width, document) for document in documents]
 

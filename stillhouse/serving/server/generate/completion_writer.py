@@ -13,11 +13,13 @@ from stillhouse.generation.sample import Completion, Sampling
 from stillhouse.generation.token_sampler import stop_texts
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.parallel import choose_device, local_folder
+from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.generate.generate_routes import add_generate_route, add_weights_route
 from stillhouse.serving.server.generate.token_completions import GenerationPart, VersionedCompletion
 from stillhouse.serving.server.generate.weight_updates import FIRST_VERSION, WeightUpdates
 from stillhouse.serving.server.limits import Limits
+from stillhouse.serving.server.request_errors import refused
 from stillhouse.serving.server.role import ModelOptions, longest_sequence, model_info
 
 
@@ -32,6 +34,7 @@ class CompletionWriter:
     device: torch.device
     tokenizer: PreTrainedTokenizerBase
     batch_tokens: int
+    images: AcceptedImages
     survives_failures: bool = True
 
     def __post_init__(self) -> None:
@@ -40,6 +43,12 @@ class CompletionWriter:
     def add_routes(self, application: Application) -> None:
         add_generate_route(application, self.info["eos_token_ids"])
         add_weights_route(application, self._updates)
+
+    def check(self, parts: Sequence[GenerationPart]) -> None:
+        self.images.check([(part.request.prompt_ids, part.images) for part in parts], "images")
+        for part in parts:
+            if part.request.prompt_ids[-1] in self.images.placeholder_ids:
+                raise refused("the prompt ends with an image: expected text behind it", "images")
 
     def compute(self, parts: Sequence[GenerationPart]) -> list[VersionedCompletion | NotFiniteError]:
         groups: dict[Sampling, list[int]] = {}
@@ -54,6 +63,7 @@ class CompletionWriter:
                 batch_tokens=self.batch_tokens,
                 vocabulary=len(self.tokenizer),
                 tokenizer=self.tokenizer,
+                processor=None if self.images.inputs is None else self.images.inputs.processor,
             )
             try:
                 completions = generator.generate([parts[number].request for number in members], 0)
@@ -78,7 +88,8 @@ class CompletionWriter:
     def description(self) -> list[str]:
         return [
             f"model {self.name}: vocabulary of {self.limits.vocabulary:,} rows, {self.info['dtype']} on "
-            f"{self.device.type}; completions of at most {self.limits.max_tokens:,} tokens with their prompt"
+            f"{self.device.type}; completions of at most {self.limits.max_tokens:,} tokens with their prompt",
+            *self.images.description(),
         ]
 
     def _stop_text(self, completion: Completion, sampling: Sampling) -> str | None:
@@ -93,12 +104,19 @@ def load_writer(options: ModelOptions, batch_tokens: int) -> CompletionWriter:
     tokenizer = load_tokenizer(source)
     decoder = options.load(source, device, "model")
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "model")
-    check_generation(decoder, device)
+    images = AcceptedImages()
+    if options.images:
+        processor = load_processor_of(source, tokenizer)
+        images = AcceptedImages.proven(decoder, processor)
+        check_generation(decoder, device, processor)
+    else:
+        check_generation(decoder, device)
     longest = longest_sequence(decoder, batch_tokens)
-    limits = Limits(decoder.vocabulary_rows, longest, longest, 1, ())
+    limits = Limits(decoder.vocabulary_rows, longest, longest, 1, (), image_bytes=images.most_bytes)
     info = model_info(options.name, decoder, tokenizer) | {
         "generates": True,
         "version": FIRST_VERSION,
         "max_tokens": longest,
+        **images.info,
     }
-    return CompletionWriter(options.name, info, limits, decoder, device, tokenizer, batch_tokens)
+    return CompletionWriter(options.name, info, limits, decoder, device, tokenizer, batch_tokens, images)

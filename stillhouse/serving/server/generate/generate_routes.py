@@ -11,13 +11,15 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
-from stillhouse.serving.server.application import Application, Parsed, content_type, required_body
+from stillhouse.serving.prompt_wire import decode_prompt
+from stillhouse.serving.server.application import BINARY, Application, Parsed, content_type, required_body
 from stillhouse.serving.server.bodies import parse_json
 from stillhouse.serving.server.generate import token_completions
 from stillhouse.serving.server.generate.token_completions import GenerateBody, VersionedCompletion
 from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 from stillhouse.serving.server.request_errors import ENDING, RequestError, busy, errors, refused
-from stillhouse.serving.wire import JSON, StrictBody
+from stillhouse.serving.strict_body import StrictBody
+from stillhouse.serving.wire import JSON, SAFETENSORS
 
 #: the approximate size of an answer per token
 _TOKEN_BYTES = 64
@@ -41,12 +43,23 @@ def add_generate_route(application: Application, eos_ids: Sequence[int]) -> None
     def result_bytes(results: Sequence[VersionedCompletion]) -> int:
         return sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results)
 
-    @application.operation("/inference/v1/generate", {JSON: GenerateBody.model_json_schema()}, result_bytes)
-    def generate(content: bytes, _: str) -> Parsed:
-        """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format."""
+    @application.operation(
+        "/inference/v1/generate", {JSON: GenerateBody.model_json_schema(), SAFETENSORS: BINARY}, result_bytes
+    )
+    def generate(content: bytes, kind: str) -> Parsed:
+        """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format.
+
+        A prompt with images is a safetensors body (see stillhouse/serving/prompt_wire.py).
+        """
+        images = None
+        if kind == SAFETENSORS:
+            try:
+                content, images = decode_prompt(content)
+            except ValueError as error:
+                raise refused(str(error), "images") from error
         body = parse_json(content, GenerateBody)
         application.require_model(body.model)
-        return [token_completions.part(body, role.limits, eos_ids)], partial(
+        return [token_completions.part(body, role.limits, eos_ids, images)], partial(
             token_completions.answer, body, role.name
         )
 

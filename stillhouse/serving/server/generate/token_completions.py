@@ -15,11 +15,12 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
+from stillhouse.data.render.image_processor import DocumentImages
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.serving.server.bodies import encode_json, usage
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.server.request_errors import refused
-from stillhouse.serving.wire import FirstWrong, StrictBody, TokenId
+from stillhouse.serving.strict_body import FirstWrong, StrictBody, TokenId
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 #: temperatures between 0 and this one would overflow: vLLM replaces them by this one, and this server refuses them
@@ -63,11 +64,19 @@ class GenerateBody(StrictBody):
 
 @dataclass(frozen=True, eq=False)
 class GenerationPart:
-    """A requested completion. tokens: the most tokens of prompt and completion together."""
+    """A requested completion.
+
+    tokens: the most tokens of prompt and completion together. images: those of the prompt, if it has any.
+    """
 
     request: GenerationRequest
     sampling: Sampling
     tokens: int
+    images: DocumentImages | None = None
+
+    @property
+    def has_images(self) -> bool:
+        return self.images is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +88,9 @@ class VersionedCompletion:
     stop: str | None
 
 
-def part(body: GenerateBody, limits: Limits, eos_ids: Sequence[int]) -> GenerationPart:
+def part(
+    body: GenerateBody, limits: Limits, eos_ids: Sequence[int], images: DocumentImages | None = None
+) -> GenerationPart:
     """The part for the queue. eos_ids: the model's end-of-sequence ids. Raises RequestError beyond the limits."""
     options = body.sampling_params
     limits.check_documents([body.token_ids], "token_ids")
@@ -109,8 +120,10 @@ def part(body: GenerateBody, limits: Limits, eos_ids: Sequence[int]) -> Generati
         eos_ids=tuple(sorted(ends)),
     )
     seed = secrets.randbits(63) if options.seed is None else options.seed
-    request = GenerationRequest(0, np.array(body.token_ids, dtype=np.int32), seed, options.max_tokens)
-    return GenerationPart(request, sampling, tokens)
+    tensors = {} if images is None else images.tensors()
+    prompt = np.array(body.token_ids, dtype=np.int32)
+    request = GenerationRequest(0, prompt, seed, options.max_tokens, image_tensors=tensors)
+    return GenerationPart(request, sampling, tokens, images)
 
 
 def answer(body: GenerateBody, model: str, results: Sequence[VersionedCompletion]) -> bytes:

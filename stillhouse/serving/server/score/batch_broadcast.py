@@ -17,7 +17,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.parallel import Mesh
-from stillhouse.serving.wire import KEY, document_tensors, header_of
+from stillhouse.serving.image_wire import decode_images, encode_images, take_images
+from stillhouse.serving.wire import KEY, document_tensors, header_of, read_images
 from stillhouse.signals.extract import Ranked
 from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -76,16 +77,22 @@ def _encoded(parts: Sequence[ScoreRequest]) -> bytes:
     wanted = [
         {"ranked": part.wanted.top_k} if isinstance(part.wanted, Ranked) else asdict(part.wanted) for part in parts
     ]
-    return save(tensors, {KEY: json.dumps(wanted)})
+    images = read_images([part.document for part in parts])
+    of_images, sent = encode_images(
+        [(part.document.tokens, of_part) for part, of_part in zip(parts, images, strict=True)]
+    )
+    return save(tensors | of_images, {KEY: json.dumps({"wanted": wanted} | sent)})
 
 
 def _decoded(content: bytes) -> list[ScoreRequest]:
-    tensors = load(content)
+    tensors, header = load(content), header_of(content)
     token_ids, bounds = tensors["token_ids"].numpy(), tensors["offsets"].tolist()
+    tokens = [token_ids[start:stop] for start, stop in pairwise(bounds)]
+    images = decode_images(*take_images(header, tensors), tokens)
     parts = []
-    for number, ((start, stop), rows, wanted) in enumerate(
-        zip(pairwise(bounds), tensors["rows"].tolist(), header_of(content), strict=True)
+    for number, (of_document, rows, wanted) in enumerate(
+        zip(tokens, tensors["rows"].tolist(), header["wanted"], strict=True)
     ):
-        document = DocumentRows(token_ids[start:stop], range(*rows), tensors.get(f"ids.{number}"))
+        document = DocumentRows(of_document, range(*rows), tensors.get(f"ids.{number}"), images=images[number])
         parts.append(ScoreRequest(document, Ranked(wanted["ranked"]) if "ranked" in wanted else SignalSpec(**wanted)))
     return parts

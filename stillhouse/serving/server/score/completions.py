@@ -19,7 +19,7 @@ from stillhouse.libraries import reading
 from stillhouse.serving.server.bodies import encode_json, parse_json, usage
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.server.request_errors import refused
-from stillhouse.serving.wire import FirstWrong, StrictBody, TokenId
+from stillhouse.serving.strict_body import FirstWrong, StrictBody, TokenId
 from stillhouse.signals.extract import Ranked
 from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows

@@ -10,13 +10,11 @@ from fastapi.responses import FileResponse
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.serving.server.application import Application, Parsed
+from stillhouse.serving.server.application import BINARY, Application, Parsed
 from stillhouse.serving.server.request_errors import RequestError, errors, refused
 from stillhouse.serving.server.score import completions
 from stillhouse.serving.server.score.completions import CompletionBody
 from stillhouse.serving.wire import HEAD_FILE, JSON, SAFETENSORS, ScoreBody, decode_request, encode_answer
-
-_BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 
 
 def add_file_routes(application: Application, folder: Path) -> None:
@@ -43,7 +41,7 @@ def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBa
 
     @application.operation(
         "/v1/score",
-        {JSON: ScoreBody.model_json_schema(), SAFETENSORS: _BINARY},
+        {JSON: ScoreBody.model_json_schema(), SAFETENSORS: BINARY},
         _tensor_bytes,
         SAFETENSORS,
         _file("see stillhouse/serving/wire.py"),
@@ -70,4 +68,4 @@ def _tensor_bytes(results: Sequence[dict[str, Tensor]]) -> int:
 
 
 def _file(description: str) -> dict[int | str, dict[str, Any]]:
-    return {200: {"description": description, "content": {SAFETENSORS: {"schema": _BINARY}}}}
+    return {200: {"description": description, "content": {SAFETENSORS: {"schema": BINARY}}}}

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import check_vocabulary, load_tokenizer
 from stillhouse.hashing import folder_hashes
-from stillhouse.models import Decoder, check_finite_weights, model_fingerprint, quantized_identity
+from stillhouse.models import Decoder, ProofError, check_finite_weights, model_fingerprint, quantized_identity
+from stillhouse.models.document_packing import PackingError
 from stillhouse.models.packed_attention import activations_for
 from stillhouse.parallel import (
     Degrees,
@@ -27,12 +28,13 @@ from stillhouse.parallel import (
     local_folder,
     process_count,
 )
+from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
 from stillhouse.serving.server.role import ModelOptions, longest_sequence, model_info
 from stillhouse.serving.server.score.batch_broadcast import BatchBroadcast
 from stillhouse.serving.server.score.score_routes import add_file_routes, add_signal_routes
-from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest
+from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest, proven_image_inputs
 from stillhouse.signals.teacher_folder import head_of, save_teacher
 
 #: seconds without a collective after which a rank counts as hung
@@ -56,10 +58,14 @@ class ServedTeacher:
     tokenizer: PreTrainedTokenizerBase
     folder: Path
     identity: str
+    images: AcceptedImages
 
     def add_routes(self, application: Application) -> None:
         add_file_routes(application, self.folder)
         add_signal_routes(application, self.tokenizer, self.identity)
+
+    def check(self, parts: Sequence[ScoreRequest]) -> None:
+        self.images.check([(part.document.tokens, part.document.images) for part in parts], "images")
 
     def compute(self, parts: Sequence[ScoreRequest]) -> list[Outcome]:
         self.broadcast.send(parts)
@@ -82,6 +88,7 @@ class ServedTeacher:
             f"{info['quantize'] or info['dtype']} on {self.device.type}{over}",
             f"signals: {', '.join(info['signals'])}; at most {info['max_top_k']} ids per token, "
             f"{info['max_tokens']:,} tokens per sequence, {info['max_request_tokens']:,} per request",
+            *self.images.description(),
         ]
 
 
@@ -95,6 +102,7 @@ def load_teacher(
     """
     device, source = choose_device(options.device), local_folder(options.name, options.revision)
     tokenizer = load_tokenizer(source)
+    processor = load_processor_of(source, tokenizer) if options.images else None
     layout = Layout(Degrees(tensor=process_count()))
     if options.quantize is not None and layout.degrees.processes > 1:
         raise ValueError(
@@ -111,6 +119,10 @@ def load_teacher(
     runner = build_runner(layout, mesh, model_source, None)
     decoder = runner.decoders[0]
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "teacher")
+    images = AcceptedImages()
+    if processor is not None:
+        agreed = partial(mesh.ranks.all_raise, PackingError, ProofError)
+        images = AcceptedImages.proven(decoder, processor, partial(proven_image_inputs, agreed=agreed))
     identity = quantized_identity(model_fingerprint(source), options.quantize)
     limits = Limits(
         decoder.vocabulary_rows,
@@ -118,10 +130,11 @@ def load_teacher(
         max(batch_tokens, queue_tokens // 4),
         max_top_k,
         SIGNALS if is_single else SIGNALS_OF_SHARDS,
+        image_bytes=images.most_bytes,
     )
     info: dict[str, Any] = {}
     if is_first():
-        with_head = decoder if is_single else head_of(source, options.dtype)
+        with_head = decoder if is_single else head_of(source, options.dtype, images=options.images)
         save_teacher(folder, with_head, tokenizer, with_head=True)
         info = model_info(options.name, decoder, tokenizer) | {
             "teacher": identity,
@@ -134,10 +147,11 @@ def load_teacher(
             "max_request_tokens": limits.max_request_tokens,
             "max_sequences": limits.max_sequences,
             "max_top_k": limits.most_ids,
+            **images.info,
         }
-    scorer, broadcast = Scorer(runner, device), BatchBroadcast(mesh)
+    scorer, broadcast = Scorer(runner, device, images.inputs), BatchBroadcast(mesh)
     return ServedTeacher(
-        options.name, info, limits, is_single, scorer, broadcast, device, tokenizer, folder, identity
+        options.name, info, limits, is_single, scorer, broadcast, device, tokenizer, folder, identity, images
     )
 
 
@@ -147,6 +161,7 @@ def _sharded_source(options: ModelOptions, folder: str, device: torch.device) ->
         folder,
         dtype=options.dtype,
         attention=options.attention,
+        images=options.images,
         activations=activations_for(options.attention, device),
     )
 

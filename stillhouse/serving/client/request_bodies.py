@@ -1,0 +1,35 @@
+"""The bodies of requests for completions: JSON, or a safetensors body for a prompt with images."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.generation.sample import GenerationRequest, Sampling
+from stillhouse.serving.client.apis.server_api import ServerApi
+from stillhouse.serving.prompt_wire import encode_prompt
+
+
+@dataclass(frozen=True)
+class RequestBodies:
+    """processor: that of the prompts' images; None for prompts without images."""
+
+    api: ServerApi
+    processor: ImageProcessor | None
+
+    def encoded(
+        self, model: str | None, request: GenerationRequest, sampling: Sampling, max_new_tokens: int
+    ) -> bytes:
+        """Raises ValueError for an image whose file has changed since the data was loaded."""
+        body = self.for_ask(model, request, sampling, max_new_tokens)
+        return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    def for_ask(
+        self, model: str | None, request: GenerationRequest, sampling: Sampling, max_new_tokens: int
+    ) -> dict[str, Any] | bytes:
+        """As `encoded`, for an `Ask`."""
+        body = self.api.body(model, request.prompt_ids.tolist(), sampling, max_new_tokens, request.seed)
+        if not request.images:
+            return body
+        assert self.processor is not None
+        return encode_prompt(body, self.processor.read_images(request.images, request.prompt_ids))

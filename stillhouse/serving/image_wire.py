@@ -1,0 +1,162 @@
+"""Images in the bodies of requests: the tensors that the client's processor made, for each document with images.
+
+    image.D.NAME        the tensor NAME of the images of document D, as an argument of the model
+    images              a list in the JSON of the header, with `SentImages` for a document with images, otherwise null
+
+So the pixels of a served model are those that the run makes for its own models, to the bit, and a server decodes no
+image files. `server/accepted_images.py` says what a server proves of them.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from stillhouse.data.render.image_processor import DocumentImages, ImageProcessor, ImageTensors
+from stillhouse.hashing import json_hash
+from stillhouse.serving.strict_body import FirstWrong, StrictBody, first_problem
+
+#: the key of the list in the header, and the beginning of the tensors' names
+IMAGES, _PREFIX = "images", "image."
+_Side = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class SentImages(StrictBody):
+    """sizes: the width and height of each picture that the processor got. sha256: see `images_hash`."""
+
+    sizes: FirstWrong[tuple[_Side, _Side]] = Field(min_length=1)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class ImageSupport(StrictBody):
+    """What a server tells of the images that it accepts, in `GET /v1/info`.
+
+    processor: the `processor_hash` of its processor. positions: the `positions_hash` of its model.
+    max_images, max_bytes: the most images of a request, and the most bytes of their tensors.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    processor: str
+    positions: str
+    max_images: int
+    max_bytes: int
+
+
+_LIST: TypeAdapter[list[SentImages | None]] = TypeAdapter(FirstWrong[SentImages | None])
+
+
+def processor_hash(processor: ImageProcessor) -> str:
+    """A hash of a processor's settings, and of the tokens, shapes and integers that it makes of pictures. Pixels are
+    compared by the settings, because their last bits depend on the machine.
+    """
+    documents = [
+        {
+            name: tensor.tolist() if _is_exact(tensor) else [list(tensor.shape), str(tensor.dtype)]
+            for name, tensor in document.items()
+        }
+        for document in processor.example_documents()
+    ]
+    return json_hash([processor.processor.image_processor.to_dict(), processor.placeholder_ids, documents])
+
+
+def positions_hash(positions: Sequence[Tensor | None]) -> str:
+    """A hash of the rotary positions [S, A] that a model gives to the processor's `example_documents`."""
+    return json_hash([None if positions_SA is None else positions_SA.tolist() for positions_SA in positions])
+
+
+def require_processor(url: str, support: ImageSupport | None, processor: ImageProcessor, what: str) -> None:
+    """Raise ValueError unless a server accepts images and has this processor. what: what has images, for messages."""
+    if support is None:
+        raise ValueError(f"{what} has images, and {url} accepts none: start it with stillhouse serve --images")
+    if support.processor != processor_hash(processor):
+        raise ValueError(
+            f"{what} has images, and the model of {url} has another processor of images than student.model: expected "
+            "the processor of the student, with the same versions of transformers and torch on both sides"
+        )
+
+
+def images_hash(tokens: np.ndarray, images: ImageTensors) -> str:
+    """A hash of a document's tokens, and of the sizes and all bytes of its images."""
+    digest = hashlib.sha256(np.ascontiguousarray(tokens, dtype=np.int32).tobytes())
+    for name, tensor in sorted(images.tensors.items()):
+        shape = [name, str(tensor.dtype), list(tensor.shape)]
+        digest.update(json.dumps(shape).encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    digest.update(json.dumps([list(size) for size in images.sizes]).encode())
+    return digest.hexdigest()
+
+
+def encode_images(
+    documents: Sequence[tuple[np.ndarray, ImageTensors | None]],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a body, and the entries of its header's JSON. Both are empty if no document has images.
+
+    documents: tokens, and images or None.
+    """
+    if all(images is None for _, images in documents):
+        return {}, {}
+    tensors: dict[str, Tensor] = {}
+    sent: list[dict[str, Any] | None] = []
+    for number, (tokens, images) in enumerate(documents):
+        if images is None:
+            sent.append(None)
+            continue
+        sent.append({"sizes": [list(size) for size in images.sizes], "sha256": images_hash(tokens, images)})
+        tensors |= {f"{_PREFIX}{number}.{name}": value.contiguous() for name, value in images.tensors.items()}
+    return tensors, {IMAGES: sent}
+
+
+def take_images(header: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Remove what `encode_images` has added, and return it for `decode_images`."""
+    names = [name for name in tensors if name.startswith(_PREFIX)]
+    return header.pop(IMAGES, None), {name: tensors.pop(name) for name in names}
+
+
+def decode_images(
+    sent: Any, tensors: Mapping[str, Tensor], documents: Sequence[np.ndarray]
+) -> list[DocumentImages | None]:
+    """The images of each document. documents: their tokens.
+
+    Raises ValueError unless the images belong to these documents and have their hashes.
+    """
+    if sent is None and not tensors:
+        return [None] * len(documents)
+    try:
+        entries = _LIST.validate_json(json.dumps(sent))
+    except ValidationError as error:
+        raise ValueError(f"images: {first_problem(error)}") from error
+    if len(entries) != len(documents):
+        raise ValueError(
+            f"images of {len(entries)} sequences: expected an entry for each of {len(documents)}, or null"
+        )
+    by_document: dict[str, dict[str, Tensor]] = {
+        str(number): {} for number, entry in enumerate(entries) if entry is not None
+    }
+    for name, tensor in tensors.items():
+        owner, _, of_model = name.removeprefix(_PREFIX).partition(".")
+        if owner not in by_document or not of_model:
+            raise ValueError(f"a tensor '{name}', which belongs to no sequence with images")
+        by_document[owner][of_model] = tensor
+    images: list[DocumentImages | None] = []
+    for number, (tokens, entry) in enumerate(zip(documents, entries, strict=True)):
+        if entry is None:
+            images.append(None)
+            continue
+        made = ImageTensors(by_document[str(number)], list(entry.sizes))
+        if images_hash(tokens, made) != entry.sha256:
+            raise ValueError(
+                f"the images of sequence {number} do not have the hash that was sent with them: they were changed on "
+                "the way, or belong to another sequence"
+            )
+        images.append(DocumentImages(bytes.fromhex(entry.sha256), lambda made=made: made))  # type: ignore[misc]
+    return images
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point()

@@ -1,0 +1,225 @@
+"""Proves that the images of requests are those that the served model's processor would make.
+
+A server gets pixels, and no image files. It runs its own processor on blank pictures of the sizes that the client
+sends. The shapes, the integers and the placeholder tokens depend on the sizes alone, so that they must be equal; the
+pixels must be finite. The settings of the processor and the rotary positions are compared once, by their hashes
+(`image_wire.py`).
+"""
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.images import MAX_PIXELS, EncodedImage, require_pillow
+from stillhouse.data.render.image_processor import DocumentImages, ImageInputs, ImageProcessor
+from stillhouse.libraries import reading
+from stillhouse.models import Decoder
+from stillhouse.models.image_inputs import placeholder_ids
+from stillhouse.models.image_proof import document_positions
+from stillhouse.serving.image_wire import ImageSupport, positions_hash, processor_hash
+from stillhouse.serving.server.request_errors import refused
+from stillhouse.signals.scorer import proven_image_inputs
+
+#: the most images of a request, and the most bytes of their tensors
+MAX_IMAGES, IMAGE_BYTES = 256, 256 * 2**20
+#: sizes whose blank pictures are remembered
+_REMEMBERED = 64
+#: proves a decoder that reads images
+Prove = Callable[[Decoder, ImageProcessor], ImageInputs]
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """What the processor makes of blank pictures.
+
+    tokens: for each picture, the tokens from its first to its last placeholder. exact: the integer tensors.
+    pixels: the shapes and dtypes of the others.
+    """
+
+    tokens: Sequence[np.ndarray]
+    exact: Mapping[str, Tensor]
+    pixels: Mapping[str, tuple[torch.Size, torch.dtype]]
+
+
+class AcceptedImages:
+    """The images that a server accepts.
+
+    inputs: those of the model's images; None if the server accepts none. support: for `GET /v1/info`.
+    placeholder_ids: the tokens that stand for features of images, videos and audio.
+    """
+
+    def __init__(
+        self,
+        inputs: ImageInputs | None = None,
+        support: ImageSupport | None = None,
+        placeholder_ids: Sequence[int] = (),
+    ):
+        self.inputs, self.support, self.placeholder_ids = inputs, support, placeholder_ids
+        self._blanks: OrderedDict[tuple[tuple[int, int], ...], _Blank] = OrderedDict()
+        self._lock = Lock()
+
+    @classmethod
+    def proven(cls, decoder: Decoder, processor: ImageProcessor, prove: Prove = proven_image_inputs) -> Self:
+        """Raises ValueError, naming the model or the processor, if images cannot be accepted."""
+        inputs = prove(decoder, processor)
+        positions = [document_positions(decoder, document) for document in processor.example_documents()]
+        support = ImageSupport(
+            processor=processor_hash(processor),
+            positions=positions_hash(positions),
+            max_images=MAX_IMAGES,
+            max_bytes=IMAGE_BYTES,
+        )
+        accepted = cls(inputs, support, sorted({*processor.placeholder_ids, *placeholder_ids(decoder.pretrained)}))
+        accepted._prove_sizes(processor)
+        return accepted
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of the tensors of a request's images."""
+        return 0 if self.support is None else self.support.max_bytes
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """A field of `GET /v1/info`."""
+        return {"images": None if self.support is None else self.support.model_dump()}
+
+    def description(self) -> list[str]:
+        """A line for the log, if images are accepted."""
+        if self.support is None:
+            return []
+        return [f"images: at most {MAX_IMAGES:,} and {IMAGE_BYTES:,} bytes of their tensors per request"]
+
+    def check(self, documents: Sequence[tuple[np.ndarray, DocumentImages | None]], param: str) -> None:
+        """Raise RequestError unless the images belong to their documents. documents: tokens, and images or None."""
+        count = sum(len(images.read().sizes) for _, images in documents if images is not None)
+        if self.inputs is None:
+            if count:
+                raise refused("a sequence has images, but this server was started without --images", param)
+            return
+        if count > MAX_IMAGES:
+            raise refused(f"{count} images: expected at most {MAX_IMAGES} per request", param)
+        for number, (tokens, images) in enumerate(documents):
+            try:
+                if images is None:
+                    self._check_text(tokens)
+                else:
+                    self._check_images(tokens, images)
+            except ValueError as error:
+                raise refused(f"sequence {number}: {error}", param) from error
+
+    def _check_text(self, tokens: np.ndarray) -> None:
+        known = np.isin(tokens, self.placeholder_ids)
+        if known.any():
+            raise ValueError(
+                f"token {int(tokens[known.argmax()])} stands for features of images, and the sequence has no images"
+            )
+
+    def _check_images(self, tokens: np.ndarray, images: DocumentImages) -> None:
+        assert self.inputs is not None
+        tensors, sizes = images.read()
+        if too_large := [size for size in sizes if size[0] * size[1] > MAX_PIXELS]:
+            width, height = too_large[0]
+            raise ValueError(f"a picture of {width} × {height} pixels: expected at most {MAX_PIXELS:,} in all")
+        blank = self._blank(tuple(sizes))
+        if tensors.keys() != blank.exact.keys() | blank.pixels.keys():
+            raise ValueError(f"its images have {sorted(tensors)}: expected {sorted([*blank.exact, *blank.pixels])}")
+        for name, tensor in tensors.items():
+            _check_tensor(name, tensor, blank)
+        self._check_placeholders(tokens, blank.tokens)
+        with reading("its images have no positions among its tokens"):
+            per_token = self.inputs.per_token(tokens, tensors)
+        if any(len(values) != len(tokens) for values in per_token.values()):
+            raise ValueError("its images have no positions among its tokens")
+
+    def _check_placeholders(self, tokens: np.ndarray, expected: Sequence[np.ndarray]) -> None:
+        """Raise ValueError unless the document has the placeholders of all pictures in their order, and no others."""
+        ids = self.placeholder_ids
+        places, counts = np.flatnonzero(np.isin(tokens, ids)), [int(np.isin(of, ids).sum()) for of in expected]
+        if len(places) != sum(counts):
+            raise ValueError(
+                f"{len(places)} placeholder tokens for images with {sum(counts)} features: expected as many"
+            )
+        starts = np.cumsum([0, *counts[:-1]])
+        for number, (start, of_picture) in enumerate(zip(starts, expected, strict=True), start=1):
+            first = places[start]
+            if not np.array_equal(tokens[first : first + len(of_picture)], of_picture):
+                raise ValueError(
+                    f"the placeholder tokens of picture {number} are not those that its processor makes of this size"
+                )
+
+    def _blank(self, sizes: tuple[tuple[int, int], ...]) -> _Blank:
+        assert self.inputs is not None
+        with self._lock:  # one request at a time, for the memory of large pictures
+            if (blank := self._blanks.pop(sizes, None)) is None:
+                blank = _blank_of(self.inputs.processor, sizes)
+            self._blanks[sizes] = blank
+            if len(self._blanks) > _REMEMBERED:
+                self._blanks.popitem(last=False)
+        return blank
+
+    def _prove_sizes(self, processor: ImageProcessor) -> None:
+        """Raise ValueError if the processor's integers or placeholders depend on more than the sizes of pictures."""
+        for tokens, encoded in processor.example_prompts():
+            if encoded:
+                images = processor.read_images(encoded, tokens)
+                self._check_images(tokens, DocumentImages(b"", lambda images=images: images))  # type: ignore[misc]
+
+
+def _check_tensor(name: str, tensor: Tensor, blank: _Blank) -> None:
+    if (exact := blank.exact.get(name)) is not None:
+        if tensor.dtype != exact.dtype or not torch.equal(tensor, exact):
+            raise ValueError(f"'{name}' is not what its processor makes of pictures of these sizes")
+        return
+    shape, dtype = blank.pixels[name]
+    if (tensor.shape, tensor.dtype) != (shape, dtype):
+        raise ValueError(
+            f"'{name}' is {tensor.dtype} of shape {list(tensor.shape)}: expected {dtype} of shape {list(shape)} for "
+            "pictures of these sizes"
+        )
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"'{name}' has values that are NaN or infinite")
+
+
+def _blank_of(processor: ImageProcessor, sizes: Sequence[tuple[int, int]]) -> _Blank:
+    encoded = [_blank_image(size) for size in sizes]
+    token = processor.processor.image_token
+    with reading("its processor refuses pictures of these sizes"):
+        expanded = processor.expand(" ".join([token] * len(sizes)), encoded, special=False)
+        ids = np.asarray(expanded.ids, dtype=np.int32)
+        tensors = processor.tensors_of(encoded, ids)
+    placeholders = np.isin(ids, processor.placeholder_ids)
+    tokens = []
+    for number, (_, (begin, end)) in enumerate(expanded.replaced, start=1):
+        inside = [begin <= start and stop <= end and start < stop for start, stop in expanded.offsets]
+        places = np.flatnonzero(placeholders & np.array(inside))
+        if not len(places):
+            raise ValueError(f"its processor makes no placeholder token for picture {number}")
+        tokens.append(ids[places[0] : places[-1] + 1])
+    return _Blank(
+        tokens,
+        {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()},
+        {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items() if tensor.is_floating_point()},
+    )
+
+
+def _blank_image(size: tuple[int, int]) -> EncodedImage:
+    buffer = io.BytesIO()
+    require_pillow().new("1", size).save(buffer, format="PNG", compress_level=1)
+    return EncodedImage.of(buffer.getvalue())
+
+
+def load_processor_of(folder: str, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor:
+    """The processor of a model's folder. Raises ValueError if it has none, or one that cannot be used."""
+    processor = ImageProcessor.find(folder, tokenizer, template_is_set=True)  # a server renders no template
+    if processor is None:
+        raise ValueError(f"--images: '{folder}' has no processor of images: expected processor_config.json in it")
+    processor.prepare()
+    return processor

@@ -1,0 +1,345 @@
+"""Images on `stillhouse serve`: the gradients and completions of the job, and what is refused by name."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit import first_is_quick
+from kit.hostile import assert_survives
+from kit.image_runs import SETTINGS, write_image_run
+from kit.layout_runs import assert_same_weights
+from kit.ranks import run_ranks
+from kit.runs import run, save_model, session_of, write_run
+from kit.serving import Server
+from kit.stub_servers import stub_server
+from kit.stub_vllm import Vllm
+from kit.teacher_gradients import assert_close, gradients
+from safetensors.torch import save
+
+from stillhouse.config import ConfigError
+from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
+from stillhouse.data.render.tokenizers import load_tokenizer
+from stillhouse.serving.image_wire import encode_images
+from stillhouse.serving.wire import KEY, SAFETENSORS, document_tensors
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+
+FAMILIES = ["qwen3_vl", "idefics3", "gemma3", "qwen3_5", "internvl", "llava_onevision", "gemma4"]
+HIDDEN = SignalSpec("hidden", "float32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    write_image_run(folder, "qwen3_vl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with Server(folder / "teacher", "--images") as started:
+        yield started
+
+
+def test_hidden_states_give_the_gradients_of_the_teacher_in_the_job(folder: Path, server: Server) -> None:
+    assert_close(gradients(folder, **{"teacher.url": server.url}, **SETTINGS), gradients(folder, **SETTINGS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_a_server_gives_the_gradients_of_the_teacher_in_the_job(family: str, tmp_path: Path) -> None:
+    write_image_run(tmp_path, family)
+    in_job = gradients(tmp_path, **SETTINGS)
+    with Server(tmp_path / "teacher", "--images") as server:
+        assert_close(gradients(tmp_path, **{"teacher.url": server.url}, **SETTINGS), in_job)
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_of_a_server_give_its_signals(tmp_path: Path) -> None:
+    write_image_run(tmp_path, "internvl")
+    in_job = gradients(tmp_path, **SETTINGS)
+    with Server(tmp_path / "teacher", "--images", processes=2) as server:
+        assert_close(gradients(tmp_path, **{"teacher.url": server.url}, **SETTINGS), in_job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hidden", "chosen"])
+def test_two_data_ranks_have_the_model_of_one_process(folder: Path, server: Server, kind: str) -> None:
+    served = {"teacher.url": server.url, "teacher.signal": kind, "teacher.top_k": 9, "train.steps": 3, "data.eval": 0}
+    write_run(folder, cached=True, **SETTINGS, **served)
+    for name, processes in (("one", 1), ("two", 2)):
+        layout = ["parallel.fsdp=2"] if processes == 2 else []
+        run_ranks(processes, "distill", folder / "run.yaml", f"out={folder / kind / name}", *layout)
+    assert_same_weights(folder / kind / "two", folder / kind / "one")
+    if kind == "hidden":
+        write_run(folder, **SETTINGS, **{"train.steps": 3, "data.eval": 0})
+        run("distill", folder / "run.yaml", f"out={folder / kind / 'job'}")
+        assert_same_weights(folder / kind / "two", folder / kind / "job", 1e-5)
+
+
+@pytest.mark.slow
+def test_a_server_is_compared_with_the_model_in_this_process(
+    folder: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = {"teacher.url": server.url, "teacher.model": str(folder / "teacher")}
+    session_of(folder, cached=True, **served, **SETTINGS).close()
+    assert "6 documents on 1 server(s)" in (out := capsys.readouterr().out)
+    assert float(out.partition("this process by at most ")[2].split()[0].rstrip(")")) < 1e-5
+    served["teacher.model"] = str(folder / "student")
+    with pytest.raises(ConfigError, match="and the model in this process give different signals"):
+        session_of(folder, cached=True, **served, **SETTINGS)
+
+
+# servers that are refused before the first step
+
+
+def ignore_images() -> None:
+    """The server's tower gets the same picture for every document, after the server has proven its model."""
+    from stillhouse.signals import scorer
+
+    tensors = scorer._RequestImages.tensors
+
+    def same(*arguments: Any) -> list[dict[str, torch.Tensor]]:
+        return [
+            {name: torch.zeros_like(value) if value.is_floating_point() else value for name, value in made.items()}
+            for made in tensors(*arguments)
+        ]
+
+    scorer._RequestImages.tensors = same  # type: ignore[method-assign]
+
+
+def move_positions() -> None:
+    """The server's model gives other rotary positions to images."""
+    from stillhouse.serving.server import accepted_images
+
+    positions = accepted_images.document_positions
+    accepted_images.document_positions = lambda *arguments: positions(*arguments) + 1  # type: ignore[operator]
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], Callable[[], None] | None, str]] = {
+    "no images": ((), None, r"teacher\.url: data\.train has images, and .* accepts none: .* serve --images"),
+    "a tower that ignores images": (
+        ("--images",),
+        ignore_images,
+        r"teacher\.url: .* ignores images: .* changed by 0",
+    ),
+    "other positions": (
+        ("--images",),
+        move_positions,
+        r"teacher: .* rotary positions of images are not those of the",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", first_is_quick(REFUSED))
+def test_a_server_that_does_not_read_the_images_is_refused(
+    folder: Path, processor: ImageProcessor, case: str
+) -> None:
+    options, hook, message = REFUSED[case]
+    with Server(folder / "teacher", *options, hook=hook) as server:
+        with pytest.raises(ConfigError, match=message):
+            session_of(folder, cached=True, **{"teacher.url": server.url}, **SETTINGS)
+        if not options:
+            expected = "a sequence has images, but this server was started without --images"
+            assert refusal(server, body_of(documents_of(processor))) == expected
+
+
+@pytest.mark.slow
+def test_another_processor_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "teacher"
+    shutil.copytree(folder / "teacher", other)
+    settings = json.loads((other / "processor_config.json").read_text())
+    settings["image_processor"]["image_mean"] = [0.4, 0.4, 0.4]
+    (other / "processor_config.json").write_text(json.dumps(settings))
+    with (
+        Server(other, "--images") as server,
+        pytest.raises(ConfigError, match=r"teacher\.url: data\.train has images, and .* another processor of images"),
+    ):
+        session_of(folder, cached=True, **{"teacher.url": server.url}, **SETTINGS)
+
+
+def test_other_engines_are_refused_as_teachers(folder: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"teacher.signal": "top_k", "teacher.top_k": 7}
+    message = r"teacher\.url: data\.train has images, and vLLM would read them with a processor of its own"
+    text = save_model(tmp_path / "text", "qwen3")
+    with stub_server(Vllm, text) as server, pytest.raises(ConfigError, match=message):
+        session_of(folder, cached=True, **settings, **{"teacher.url": server.url})
+
+
+def test_a_model_without_a_processor_is_no_server_of_images(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "teacher"
+    shutil.copytree(folder / "teacher", other)
+    (other / "processor_config.json").unlink()
+    assert "has no processor of images" in run("serve", other, "--images", "--port", 0, code=1).err
+
+
+# requests
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> ImageProcessor:
+    processor = ImageProcessor.find(str(folder / "teacher"), load_tokenizer(str(folder / "teacher")))
+    assert processor is not None
+    return processor
+
+
+Parts = list[tuple[np.ndarray, ImageTensors | None]]
+
+
+def documents_of(processor: ImageProcessor) -> Parts:
+    """Documents with two, one and no images."""
+    return [
+        (ids, processor.read_images(images, ids) if images else None) for ids, images in processor.example_prompts()
+    ]
+
+
+def body_of(parts: Parts, *, change: Callable[[dict[str, Any], dict[str, Any]], None] | None = None) -> bytes:
+    """A request for hidden states. change: is applied to the tensors and to the JSON of the header."""
+    documents = [DocumentRows(ids, range(len(ids))) for ids, _ in parts]
+    tensors, sent = encode_images(parts)
+    tensors = document_tensors(documents) | {name: tensor.clone() for name, tensor in tensors.items()}
+    header = {"signal": "hidden", "dtype": "float32"} | sent
+    if change is not None:
+        change(tensors, header)
+    return save(tensors, {KEY: json.dumps(header)})
+
+
+def refusal(server: Server, body: bytes) -> str:
+    answer = server.client.post("/v1/score", content=body, headers={"content-type": SAFETENSORS})
+    assert answer.status_code == 400, answer.text
+    return str(answer.json()["error"]["message"])
+
+
+def with_images(parts: Parts, number: int, **changes: Any) -> Parts:
+    """Other tensors or sizes of the images of one document, with their true hash."""
+    changed = list(parts)
+    ids, images = parts[number]
+    assert images is not None
+    tensors = {**images.tensors, **changes.pop("tensors", {})}
+    changed[number] = ids, ImageTensors(tensors, changes.get("sizes", images.sizes))
+    return changed
+
+
+def put_nan(parts: Parts) -> Parts:
+    images = parts[0][1]
+    assert images is not None
+    pixels = images.tensors["pixel_values"].clone()
+    pixels[3, 5] = torch.nan
+    return with_images(parts, 0, tensors={"pixel_values": pixels})
+
+
+def reshaped(parts: Parts) -> Parts:
+    images = parts[0][1]
+    assert images is not None
+    return with_images(parts, 0, tensors={"pixel_values": images.tensors["pixel_values"][:-4]})
+
+
+def other_grid(parts: Parts) -> Parts:
+    images = parts[0][1]
+    assert images is not None
+    return with_images(parts, 0, tensors={"image_grid_thw": images.tensors["image_grid_thw"].flip(1)})
+
+
+def without_placeholder(parts: Parts) -> Parts:
+    ids, images = parts[1]
+    place = int(np.flatnonzero(ids == np.bincount(ids).argmax())[0])
+    return [parts[0], (np.delete(ids, place), images), parts[2]]
+
+
+def with_text_between(parts: Parts) -> Parts:
+    """A token of text among the placeholders of an image, and a placeholder fewer behind it."""
+    ids, images = parts[1]
+    places = np.flatnonzero(ids == np.bincount(ids).argmax())
+    changed = ids.copy()
+    changed[places[-1] + 1], changed[places[1]] = ids[places[0]], ids[0]
+    return [parts[0], (changed, images), parts[2]]
+
+
+def without_images(parts: Parts) -> Parts:
+    return [parts[0], (parts[1][0], None), parts[2]]
+
+
+def of_other_document(parts: Parts) -> Parts:
+    return [(parts[0][0], parts[1][1]), (parts[1][0], parts[0][1]), parts[2]]
+
+
+def many(parts: Parts) -> Parts:
+    return [parts[1]] * 257
+
+
+def huge(parts: Parts) -> Parts:
+    return with_images(parts, 0, sizes=[(2**20, 2**20), (64, 48)])
+
+
+BAD: dict[str, tuple[Callable[[Parts], Parts], str]] = {
+    "NaN": (put_nan, "sequence 0: 'pixel_values' has values that are NaN or infinite"),
+    "fewer pixels": (reshaped, "sequence 0: 'pixel_values' is torch.float32 of shape"),
+    "another grid": (other_grid, "sequence 0: 'image_grid_thw' is not what its processor makes"),
+    "a placeholder fewer": (without_placeholder, "placeholder tokens for images with"),
+    "text within an image": (with_text_between, "the placeholder tokens of picture 1 are not those"),
+    "no images": (without_images, "sequence 1: token"),
+    "images of another document": (of_other_document, "placeholder tokens for images with"),
+    "too many images": (many, "257 images: expected at most 256 per request"),
+    "a huge picture": (huge, "a picture of 1048576 × 1048576 pixels: expected at most 89,478,485 in all"),
+    "another size": (lambda parts: with_images(parts, 1, sizes=[(200, 100)]), "pictures of these sizes"),
+    "one size for two": (lambda parts: with_images(parts, 0, sizes=[(64, 48)]), "pictures of these sizes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_images_that_do_not_fit_are_refused(server: Server, processor: ImageProcessor, case: str) -> None:
+    change, message = BAD[case]
+    assert message in refusal(server, body_of(change(documents_of(processor))))
+
+
+def swap_pixels(tensors: dict[str, Any], _: Mapping[str, Any]) -> None:
+    """The pixels of an image arrive mirrored: all shapes are right."""
+    tensors["image.1.pixel_values"] = tensors["image.1.pixel_values"].flip(0).contiguous()
+
+
+def half_a_list(_: Mapping[str, Any], header: dict[str, Any]) -> None:
+    header["images"] = header["images"][:2]
+
+
+CHANGED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
+    "swapped pixels": (swap_pixels, "the images of sequence 1 do not have the hash that was sent with them"),
+    "no list": (lambda _, header: header.pop("images"), "images: Input should be a valid array"),
+    "half a list": (half_a_list, "images of 2 sequences: expected an entry for each of 3, or null"),
+    "no sizes": (
+        lambda _, header: header["images"][0].update(sizes=[]),
+        "images: 0.sizes: List should have at least",
+    ),
+    "another sequence": (
+        lambda tensors, _: tensors.update({"image.2.pixel_values": torch.zeros(1)}),
+        "a tensor 'image.2.pixel_values', which belongs to no sequence with images",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_bodies_that_are_changed_on_the_way_are_refused(server: Server, processor: ImageProcessor, case: str) -> None:
+    change, message = CHANGED[case]
+    assert message in refusal(server, body_of(documents_of(processor), change=change))
+
+
+def test_damaged_bodies_are_answered_or_refused(server: Server, processor: ImageProcessor) -> None:
+    bodies = [body_of(documents_of(processor)[start:]) for start in range(2)]
+    assert "is not a safetensors body" in refusal(server, bodies[0][: len(bodies[0]) // 2])
+    assert_survives(server, [("/v1/score", SAFETENSORS, body) for body in bodies], 60, seed=0)
+    text = {"prompt": documents_of(processor)[1][0].tolist(), "max_tokens": 1}
+    answer = server.client.post("/v1/completions", json=text)
+    assert "stands for features of images, and the sequence has no images" in answer.json()["error"]["message"]
+    with closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.putrequest("POST", "/v1/score")
+        connection.putheader("Content-Type", SAFETENSORS)
+        connection.putheader("Content-Length", str(2**29))
+        connection.endheaders()
+        refused = connection.getresponse()
+        assert refused.status == 413
+        assert b"expected at most 335,544,320 bytes" in refused.read()
