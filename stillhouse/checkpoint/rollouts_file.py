@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
-from stillhouse.data.prefixes import offsets_of
+from stillhouse.data.offsets import offsets_of
 from stillhouse.generation import Completion, QueueState, Sample
 from stillhouse.libraries import reading
 from stillhouse.output.progress import DamagedCheckpointError

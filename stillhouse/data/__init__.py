@@ -6,7 +6,6 @@ from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import MicroBatch
 from stillhouse.data.packed_rows import make_micro_batch
 from stillhouse.data.packing import PackedMicroBatches, PackedSequences
-from stillhouse.data.prefixes import Prefixes
 from stillhouse.data.read.data_source import read_records
 from stillhouse.data.record import DataError, NoSourceError
 from stillhouse.data.render.tokenizers import (
@@ -17,6 +16,7 @@ from stillhouse.data.render.tokenizers import (
     tokenizer_fingerprint,
 )
 from stillhouse.data.step_micro_batches import StepMicroBatches
+from stillhouse.data.substitutions import Substitution, Substitutions
 
 __all__ = [
     "DataError",
@@ -27,8 +27,9 @@ __all__ = [
     "NoSourceError",
     "PackedMicroBatches",
     "PackedSequences",
-    "Prefixes",
     "StepMicroBatches",
+    "Substitution",
+    "Substitutions",
     "check_same_tokenizer",
     "check_vocabulary",
     "load_documents",

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data.data_report import DataReport, piece_source
 from stillhouse.data.documents import Documents
 from stillhouse.data.images import EncodedImage, ImageWriter, pillow_version
-from stillhouse.data.prefixes import EncodedPrefix, Prefixes, offsets_of
+from stillhouse.data.offsets import offsets_of
 from stillhouse.data.read.data_source import local_files, read_records
 from stillhouse.data.read.foreign_columns import ForeignColumns, foreign_columns
 from stillhouse.data.read.image_columns import with_images
@@ -40,7 +40,9 @@ from stillhouse.data.record import (
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.record_forms import template_for
+from stillhouse.data.render.teacher_images import TeacherImages, not_read
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
+from stillhouse.data.substitutions import Substitution, Substitutions
 from stillhouse.data.token_cache import IMAGES, TARGETS, TOKENS, cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
@@ -65,6 +67,7 @@ class LoadOptions:
     prompts: read only the part before the completion (see `record_forms.py`). Such a document has no targets. If it
         is too long, the record is invalid.
     keep_records: keep the records in `Documents.records`.
+    fits_teachers: whether `max_tokens` is the limit for what teachers read, too, if their tokens of images are more.
 
     Raises ValueError if `max_tokens` is less than 2.
     """
@@ -78,6 +81,7 @@ class LoadOptions:
     reader: str | None = None
     prompts: bool = False
     keep_records: bool = False
+    fits_teachers: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
@@ -94,10 +98,12 @@ def load_documents(
     options: LoadOptions,
     cache: Path | None = None,
     processor: ImageProcessor | None = None,
+    teachers: Mapping[str, TeacherImages] | None = None,
 ) -> Documents:
     """Read and tokenize a dataset. source: as in `read_records`.
 
     processor: that of the student, for images; None if the student has none.
+    teachers: how teachers in this job read images, by their names; all others read them as the student.
     cache: a folder of tokenized datasets, which are memory-mapped (`token_cache.py`). It has no effect for a hub id,
         a slow tokenizer, or `keep_records`.
 
@@ -107,7 +113,7 @@ def load_documents(
     name = os.fspath(source)
 
     def load(folder: Path | None) -> Documents:
-        with _Loader(name, tokenizer, options, folder, processor) as loader:
+        with _Loader(name, tokenizer, options, folder, processor, teachers or {}) as loader:
             for record in read_records(source):
                 loader.add(record)
             return loader.finish()
@@ -118,25 +124,29 @@ def load_documents(
     decisive = asdict(options) | {"source": name, "prefixes": list(options.prefixes.items())}
     if processor is not None:
         decisive["processor"] = [processor.identity(), pillow_version()]
+        decisive["teachers"] = {name: teacher.identity() for name, teacher in (teachers or {}).items()}
     key = functools.partial(entry_key, files, tokenizer, decisive)
     return cached_documents(cache, lambda: local_files(source) or [], key, load)
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A record that is not tokenized yet. values: those of the kept columns. prefixes: one text per teacher."""
+    """A record that is not tokenized yet. values: those of the kept columns. prefixes: one text per teacher. images:
+    what teachers read in place of the student's tokens of images, by their names.
+    """
 
     rendered: Rendered
     where: str
     key: int
     values: list[Any]
     prefixes: list[str]
+    images: dict[str, list[Substitution]]
     record: dict[str, Any] | None
 
     @property
     def characters(self) -> int:
-        images = () if self.rendered.encoded is None else self.rendered.encoded.images
-        image_bytes = sum(len(image.data or b"") for image in images)
+        encoded = self.rendered.encoded
+        image_bytes = 0 if encoded is None else sum(len(image.data or b"") for image in encoded.images)
         texts = (self.rendered.prompt, self.rendered.body, *self.prefixes)
         return sum(map(len, texts)) + image_bytes // _BYTES_PER_CHARACTER
 
@@ -151,8 +161,9 @@ class _Loader:
         options: LoadOptions,
         folder: Path | None,
         processor: ImageProcessor | None,
+        teachers: Mapping[str, TeacherImages],
     ):
-        self.tokenizer, self.options, self.processor = tokenizer, options, processor
+        self.tokenizer, self.options, self.processor, self.teachers = tokenizer, options, processor, teachers
         self.prefix_templates = {name: PrefixTemplate(name, text) for name, text in options.prefixes.items()}
         self.report = DataReport(source)
         self.template: Template | None = None
@@ -169,7 +180,7 @@ class _Loader:
         self.keys: list[int] = []
         self.sources: list[str] = []
         self.values: list[list[Any]] = []
-        self.prefixes: list[list[EncodedPrefix]] = []
+        self.substitutions: list[dict[str, list[Substitution]]] = []
         self.records: list[dict[str, Any]] = []
 
     def add(self, record: Record) -> None:
@@ -206,7 +217,6 @@ class _Loader:
                 "another token, or the limit cuts every document)"
             )
         columns = map(list, zip(*self.values, strict=True))
-        by_teacher = map(Prefixes.of, zip(*self.prefixes, strict=True))
         images = self.images.finish()
         return Documents(
             tokens_N,
@@ -216,10 +226,20 @@ class _Loader:
             self.sources,
             report,
             dict(zip(self.options.columns, columns, strict=True)),
-            dict(zip(self.prefix_templates, by_teacher, strict=True)),
+            self._substitutions(),
             self.records,
             images=images if len(images.table) else None,
         )
+
+    def _substitutions(self) -> dict[str, Substitutions]:
+        """By the name of the teacher; without teachers that have neither a prefix nor other tokens of images."""
+        names = dict.fromkeys([*self.prefix_templates, *self.teachers])
+        of_teachers = {name: [of_document.get(name, []) for of_document in self.substitutions] for name in names}
+        return {
+            name: Substitutions.of(of_documents)
+            for name, of_documents in of_teachers.items()
+            if name in self.prefix_templates or any(of_documents)
+        }
 
     def __enter__(self) -> "_Loader":
         return self
@@ -262,8 +282,9 @@ class _Loader:
     def _rendered(self, record: Record, template: Template, own_fields: dict[str, Any]) -> _Waiting:
         """own_fields: those of the record as it is in the source."""
         fields, options = record.fields, self.options
+        rendered = template.render(fields)
         return _Waiting(
-            template.render(fields),
+            rendered,
             record.where,
             _content_key(fields, template),
             [_kept_value(fields, column, options.allowed.get(column)) for column in options.columns],
@@ -271,8 +292,26 @@ class _Loader:
                 prefix.render(fields, template) if options.reader is None or fields[options.reader] == name else ""
                 for name, prefix in self.prefix_templates.items()
             ],
+            self._images_of_teachers(rendered, template, fields),
             own_fields if options.keep_records else None,
         )
+
+    def _images_of_teachers(
+        self, rendered: Rendered, template: Template, fields: dict[str, Any]
+    ) -> dict[str, list[Substitution]]:
+        """What teachers read in place of a document's images, by name. Raises RecordError and ProcessorError."""
+        encoded, reader = rendered.encoded, self.options.reader
+        if encoded is None or not encoded.images:
+            return {}
+        substitutions = {}
+        for name, teacher in self.teachers.items():
+            if reader is None or fields[reader] == name:
+                special = template.adds_special
+                of_teacher = teacher.substitutions(rendered.body, encoded, encoded.images, special=special)
+            else:
+                of_teacher = [] if teacher.is_shared else not_read(encoded)
+            substitutions[name] = of_teacher
+        return substitutions
 
     def _reject(self, error: DataError) -> None:
         if self.options.on_error == "raise":
@@ -291,13 +330,17 @@ class _Loader:
             for prefix, texts in zip(self.prefix_templates.values(), texts_by_teacher, strict=True)
         ]
         for number, (encoded, waiting) in enumerate(zip(batch, self.waiting, strict=True)):
-            self._keep(encoded, waiting, [prefixes[number] for prefixes in by_teacher], template.splits)
+            prefixes = dict(zip(self.prefix_templates, (of_batch[number] for of_batch in by_teacher), strict=True))
+            self._keep(encoded, waiting, prefixes, template.splits)
         self.waiting.clear()
         self.characters = 0
 
-    def _keep(self, encoded: Encoded, waiting: _Waiting, prefixes: list[EncodedPrefix], splits: bool) -> None:
-        room = self.options.max_tokens - max((len(prefix.ids) for prefix in prefixes), default=0)
-        problem = self._problem(encoded, prefixes, room)
+    def _keep(self, encoded: Encoded, waiting: _Waiting, prefixes: dict[str, Substitution], splits: bool) -> None:
+        gains = {name: prefix.gain for name, prefix in prefixes.items()}
+        for name, substitutions in waiting.images.items() if self.options.fits_teachers else ():
+            gains[name] = gains.get(name, 0) + sum(substitution.gain for substitution in substitutions)
+        room = self.options.max_tokens - max([0, *gains.values()])
+        problem = self._problem(encoded, gains, room)
         if problem:
             self._reject(DataError(waiting.where, problem))
             return
@@ -316,20 +359,23 @@ class _Loader:
             self.keys.append(waiting.key)
             self.sources.append(piece_source(waiting.where, number, len(pieces)))
             self.values.append(waiting.values)
-            # only the first piece has the BOS
-            self.prefixes.append([replace(prefix, after_bos=prefix.after_bos and not number) for prefix in prefixes])
+            self.substitutions.append(_of_piece(prefixes, waiting.images, len(piece.ids), is_first=not number))
             if waiting.record is not None:
                 self.records.append(waiting.record)
 
-    def _problem(self, encoded: Encoded, prefixes: list[EncodedPrefix], room: int) -> str:
-        """The error of a document; "" if there is none. room: how many tokens fit after its longest prefix."""
+    def _problem(self, encoded: Encoded, gains: dict[str, int], room: int) -> str:
+        """The error of a document; "" if there is none. gains: how many tokens more each teacher reads. room: how
+        many tokens fit beside the most of them.
+        """
         most = self.options.max_tokens
         if room < 2:
-            lengths = dict(zip(self.prefix_templates, (len(prefix.ids) for prefix in prefixes), strict=True))
+            name = max(gains, key=gains.__getitem__)
+            what = (
+                f"the prefix of teacher {name!r} has" if not encoded.images else "what a teacher reads beside it has"
+            )
             return (
-                f"the prefix of teacher {max(lengths, key=lengths.__getitem__)!r} has {most - room:,} tokens, which "
-                f"leaves fewer than 2 of the {most:,} of max_tokens for the document: expected a shorter prefix or a "
-                "larger max_tokens"
+                f"{what} {most - room:,} tokens, which leaves fewer than 2 of the {most:,} of max_tokens for the "
+                "document: expected a shorter prefix, smaller images or a larger max_tokens"
             )
         if encoded.images_end > room:
             return (
@@ -365,6 +411,21 @@ class _Loader:
         eos = self.tokenizer.eos_token_id
         parts = (slice(start, start + _PART) for start in range(0, len(tokens_N), _PART))
         return eos is None or any((tokens_N[part][targets_N[part]] == eos).any() for part in parts)
+
+
+def _of_piece(
+    prefixes: Mapping[str, Substitution],
+    images: Mapping[str, Sequence[Substitution]],
+    length: int,
+    *,
+    is_first: bool,
+) -> dict[str, list[Substitution]]:
+    """A piece's substitutions by teacher. length: its tokens. Only a document's first piece has the BOS."""
+    of_piece = {name: [item] if is_first else [Substitution(0, 0, item.ids)] for name, item in prefixes.items()}
+    for name, substitutions in images.items():
+        within = [replace(item, stop=min(item.stop, length)) for item in substitutions]
+        of_piece[name] = [*of_piece.get(name, []), *within]
+    return {name: [item for item in items if item.gain or len(item.ids)] for name, items in of_piece.items()}
 
 
 def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:

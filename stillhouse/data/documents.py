@@ -14,8 +14,9 @@ import numpy as np
 
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.images import EncodedImage, Images
-from stillhouse.data.prefixes import Prefixes, chosen_tokens, offsets_of, part_lengths
+from stillhouse.data.offsets import chosen_tokens, offsets_of, part_lengths
 from stillhouse.data.record import DataError
+from stillhouse.data.substitutions import Substitutions
 
 #: documents whose targets are counted at once, so that the counting needs little memory
 _COUNTED_TOGETHER = 4096
@@ -31,7 +32,8 @@ class Documents:
     keys_D: uint64, a hash of the record's content. All pieces of a text have the same hash.
     sources: `file:line` of each document.
     columns: additional columns of the records, one value per document.
-    prefixes: the prefixes that a teacher reads before the documents, by the teacher's name.
+    substitutions: what a teacher reads in place of parts of the documents, by the teacher's name; "" is the name of
+        a single teacher.
     records: the record of each document; empty if records are not kept.
     per_token: additional numbers per token, [N] float32.
     weights_N: float32, the weights of the targets, above 0; None: all weights are 1.
@@ -47,7 +49,7 @@ class Documents:
     sources: Sequence[str]
     report: DataReport
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
-    prefixes: Mapping[str, Prefixes] = field(default_factory=dict)
+    substitutions: Mapping[str, Substitutions] = field(default_factory=dict)
     records: Sequence[Mapping[str, Any]] = ()
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
     weights_N: np.ndarray | None = None
@@ -67,7 +69,7 @@ class Documents:
 
     @classmethod
     def concatenated(cls, parts: Sequence["Documents"], report: DataReport) -> "Documents":
-        """Concatenate documents with the same columns, the same teachers' prefixes and the same arrays per token."""
+        """Concatenate documents with the same columns and the same arrays per token."""
         first, weights = parts[0], [part.weights_N for part in parts if part.weights_N is not None]
         assert len(weights) in (0, len(parts))
         return cls(
@@ -78,7 +80,10 @@ class Documents:
             [source for part in parts for source in part.sources],
             report,
             {name: [value for part in parts for value in part.columns[name]] for name in first.columns},
-            {name: Prefixes.joined([part.prefixes[name] for part in parts]) for name in first.prefixes},
+            {
+                name: Substitutions.joined([part.substitutions_of(name) for part in parts])
+                for name in dict.fromkeys(name for part in parts for name in part.substitutions)
+            },
             [record for part in parts for record in part.records] if all(part.records for part in parts) else (),
             {name: np.concatenate([part.per_token[name] for part in parts]) for name in first.per_token},
             np.concatenate(weights) if weights else None,
@@ -102,6 +107,10 @@ class Documents:
     def part(self, values_N: np.ndarray, document: int) -> np.ndarray:
         """The slice of an array over all tokens that belongs to one document."""
         return values_N[self.offsets[document] : self.offsets[document + 1]]
+
+    def substitutions_of(self, teacher: str) -> Substitutions:
+        """What this teacher reads in place of parts of the documents; maybe nothing."""
+        return self.substitutions.get(teacher) or Substitutions.none(len(self))
 
     def images_of(self, document: int) -> list[EncodedImage]:
         """The images of one document."""
@@ -128,26 +137,24 @@ class Documents:
 
     def widths(self, chosen: np.ndarray, teachers: Sequence[str]) -> np.ndarray:
         """The columns of each chosen document: its gap for these teachers, and its tokens."""
-        prefixes = [self.prefixes[name] for name in teachers if name in self.prefixes]
-        gaps = [part_lengths(of_teacher.offsets, chosen) for of_teacher in prefixes]
-        return part_lengths(self.offsets, chosen) + np.max([np.zeros(len(chosen), np.int64), *gaps], axis=0)
+        of_teachers = [self.substitutions[name].gains_D[chosen] for name in teachers if name in self.substitutions]
+        return part_lengths(self.offsets, chosen) + np.max([np.zeros(len(chosen), np.int64), *of_teachers], axis=0)
 
     def gaps_D(self, teachers: Sequence[str]) -> np.ndarray:
-        """The tokens of each document's longest prefix for these teachers, int64; 0 if it has no prefix."""
-        lengths = [self.prefixes[name].lengths_D for name in teachers if name in self.prefixes]
-        return np.max([np.zeros(len(self), dtype=np.int64), *lengths], axis=0)
+        """The most tokens of each document that one of these teachers reads more than the student, int64; maybe 0."""
+        gains = [self.substitutions[name].gains_D for name in teachers if name in self.substitutions]
+        return np.max([np.zeros(len(self), dtype=np.int64), *gains], axis=0)
 
     def as_read_by(self, teacher: str) -> "Documents":
-        """Insert this teacher's prefixes. Returns the same documents if the teacher has no prefixes."""
-        if teacher not in self.prefixes or not len(self):
+        """Make this teacher's substitutions. Returns the same documents if the teacher has none."""
+        if teacher not in self.substitutions or not len(self):
             return self
-        prefixes = self.prefixes[teacher]
-        tokens = [prefixes.before(document, self.tokens(document)) for document in range(len(self))]
-        # neither a prefix nor a BOS before the prefix is a target
-        targets = [
-            np.concatenate([np.zeros(len(ids) - self.lengths_D[document], dtype=bool), self.targets(document)])
-            for document, ids in enumerate(tokens)
-        ]
+        substitutions = self.substitutions[teacher]
+        tokens = [substitutions.tokens(document, self.tokens(document)) for document in range(len(self))]
+        targets = [np.zeros(len(ids), dtype=bool) for ids in tokens]
+        for document, targets_S in enumerate(targets):
+            of_student = self.targets(document)
+            targets_S[substitutions.places(document, len(of_student))[of_student]] = True
         return replace(
             self,
             tokens_N=np.concatenate(tokens),
@@ -158,19 +165,20 @@ class Documents:
         )
 
     def fingerprint(self) -> str:
-        """A sha256 of tokens, targets, offsets, columns, prefixes, records and images. A resumed run compares it."""
+        """A sha256 of tokens, targets, offsets, columns, substitutions, records and images. A resumed run compares
+        it."""
         digest = hashlib.sha256()
         arrays = [self.tokens_N, self.targets_N, self.offsets]
-        for prefixes in (self.prefixes[name] for name in sorted(self.prefixes)):
-            arrays += [prefixes.tokens_N, prefixes.offsets, prefixes.after_bos_D]
+        for of_teacher in (self.substitutions[name] for name in sorted(self.substitutions)):
+            arrays += [of_teacher.tokens_N, of_teacher.offsets, of_teacher.spans_P2, of_teacher.parts]
         if self.set_D is not None:
             arrays.append(self.set_D)
         if self.images is not None:
             arrays += [self.images.offsets, np.frombuffer(self.images.hashes(), dtype=np.uint8)]
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
-        if self.columns or self.prefixes or self.records:
-            kept: list[Any] = [sorted(self.prefixes), sorted(self.columns.items())]
+        if self.columns or self.substitutions or self.records:
+            kept: list[Any] = [sorted(self.substitutions), sorted(self.columns.items())]
             kept += [list(self.records)] if self.records else []
             digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
         return digest.hexdigest()
@@ -188,7 +196,7 @@ class Documents:
             [self.sources[document] for document in chosen],
             self._counted(self.report, chosen),
             {name: [values[document] for document in chosen] for name, values in self.columns.items()},
-            {name: prefixes.select(chosen) for name, prefixes in self.prefixes.items()},
+            {name: of_teacher.select(chosen) for name, of_teacher in self.substitutions.items()},
             [self.records[document] for document in chosen] if self.records else (),
             {name: values_N[index_N] for name, values_N in self.per_token.items()},
             None if self.weights_N is None else self.weights_N[index_N],
@@ -232,17 +240,28 @@ class Documents:
         """The number of these documents whose record has the same content as a record of `other`."""
         return int(np.isin(self.keys_D, other.keys_D).sum())
 
-    def check_ids(self, rows: int, which: str, prefixes: Sequence[str] = ()) -> None:
+    def check_ids(self, rows: int, which: str, teachers: Sequence[str] = ()) -> None:
         """Raise DataError for the first document with a token id ≥ `rows`, the number of rows of a head.
 
-        which: "student" or "teacher", for the error. prefixes: teachers whose prefixes are also checked.
+        which: the model, for the error. teachers: the names of the teachers that are this model. Their substitutions
+        are also checked. Tokens that all of them substitute are not.
         """
-        texts: list[tuple[Documents | Prefixes, str]] = [(self, "")]
-        for name in filter(self.prefixes.__contains__, prefixes):
-            texts.append((self.prefixes[name], f" of the prefix of teacher {name!r}"))
-        for text, where in texts:
-            beyond = np.flatnonzero(text.tokens_N >= rows)
-            if len(beyond):
-                document = int(np.searchsorted(text.offsets, beyond[0], side="right")) - 1
-                reason = f"token id {text.tokens_N[beyond[0]]}{where} has no row in the {which}'s head of {rows} rows"
-                raise DataError(self.sources[document], reason)
+        substitutions = {name: self.substitutions[name] for name in teachers if name in self.substitutions}
+        is_beyond_N = self.tokens_N >= rows
+        if substitutions and is_beyond_N.any():
+            of_teachers = [of_teacher.is_substituted(self.offsets) for of_teacher in substitutions.values()]
+            is_beyond_N &= ~np.logical_and.reduce(of_teachers)
+        found = [
+            (int(np.searchsorted(self.offsets, at, side="right")) - 1, self.tokens_N[at], "")
+            for at in np.flatnonzero(is_beyond_N)[:1]
+        ]
+        for name, of_teacher in substitutions.items():
+            for at in np.flatnonzero(of_teacher.tokens_N >= rows)[:1]:
+                part = np.searchsorted(of_teacher.offsets, at, side="right") - 1
+                document = int(np.searchsorted(of_teacher.parts, part, side="right")) - 1
+                what = "images" if np.diff(of_teacher.spans_P2[part]) else "prefix"
+                where = f" of the {what} of teacher {name!r}" if name else f" of the teacher's {what}"
+                found.append((document, of_teacher.tokens_N[at], where))
+        for document, token, where in found[:1]:
+            reason = f"token id {token}{where} has no row in the {which}'s head of {rows} rows"
+            raise DataError(self.sources[document], reason)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pyarrow
 
-from stillhouse.data.prefixes import chosen_tokens, offsets_of
+from stillhouse.data.offsets import chosen_tokens, offsets_of
 from stillhouse.data.record import RecordError
 from stillhouse.libraries import imported, reading
 

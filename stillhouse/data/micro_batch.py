@@ -37,8 +37,11 @@ class MicroBatch:
     document_T: int64, the document's number in its `Documents`; -1 for padding.
     valid_index: int64, the rows with a non-zero weight, ascending.
     per_token: additional tensors [T, …], such as advantages and old log-probabilities.
-    teacher_inputs, teacher_images: like `inputs` and `images`, if the teacher reads other tokens or images than the
-        student in the same rows. `teacher_images` is only used together with `teacher_inputs`.
+    teacher_inputs, teacher_images, teacher_document_T: like `inputs`, `images` and `document_T`, if the teacher reads
+        other tokens or images than the student. The latter two are only used together with `teacher_inputs`. Rows
+        have the same numbers for student and teacher behind a document's last image; see `teacher_shift_T`.
+    teacher_shift_T: int64, the teacher's row that predicts the same token as the student's row t is row
+        t + teacher_shift_T[t]; None: row t for all of them. Rows without a target may have any row.
     lengths, teacher_lengths: of the documents in `inputs` and `teacher_inputs`, before context ranks got their
         columns; None until the micro-batch is moved to its device, so that nothing waits for the device to read them.
 
@@ -56,6 +59,8 @@ class MicroBatch:
     teacher_lengths: DocumentLengths | None = None
     images: Mapping[str, Tensor] = field(default_factory=dict)
     teacher_images: Mapping[str, Tensor] = field(default_factory=dict)
+    teacher_document_T: Tensor | None = None
+    teacher_shift_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         for inputs in (self.inputs, self.teacher_inputs or self.inputs):
@@ -97,7 +102,21 @@ class MicroBatch:
         """The same rows with the inputs that a teacher reads."""
         if self.teacher_inputs is None:
             return self
-        return replace(self, inputs=self.teacher_inputs, lengths=self.teacher_lengths, images=self.teacher_images)
+        document_T = self.document_T if self.teacher_document_T is None else self.teacher_document_T
+        return replace(
+            self,
+            inputs=self.teacher_inputs,
+            lengths=self.teacher_lengths,
+            images=self.teacher_images,
+            document_T=document_T,
+        )
+
+    def in_student_rows(self, values_BS: Tensor) -> Tensor:
+        """The values [B, S, …] of the rows that predict the same tokens. values_BS: of the teacher's rows."""
+        if self.teacher_shift_T is None:
+            return values_BS
+        row_T = torch.arange(len(self.teacher_shift_T), device=values_BS.device) + self.teacher_shift_T
+        return values_BS.flatten(0, 1)[row_T].unflatten(0, self.shape_BS)
 
     def without_targets(self) -> "MicroBatch":
         """The same tokens without labels, documents and images, and with weights 0.
@@ -114,6 +133,7 @@ class MicroBatch:
             teacher_lengths=None,
             images={},
             teacher_images={},
+            teacher_document_T=None,
         )
 
     def padded(self, rows: int, tokens: int) -> "MicroBatch":
@@ -143,14 +163,12 @@ class MicroBatch:
         """The same micro-batch with the lengths of its documents."""
         if self.lengths is not None:
             return self
-        of_teacher, is_padding_BS = self.teacher_inputs, self.is_padding_BS
-        return replace(
-            self,
-            lengths=DocumentLengths.of(self.position_ids_BS, is_padding_BS),
-            teacher_lengths=None
-            if of_teacher is None
-            else DocumentLengths.of(of_teacher["position_ids"], is_padding_BS),
-        )
+        lengths = DocumentLengths.of(self.position_ids_BS, self.is_padding_BS)
+        if self.teacher_inputs is None:
+            return replace(self, lengths=lengths)
+        read = self.as_read_by_teacher
+        teacher_lengths = DocumentLengths.of(read.position_ids_BS, read.is_padding_BS)
+        return replace(self, lengths=lengths, teacher_lengths=teacher_lengths)
 
     def select(self, index_BS: Tensor) -> "MicroBatch":
         """Select rows of the flattened micro-batch. index_BS: their numbers, on the CPU; -1 is padding."""
@@ -169,6 +187,10 @@ class MicroBatch:
             else self._select_inputs(self.teacher_inputs, index_BS),
             lengths=None,
             teacher_lengths=None,
+            teacher_document_T=None
+            if self.teacher_document_T is None
+            else take(self.teacher_document_T, index_T, -1),
+            teacher_shift_T=None if self.teacher_shift_T is None else take(self.teacher_shift_T, index_T),
         )
 
     def to(self, device: torch.device | str) -> "MicroBatch":

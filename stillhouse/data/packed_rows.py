@@ -3,10 +3,12 @@
 Labels are shifted only here: row t of the flattened micro-batch predicts the token at t+1 of the same document. So a
 document's last row predicts nothing, and the row of a prompt's last token predicts the first token of the completion.
 
-A teacher with a prefix reads more tokens than the student, but under every layout a token must have the same row
-number for student and teacher. So the student's micro-batch has a gap before each document. The gap is as long as the
-document's longest prefix among the named teachers. The student reads padding in the gap, as a separate document. A
-teacher reads its prefix directly before the document, and padding in the part of the gap before the prefix.
+A teacher with substitutions reads another number of tokens than the student: more with a prefix, more or fewer with
+its own tokens of images. Each document has as many columns as its longest reader among the student and the named
+teachers needs, and ends in the last of them for all readers. In the gap before it, a reader of fewer tokens has
+padding, as a separate document. So behind a document's last substitution, and for prefixes everywhere, a token has
+the same row number for student and teacher, as layouts with stages or context ranks require. Before and between
+images, the rows are mapped (`MicroBatch.teacher_shift_T`). A teacher that does not read a document has padding alone.
 
 B rows, S columns per row (the longest of the micro-batch), T = B·S; M documents with N tokens in all, P of which rows
 predict.
@@ -14,6 +16,7 @@ predict.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import NO_LABEL, MicroBatch
-from stillhouse.data.prefixes import chosen_tokens, offsets_of
+from stillhouse.data.offsets import chosen_tokens, offsets_of
 from stillhouse.data.render.image_processor import ImageInputs
 
 
@@ -35,8 +38,8 @@ def make_micro_batch(
     """Pack documents into a micro-batch.
 
     rows: for each row, the numbers of its documents, in order.
-    gaps: names of teachers. The gap before a document has the length of its longest prefix for these teachers.
-    teacher: one of `gaps`, the teacher of the `teacher_inputs`, which reads its prefixes.
+    gaps: names of teachers. Their tokens fit into the columns of a document, too.
+    teacher: one of `gaps`, the teacher of the `teacher_inputs`.
     image_inputs: makes the tensors of images. Only documents without images can be packed without it.
 
     Raises ValueError if there is no row, or a row without a document, and if an image's file has changed.
@@ -59,18 +62,11 @@ def make_micro_batch(
         name: places.filled(0, np.float32, row_P, values_N[index_P]) for name, values_N in documents.per_token.items()
     }
     members = places.document_M.tolist()
-    inputs, images = _packed_inputs(places, ids_N, lengths_M), list[dict[str, Tensor]]()
+    ids_M = [documents.tokens(member) for member in members]
+    inputs, images_M = _packed_inputs(places, ids_N, lengths_M, ids_N[0]), list[dict[str, Tensor]]()
     if image_inputs is not None:
-        images = image_inputs.tensors(documents, members)
-        inputs |= _image_inputs(
-            places, inputs, [documents.tokens(member) for member in members], images, image_inputs
-        )
-    of_teacher, all_images = None, {} if image_inputs is None else image_inputs.processor.join(images)
-    if teacher is not None:
-        ids_M = [documents.prefixes[teacher].before(member, documents.tokens(member)) for member in members]
-        of_teacher = _packed_inputs(places, np.concatenate(ids_M), np.asarray([len(ids) for ids in ids_M]))
-        if image_inputs is not None:
-            of_teacher |= _image_inputs(places, of_teacher, ids_M, images, image_inputs)
+        images_M = image_inputs.tensors(documents, members, ids_M)
+        inputs |= _image_inputs(places, inputs, ids_M, images_M, image_inputs)
     return MicroBatch(
         inputs=inputs,
         labels_T=torch.from_numpy(labels_T),
@@ -78,10 +74,42 @@ def make_micro_batch(
         document_T=torch.from_numpy(places.filled(-1, np.int64, row_N, document_N)),
         valid_index=torch.from_numpy(np.flatnonzero(labels_T >= 0)),
         per_token={name: torch.from_numpy(values_T) for name, values_T in per_token.items()},
-        teacher_inputs=of_teacher,
-        images=all_images,
-        teacher_images={} if of_teacher is None else all_images,
+        images={} if image_inputs is None else image_inputs.processor.join(images_M),
+        **({} if teacher is None else _teacher_tensors(documents, places, teacher, image_inputs, images_M)),
     )
+
+
+def _teacher_tensors(
+    documents: Documents,
+    places: "_Places",
+    teacher: str,
+    image_inputs: ImageInputs | None,
+    images_M: Sequence[dict[str, Tensor]],
+) -> dict[str, Any]:
+    """The fields of a micro-batch for a teacher with substitutions. images_M: those of the student"""
+    substitutions, members = documents.substitutions_of(teacher), places.document_M.tolist()
+    ids_M = [substitutions.tokens(member, documents.tokens(member)) for member in members]
+    lengths_M, ids_N = np.asarray([len(ids) for ids in ids_M]), np.concatenate(ids_M)
+    inputs = _packed_inputs(places, ids_N, lengths_M, [*ids_N[:1], documents.tokens(members[0])[0]][0])
+    images: dict[str, Tensor] = {}
+    if image_inputs is not None and (of_teacher := image_inputs.of_teacher(teacher)) is not None:
+        if of_teacher is not image_inputs:
+            images_M = of_teacher.tensors(documents, members, ids_M)
+        images = of_teacher.processor.join(images_M)
+        inputs |= _image_inputs(places, inputs, ids_M, images_M, of_teacher)
+    shifts_M = []
+    for member, length in zip(members, lengths_M.tolist(), strict=True):
+        row_S = substitutions.rows(member, len(documents.tokens(member)))
+        shifts_M.append(np.where(row_S < 0, 0, row_S - length - np.arange(-len(row_S), 0)))
+    shift_N, student_M = np.concatenate(shifts_M), np.asarray([len(shifts) for shifts in shifts_M])
+    shift_T = torch.from_numpy(places.filled(0, np.int64, places.rows(student_M), shift_N))
+    document_T = places.filled(-1, np.int64, places.rows(lengths_M), np.repeat(places.document_M, lengths_M))
+    return {
+        "teacher_inputs": inputs,
+        "teacher_images": images,
+        "teacher_document_T": torch.from_numpy(document_T),
+        "teacher_shift_T": shift_T if shift_N.any() else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -115,16 +143,16 @@ class _Places:
         return filled_T
 
 
-def _packed_inputs(places: _Places, ids_N: np.ndarray, lengths_M: np.ndarray) -> dict[str, Tensor]:
+def _packed_inputs(places: _Places, ids_N: np.ndarray, lengths_M: np.ndarray, padding: int) -> dict[str, Tensor]:
     """Token ids and positions. ids_N: all documents' ids; each document ends where its place ends, and other columns
-    are padding. Each piece of padding is a document of its own.
+    are padding. Each piece of padding is a document of its own. padding: a token of the data, because id 0 has a zero
+    embedding in Gemma 3n, so that its gradient would not be finite.
     """
-    # padding is a token of the data: id 0 has a zero embedding in Gemma 3n, so that its gradient would not be finite
-    input_ids_T = places.filled(ids_N[0], np.int64, places.rows(lengths_M), ids_N)
+    input_ids_T = places.filled(padding, np.int64, places.rows(lengths_M), ids_N)
     row_T = np.arange(len(input_ids_T))
     is_start_T = row_T % places.shape_BS[1] == 0
-    is_start_T[places.stop_M - lengths_M] = True
-    is_start_T[places.stop_M[places.stop_M < len(row_T)]] = True
+    starts_and_stops = np.concatenate([places.stop_M - lengths_M, places.stop_M])
+    is_start_T[starts_and_stops[starts_and_stops < len(row_T)]] = True
     position_T = row_T - np.maximum.accumulate(np.where(is_start_T, row_T, 0))
     return {
         name: torch.from_numpy(values_T.reshape(places.shape_BS))

@@ -16,11 +16,14 @@ import numpy as np
 
 from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import MicroBatch
+from stillhouse.data.offsets import offsets_of
 from stillhouse.data.packed_rows import make_micro_batch
-from stillhouse.data.prefixes import offsets_of
-from stillhouse.data.render.image_processor import AxisPositions, DocumentImages, ImageInputs
+from stillhouse.data.render.image_processor import DocumentImages, ImageInputs
 from stillhouse.data.sequence_order import permutation, weighted_order
 from stillhouse.data.step_micro_batches import StepMicroBatches
+
+#: the name of a run's teacher if it has only one
+SINGLE = ""
 
 
 class PackedSequences:
@@ -29,7 +32,8 @@ class PackedSequences:
     max_tokens: capacity of a sequence.
     seed: determines the order of the sequences, and the order in which documents of equal length are packed.
     shuffle: False keeps the order of the documents and of the sequences (for evaluation).
-    gaps: names of teachers; documents have gaps for the prefixes of these teachers (see `packed_rows.py`).
+    gaps: names of teachers in this job; what these teachers read fits into the columns of a document, too (see
+        `packed_rows.py`). "" is a single teacher, for which all micro-batches have `teacher_inputs`.
     together: the name of a column; documents share a sequence only if they have the same value in this column.
         Documents of different sets never share a sequence.
     weights: the share of each set in all tokens of a training (`sequence_order.py`). None: every sequence is used
@@ -57,7 +61,7 @@ class PackedSequences:
     ):
         widths_D = documents.lengths_D + documents.gaps_D(gaps)
         if len(widths_D) == 0 or widths_D.max() > max_tokens:
-            what = f"{max_tokens} tokens{' with their prefixes' if gaps else ''}"
+            what = f"{max_tokens} tokens{' with their prefixes' if (widths_D > documents.lengths_D).any() else ''}"
             raise ValueError(
                 f"documents of at most {what} are needed to pack, "
                 f"got {len(widths_D)} of at most {widths_D.max(initial=0)}"
@@ -98,11 +102,10 @@ class PackedSequences:
             image_inputs=self.image_inputs,
         )
 
-    def with_axis_positions(self, axis_positions: AxisPositions) -> "PackedSequences":
-        """The same sequences, whose micro-batches have the model's positions of images (see `ImageInputs`)."""
+    def with_image_inputs(self, image_inputs: ImageInputs) -> "PackedSequences":
+        """The same sequences, whose micro-batches have these inputs of images."""
         other = copy(self)
-        if self.image_inputs is not None:
-            other.image_inputs = ImageInputs(self.image_inputs.processor, axis_positions)
+        other.image_inputs = image_inputs
         return other
 
     def __len__(self) -> int:
@@ -148,7 +151,12 @@ class PackedSequences:
 
     def micro_batches(self, rows: Sequence[np.ndarray]) -> "PackedMicroBatches":
         """One micro-batch for each array of sequence numbers."""
-        return PackedMicroBatches(self, rows)
+        return PackedMicroBatches(self, rows, self.teacher_with_inputs(SINGLE))
+
+    def teacher_with_inputs(self, name: str) -> str | None:
+        """The name, if it is that of a teacher in this job that reads other tokens or images than the student."""
+        has_images = self.image_inputs is not None and name in self.image_inputs.teachers
+        return name if name in self.gaps and (has_images or name in self.documents.substitutions) else None
 
     def order(self, epoch: int) -> np.ndarray:
         """The numbers of the sequences in the order of one epoch."""
@@ -239,14 +247,15 @@ class PackedMicroBatches(StepMicroBatches):
         return self.sequences.documents.columns[column][document]
 
     def for_teacher(self, name: str) -> "PackedMicroBatches":
-        has_gaps = name in self.sequences.gaps and name in self.sequences.documents.prefixes
-        teacher = name if has_gaps else None
+        teacher = self.sequences.teacher_with_inputs(name)
         return self if teacher == self.teacher else PackedMicroBatches(self.sequences, self.rows, teacher)
 
-    def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, int]:
+    def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, np.ndarray]:
         documents = self.sequences.documents
-        ids, prefixes = documents.tokens(document), documents.prefixes.get(name)
-        return (ids, 0) if prefixes is None else (prefixes.before(document, ids), len(prefixes.tokens(document)))
+        ids, substitutions = documents.tokens(document), documents.substitutions.get(name)
+        if substitutions is None:
+            return super().teacher_tokens(document, name)
+        return substitutions.tokens(document, ids), substitutions.rows(document, len(ids))
 
     def documents(self, rows: np.ndarray) -> list[int]:
         """The numbers of the documents of some sequences."""

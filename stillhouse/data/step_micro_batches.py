@@ -78,11 +78,14 @@ class StepMicroBatches(Sequence[MicroBatch]):
         raise ValueError(f"column '{column}' of document {document} is not known: these are only tokens")
 
     def for_teacher(self, name: str) -> "StepMicroBatches":
-        """The same micro-batches. If they have gaps for this teacher's prefixes, they have its `teacher_inputs`."""
+        """The same micro-batches. If this teacher has substitutions that fit into them, they have its
+        `teacher_inputs`.
+        """
         return self
 
-    def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, int]:
-        """All ids that this teacher reads for a document, and the shift s of the rows: row i of the document is row
-        s + i of the teacher. The shift does not depend on gaps.
+    def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """All ids that this teacher reads of a document, and, for each of the student's rows of it, the teacher's row
+        that predicts the same token (see `Substitutions.rows`), which does not depend on gaps.
         """
-        return self.document_tokens(document), 0
+        ids = self.document_tokens(document)
+        return ids, np.arange(len(ids))

@@ -7,8 +7,8 @@ has
     manifest.json     that hash, the report on the records, the sha256 of each other file and of the manifest itself
     sources.arrow     `file:line` of each document
     images.arrow      the images of all documents, if there are images: paths with hashes, or the bytes of their files
-    NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), those of prefixes, and
-                      image_offsets (int64)
+    NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), those of
+                      substitutions, and image_offsets (int64)
 
 An entry is written under a temporary name and then renamed, so that it is read without a lock. A lock file lets one
 process write it while the others wait.
@@ -33,16 +33,21 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.documents import Documents
 from stillhouse.data.images import Images, image_table
-from stillhouse.data.prefixes import Prefixes
+from stillhouse.data.substitutions import Substitutions
 from stillhouse.hashing import file_hash, json_hash
 from stillhouse.libraries import reading
 
 MANIFEST, SOURCES, IMAGES = "manifest.json", "sources.arrow", "images.arrow"
 _PROOF = "sha256_of_the_above"
 TOKENS, TARGETS = "tokens", "targets"
-_PREFIX_PARTS = {"prefix_tokens": np.int32, "prefix_offsets": np.int64, "prefix_after_bos": np.bool_}
+_SUBSTITUTIONS = {
+    "substituted_tokens": np.int32,
+    "substituted_offsets": np.int64,
+    "substituted_spans": np.int64,
+    "substituted_parts": np.int64,
+}
 _IMAGE_OFFSETS = "image_offsets"
-_DTYPES = {TOKENS: np.int32, TARGETS: np.bool_, "offsets": np.int64, "keys": np.uint64} | _PREFIX_PARTS
+_DTYPES = {TOKENS: np.int32, TARGETS: np.bool_, "offsets": np.int64, "keys": np.uint64} | _SUBSTITUTIONS
 _DTYPES |= {_IMAGE_OFFSETS: np.int64}
 _BATCH = 100_000  # strings of one batch in an Arrow file
 
@@ -129,21 +134,21 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
         if not is_unchanged():
             raise ValueError(f"{documents.report.source}: a file changed while it was read: start again")
         arrays = {"offsets": documents.offsets, "keys": documents.keys_D}
-        for number, prefixes in enumerate(documents.prefixes.values()):
-            values_of_parts = (prefixes.tokens_N, prefixes.offsets, prefixes.after_bos_D)
-            arrays |= zip((f"{part}-{number}" for part in _PREFIX_PARTS), values_of_parts, strict=True)
+        for number, of_teacher in enumerate(documents.substitutions.values()):
+            values = (of_teacher.tokens_N, of_teacher.offsets, of_teacher.spans_P2, of_teacher.parts)
+            arrays |= zip((f"{part}-{number}" for part in _SUBSTITUTIONS), values, strict=True)
         if documents.images is None:
             (partial / IMAGES).unlink(missing_ok=True)
         else:
             arrays[_IMAGE_OFFSETS] = documents.images.offsets
-        for array, values in arrays.items():
-            _array_file(partial, array).write_bytes(np.ascontiguousarray(values).tobytes())
+        for array, content in arrays.items():
+            _array_file(partial, array).write_bytes(np.ascontiguousarray(content).tobytes())
         _write_strings(partial / SOURCES, documents.sources)
         manifest = {
             "key": name,
             "report": documents.report.as_dict(),
             "columns": dict(documents.columns),
-            "prefixes": list(documents.prefixes),
+            "substitutions": list(documents.substitutions),
             "has_images": documents.images is not None,
             "sha256": {file.name: file_hash(file) for file in sorted(partial.iterdir())},
         }
@@ -170,7 +175,7 @@ def _read(path: Path, name: str) -> Documents:
     if changed:
         raise ValueError(f"{damaged}: {changed[0]} has other bytes than when it was written")
     arrays = [TOKENS, TARGETS, "offsets", "keys"]
-    arrays += [f"{part}-{number}" for number in range(len(manifest["prefixes"])) for part in _PREFIX_PARTS]
+    arrays += [f"{part}-{number}" for number in range(len(manifest["substitutions"])) for part in _SUBSTITUTIONS]
     image_arrays = [_IMAGE_OFFSETS] if manifest["has_images"] else []
     expected = {SOURCES, *([IMAGES] if image_arrays else ())}
     expected |= {_array_file(path, array).name for array in [*arrays, *image_arrays]}
@@ -184,10 +189,7 @@ def _read(path: Path, name: str) -> Documents:
         StoredStrings(path / SOURCES),
         DataReport(**manifest["report"]),
         manifest["columns"],
-        {
-            teacher: Prefixes(*(_array(path, f"{part}-{number}") for part in _PREFIX_PARTS))
-            for number, teacher in enumerate(manifest["prefixes"])
-        },
+        {teacher: _substitutions(path, number) for number, teacher in enumerate(manifest["substitutions"])},
         images=_images(path, damaged) if image_arrays else None,
     )
     counts = {len(documents), len(documents.keys_D), len(documents.offsets) - 1}
@@ -195,6 +197,11 @@ def _read(path: Path, name: str) -> Documents:
     if len(counts) != 1 or not (documents.offsets[-1] == len(documents.tokens_N) == len(documents.targets_N)):
         raise ValueError(f"{damaged}: the numbers of documents and tokens differ between its files")
     return documents
+
+
+def _substitutions(path: Path, number: int) -> Substitutions:
+    tokens_N, offsets, spans, parts = (_array(path, f"{part}-{number}") for part in _SUBSTITUTIONS)
+    return Substitutions(tokens_N, offsets, spans.reshape(-1, 2), parts)
 
 
 def _images(path: Path, damaged: str) -> Images:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stillhouse.data import DataReport, Documents
-from stillhouse.data.prefixes import offsets_of
+from stillhouse.data.offsets import offsets_of
 from stillhouse.generation.sample import Sample
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION
 

@@ -106,7 +106,9 @@ def _sources(session: Session, sequences: PackedSequences, documents: Iterable[i
 
 def _fails_by_itself(session: Session, sequences: PackedSequences, document: int) -> bool:
     documents = sequences.documents.select([document])
-    packed = PackedSequences(documents, max_tokens=sequences.max_tokens, seed=0, gaps=sequences.gaps)
+    packed = PackedSequences(
+        documents, max_tokens=sequences.max_tokens, seed=0, gaps=sequences.gaps, image_inputs=sequences.image_inputs
+    )
     loss = _run_again(session, packed.micro_batches([np.array([0])]))
     return not math.isfinite(loss) or not math.isfinite(session.engine.gradient_norm())
 

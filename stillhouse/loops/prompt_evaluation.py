@@ -122,5 +122,11 @@ def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents
         keep_records=True,
     )
     with as_config_error("eval.prompts.data"):
-        documents = load_documents(settings.data, session.tokenizer, options, processor=session.image_processor)
+        documents = load_documents(
+            settings.data,
+            session.tokenizer,
+            options,
+            processor=session.image_processor,
+            teachers=session.teacher_images,
+        )
     return documents.select(in_shown_order(documents, range(len(documents)))[: settings.count])

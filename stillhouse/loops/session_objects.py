@@ -18,6 +18,7 @@ from stillhouse.config import (
 )
 from stillhouse.data import Documents, PackedSequences, StepMicroBatches
 from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.teacher_images import TeacherImages
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
 from stillhouse.generation import PromptPlan
@@ -40,6 +41,7 @@ class Session:
     student_source: the source of the student's weights, for a copy of the student that generates completions.
     teacher_configs: the sections of all teachers, by their keys.
     processor: the student's processor for images; None if it has none.
+    teacher_images: how teachers in this job read images, if they do not share it, by their names.
     balance: weighs the documents of several teachers; None: each target token counts once.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
     track, values: the trackers, and the configuration by dotted keys, which the trackers show.
@@ -70,6 +72,7 @@ class Session:
     dataset: Documents | None = None
     processor: ImageProcessor | None = None
     balance: TeacherBalance | None = None
+    teacher_images: Mapping[str, TeacherImages] = field(default_factory=dict)
 
     @property
     def processor_files(self) -> list[Path]:

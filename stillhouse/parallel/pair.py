@@ -156,7 +156,8 @@ class TeacherStudentPair(nn.Module):
     def teacher_forward(
         self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return the teacher's hidden states after its layers on this stage; on the last stage, after its final norm.
+        """Return the teacher's hidden states after its layers on this stage; on the last stage, after its final norm
+        and in the student's rows.
 
         dtype: the autocast dtype if the teacher is the student without its adapter.
         """
@@ -164,7 +165,7 @@ class TeacherStudentPair(nn.Module):
         inputs = model_inputs(micro_batch.as_read_by_teacher, hidden_BSE)
         base = without_lora(teacher) if self.teacher_is_base else nullcontext()
         with torch.no_grad(), evaluating(teacher), base, autocast(device, dtype):
-            return teacher(**inputs, head=False)
+            return micro_batch.in_student_rows(teacher(**inputs, head=False))
 
     def _exact(self, hidden_BSE: Tensor) -> Signal:
         """Return the exact signal. hidden_BSE: the teacher's hidden states after its final norm."""

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from stillhouse.config import ConfigError, as_config_error
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.image_processor import ImageInputs
 from stillhouse.engine.engine import Engine
 from stillhouse.models import ProofError
 from stillhouse.models.document_packing import PackingError
@@ -26,72 +25,76 @@ from stillhouse.signals import SignalSource, SignalStore
 _EXPECTED = "the data has images, which this cannot read yet: expected {}, or documents without images"
 
 
-def require_image_layout(setup: RunSetup, processor: ImageProcessor) -> None:
-    """Raise ConfigError for a layout that does not read images, or for a teacher with another processor of images."""
+def require_image_layout(setup: RunSetup, image_inputs: ImageInputs) -> None:
+    """Raise ConfigError for a layout that does not read images, and for a loss that needs the teacher's hidden states
+    in the student's rows if the teacher has other rows.
+    """
     for section in setup.own_layouts:
         raise ConfigError(f"{section}.parallel", _EXPECTED.format("null"))
-    own = _settings(processor)
-    for section, teacher in setup.teachers.items():
-        if teacher.model is None or section in setup.stores:
-            continue
-        other = ImageProcessor.find(
-            str(teacher.model),
-            processor.tokenizer,
-            revision=teacher.revision,
-            trust_remote_code=teacher.trust_remote_code,
+    if image_inputs.teachers and setup.layout.stages > 1:
+        raise ConfigError(
+            "parallel.pipeline",
+            "the data has images, and a teacher has other tokens of images than the student, or none: expected 1, or "
+            "teachers with the student's processor of images",
         )
-        if other is None or _settings(other) != own:
-            found = "no processor of images" if other is None else "another processor of images than student.model"
-            raise ConfigError(f"{section}.model", f"it has {found}: expected the processor of student.model")
+    if image_inputs.teachers and setup.config.objective.hidden:
+        raise ConfigError(
+            "objective.hidden",
+            "the data has images, and the teacher has other tokens of images than the student: expected []",
+        )
 
 
 def with_images_proven(
     data: RunData, engine: Engine, source: SignalSource, stores: Mapping[str, SignalStore] | None = None
 ) -> RunData:
-    """Prove the models of this job on documents with images, and return the data with the student's axis positions.
+    """Prove the models of this job on documents with images, and return the data with the models' axis positions.
 
     stores: the signal stores, by the keys of the teachers' sections
 
     A collective of all processes. Without images, this returns the same data. Raises ConfigError for a pipeline with
     teachers outside of its stages, and ProofError, naming the model, for a model that does not read images exactly,
-    or not at the student's positions.
+    or that has the student's processor and other positions.
     """
     if (inputs := data.train.image_inputs) is None:
         return data
-    student, processor = engine.student, inputs.processor
+    student = engine.student
     if student.layout.stages > 1 and source.decoders:
         raise ConfigError(
             "parallel.pipeline",
             _EXPECTED.format("1, or one teacher in the student's stages, in a cache or on a server"),
         )
-    documents = processor.example_documents()
+    documents = inputs.processor.example_documents()
     positions = [document_positions(student.decoders[0], document) for document in documents]
-    for name, model in _models(engine, source):
-        decoder = model.decoders[0]
-        if not all(map(_is_equal, positions, (document_positions(decoder, document) for document in documents))):
+    teachers = dict(inputs.teachers)
+    for section, model in _models(engine, source):
+        name, decoder = section.partition(".")[2], model.decoders[0]
+        of_model = inputs if section == "student" else inputs.of_teacher(name)
+        if of_model is None:  # it reads no images
+            continue
+        examples = documents
+        if of_model is not inputs:
+            examples = of_model.processor.example_documents()
+            teachers[name] = ImageInputs(of_model.processor, decoder.axis_positions)
+        elif not all(map(_is_equal, positions, (document_positions(decoder, document) for document in documents))):
             raise ProofError(
-                f"{name}: its rotary positions of images are not those of the student: expected a model of its family"
+                f"{section}: its rotary positions of images are not those of the student, whose processor it has: "
+                "expected a model of its family"
             )
         agreed = partial(student.ranks.all_raise, PackingError, ProofError)
-        with prefixed(name, ProofError):
-            prove_image_model(model, documents, processor.join, agreed)
+        with prefixed(section, ProofError):
+            prove_image_model(model, examples, of_model.processor.join, agreed)
         for part in model.decoders:
             reshard(part)  # no backward follows; the optimizer must get the sharded weights
     for section, store in (stores or {}).items():
         with as_config_error(section):
             store.require_positions(positions)
-    return data.with_axis_positions(student.decoders[0].axis_positions)
+    return data.with_image_inputs(ImageInputs(inputs.processor, student.decoders[0].axis_positions, teachers))
 
 
 def _is_equal(positions_SA: Tensor | None, others_SA: Tensor | None) -> bool:
     if positions_SA is None or others_SA is None:
         return positions_SA is others_SA
     return torch.equal(positions_SA, others_SA)
-
-
-def _settings(processor: ImageProcessor) -> dict[str, Any]:
-    settings: dict[str, Any] = processor.processor.image_processor.to_dict()
-    return settings
 
 
 def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, ImageModel]]:

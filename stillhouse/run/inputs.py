@@ -1,15 +1,15 @@
 """Loads the tokenizers and the data of a run, before the models."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import (
     ConfigError,
     DataConfig,
-    NamedTeacherConfig,
     ObjectiveConfig,
     RolloutConfig,
     RunConfig,
@@ -29,8 +29,9 @@ from stillhouse.data import (
     load_tokenizer,
 )
 from stillhouse.data.render.chat_template import ChatTemplate
-from stillhouse.data.render.image_processor import AxisPositions, ImageInputs, ImageProcessor
+from stillhouse.data.render.image_processor import ImageInputs, ImageProcessor
 from stillhouse.data.render.prefix_templates import PrefixTemplate
+from stillhouse.data.render.teacher_images import TeacherImages
 from stillhouse.data.token_cache import user_folder
 from stillhouse.display import first_line
 from stillhouse.hashing import json_hash
@@ -48,6 +49,7 @@ class RunData:
     hashes: a hash of the documents, by split
     dataset: the documents with completions, in a run with rollouts that takes a share of each step from the dataset
     processor: the student's processor for images; None if it has none
+    teacher_images: how teachers in this job read images, by their names, if they do not share the student's processor
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -57,16 +59,17 @@ class RunData:
     warnings: list[str]
     dataset: Documents | None = None
     processor: ImageProcessor | None = None
+    teacher_images: Mapping[str, TeacherImages] = field(default_factory=dict)
 
     @property
     def has_images(self) -> bool:
         """Whether a document has an image."""
         return self.train.image_inputs is not None
 
-    def with_axis_positions(self, axis_positions: AxisPositions) -> "RunData":
-        """The same data, whose images get the positions that the student's model gives them (see `ImageInputs`)."""
-        evaluation = None if self.evaluation is None else self.evaluation.with_axis_positions(axis_positions)
-        return replace(self, train=self.train.with_axis_positions(axis_positions), evaluation=evaluation)
+    def with_image_inputs(self, image_inputs: ImageInputs) -> "RunData":
+        """The same data, whose micro-batches have these inputs of images."""
+        evaluation = None if self.evaluation is None else self.evaluation.with_image_inputs(image_inputs)
+        return replace(self, train=self.train.with_image_inputs(image_inputs), evaluation=evaluation)
 
     def sorted_by_length(self, max_tokens: int, held_out_tokens: int) -> "RunData":
         """The same data in sequences of documents of similar lengths, of these capacities (see `PackedSequences`)."""
@@ -74,8 +77,12 @@ class RunData:
         return replace(self, train=self.train.sorted_by_length(max_tokens), evaluation=evaluation)
 
 
-def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunData:
-    """Load the tokenizers and the data of a run. stores: the signal stores, by the keys of the teachers' sections
+def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_teachers: bool = True) -> RunData:
+    """Load the tokenizers and the data of a run.
+
+    stores: the signal stores, by the keys of the teachers' sections
+    fits_teachers: whether sequences have room for what teachers in this job read; otherwise, they read documents by
+        themselves
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """
@@ -85,11 +92,13 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
     chat_template = config.data.chat_template
     tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, chat_template, stores)
     processor = _processor(config, tokenizer)
+    readers = {} if processor is None else _teacher_images(config, processor, stores)
     sections = config.data, config.objective, tokenizer, config.teachers
-    train, held_out = load_data(*sections, config.rollout, processor)
+    images: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
+    train, held_out = load_data(*sections, config.rollout, **images)
     dataset = None
     if config.rollout is not None and not config.rollout.is_on_student_alone:
-        dataset, _ = load_data(*sections, processor=processor)
+        dataset, _ = load_data(*sections, **images)
     route = None if config.teachers is None else config.teachers.route
     if route is not None and (unused := [name for name in config.several if name not in train.columns[route]]):
         raise ConfigError(
@@ -105,8 +114,15 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
         require_image_support(config)
         for documents in splits.values():
             processor.check_texts(documents)
-        image_inputs, identity = ImageInputs(processor), processor.identity()
-        hashes = {which: json_hash([digest, identity]) for which, digest in hashes.items()}  # pixels depend on it
+        readers = {name: reader for name, reader in readers.items() if not reader.is_shared}
+        of_teachers = {
+            name: None if reader.processor is None else ImageInputs(reader.processor)
+            for name, reader in readers.items()
+        }
+        image_inputs = ImageInputs(processor, teachers=of_teachers)
+        # pixels depend on it
+        identity = [processor.identity(), *([name, reader.identity()] for name, reader in readers.items())]
+        hashes = {which: json_hash([digest, identity]) for which, digest in hashes.items()}
     if held_out is not None and (shared := held_out.overlap(train)):
         warnings.append(
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
@@ -119,7 +135,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
             max_tokens=config.data.max_tokens,
             seed=config.seed,
             shuffle=shuffle,
-            gaps=_with_gaps(config.several, stores),
+            gaps=_teachers_in_job(config, stores) if fits_teachers else (),
             together=route,
             weights=[source.weight for source in config.data.weighted_sources] or None if shuffle else None,
             image_inputs=image_inputs,
@@ -133,6 +149,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
         warnings,
         dataset,
         processor,
+        {} if image_inputs is None else readers,
     )
 
 
@@ -262,10 +279,31 @@ def _require_same_conversation(
         )
 
 
-def _with_gaps(teachers: Mapping[str, NamedTeacherConfig], stores: Mapping[str, SignalStore]) -> list[str]:
-    """The names of the teachers in this job with a prefix. The student's packed rows have gaps for these prefixes."""
-    without_store = {name: teacher for name, teacher in teachers.items() if f"teachers.{name}" not in stores}
-    return [name for name, teacher in without_store.items() if teacher.prefix is not None]
+def _teachers_in_job(config: RunConfig, stores: Mapping[str, SignalStore]) -> list[str]:
+    """The names of the teachers in this job. The student's packed rows have gaps for what they read."""
+    return [section.partition(".")[2] for section in config.teacher_sections if section not in stores]
+
+
+def _teacher_images(
+    config: RunConfig, student: ImageProcessor, stores: Mapping[str, SignalStore]
+) -> dict[str, TeacherImages]:
+    """How the models of teachers in this job read images, by the teachers' names. student: the student's processor"""
+    is_routed = config.teachers is not None and config.teachers.route is not None
+    readers = {}
+    for section, teacher in config.teacher_sections.items():
+        if section in stores or teacher.model is None or teacher.is_base_of(config.student):
+            continue
+        with as_config_error(f"{section}.model"):
+            processor = ImageProcessor.find(
+                str(teacher.model),
+                student.tokenizer,
+                revision=teacher.revision,
+                trust_remote_code=teacher.trust_remote_code,
+                most_pixels=config.data.image_pixels,
+                template_is_set=True,  # the student's is used
+            )
+        readers[section.partition(".")[2]] = TeacherImages(section, student, processor, is_routed=is_routed)
+    return readers
 
 
 def load_data(
@@ -275,10 +313,14 @@ def load_data(
     teachers: TeachersConfig | None = None,
     rollout: RolloutConfig | None = None,
     processor: ImageProcessor | None = None,
+    readers: Mapping[str, TeacherImages] | None = None,
+    *,
+    fits_teachers: bool = True,
 ) -> tuple[Documents, Documents | None]:
     """Load the training documents, and the held-out documents (None if the configuration has none).
 
     processor: the student's processor for images; None if the student reads no images
+    readers: how teachers in this job read images, by their names. fits_teachers: see `LoadOptions`
 
     teachers: if given, the column of the route and the teachers' prefixes are read, too
     rollout: if given, the training documents are prompts with their records; the held-out records stay the same
@@ -298,9 +340,10 @@ def load_data(
             reader=route,
             prompts=rollout is not None,
             keep_records=rollout is not None,
+            fits_teachers=fits_teachers,
         )
         try:
-            return load_documents(source, tokenizer, options, cache, processor)
+            return load_documents(source, tokenizer, options, cache, processor, readers)
         except NoSourceError as error:
             share = " (a share is written as a number, such as 0.05)" if source.endswith("%") else ""
             raise ConfigError(key, f"{error}{share}") from error

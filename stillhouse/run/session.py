@@ -55,7 +55,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     _enter("loading the models", announce)
     layout = setup.layout
     if (image_inputs := data.train.image_inputs) is not None:
-        require_image_layout(setup, image_inputs.processor)
+        require_image_layout(setup, image_inputs)
     mesh = join(layout.degrees, setup.device, config.train.timeout)
     models = setup.models(mesh, images=image_inputs is not None)
     engine, source = setup.engine(models, layout)
@@ -95,6 +95,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         dataset=data.dataset,
         processor=data.processor,
         balance=setup.balance,
+        teacher_images=data.teacher_images,
     )
     warnings = [
         *setup.warnings,

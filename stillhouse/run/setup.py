@@ -125,9 +125,9 @@ class RunSetup:
             )
         return TeacherBalance(teachers.balance, teachers.route)
 
-    def load_data(self) -> RunData:
+    def load_data(self, *, fits_teachers: bool = True) -> RunData:
         """Load the tokenizers and the data; see `load_run_data`."""
-        return load_run_data(self.config, self.stores)
+        return load_run_data(self.config, self.stores, fits_teachers=fits_teachers)
 
     def require_signals(self, data: RunData) -> None:
         """Raise ConfigError if a signal store does not fit the data or the objective."""

@@ -124,7 +124,9 @@ class _RequestImages(ImageInputs):
         super().__init__(inputs.processor, inputs.axis_positions)
         self._documents = documents
 
-    def tensors(self, documents: Documents, members: Sequence[int]) -> list[dict[str, Tensor]]:
+    def tensors(
+        self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray]
+    ) -> list[dict[str, Tensor]]:
         images = (self._documents[member].images for member in members)
         return [{} if of_document is None else dict(of_document.tensors()) for of_document in images]
 

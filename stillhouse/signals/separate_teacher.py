@@ -97,6 +97,11 @@ class SeparateTeacher(SignalSource):
         inputs = [StageInputs(batch.as_read_by_teacher, {}, _hidden_states) for batch in teacher_micro_batches]
         with self._on_device():
             hidden = self._runner.forward(inputs) if inputs else []
+        # without an output head, no output processor is called; without the last stage, there is nothing to map
+        hidden = [
+            batch.in_student_rows(values_BSE)
+            for batch, values_BSE in zip(teacher_micro_batches, hidden, strict=False)
+        ]
         if transfer is not None:
             received = transfer(hidden, numbers, micro_batches)
             return ReadySignals([self._signals(hidden_BSE) for hidden_BSE in received])

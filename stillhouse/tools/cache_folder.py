@@ -126,7 +126,7 @@ class CacheTeacher:
 
     identity: a hash of the model's files.
     decoder: the model, or only its output head.
-    images: `Manifest.images`.
+    images, teacher_images: those of `Manifest`.
     """
 
     name: str
@@ -134,6 +134,7 @@ class CacheTeacher:
     decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
     images: str | None = None
+    teacher_images: str | None = None
 
     def describe(self, signal: SignalSpec, *, packed: bool = False) -> Manifest:
         """The manifest of a cache without its documents; `write_documents` adds them."""
@@ -147,6 +148,7 @@ class CacheTeacher:
             versions=library_versions(),
             packed=packed,
             images=self.images,
+            teacher_images=self.teacher_images,
         )
 
     def save(self, folder: Path, signal: SignalSpec) -> None:

@@ -13,7 +13,7 @@ from stillhouse.signals.signal_checks import row_differences
 from stillhouse.tools.cache_folder import write_documents
 
 #: the fields of the manifests that must be equal
-SAME = ("signal", "teacher_hash", "tokenizer_hash", "vocabulary", "width", "packed", "images")
+SAME = ("signal", "teacher_hash", "tokenizer_hash", "vocabulary", "width", "packed", "images", "teacher_images")
 #: the allowed difference between numbers of the same teacher, relative to their norm: rounding depends on the batch
 TOLERANCE = 0.02
 

@@ -6,14 +6,19 @@ shards depends only on the order and the sizes of the documents.
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple, Self
 
+import numpy as np
 from torch import Tensor
 
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig
 from stillhouse.data import Documents
+from stillhouse.data.packing import SINGLE
+from stillhouse.data.render.image_processor import ImageInputs
+from stillhouse.hashing import json_hash
 from stillhouse.parallel import watchdog
 from stillhouse.run.image_models import require_image_layout
 from stillhouse.run.inputs import RunData
@@ -51,40 +56,105 @@ def write_cache(
     setup = RunSetup(config)
     is_served = config.teacher is not None and "signal" in config.teacher.source_kind.options
     teacher_config = None if is_served else _teacher_in_job(setup)
-    data = setup.load_data()
-    processor = None if data.train.image_inputs is None else data.train.image_inputs.processor
-    entries = list(cache_documents(data))
-    documents = [document for _, document in entries]
-    store: SignalStore
+    # the documents must be those of a run from the cache, which does not know what the teacher reads
+    data = setup.load_data(fits_teachers=False)
+    entries, reader = list(cache_documents(data)), _Reader.of(data)
     if teacher_config is None:
         store, teacher = _served_teacher(setup, data)
     else:
-        name, identity = str(teacher_config.model), teacher_fingerprint(teacher_config)
-        if processor is not None:
-            require_image_layout(setup, processor)
-        options = setup.ranks.device, setup.config.data.packing, None, processor is not None
-        decoder = load_model("teacher", name, teacher_config, *options)
-        if kind == "hidden":
-            saved_dtype = str(decoder.config.dtype).removeprefix("torch.")
-            spec = SignalSpec("hidden", dtype or saved_dtype, with_label=with_label)
-        else:
-            spec = SignalSpec(kind, dtype or "float32", top_k, config.objective.temperature, with_label)
-        tokens = config.train.micro_batch_tokens
-        store = LocalModelStore(name, identity, spec, lambda _: decoder, tokens, processor=processor, packs_all=True)
-        store.start(setup.ranks.device)
-        teacher = CacheTeacher(name, identity, decoder, data.tokenizer)
-    if processor is not None:
-        teacher = replace(teacher, images=processor.pixels_identity)
+        store, teacher = _local_teacher(setup, teacher_config, data, kind, top_k, dtype, with_label=with_label)
+    if (inputs := data.train.image_inputs) is not None:
+        other = data.teacher_images.get(SINGLE)
+        of_teacher = None if other is None else json_hash(other.identity())
+        teacher = replace(teacher, images=inputs.processor.pixels_identity, teacher_images=of_teacher)
 
     def read(places: Sequence[int]) -> list[dict[str, Tensor]]:
-        parts = (list(part) for _, part in groupby(places, key=lambda place: entries[place][0]))
-        return [tensors for part in parts for tensors in store.read([documents[place] for place in part])]
+        parts = (list(part) for _, part in groupby(places, key=lambda place: entries[place].split))
+        return [tensors for part in parts for tensors in reader.read(store, [entries[place] for place in part])]
 
     watchdog.enter("writing the cache", timed=False)
+    documents = [entry.document for entry in entries]
     rows = [(document_id(document.tokens, document.images), document.rows) for document in documents]
     description = teacher.describe(store.signal, packed=packed)
     with closing(store):
         return write_documents(out, description, rows, read, teacher.save, setup.ranks, shard_bytes)
+
+
+class CacheEntry(NamedTuple):
+    """A document of a cache: the number of its split, its number in it, and the rows that are stored."""
+
+    split: int
+    number: int
+    document: DocumentRows
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Requests the signals of documents as the teacher reads them, and returns them in the student's rows.
+
+    splits: the documents of each split, for the student and as the teacher reads them.
+    image_inputs: those of the teacher.
+    """
+
+    splits: Sequence[tuple[Documents, Documents]]
+    image_inputs: ImageInputs | None
+
+    @classmethod
+    def of(cls, data: RunData) -> Self:
+        inputs = data.train.image_inputs
+        return cls(
+            [(split, split.as_read_by(SINGLE)) for split in data_splits(data)], inputs and inputs.of_teacher(SINGLE)
+        )
+
+    def read(self, store: SignalStore, entries: Sequence[CacheEntry]) -> list[dict[str, Tensor]]:
+        requests: list[DocumentRows] = []
+        rows: list[np.ndarray] = []
+        for split, number, document in entries:
+            documents, as_read = self.splits[split]
+            of_teacher = documents.substitutions_of(SINGLE).rows(number, len(document.tokens))
+            # a row that predicts a token of an image has no weight in a run: the row before it stands for it
+            row_N = np.maximum.accumulate(of_teacher[document.rows.start : document.rows.stop])
+            images = None if self.image_inputs is None else self.image_inputs.of(as_read, number)
+            span = range(int(row_N[0]), int(row_N[-1]) + 1)
+            requests.append(DocumentRows(as_read.tokens(number), span, source=document.source, images=images))
+            rows.append(row_N - span.start)
+        return [
+            {name: values[row_N] for name, values in tensors.items()}
+            for tensors, row_N in zip(store.read(requests), rows, strict=True)
+        ]
+
+
+def _local_teacher(
+    setup: RunSetup,
+    config: TeacherConfig,
+    data: RunData,
+    kind: SignalKind,
+    top_k: int,
+    dtype: str | None,
+    *,
+    with_label: bool,
+) -> tuple[SignalStore, CacheTeacher]:
+    """The teacher of a cache, loaded in this process, as a store of signals. Arguments: see `write_cache`."""
+    name, identity, inputs = str(config.model), teacher_fingerprint(config), data.train.image_inputs
+    processor = None
+    if inputs is not None:
+        require_image_layout(setup, inputs)
+        of_teacher = inputs.of_teacher(SINGLE)
+        assert of_teacher is not None, "only a routed teacher reads no images"
+        processor = of_teacher.processor
+    options = setup.ranks.device, setup.config.data.packing, None, processor is not None
+    decoder = load_model("teacher", name, config, *options)
+    if kind == "hidden":
+        saved_dtype = str(decoder.config.dtype).removeprefix("torch.")
+        spec = SignalSpec("hidden", dtype or saved_dtype, with_label=with_label)
+    else:
+        spec = SignalSpec(kind, dtype or "float32", top_k, setup.config.objective.temperature, with_label)
+    tokens = setup.config.train.micro_batch_tokens
+    store = LocalModelStore(name, identity, spec, lambda _: decoder, tokens, processor=processor, packs_all=True)
+    for split in data_splits(data):
+        store.require(split.as_read_by(SINGLE), "the data")
+    store.start(setup.ranks.device)
+    return store, CacheTeacher(name, identity, decoder, data.tokenizer)
 
 
 def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
@@ -122,8 +192,8 @@ def data_splits(data: RunData) -> list[Documents]:
     return [sequences.documents for sequences in (data.train, data.evaluation) if sequences is not None]
 
 
-def cache_documents(data: RunData) -> Iterator[tuple[int, DocumentRows]]:
-    """The distinct documents of a run that have targets, each with the number of its split."""
+def cache_documents(data: RunData) -> Iterator[CacheEntry]:
+    """The distinct documents of a run that have targets."""
     seen: dict[bytes, range] = {}
     inputs = data.train.image_inputs
     for split, documents in enumerate(data_splits(data)):
@@ -132,7 +202,7 @@ def cache_documents(data: RunData) -> Iterator[tuple[int, DocumentRows]]:
             images = None if inputs is None else inputs.of(documents, number)
             known = seen.setdefault(document_id(tokens, images), rows)
             if known is rows and len(rows):
-                yield split, DocumentRows(tokens, rows, source=source, images=images)
+                yield CacheEntry(split, number, DocumentRows(tokens, rows, source=source, images=images))
             elif known != rows:
                 raise ValueError(
                     f"{source} has the tokens of another document and other targets: expected "

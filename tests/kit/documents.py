@@ -10,8 +10,8 @@ from kit.toy_tokenizer import Chat, toy_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from stillhouse.data import DataReport, Documents, LoadOptions, Prefixes, load_documents
-from stillhouse.data.prefixes import offsets_of
+from stillhouse.data import DataReport, Documents, LoadOptions, Substitution, Substitutions, load_documents
+from stillhouse.data.offsets import offsets_of
 
 #: ids of the toy tokenizer
 BOS, EOS = 1, 2
@@ -67,9 +67,12 @@ def documents_of(
         np.arange(len(ids), dtype=np.uint64),
         [f"train.jsonl:{number + 1}" for number in range(len(ids))],
         DataReport("train.jsonl"),
-        prefixes={
-            name: Prefixes(
-                np.concatenate(texts).astype(np.int32), offsets_of([len(text) for text in texts]), np.array(bos)
+        substitutions={
+            name: Substitutions.of(
+                [
+                    [Substitution(int(begins), int(begins), np.array(text, dtype=np.int32))]
+                    for text, begins in zip(texts, bos or [], strict=True)
+                ]
             )
             for name, texts in (prefixes or {}).items()
         },

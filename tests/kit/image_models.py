@@ -7,7 +7,7 @@ templates do, and mark what the assistant says.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,32 +228,38 @@ FAMILIES: dict[str, ImageFamily] = {
 }
 
 
-def write_image_model(family: str, folder: Path, seed: int = 0, **options: Any) -> Path:
+def write_image_model(
+    family: str, folder: Path, seed: int = 0, *, tokenizer_of: Sequence[str] = (), **options: Any
+) -> Path:
     """Write a model with tokenizer and processor as a Hugging Face folder, and return the folder.
 
+    tokenizer_of: other families whose special tokens the tokenizer has, too.
     options: of the configuration or of its text configuration, beyond those of the family.
     """
-    tokenizer = image_tokenizer(family)
-    write_processor(family, folder)
+    tokenizer = image_tokenizer(family, *tokenizer_of)
+    write_processor(family, folder, tokenizer)
     image_model(family, tokenizer, seed, **options).save_pretrained(folder)
     return folder
 
 
-def write_processor(family: str, folder: Path) -> None:
+def write_processor(family: str, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
     """Write the tokenizer and the processor of a family, without a model."""
     parts = FAMILIES[family]
-    image_tokenizer(family).save_pretrained(folder)
+    (tokenizer or image_tokenizer(family)).save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(parts.processor, indent=1))
     (folder / "chat_template.jinja").write_text(parts.template)
 
 
-def image_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """The toy tokenizer with the special tokens of a family."""
-    parts = FAMILIES[family]
-    first = parts.template.startswith("{{ '<s>")
-    tokenizer = toy_tokenizer(adds_bos=first, extra_special_tokens=dict(parts.roles))
-    tokenizer.add_tokens([*parts.tokens.values(), *parts.more_tokens], special_tokens=True)
-    return tokenizer
+def image_tokenizer(family: str, *others: str) -> PreTrainedTokenizerFast:
+    """The toy tokenizer with the special tokens of a family, and of others; in any order, they have the same ids."""
+    first = FAMILIES[family].template.startswith("{{ '<s>")
+    families = [FAMILIES[name] for name in sorted({family, *others})]
+    tokens = [token for parts in families for token in parts.roles.values()]
+    tokens += [token for parts in families for token in (*parts.tokens.values(), *parts.more_tokens)]
+    tokenizer = toy_tokenizer(adds_bos=first)
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    roles = dict(FAMILIES[family].roles)
+    return toy_tokenizer(adds_bos=first, backend=tokenizer.backend_tokenizer, extra_special_tokens=roles)
 
 
 def image_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0, **options: Any) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import numpy as np
 from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.data import DataReport, Documents
-from stillhouse.data.prefixes import offsets_of
+from stillhouse.data.offsets import offsets_of
 from stillhouse.generation import (
     Completion,
     GenerationRequest,

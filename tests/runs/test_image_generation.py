@@ -136,7 +136,7 @@ def test_the_first_step_on_prompts_with_images_has_the_log_probs_and_the_loss_of
         inputs = {
             "input_ids": torch.from_numpy(ids.astype(np.int64))[None],
             **read_token_inputs(student, {name: torch.from_numpy(value) for name, value in types.items()}),
-            **processor.tensors(documents, number),
+            **processor.tensors(documents, number, documents.tokens(number)),
         }
         with_images += "pixel_values" in inputs
         with torch.no_grad():

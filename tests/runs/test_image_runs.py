@@ -1,6 +1,5 @@
 """Runs whose data has images: the first step's loss is that of plain transformers, and what is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,6 @@ def test_the_first_step_has_the_loss_of_plain_transformers_in_float64(family: st
     assert loss == pytest.approx(-float(torch.cat(log_probs).mean()), rel=1e-5)
 
 
-def test_a_teacher_with_another_processor_of_images_is_refused(tmp_path: Path) -> None:
-    for name in ("student", "teacher"):
-        write_image_model("qwen3_vl", tmp_path / name)
-    write_data(tmp_path)
-    path = tmp_path / "teacher" / "processor_config.json"
-    settings = json.loads(path.read_text())
-    settings["image_processor"]["image_mean"] = [0.4, 0.4, 0.4]
-    path.write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"teacher\.model: .* another processor of images than student\.model"):
-        session_of(tmp_path, **SETTINGS)
-
-
 def test_check_shows_images_and_the_trained_student_has_its_processor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +74,7 @@ def test_check_shows_images_and_the_trained_student_has_its_processor(
             {
                 "rollout.prompts_per_step": 2,
                 "rollout.max_new_tokens": 4,
-                "rollout.engine": "stillhouse",
+                "rollout.engine": "vllm",
                 "rollout.url": "http://127.0.0.1:1",
             },
             "rollout.engine",
@@ -101,5 +88,5 @@ def test_what_cannot_read_images_is_refused_by_its_key(tmp_path: Path, settings:
         write_image_model("qwen3_vl", tmp_path / "teacher", seed=1)
     write_data(tmp_path)
     config = write_run(tmp_path, teacher=key.startswith("rollout"), **SETTINGS, **settings)
-    with pytest.raises(ConfigError, match=rf"{key}: the data has images, which this cannot read yet"):
+    with pytest.raises(ConfigError, match=rf"{key}: the data has images, "):
         load_run_data(config, {})

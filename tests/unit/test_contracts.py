@@ -75,10 +75,10 @@ OTHERS = {
     "selected_log_probs": "*, temperature=1.0",
     "check_same_tokenizer": "student, teacher",
     "load_tokenizer": "name_or_path, revision=None, trust_remote_code=False",
-    "load_documents": "source, tokenizer, options, cache=None, processor=None",
+    "load_documents": "source, tokenizer, options, cache=None, processor=None, teachers=None",
     "LoadOptions": (
         "max_tokens, tokens='completion', on_error='raise', columns=(), allowed=<factory>, prefixes=<factory>, "
-        "reader=None, prompts=False, keep_records=False"
+        "reader=None, prompts=False, keep_records=False, fits_teachers=True"
     ),
 }
 ROOT = Path(__file__).parents[2]

@@ -58,7 +58,7 @@ def test_cached_documents_are_those_that_were_tokenized(tmp_path: Path, options:
     assert {path: path.stat().st_ino for path in entries(cache)[0].iterdir()} == inodes
     assert all(same(one, other) for one, other in zip(plain.split(0.3), second.split(0.3), strict=True))
     rows = [range(len(plain))]
-    one, other = (make_micro_batch(documents, rows, list(plain.prefixes)) for documents in (plain, second))
+    one, other = (make_micro_batch(documents, rows, list(plain.substitutions)) for documents in (plain, second))
     assert all(torch.equal(value, other.inputs[name]) for name, value in one.inputs.items())
     assert torch.equal(one.labels_T, other.labels_T)
 

@@ -101,8 +101,8 @@ def test_a_teacher_without_a_prefix_or_without_gaps_reads_what_the_student_reads
     assert step.for_teacher("a") is not step
     plain = StepMicroBatches([step[0]])
     assert plain.for_teacher("a") is plain
-    ids, shift = plain.teacher_tokens(1, "a")
-    assert (ids.tolist(), shift) == ([7, 8, 2], 0)
+    ids, rows = plain.teacher_tokens(1, "a")
+    assert (ids.tolist(), rows.tolist()) == ([7, 8, 2], [0, 1, 2])
 
 
 @pytest.mark.parametrize("gaps", [(), ("a",), ("a", "b")])
@@ -115,8 +115,9 @@ def test_what_a_teacher_outside_of_the_job_reads(gaps: tuple[str, ...]) -> None:
     }
     for name, documents in expected.items():
         for number, (ids, shift) in enumerate(documents):
-            teacher_ids, by = step.teacher_tokens(number, name)
-            assert (teacher_ids.tolist(), by) == (ids, shift)
+            teacher_ids, rows = step.teacher_tokens(number, name)
+            length = packed_by_hand(())[0].documents.lengths_D[number]
+            assert (teacher_ids.tolist(), rows.tolist()) == (ids, list(range(shift, shift + length)))
 
 
 def test_nothing_is_built_before_it_is_accessed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +135,11 @@ def test_nothing_is_built_before_it_is_accessed(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_fingerprint_covers_where_a_bos_stays() -> None:
     documents = by_hand()
-    prefixes = {
-        name: replace(of_teacher, after_bos_D=~of_teacher.after_bos_D)
-        for name, of_teacher in documents.prefixes.items()
+    changed = {
+        name: replace(of_teacher, spans_P2=1 - of_teacher.spans_P2)
+        for name, of_teacher in documents.substitutions.items()
     }
-    assert replace(documents, prefixes=prefixes).fingerprint() != documents.fingerprint()
+    assert replace(documents, substitutions=changed).fingerprint() != documents.fingerprint()
 
 
 def test_documents_that_do_not_fit_with_their_gaps_are_refused() -> None:
@@ -178,11 +179,11 @@ def test_the_rows_of_student_and_teacher_predict_the_same_tokens(
                 assert ids_T[row + 1] == batch.labels_T[row]
                 assert positions_T[row + 1] == positions_T[row] + 1
             for document in batch.document_T[batch.document_T >= 0].unique().tolist():
-                read, shift = step.teacher_tokens(document, name)
+                read, rows = step.teacher_tokens(document, name)
                 stop = int((batch.document_T == document).nonzero().max()) + 1
                 assert ids_T[stop - len(read) : stop].tolist() == read.tolist()
                 assert positions_T[stop - len(read) : stop].tolist() == list(range(len(read)))
-                assert shift == len(read) - documents.lengths_D[document]
+                assert rows[0] == len(read) - documents.lengths_D[document]
 
 
 def hidden(model: Any, ids_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
@@ -216,7 +217,8 @@ def test_hidden_states_equal_those_of_each_document_alone(family: str) -> None:
             rows_T = batch.document_T == document
             alone_SD = hidden(model, torch.from_numpy(documents.tokens(document).astype(np.int64))[None])
             assert distance(student_TD[rows_T], alone_SD) <= tolerance
-            ids, shift = step.teacher_tokens(document, name)
+            ids, rows = step.teacher_tokens(document, name)
+            shift = int(rows[0])
             full_SD = hidden(model, torch.from_numpy(ids.astype(np.int64))[None])
             assert distance(teacher_TD[rows_T], full_SD[shift:]) <= tolerance
             if shift and len(alone_SD) > 1:

@@ -89,7 +89,7 @@ def test_packed_rows_have_the_types_and_axis_positions_of_each_document(qwen: St
         return torch.arange(len(ids_S))[:, None] + 100 * types_S[:, None] + torch.arange(3)
 
     packed = PackedSequences(documents, max_tokens=200, seed=0, image_inputs=ImageInputs(qwen.processor))
-    micro_batch = packed.with_axis_positions(positions).micro_batch(range(len(packed)))
+    micro_batch = packed.with_image_inputs(ImageInputs(qwen.processor, positions)).micro_batch(range(len(packed)))
     types_T = micro_batch.inputs["mm_token_type_ids"].flatten()
     axes_TA = micro_batch.inputs["axis_position_ids"].flatten(0, 1)
     is_document_T = micro_batch.document_T >= 0

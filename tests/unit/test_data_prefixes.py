@@ -19,8 +19,12 @@ KNOWS_FOUR = {"role": "system", "content": "You know the answer: four. "}
 TURN = "<|im_start|>system\nYou know the answer: four. <|im_end|>\n"
 
 
+def prefix_of(documents: Documents, teacher: str = "one") -> list[int]:
+    return [token for item in documents.substitutions[teacher].of_document(0) for token in item.ids.tolist()]
+
+
 def read_by(documents: Documents, teacher: str, document: int = 0) -> list[int]:
-    return documents.prefixes[teacher].before(document, documents.tokens(document)).tolist()
+    return documents.substitutions[teacher].tokens(document, documents.tokens(document)).tolist()
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -36,8 +40,8 @@ def test_a_prefix_is_put_between_the_bos_and_the_document(
     assert documents.tokens(0).tolist() == [BOS] * adds_bos + body + [EOS]
     assert read_by(documents, "one") == [BOS] * adds_bos + knows + body + [EOS]
     assert read_by(documents, "two") == [BOS] * adds_bos + four + body + [EOS]
-    assert [documents.prefixes[name].tokens(0).tolist() for name in ("one", "two")] == [knows, four]
-    assert documents.prefixes["one"].tokens_N.dtype == np.int32
+    assert [prefix_of(documents, name) for name in ("one", "two")] == [knows, four]
+    assert documents.substitutions["one"].tokens_N.dtype == np.int32
     assert documents.columns == {}
 
 
@@ -53,7 +57,7 @@ def test_in_a_chat_the_prefix_is_a_system_turn_in_front(tmp_path: Path, chat: An
     tokenizer = toy_tokenizer(chat=chat)
     with_tools = record | {"tools": [{"name": "add"}]}
     documents = load_records(tmp_path, [with_tools], tokenizer, max_tokens=128, prefixes={"one": KNOWS})
-    assert documents.prefixes["one"].tokens(0).tolist() == plain(tokenizer, TURN)
+    assert prefix_of(documents) == plain(tokenizer, TURN)
     ids = tokenizer.apply_chat_template([KNOWS_FOUR, QUESTION, ANSWER], return_dict=True)["input_ids"]
     assert read_by(documents, "one") == ids
 
@@ -96,7 +100,7 @@ def test_a_chat_template_that_writes_a_bos_writes_it_once(tmp_path: Path, adds_b
     turn = plain(tokenizer, TURN)
     document = documents.tokens(0).tolist()
     assert document[0] == BOS
-    assert documents.prefixes["one"].tokens(0).tolist() == turn
+    assert prefix_of(documents) == turn
     assert read_by(documents, "one") == [BOS, *turn, *document[1:]]
     assert read_by(documents, "none") == document
 
@@ -106,7 +110,7 @@ def test_a_bos_that_only_one_of_both_texts_begins_with_stays_where_it_is(tmp_pat
     for first in ("system", "user"):
         tokenizer.chat_template = f"{{% if messages[0].role == '{first}' %}}<s>{{% endif %}}" + PLAIN_TEMPLATE
         documents = load_records(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS})
-        prefix, document = documents.prefixes["one"].tokens(0).tolist(), documents.tokens(0).tolist()
+        prefix, document = prefix_of(documents), documents.tokens(0).tolist()
         assert (prefix[0] == BOS, document[0] == BOS) == (first == "system", first == "user")
         assert read_by(documents, "one") == prefix + document
 
@@ -127,7 +131,7 @@ def test_a_template_is_filled_with_the_records_values(tmp_path: Path, template: 
     values = {"a": "x", "b": 3, "c": 0.5, "d": True, "e": False, "spaced name": "ü\n", "empty": ""}
     tokenizer = toy_tokenizer()
     documents = load_records(tmp_path, [{"text": "the heads"} | values], tokenizer, prefixes={"one": template})
-    assert documents.prefixes["one"].tokens(0).tolist() == plain(tokenizer, text)
+    assert prefix_of(documents) == plain(tokenizer, text)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,7 @@ def test_a_record_without_what_is_needed_stops_with_file_and_line(
     assert kept.columns == {"subject": ["law", "law", "math"]}
     assert [kept.report.read, kept.report.kept, kept.report.skipped] == [4, 3, 1]
     assert kept.report.reasons == [str(caught.value)]
-    assert [len(prefixes.lengths_D) for prefixes in kept.prefixes.values()] == [3, 3]
+    assert [len(of_teacher.gains_D) for of_teacher in kept.substitutions.values()] == [3, 3]
 
 
 def test_a_chat_template_that_refuses_the_system_turn_gives_its_reason(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.documents import Documents
-from stillhouse.data.prefixes import offsets_of
+from stillhouse.data.offsets import offsets_of
 from stillhouse.data.record import DataError
 from stillhouse.data.render.token_bytes import TokenBytes
 

@@ -180,16 +180,10 @@ def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) 
 
 def _with_image_tokens(encoded: Encoded, expanded: Expanded, images: tuple[EncodedImage, ...]) -> Encoded:
     """Add the images, and let none of their tokens be a target."""
-    begins_T, ends_T = np.asarray(expanded.offsets, dtype=np.int64).reshape(-1, 2).T
-    of_image_T = np.zeros(len(encoded.ids), dtype=bool)
-    for _, (begin, end) in expanded.replaced:
-        of_image_T |= (begins_T < end) & (ends_T > begin)
-    return replace(
-        encoded,
-        targets=encoded.targets & ~of_image_T,
-        images=images,
-        images_end=int(np.flatnonzero(of_image_T)[-1]) + 1,
-    )
+    targets, spans = encoded.targets.copy(), expanded.image_spans()
+    for start, stop in spans:
+        targets[start:stop] = False
+    return replace(encoded, targets=targets, images=images, image_spans=spans)
 
 
 def _without_images(messages: list[Message]) -> tuple[list[Message], tuple[EncodedImage, ...]]:

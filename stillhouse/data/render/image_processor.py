@@ -63,6 +63,12 @@ class Expanded(NamedTuple):
         moved = [[at + gained[bisect_right(ends, at)] for at in span] for span in spans]
         return tuple((begin, end) for begin, end in moved)
 
+    def image_spans(self) -> tuple[Span, ...]:
+        """The tokens of each image: all that the processor wrote in place of its placeholder."""
+        begins_S, ends_S = np.asarray(self.offsets, dtype=np.int64).reshape(-1, 2).T
+        of_images = [np.flatnonzero((begins_S < end) & (ends_S > begin)) for _, (begin, end) in self.replaced]
+        return tuple((int(places[0]), int(places[-1]) + 1) for places in of_images)
+
 
 class ImageTensors(NamedTuple):
     """The images of a document as its processor returns them.
@@ -232,22 +238,22 @@ class ImageProcessor:
             raise RecordError(str(error)) from error
         return Expanded(ids, offsets, replaced)
 
-    def tensors(self, documents: Documents, document: int) -> dict[str, Tensor]:
+    def tensors(self, documents: Documents, document: int, ids: np.ndarray) -> dict[str, Tensor]:
         """The tensors of one document's images, as arguments of the model; empty without images.
 
-        Raises DataError if a file has changed since the data was loaded, or if the processor now makes another
-        number of placeholder tokens.
+        ids: the document as the model reads it. Raises DataError if a file has changed since the data was loaded, or
+        if the processor now makes another number of placeholder tokens.
         """
-        return dict(self.read(documents, document).tensors)
+        return dict(self.read(documents, document, ids).tensors)
 
     def tensors_of(self, images: Sequence[EncodedImage], ids: np.ndarray) -> dict[str, Tensor]:
         """As `tensors`, of these images and of the ids of their document. Raises ValueError."""
         return dict(self.read_images(images, ids).tensors)
 
-    def read(self, documents: Documents, document: int) -> ImageTensors:
+    def read(self, documents: Documents, document: int, ids: np.ndarray) -> ImageTensors:
         """As `tensors`, with the sizes of the pictures."""
         try:
-            return self.read_images(documents.images_of(document), documents.tokens(document))
+            return self.read_images(documents.images_of(document), ids)
         except ValueError as error:
             raise DataError(documents.sources[document], str(error)) from error
 
@@ -393,14 +399,35 @@ class DocumentImages:
 
 
 class ImageInputs:
-    """Makes the inputs of a micro-batch that come from images. axis_positions: see `AxisPositions`."""
+    """Makes the inputs of a micro-batch that come from images.
 
-    def __init__(self, processor: ImageProcessor, axis_positions: AxisPositions | None = None):
-        self.processor, self.axis_positions = processor, axis_positions
+    axis_positions: see `AxisPositions`.
+    teachers: the same for each teacher in this job with another processor, by its name; None for a teacher that reads
+        no images. All other teachers read what the student reads.
+    """
 
-    def tensors(self, documents: Documents, members: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The tensors of the images of each document."""
-        return [self.processor.tensors(documents, member) for member in members]
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        axis_positions: AxisPositions | None = None,
+        teachers: "Mapping[str, ImageInputs | None] | None" = None,
+    ):
+        self.processor, self.axis_positions, self.teachers = processor, axis_positions, dict(teachers or {})
+
+    def of_teacher(self, name: str) -> "ImageInputs | None":
+        """The inputs of a teacher; None if it reads no images."""
+        return self.teachers.get(name, self)
+
+    def tensors(
+        self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray]
+    ) -> list[dict[str, Tensor]]:
+        """The tensors of the images of each document. ids_M: the documents as the model reads them. A document
+        without a placeholder is one whose images the model does not read.
+        """
+        return [
+            self.processor.tensors(documents, member, ids) if self.processor.count_placeholders(ids) else {}
+            for member, ids in zip(members, ids_M, strict=True)
+        ]
 
     def of(self, documents: Documents, document: int) -> DocumentImages | None:
         """The images of one document; None without images."""
@@ -410,7 +437,7 @@ class ImageInputs:
         hashes = [self.processor.pixels_identity, *(image.sha256.hex() for image in images)]
         return DocumentImages(
             bytes.fromhex(json_hash(hashes)),
-            partial(self.processor.read, documents, document),
+            partial(self.processor.read, documents, document, documents.tokens(document)),
             self.processor.placeholder_ids,
         )
 

@@ -1,4 +1,4 @@
-"""Makes one teacher's prefixes (`prefixes.py`) from a template: `{column}` is replaced by the record's value.
+"""Makes one teacher's prefixes (`substitutions.py`) from a template: `{column}` is replaced by the record's value.
 
 The prefix is tokenized separately from the document.
 """
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.prefixes import EncodedPrefix
 from stillhouse.data.record import RecordError, column_value, describe, require_encodable, require_length
 from stillhouse.data.render.templates import BosFrom, Encoded, Template
 from stillhouse.data.render.tokenizers import tokenize
+from stillhouse.data.substitutions import Substitution
 
 _EXPECTED = "expected a text in which {column} stands for a record's value, and {{ and }} for braces"
 
@@ -62,8 +62,11 @@ class PrefixTemplate:
         documents: Sequence[Encoded],
         tokenizer: PreTrainedTokenizerBase,
         bos_from: BosFrom,
-    ) -> list[EncodedPrefix]:
-        """Tokenize the rendered prefixes of these documents. bos_from: see `Template`."""
+    ) -> list[Substitution]:
+        """Tokenize the rendered prefixes of these documents. Each of them stands for an empty span in front of one.
+
+        bos_from: see `Template`.
+        """
         bos = tokenizer.bos_token_id
         return [
             _behind_bos(np.asarray(ids, dtype=np.int32), document.ids, bos, bos_from)
@@ -71,14 +74,14 @@ class PrefixTemplate:
         ]
 
 
-def _behind_bos(ids: np.ndarray, document: np.ndarray, bos: int | None, bos_from: BosFrom) -> EncodedPrefix:
+def _behind_bos(ids: np.ndarray, document: np.ndarray, bos: int | None, bos_from: BosFrom) -> Substitution:
     """Remove a BOS from the prefix if prefix and document begin with a BOS."""
     if bos is None or bos_from is None or document[:1].tolist() != [bos]:
-        return EncodedPrefix(ids, after_bos=False)
+        return Substitution(0, 0, ids)
     if bos_from == "tokenizer":  # the prefix was tokenized without a BOS
-        return EncodedPrefix(ids, after_bos=True)
+        return Substitution(1, 1, ids)
     both = ids[:1].tolist() == [bos]
-    return EncodedPrefix(ids[1:] if both else ids, after_bos=both)
+    return Substitution(int(both), int(both), ids[1:] if both else ids)
 
 
 def _text(fields: Mapping[str, Any], column: str) -> str:

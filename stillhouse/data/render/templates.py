@@ -34,14 +34,19 @@ class Encoded:
     targets: which tokens are targets, [n] bool. The first token is never a target, and no token of an image.
     joined_turns: the number of turns whose first token also has characters of the prompt.
     images: in the order of their tokens.
-    images_end: the position after the last token of an image; 0 without images.
+    image_spans: the tokens of each image.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     joined_turns: int = 0
     images: tuple[EncodedImage, ...] = ()
-    images_end: int = 0
+    image_spans: tuple[Span, ...] = ()
+
+    @property
+    def images_end(self) -> int:
+        """The position after the last token of an image; 0 without images."""
+        return max((stop for _, stop in self.image_spans), default=0)
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,13 @@ class Template(Protocol):
     extras: optional columns, which are part of the record's content.
     splits: whether a long record is split into pieces; otherwise it is truncated.
     bos_from: who adds the BOS at the beginning of a document.
+    adds_special: whether the tokenizer adds its special tokens to the text that a chat template has rendered.
     """
 
     columns: tuple[str, ...]
     extras: tuple[str, ...] = ()
     splits: bool = False
+    adds_special: bool = False
     bos_from: BosFrom
 
     def render(self, fields: dict[str, Any]) -> Rendered:

@@ -54,6 +54,7 @@ class Manifest:
     versions: versions of the libraries
     packed: whether ids and counts are stored with the smallest possible number of bits
     images: how pixels were made of images (`ImageProcessor.pixels_identity`); None if the documents are texts
+    teacher_images: a hash of the teacher's processor of images; None if it has none of its own
 
     Raises ValueError for a signal that cannot be packed.
     """
@@ -72,6 +73,7 @@ class Manifest:
     packed: bool = False
     format: int = FORMAT
     images: str | None = None
+    teacher_images: str | None = None
 
     def __post_init__(self) -> None:
         layout_of(self.signal, self.width, self.vocabulary, packed=self.packed)
@@ -88,7 +90,7 @@ class Manifest:
     @property
     def _fields(self) -> dict[str, Any]:
         """Caches of texts have no field for images, as before there were images."""
-        return {key: value for key, value in asdict(self).items() if key != "images" or value is not None}
+        return {key: value for key, value in asdict(self).items() if value is not None or not key.endswith("images")}
 
     @property
     def identity(self) -> str:

@@ -1,0 +1,24 @@
+"""Parts of different lengths, concatenated: where each of them begins and ends."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The offsets of D consecutive parts with these lengths: [D+1] int64, part d is `offsets[d]:offsets[d+1]`."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def part_lengths(offsets: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """The lengths of the chosen parts. Takes no time for the other parts."""
+    return offsets[chosen + 1] - offsets[chosen]
+
+
+def chosen_tokens(offsets: np.ndarray, chosen: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The offsets of the chosen parts after concatenation, and the index that each of their tokens had before."""
+    numbers = np.asarray(chosen, dtype=np.int64)
+    lengths = part_lengths(offsets, numbers)
+    new_offsets = offsets_of(lengths)
+    shift_N = np.repeat(offsets[numbers] - new_offsets[:-1], lengths)
+    return new_offsets, np.arange(new_offsets[-1]) + shift_N

@@ -1,0 +1,133 @@
+"""Substitutions: tokens that one teacher reads in place of spans of a document. The student does not read them.
+
+There are two kinds. A prefix is privileged context, such as the answer to a question. It stands for an empty span in
+front of the document; if the document begins with a BOS, behind the BOS. The tokens of an image, as the processor of
+a teacher with another vision tower makes them, stand for those of the student's processor.
+
+All other tokens are the same for student and teacher. So before each of them, both predict the same next token.
+
+D documents; P substitutions of all documents; N tokens of all substitutions; S tokens of one document.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+
+from stillhouse.data.offsets import chosen_tokens, offsets_of
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """A teacher reads `ids`, [n] int32, in place of the tokens start:stop of a document."""
+
+    start: int
+    stop: int
+    ids: np.ndarray
+
+    @property
+    def gain(self) -> int:
+        """How many tokens more the teacher reads than the student."""
+        return len(self.ids) - (self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Substitutions:
+    """One teacher's substitutions in D documents, concatenated; those of a document are in ascending order.
+
+    tokens_N: int32, the tokens of all substitutions.
+    offsets: [P+1] int64, the tokens of substitution p are `offsets[p]:offsets[p+1]`.
+    spans_P2: int64, the span of the document for which each substitution stands.
+    parts: [D+1] int64, the substitutions of document d are `parts[d]:parts[d+1]`.
+    """
+
+    tokens_N: np.ndarray
+    offsets: np.ndarray
+    spans_P2: np.ndarray
+    parts: np.ndarray
+
+    @classmethod
+    def of(cls, documents: Sequence[Sequence[Substitution]]) -> Self:
+        """Concatenate the substitutions of documents."""
+        every = [substitution for of_document in documents for substitution in of_document]
+        return cls(
+            np.concatenate([np.empty(0, np.int32), *(substitution.ids for substitution in every)]),
+            offsets_of([len(substitution.ids) for substitution in every]),
+            np.asarray([(item.start, item.stop) for item in every], dtype=np.int64).reshape(-1, 2),
+            offsets_of([len(of_document) for of_document in documents]),
+        )
+
+    @classmethod
+    def none(cls, documents: int) -> Self:
+        """No substitutions in this number of documents."""
+        parts = np.zeros(documents + 1, dtype=np.int64)
+        return cls(np.empty(0, dtype=np.int32), parts[:1], np.empty((0, 2), dtype=np.int64), parts)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Substitutions"]) -> Self:
+        """Concatenate the substitutions of several sets of documents."""
+        return cls(
+            np.concatenate([part.tokens_N for part in parts]),
+            offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
+            np.concatenate([part.spans_P2 for part in parts]),
+            offsets_of(np.concatenate([np.diff(part.parts) for part in parts])),
+        )
+
+    @cached_property
+    def gains_D(self) -> np.ndarray:
+        """How many tokens more the teacher reads of each document than the student, int64; maybe negative."""
+        gains_P = np.diff(self.offsets) - np.diff(self.spans_P2, axis=1)[:, 0]
+        sums = offsets_of(gains_P)
+        return sums[self.parts[1:]] - sums[self.parts[:-1]]
+
+    def of_document(self, document: int) -> list[Substitution]:
+        """The substitutions of one document."""
+        return [
+            Substitution(
+                int(self.spans_P2[at, 0]),
+                int(self.spans_P2[at, 1]),
+                self.tokens_N[self.offsets[at] : self.offsets[at + 1]],
+            )
+            for at in range(self.parts[document], self.parts[document + 1])
+        ]
+
+    def tokens(self, document: int, ids_S: np.ndarray) -> np.ndarray:
+        """All ids that the teacher reads of a document. ids_S: those of the student."""
+        pieces, done = [], 0
+        for substitution in self.of_document(document):
+            pieces += [ids_S[done : substitution.start], substitution.ids]
+            done = substitution.stop
+        return np.concatenate([*pieces, ids_S[done:]])
+
+    def places(self, document: int, length: int) -> np.ndarray:
+        """For each of a document's S tokens, its place among the teacher's, [S] int64; -1 where it is substituted."""
+        place_S = np.arange(length)
+        for substitution in self.of_document(document):
+            place_S[substitution.stop :] += substitution.gain
+        for substitution in self.of_document(document):
+            place_S[substitution.start : substitution.stop] = -1
+        return place_S
+
+    def rows(self, document: int, length: int) -> np.ndarray:
+        """The teacher's row that predicts the same token as row i of the document's S rows, [S] int64.
+
+        Row i predicts token i + 1. -1 if the teacher does not predict this token, which is then no target.
+        """
+        next_S = np.append(self.places(document, length)[1:], length + self.gains_D[document])
+        return np.maximum(next_S, 0) - 1
+
+    def is_substituted(self, offsets: np.ndarray) -> np.ndarray:
+        """Whether the teacher does not read a token, bool, for all tokens of the documents at these offsets."""
+        starts_P2 = self.spans_P2 + np.repeat(offsets[:-1], np.diff(self.parts))[:, None]
+        borders = np.zeros(offsets[-1] + 1, dtype=np.int32)
+        np.add.at(borders, starts_P2[:, 0], 1)
+        np.add.at(borders, starts_P2[:, 1], -1)
+        return borders.cumsum()[:-1] > 0
+
+    def select(self, chosen: Sequence[int] | np.ndarray) -> Self:
+        """The substitutions in the chosen documents, in the given order."""
+        parts, index_P = chosen_tokens(self.parts, chosen)
+        offsets, index_N = chosen_tokens(self.offsets, index_P)
+        return type(self)(self.tokens_N[index_N], offsets, self.spans_P2[index_P], parts)
