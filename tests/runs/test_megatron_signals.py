@@ -139,6 +139,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_subject_teachers(tmp_path_factory.mktemp("several"), tied=True)
 
 
+ROUTE = {"teachers.route": "subject"}
 PREFIXED = {"prefix": "{answer}! "}
 ITSELF = {"teachers.slow": {"student": "ema", "ema_decay": 0.5}, "teachers.self": {"student": "live", **PREFIXED}}
 
@@ -147,11 +148,11 @@ ITSELF = {"teachers.slow": {"student": "ema", "ema_decay": 0.5}, "teachers.self"
 @pytest.mark.parametrize(
     ("sources", "settings", "layout"),
     [
-        ("models", {"teachers.route": "subject"}, ["parallel.tensor=2"]),
+        ("models", ROUTE | {"teachers.balance": "gradient"}, ["parallel.tensor=2", "parallel.sequence=true"]),
         ("models", {"teachers.sum": "distributions"}, ["parallel.fsdp=2"]),
         ("models", ITSELF, ["parallel.pipeline=2"]),
         ("models", ITSELF, ["parallel.context=2", *(f"teachers.{name}.parallel.fsdp=2" for name in SUBJECTS)]),
-        ("stores", {"teachers.route": "subject"}, ["parallel.pipeline=2"]),
+        ("stores", ROUTE | {"teachers.balance": "documents"}, ["parallel.pipeline=2"]),
         ("stores", {"teachers.sum": "distributions"}, ["parallel.tensor=2", "parallel.sequence=true"]),
         ("own layout", {}, ["parallel.tensor=2", "teachers.math.parallel.fsdp=2"]),
     ],
