@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.claims.catalog import CLAIMS
 from benchmarks.claims.claim import Claim, verdict_of
-from benchmarks.claims.page import TEXTS, write_page
+from benchmarks.claims.page import write_page
 from benchmarks.claims.seed_runs import SeedRuns
 from benchmarks.record import RESULTS, result_file, write_result
 
@@ -53,8 +53,7 @@ def measure(claim: Claim, seeds: list[int], keep: Path, divisor: int) -> None:
         finished[str(seed)] = json.loads(path.read_text(encoding="utf-8"))
     verdict = verdict_of(claim, list(finished.values()))
     print(f"{claim.name}: {verdict}")
-    content = TEXTS[claim.name] | {"verdict": verdict, "seeds": finished}
-    write_result(result_file(f"claim-{claim.name}"), content)
+    write_result(result_file(f"claim-{claim.name}"), {"claim": claim.name, "verdict": verdict, "seeds": finished})
 
 
 if __name__ == "__main__":

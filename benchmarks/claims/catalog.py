@@ -3,6 +3,7 @@
 from benchmarks.claims.claim import Claim
 from benchmarks.claims.divergence_claims import ALPHA_BETA, GKD, TEACHER_SIZE
 from benchmarks.claims.earlier_results import CROSS_TOKENIZER, REINFORCEMENT, SAMPLED_IDS, STUDENT_INIT
+from benchmarks.claims.mixture_claims import BALANCE, CONTRAST
 from benchmarks.claims.rollout_claims import FORGETTING, ONE_PROMPT, PREFIX_AND_DIRECTION
 
 CLAIMS: dict[str, Claim] = {
@@ -13,6 +14,8 @@ CLAIMS: dict[str, Claim] = {
         PREFIX_AND_DIRECTION,
         GKD,
         ALPHA_BETA,
+        CONTRAST,
+        BALANCE,
         TEACHER_SIZE,
         SAMPLED_IDS,
         STUDENT_INIT,

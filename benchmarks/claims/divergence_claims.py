@@ -18,7 +18,7 @@ from benchmarks.claims.seed_runs import SeedRuns, TinyModel
 
 GKD_LOSSES, SHARES = ("forward_kl", "jsd(0.5)", "reverse_kl"), (0.0, 0.5, 1.0)
 #: an imperfect teacher of sums, the same one for all seeds, and its student, which has begun to learn
-SUMS_TEACHER, SUMS_STUDENT = TinyModel(SUMS, 700, width=96, layers=3, rows=128), TinyModel(SUMS, 150)
+SUMS_TEACHER, SUMS_STUDENT = TinyModel("sums(2:3)", 700, width=96, layers=3, rows=128), TinyModel(SUMS, 150)
 
 
 def gkd(runs: SeedRuns) -> Figures:
@@ -124,7 +124,7 @@ def teacher_size(runs: SeedRuns) -> Figures:
     for width, layers in TEACHERS:
         teacher = runs.model(TinyModel(REVERSAL, 250, width=width, layers=layers))
         name = f"width {width}, {layers} layer{'s' if layers > 1 else ''}"
-        sizes = {"steps": 100, "rows": 64, "max_tokens": MAX_TOKENS[REVERSAL]}
+        sizes = {"steps": 60, "rows": 64, "max_tokens": MAX_TOKENS[REVERSAL]}
         values = runs.run(name, [REVERSAL], settings | {"teacher.model": str(teacher)}, **sizes)[-1]
         figures[name] = {
             "teacher": values["teacher_cross_entropy"],

@@ -4,6 +4,7 @@ A run is `stillhouse distill` in this process, with one thread. The models are t
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,13 @@ class SeedRuns:
                 records.append(item.record(spec.name))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        return path
+
+    def mixed_problems(self, tasks: Sequence[str]) -> Path:
+        """A file in which the problems of tasks take turns."""
+        path = self.folder / f"{'-'.join(tasks)}.jsonl"
+        lines = [self.problems(task).read_text(encoding="utf-8").splitlines(keepends=True) for task in tasks]
+        path.write_text("".join(line for turn in zip(*lines, strict=True) for line in turn), encoding="utf-8")
         return path
 
     def completions(self, name: str, problems: Path, writer: Path, max_new_tokens: int) -> Path:
