@@ -85,6 +85,16 @@ def test_the_kept_tokens_do_not_depend_on_the_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_kept_tokens_are_the_same_on_megatron_core(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from kit.megatron_runs import megatron
+
+    write(tmp_path, **{"train.steps": 3})
+    distill(tmp_path, "one", 1)
+    assert_same_gates(megatron(tmp_path, "megatron", 2, "parallel.tensor=2"), tmp_path / "one")
+
+
+@pytest.mark.slow
 def test_a_gate_on_the_students_own_completions_with_an_objective_for_each_origin(tmp_path: Path) -> None:
     by_origin = {"dataset": "skew_forward_kl(0.1)", "student": "skew_reverse_kl(0.1)"}
     settings = {"objective.by_origin": by_origin, "objective.loss": "forward_kl", "rollout.share": 0.5}
