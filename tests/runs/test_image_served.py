@@ -69,18 +69,16 @@ def test_two_tensor_parallel_ranks_of_a_server_give_its_signals(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hidden", "chosen"])
-def test_two_data_ranks_have_the_model_of_one_process(folder: Path, server: Server, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "layout"), [("hidden", "fsdp=2"), ("hidden", "pipeline=2"), ("chosen", "fsdp=2")])
+def test_two_ranks_have_the_model_of_one_process(folder: Path, server: Server, kind: str, layout: str) -> None:
     served = {"teacher.url": server.url, "teacher.signal": kind, "teacher.top_k": 9, "train.steps": 3, "data.eval": 0}
     write_run(folder, cached=True, **SETTINGS, **served)
-    for name, processes in (("one", 1), ("two", 2)):
-        layout = ["parallel.fsdp=2"] if processes == 2 else []
-        run_ranks(processes, "distill", folder / "run.yaml", f"out={folder / kind / name}", *layout)
-    assert_same_weights(folder / kind / "two", folder / kind / "one")
-    if kind == "hidden":
+    out = folder / f"{kind} {layout}"
+    run_ranks(2, "distill", folder / "run.yaml", f"out={out / 'two'}", f"parallel.{layout}")
+    if kind == "hidden":  # the teacher in the job
         write_run(folder, **SETTINGS, **{"train.steps": 3, "data.eval": 0})
-        run("distill", folder / "run.yaml", f"out={folder / kind / 'job'}")
-        assert_same_weights(folder / kind / "two", folder / kind / "job", 1e-5)
+    run("distill", folder / "run.yaml", f"out={out / 'one'}")
+    assert_same_weights(out / "two", out / "one", 1e-5)
 
 
 @pytest.mark.slow
