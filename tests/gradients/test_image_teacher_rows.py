@@ -29,6 +29,8 @@ from stillhouse.data import DataError
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.processors import load_processor
 from stillhouse.loops.held_out_metrics import evaluate
+from stillhouse.loops.rollouts import first_rollouts
+from stillhouse.output.folder import RunFolder
 from stillhouse.run.session import Session
 from stillhouse.signals.cache.files import target_rows
 from stillhouse.signals.signal_spec import DocumentRows
@@ -106,7 +108,9 @@ class Plain:
         else:
             self.model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
 
-    def read(self, pieces: list[str], pictures: list[int], tokenizer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def read(
+        self, pieces: list[str], pictures: list[int], tokenizer: Any, completion: list[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [S, V]; the ids [N] and the places of the tokens of pieces of text with pictures between them."""
         special = not pieces[0].startswith("<s>") and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
         texts = [
@@ -119,6 +123,15 @@ class Plain:
             images = [[Image.open(self.folder / f"{at}.png") for at in pictures]] if pictures else None
             text = self.processor.image_token.join(pieces)
             inputs = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=special)
+        texts[-1] = texts[-1] + (completion or [])
+        if completion:  # its tokens have the kind of text
+            behind = {"input_ids": completion, "attention_mask": [1] * len(completion)}
+            inputs = {
+                name: torch.cat([value, torch.tensor([behind.get(name, [0] * len(completion))])], 1)
+                if name in behind or "token_type" in name
+                else value
+                for name, value in inputs.items()
+            }
         ids, places = inputs["input_ids"][0].tolist(), list[int]()
         for piece in texts:
             start = places[-1] + 1 if places else 0
@@ -280,6 +293,44 @@ def test_two_processes_train_as_whole_logits_say(folder: Path) -> None:
     assert next(line["eval/forward_kl"] for line in lines if "eval/forward_kl" in line) == pytest.approx(
         held_out, rel=1e-5
     )
+
+
+def test_a_teacher_of_another_processor_reads_completions_of_the_student(folder: Path, tmp_path: Path) -> None:
+    """The reverse KL of whole logits, and its gradients."""
+    rollout = {"prompts_per_step": 3, "samples_per_prompt": 1, "max_new_tokens": 6, "temperature": 1.0}
+    settings = {key: value for key, value in SETTINGS.items() if key != "objective.loss"} | {
+        "objective.loss": "reverse_kl",
+        "out": str(tmp_path / "out"),
+        **{f"rollout.{key}": value for key, value in rollout.items()},
+    }
+    session = session_of(folder, **settings)
+    step = first_rollouts(session, RunFolder(tmp_path / "out"))
+    signals = session.source_for(session.engine).request(step).result()
+    normalizer = step.of_all_ranks.normalizer
+    loss = session.engine.forward_backward(step, signals, normalizer).sums["loss"]
+    actual = {"loss": torch.tensor(loss)} | named_gradients(session.student.pretrained)
+    documents = step.of_all_ranks.sequences.documents  # type: ignore[attr-defined]
+    session.close()
+    student, teacher = Plain(folder, "student"), Plain(folder, "teacher")
+    total, pictured = torch.zeros((), dtype=torch.float64), 0
+    for document in range(len(documents)):
+        number = int(documents.sources[document].rpartition(":")[2].partition(" ")[0]) - 1
+        turns, pictures = turns_of(number)[:-1], images_of(number)
+        text = session.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        pieces, targets = text.split("<|image_pad|>"), documents.targets(document)
+        completion = documents.tokens(document)[int(targets.argmax()) :].tolist()
+        q_SV, ids, places = student.read(pieces, pictures, session.tokenizer, completion)
+        with torch.no_grad():
+            p_SV, teacher_ids, teacher_places = teacher.read(pieces, pictures, session.tokenizer, completion)
+        assert ids.tolist() == teacher_ids.tolist()
+        is_target = torch.tensor(targets)[places]
+        q, p = (values[at[is_target] - 1] for values, at in ((q_SV, places), (p_SV, teacher_places)))
+        total = total + (q.softmax(1) * (q.log_softmax(1) - p.log_softmax(1))).sum()
+        pictured += len(pictures)
+    assert pictured
+    (total / normalizer).backward()
+    reference = {"loss": (total / normalizer).detach()} | named_gradients(student.model)
+    assert_same_as_float64(actual, {name: reference[name] for name in actual})
 
 
 # caches
