@@ -1,6 +1,6 @@
 """Prepares a run whose data has images: proves that its models read them, and gives the data their positions."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -8,12 +8,14 @@ from torch import Tensor
 
 from stillhouse.config import ConfigError, as_config_error
 from stillhouse.data.render.image_processor import ImageInputs
+from stillhouse.display import name_list
 from stillhouse.engine.engine import Engine
 from stillhouse.models import ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.forward_modes import autocast_dtype
 from stillhouse.models.image_proof import ImageModel, WholeModel, document_positions, prove_image_model
 from stillhouse.models.model_checks import prefixed
+from stillhouse.models.trained_parts import LANGUAGE
 from stillhouse.parallel import Runner
 from stillhouse.parallel.runner import reshard
 from stillhouse.parallel.runner_proof import probe_precision
@@ -41,6 +43,19 @@ def require_image_layout(setup: RunSetup, image_inputs: ImageInputs) -> None:
         raise ConfigError(
             "objective.hidden",
             "the data has images, and the teacher has other tokens of images than the student: expected []",
+        )
+
+
+def require_images_for_parts(parts: Collection[str], data: RunData) -> None:
+    """Raise ConfigError if tower or projector are to be trained, and no document for training has an image: then only
+    the optimizer's weight decay would change them.
+    """
+    splits = [data.train.documents, *([] if data.dataset is None else [data.dataset])]
+    if any(part != LANGUAGE for part in parts) and not any(documents.has_images for documents in splits):
+        raise ConfigError(
+            "student.train",
+            f"got {name_list(parts)}, and no document of data.train has an image: expected [{LANGUAGE}], or "
+            "documents with images",
         )
 
 

@@ -19,7 +19,7 @@ from stillhouse.generation import PromptPlan
 from stillhouse.loops.session_objects import Session
 from stillhouse.models.document_packing import ROWS
 from stillhouse.parallel import Layout, join, use_deterministic_algorithms, watchdog
-from stillhouse.run.image_models import require_image_layout, with_images_proven
+from stillhouse.run.image_models import require_image_layout, require_images_for_parts, with_images_proven
 from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import check_before_loading, check_data, check_models, schedule_warnings
 from stillhouse.run.setup import RunSetup, with_precision
@@ -52,6 +52,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     setup.require_signals(data)
     model_hashes = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **setup.model_hashes()}
     check_data(setup, data, model_hashes)
+    require_images_for_parts(config.student.train, data)
     _enter("loading the models", announce)
     layout = setup.layout
     if (image_inputs := data.train.image_inputs) is not None:

@@ -8,7 +8,7 @@ import torch
 from kit import first_is_quick
 from kit.image_models import FAMILIES, write_image_model
 from kit.image_runs import SETTINGS, turns_of, write_data
-from kit.runs import contents, forward_backward, session_of, write_run
+from kit.runs import contents, forward_backward, session_of, write_records, write_run
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
@@ -45,6 +45,15 @@ def test_the_first_step_has_the_loss_of_plain_transformers_in_float64(family: st
             log_probs.append(log_probs_SV[weights_S].gather(1, labels_S[weights_S, None]))
     session.close()
     assert loss == pytest.approx(-float(torch.cat(log_probs).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("parts", [["vision"], ["language", "projector"]])
+def test_parts_that_read_images_are_not_trained_without_images(parts: list[str], tmp_path: Path) -> None:
+    write_image_model("qwen3_vl", tmp_path / "student")
+    write_data(tmp_path)  # the held-out documents have images
+    write_records(tmp_path / "train.jsonl", [{"messages": turns_of(3 * number)} for number in range(8)])
+    with pytest.raises(ConfigError, match=r"student\.train: got .*, and no document of data\.train has an image"):
+        session_of(tmp_path, teacher=False, **SETTINGS, **{"student.train": parts})
 
 
 def test_check_shows_images_and_the_trained_student_has_its_processor(

@@ -220,6 +220,18 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [user(image("0.png")), FOUR], "videos": ["a.mp4"]},
         "'videos' is not empty: expected only text and images",
     ),
+    "a video of a text": (
+        {"messages": [{"role": "user", "content": "<video> what?"}, FOUR], "videos": ["a.mp4"]},
+        "'videos' is not empty: expected only text and images",
+    ),
+    "a mark without an image": (
+        {"messages": [{"role": "user", "content": "<image> what?"}, FOUR], "images": []},
+        "a message has <image>, and 'images' is empty: expected an image for each <image>",
+    ),
+    "a mark in a part without an image": (
+        {"messages": [user(text("<image> what?")), FOUR], "image": None},
+        "a message has <image>, and 'image' is empty: expected an image for each <image>",
+    ),
     "another part": (
         {"messages": [user({"type": "audio", "audio": "a"}), FOUR]},
         "'type' of part 1 of message 1 of 'messages' is a string .* expected 'text' or 'image'",

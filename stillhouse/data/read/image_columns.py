@@ -33,12 +33,17 @@ def with_images(record: Record) -> Record:
     """The record with the bytes of all images in its messages, as values of image parts. The columns of images are
     removed. A record without images is returned unchanged.
 
-    Raises RecordError for an image that cannot be read, and for a number of marks that differs from the number of
-    images.
+    Raises RecordError for an image that cannot be read, for a number of marks that differs from the number of images,
+    and for videos and audio.
     """
     fields = record.fields
     listed = _listed(fields)
     columns = [column for column in _MESSAGE_COLUMNS if isinstance(fields.get(column), list)]
+    for column in _OTHER_MEDIA:
+        if fields.get(column):
+            raise RecordError(f"'{column}' is not empty: expected only text and images")
+    if not listed:
+        _require_no_marks(fields, columns)
     if not listed and not any(_has_parts(fields[column]) for column in columns):
         return record
     if listed and not columns:
@@ -46,9 +51,6 @@ def with_images(record: Record) -> Record:
             f"the record has {len(listed)} images and no messages: expected 'messages', or 'prompt' and 'completion' "
             "as lists of messages; texts as strings cannot have images"
         )
-    for column in _OTHER_MEDIA:
-        if fields.get(column):
-            raise RecordError(f"'{column}' is not empty: expected only text and images")
     messages = {column: messages_of(fields, column) for column in columns}
     if listed:
         messages = _with_listed(messages, listed)
@@ -71,6 +73,21 @@ def _listed(fields: Fields) -> list[Any]:
         raise RecordError(f"both {name_list(found)} have images: expected one of these columns")
     value: Any = next(iter(found.values()), [])
     return value if isinstance(value, list) else [value]
+
+
+def _require_no_marks(fields: Fields, columns: list[str]) -> None:
+    """Raise RecordError if a text has a mark, and the record's column of images is there and empty."""
+    empty = next((name for name in _COLUMNS if name in fields), None)
+    messages = [message for column in columns for message in fields[column] if isinstance(message, dict)]
+    if empty is not None and any(MARK in text for message in messages for text in _texts(message.get("content"))):
+        raise RecordError(f"a message has {MARK}, and '{empty}' is empty: expected an image for each {MARK}")
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a message's content, before it is checked."""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _has_parts(messages: list[Any]) -> bool:
