@@ -3,7 +3,7 @@
 from benchmarks.claims.claim import Claim
 from benchmarks.claims.divergence_claims import ALPHA_BETA, GKD, TEACHER_SIZE
 from benchmarks.claims.earlier_results import CROSS_TOKENIZER, REINFORCEMENT, SAMPLED_IDS, STUDENT_INIT
-from benchmarks.claims.mixture_claims import BALANCE, CONTRAST
+from benchmarks.claims.mixture_claims import BALANCE, CONTRAST, TOKEN_SELECTION
 from benchmarks.claims.rollout_claims import FORGETTING, ONE_PROMPT, PREFIX_AND_DIRECTION
 
 CLAIMS: dict[str, Claim] = {
@@ -16,6 +16,7 @@ CLAIMS: dict[str, Claim] = {
         ALPHA_BETA,
         CONTRAST,
         BALANCE,
+        TOKEN_SELECTION,
         TEACHER_SIZE,
         SAMPLED_IDS,
         STUDENT_INIT,

@@ -1,4 +1,6 @@
-"""Claims of runs that mix: the teacher's and the student's texts, and two teachers of unequal lengths."""
+"""Claims of runs that mix or choose: texts of both models, teachers of unequal lengths, a part of the tokens."""
+
+from collections.abc import Callable
 
 from benchmarks.claims.claim import Claim, Difference, Figures
 from benchmarks.claims.divergence_claims import SUMS_STUDENT, SUMS_TEACHER
@@ -9,6 +11,7 @@ from benchmarks.claims.rollout_claims import (
     MAX_TOKENS,
     NOISY_TEACHER,
     REVERSAL,
+    START,
     SUMS,
     TEACHER,
     rollout,
@@ -85,4 +88,45 @@ BALANCE = Claim(
         ),
     ),
     measure=teacher_balance,
+)
+
+ALL, GATES = "all tokens", ("teacher_entropy", "student_entropy", "divergence")
+
+
+def token_selection(runs: SeedRuns) -> Figures:
+    """On-policy distillation with all tokens, and with a fifth of them, which three rules choose."""
+    settings = rollout(REVERSAL, 64) | {
+        "student.model": str(runs.model(BEGINNER)),
+        "teacher.model": str(runs.model(TEACHER)),
+        "data.train": str(runs.problems(REVERSAL)),
+        "train.learning_rate": 5e-4,
+    }
+    gates = {ALL: {}} | {f"20 % by {by}": {"objective.token_gate": {"keep": 0.2, "by": by}} for by in GATES}
+    figures: dict[str, dict[str, float]] = {}
+    for name, gate in gates.items():
+        sizes = {"steps": 30, "rows": 64, "max_tokens": MAX_TOKENS[REVERSAL]}
+        before, after = runs.run(name.replace(" %", ""), [REVERSAL], settings | gate, **sizes)
+        figures[START] = {EXACT: before["exact_match/reversal"]}
+        figures[name] = {EXACT: after["exact_match/reversal"]}
+    return figures
+
+
+def _kept_gain(by: str) -> Callable[[Figures], float]:
+    """The gain with the tokens of a rule, minus 0.8 of that with all tokens."""
+
+    def difference(figures: Figures) -> float:
+        start, whole, part = (figures[name][EXACT] for name in (START, ALL, f"20 % by {by}"))
+        return part - start - 0.8 * (whole - start)
+
+    return difference
+
+
+TOKEN_SELECTION = Claim(
+    name="token-selection",
+    metrics={EXACT: EXACT},
+    differences=[
+        Difference(f"gain with 20 % by {by} − 0.8 × gain with all", _kept_gain(by))
+        for by in ("teacher_entropy", "divergence")
+    ],
+    measure=token_selection,
 )
