@@ -145,17 +145,12 @@ class MicroBatch:
         return self.select(index_BS)
 
     def part(self, number: int, count: int) -> "MicroBatch":
-        """The shard of a context rank: a block of columns. `count` must divide the number of columns.
+        """The shard of a context rank: a block of columns, and all images.
 
-        Raises ValueError for a micro-batch with images, whose features are not sharded.
+        `count` must divide the number of columns.
         """
         if count == 1:
             return self
-        if self.images or self.teacher_images:
-            raise ValueError(
-                f"parallel.context: got {count}, but the data has images, whose features cannot be split by columns: "
-                "expected 1"
-            )
         columns, whole = self.select(self._numbers_BS().chunk(count, 1)[number]), self.with_lengths()
         return replace(columns, lengths=whole.lengths, teacher_lengths=whole.teacher_lengths)
 

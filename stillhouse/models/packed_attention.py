@@ -75,7 +75,9 @@ class PackedAttention:
         """Use other functions, which are registered under new names. names: by the names of `names`."""
         reads_lengths = self.reads_lengths
         self.usual, self.of_lengths = names[self.usual], names.get(self.of_lengths, self.of_lengths)
-        self._model.set_attn_implementation(self.of_lengths if reads_lengths else self.usual)
+        name, part = self.of_lengths if reads_lengths else self.usual, varlen.text_part(self._model.config)
+        # the attention of a vision tower stays as it is
+        self._model.set_attn_implementation(name if part is None else {"": name, part: name})
 
     @contextmanager
     def without_lengths(self) -> Iterator[None]:

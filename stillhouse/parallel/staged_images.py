@@ -1,9 +1,10 @@
-"""Runs documents with images through a model whose layers are in the stages of a pipeline, to prove it.
+"""Runs documents with images through a model whose layers or sequences are distributed, to prove it.
 
-No process has the whole model. But the first stage runs the code of the whole backbone with the images, so it knows
-with which arguments the plain model calls each layer: positions of several axes, or masks for the images. For a
-document alone, the later stages run their layers with these arguments in place of those that they compute themselves.
-The result is that of the plain model. Packed documents run through the pipeline as in training.
+Under context parallelism, every process runs the documents alone without it. In a pipeline, no process has the whole
+model. But the first stage runs the code of the whole backbone with the images, so it knows with which arguments the
+plain model calls each layer: positions of several axes, or masks for the images. For a document alone, the later
+stages run their layers with these arguments in place of those that they compute themselves. The result is that of the
+plain model. Packed documents run under the layout, as in training.
 
 S tokens of a document, B rows, D width.
 """
@@ -30,6 +31,7 @@ from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.model_checks import describe
 from stillhouse.models.model_parts import layer_list
 from stillhouse.objective import TEACHER, Signals
+from stillhouse.parallel.apply.context_parallel import whole_sequences
 from stillhouse.parallel.backbone_cut import AbsentLayer
 from stillhouse.parallel.pair import IN_STAGE, model_inputs
 from stillhouse.parallel.ranks import Ranks
@@ -42,6 +44,8 @@ _HIDDEN, _ARGUMENTS = "hidden", "arguments"
 class StagedModel:
     """The student, or the teacher in its stages, as a model for `prove_image_model`.
 
+    The layout has several stages or several context ranks.
+
     stages: its parts on this process, by the numbers of their stages.
     precision: the dtype of its matrix products; None: that of its weights.
     """
@@ -51,7 +55,8 @@ class StagedModel:
     ):
         self.stages, self.precision = stages, precision
         self._runner, self._forward = runner, ProbeForward(runner, signals)
-        self._pipeline = Ranks(runner.mesh.group("pipeline"), runner.device)
+        self._pipeline = runner.mesh.group("pipeline")
+        self._context = runner.mesh.group("context")
 
     @property
     def decoders(self) -> Sequence[Decoder]:
@@ -69,20 +74,23 @@ class StagedModel:
             with self._raised():
                 if (decoder := self.stages.get(number)) is not None:
                     hidden_1SD = tensors.get(_HIDDEN)
-                    if hidden_1SD is None:
-                        result = _first_stage(decoder, document, self._runner.layout.stages)
-                    else:
-                        result = {_HIDDEN: _later_stage(decoder, hidden_1SD, arguments)}
+                    with whole_sequences(decoder, self._context):
+                        if hidden_1SD is None:
+                            result = _first_stage(decoder, document, self._runner.layout.stages)
+                        else:
+                            result = {_HIDDEN: _later_stage(decoder, hidden_1SD, arguments)}
                     content = save({name: tensor.cpu().contiguous() for name, tensor in result.items()})
-            content = next(filter(None, self._pipeline.exchange(content)))
+            if self._pipeline is not None:
+                content = next(filter(None, Ranks(self._pipeline, self._runner.device).exchange(content)))
             tensors = {name: tensor.to(self._runner.device) for name, tensor in load(content).items()}
             if number == 0:
                 arguments = _decoded(tensors)
         return tensors[_HIDDEN][0]
 
     def packed(self, documents: PackedDocuments, images: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the hidden states [B, S, D] after the pipeline; None on processes without the last stage."""
-        count = documents.is_padding_BS.numel()
+        """Return the hidden states [B, S, D] under the layout; None on processes without the last stage."""
+        count, (rows, columns) = documents.is_padding_BS.numel(), documents.is_padding_BS.shape
+        context = self._runner.layout.degrees.context
         micro_batch = MicroBatch(
             inputs=documents.inputs,
             labels_T=torch.full((count,), NO_LABEL),
@@ -90,7 +98,9 @@ class StagedModel:
             document_T=-documents.is_padding_BS.flatten().long(),
             valid_index=torch.zeros(0, dtype=torch.int64),
             images=images,
-        ).to(self._runner.device)
+        )
+        padded = micro_batch.padded(rows, -(-columns // context) * context)
+        micro_batch = padded.part(self._runner.mesh.coordinate("context"), context).to(self._runner.device)
         with self._raised():  # the other stages would wait for a first stage that raises an error in the pipeline
             if (first := self.stages.get(0)) is not None:
                 with packing_errors(first):
@@ -105,7 +115,7 @@ class StagedModel:
 
 
 def staged_models(runner: Runner) -> Iterator[tuple[str, StagedModel]]:
-    """Yield the student of a pipeline, then the teacher if its layers are in the stages. A collective."""
+    """Yield the student of a runner, then the teacher if its layers are in the student's stages. A collective."""
     students = {number: pair.student for number, pair in runner.pairs.items()}
     yield "student", StagedModel(runner, students, {}, probe_precision(runner))
     teachers = {number: pair.teacher for number, pair in runner.pairs.items() if pair.teacher is not None}

@@ -33,12 +33,14 @@ def require_image_layout(setup: RunSetup, image_inputs: ImageInputs) -> None:
     """
     for section in setup.own_layouts:
         raise ConfigError(f"{section}.parallel", _EXPECTED.format("null"))
-    if image_inputs.teachers and setup.layout.stages > 1:
-        raise ConfigError(
-            "parallel.pipeline",
-            "the data has images, and a teacher has other tokens of images than the student, or none: expected 1, or "
-            "teachers with the student's processor of images",
-        )
+    degrees = setup.layout.degrees
+    for axis in ("pipeline", "context"):
+        if image_inputs.teachers and getattr(degrees, axis) > 1:
+            raise ConfigError(
+                f"parallel.{axis}",
+                "the data has images, and a teacher has other tokens of images than the student, or none: expected "
+                "1, or teachers with the student's processor of images",
+            )
     if image_inputs.teachers and setup.config.objective.hidden:
         raise ConfigError(
             "objective.hidden",
@@ -66,18 +68,20 @@ def with_images_proven(
 
     stores: the signal stores, by the keys of the teachers' sections
 
-    A collective of all processes. Without images, this returns the same data. Raises ConfigError for a pipeline with
-    teachers outside of its stages, and ProofError, naming the model, for a model that does not read images exactly,
-    or that has the student's processor and other positions.
+    A collective of all processes. Without images, this returns the same data. Raises ConfigError for a pipeline or
+    context parallelism with teachers outside of the student's layout, and ProofError, naming the model, for a model
+    that does not read images exactly, or that has the student's processor and other positions.
     """
     if (inputs := data.train.image_inputs) is None:
         return data
     student = engine.student
-    if student.layout.stages > 1 and source.decoders:
-        raise ConfigError(
-            "parallel.pipeline",
-            _EXPECTED.format("1, or one teacher in the student's stages, in a cache or on a server"),
-        )
+    degrees = student.layout.degrees
+    for axis in ("pipeline", "context"):
+        if getattr(degrees, axis) > 1 and source.decoders:
+            raise ConfigError(
+                f"parallel.{axis}",
+                _EXPECTED.format("1, or one teacher in the student's layout, in a cache or on a server"),
+            )
     documents = inputs.processor.example_documents()
     positions = [document_positions(student.decoders[0], document) for document in documents]
     teachers = dict(inputs.teachers)
@@ -116,7 +120,7 @@ def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, ImageMo
     """Yield names and models of the student and of its teachers in this job."""
     runner = engine.student
     assert isinstance(runner, Runner), "images under another engine than torch's"
-    if runner.layout.stages > 1:
+    if runner.layout.degrees.pipeline > 1 or runner.layout.degrees.context > 1:
         yield from staged_models(runner)
         return
     yield "student", WholeModel(runner.decoders[0], probe_precision(runner))

@@ -166,8 +166,8 @@ def require_image_support(config: RunConfig) -> None:
         )
     if config.parallel.engine != "torch":
         raise ConfigError("parallel.engine", expected.format("torch"))
-    if config.parallel.context > 1:
-        raise ConfigError("parallel.context", expected.format("1"))
+    if config.parallel.context > 1 and config.rollout is not None:
+        raise ConfigError("parallel.context", expected.format("1 with a rollout"))
     for section, teacher in config.teacher_sections.items():
         if teacher.cross_tokenizer is not None:
             raise ConfigError(f"{section}.cross_tokenizer", expected.format("null"))

@@ -1,4 +1,4 @@
-"""Vision-language models in a pipeline: losses and gradients are those of one process, and what is refused.
+"""Vision-language models in a pipeline and under context parallelism: the gradients of one process, and refusals.
 
 B rows, S tokens per row, D width.
 """
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 from kit import slow
-from kit.image_documents import Document, documents_of, joined_images, model_of, packed
+from kit.image_documents import Document, Packed, documents_of, joined_images, model_of, packed
 from kit.image_models import FAMILIES
 from kit.image_runs import SETTINGS, write_image_run
 from kit.layout_runs import assert_same_model, assert_same_weights, distill
@@ -34,10 +34,10 @@ from stillhouse.parallel.staged_images import staged_models
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.parity import relative_difference
 
-TWO_STAGES = Layout(Degrees(pipeline=2))
+TWO_STAGES, CONTEXT = Layout(Degrees(pipeline=2)), Layout(Degrees(context=2))
 PARTS = [LANGUAGE, PROJECTOR, VISION]
 #: the documents of each row of each micro-batch; only the first two have images
-ROWS = (((0, 1), (2,)), ((3, 2),), ((2,), (2,)))
+ROWS = (((0, 1), (2,)), ((2, 3),), ((2,), (2,)))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def built(case: Case, layout: Layout, mesh: Any, documents: list[Document]) -> R
 
 
 def prove(runner: Runner, documents: list[Document]) -> None:
-    if runner.layout.stages > 1:
+    if runner.ranks.size > 1:
         for _, model in staged_models(runner):
             agreed = partial(runner.ranks.all_raise, PackingError, ProofError)
             prove_image_model(model, documents, joined_images, agreed)
@@ -84,8 +84,11 @@ def prove(runner: Runner, documents: list[Document]) -> None:
 
 
 def micro_batches(decoder: Decoder, documents: list[Document]) -> Iterator[MicroBatch]:
+    """The middle of micro-batches with images, at which context ranks cut them, is within an image."""
     for of_rows in ROWS:
-        batch = packed(decoder, [[documents[number] for number in row] for row in of_rows])
+        rows = [[documents[number] for number in row] for row in of_rows]
+        batches = (packed(decoder, rows, padding) for padding in range(3, 99))
+        batch = next(batch for batch in batches if not batch.arguments["images"] or is_cut_in_image(decoder, batch))
         arguments = dict(batch.arguments)
         is_padding_BS, images = arguments.pop("is_padding"), arguments.pop("images")
         labels_T = batch.labels_BS.flatten()
@@ -97,6 +100,12 @@ def micro_batches(decoder: Decoder, documents: list[Document]) -> Iterator[Micro
             valid_index=(labels_T >= 0).nonzero()[:, 0],
             images=images,
         )
+
+
+def is_cut_in_image(decoder: Decoder, batch: Packed) -> bool:
+    is_image_BS = batch.arguments["input_ids"] == decoder.config.image_token_id
+    middle = (is_image_BS.shape[1] + 1) // 2
+    return bool(is_image_BS[:, middle - 1 : middle + 1].all(1).any())
 
 
 def step_of(runner: Runner, documents: list[Document]) -> tuple[float, float, dict[str, Tensor]]:
@@ -138,10 +147,12 @@ def compare(rank: Rank, case: Case) -> tuple[float, float, dict[str, float], set
         slow(Case("qwen3_vl", Layout(Degrees(pipeline=2), "zbv"), layers=4)),
         slow(Case("idefics3", Layout(Degrees(pipeline=2), "1f1b_ahead"))),
         slow(Case("internvl", with_images=False)),
+        *(slow(Case(family, CONTEXT)) for family in ("qwen3_vl", "idefics3", "internvl", "llava_onevision")),
+        slow(Case("qwen3_vl", CONTEXT, with_images=False)),
     ],
     ids=str,
 )
-def test_a_pipeline_has_the_gradients_of_one_process(case: Case) -> None:
+def test_two_processes_have_the_gradients_of_one(case: Case) -> None:
     answers = shared_pool(2).call(compare, case, limit=120.0)
     names = set().union(*(differences for _, _, differences, _ in answers))
     for evaluated, loss, differences, expected in answers:
