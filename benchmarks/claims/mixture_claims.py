@@ -99,12 +99,12 @@ def token_selection(runs: SeedRuns) -> Figures:
         "student.model": str(runs.model(BEGINNER)),
         "teacher.model": str(runs.model(TEACHER)),
         "data.train": str(runs.problems(REVERSAL)),
-        "train.learning_rate": 5e-4,
+        "train.learning_rate": 1e-3,
     }
     gates = {ALL: {}} | {f"20 % by {by}": {"objective.token_gate": {"keep": 0.2, "by": by}} for by in GATES}
     figures: dict[str, dict[str, float]] = {}
     for name, gate in gates.items():
-        sizes = {"steps": 30, "rows": 64, "max_tokens": MAX_TOKENS[REVERSAL]}
+        sizes = {"steps": 80, "rows": 64, "max_tokens": MAX_TOKENS[REVERSAL]}
         before, after = runs.run(name.replace(" %", ""), [REVERSAL], settings | gate, **sizes)
         figures[START] = {EXACT: before["exact_match/reversal"]}
         figures[name] = {EXACT: after["exact_match/reversal"]}

@@ -93,14 +93,14 @@ def one_prompt(runs: SeedRuns) -> Figures:
     settings = {
         "student.model": str(runs.model(BEGINNER)),
         "teacher.model": str(runs.model(TEACHER)),
-        "train.learning_rate": 5e-4,
+        "train.learning_rate": 1e-3,
     }
     ways = {MANY: (64, 1, 0), "8 prompts, 8 samples of each": (8, 8, 8), ONE: (1, 64, 1)}
     figures: dict[str, dict[str, float]] = {}
     for name, (prompts, samples, different) in ways.items():
         data = runs.problems(REVERSAL, different, only_length=5) if different else runs.problems(REVERSAL)
         run = settings | rollout(REVERSAL, prompts, samples) | {"data.train": str(data)}
-        sizes = {"steps": 30, "rows": prompts * samples, "max_tokens": MAX_TOKENS[REVERSAL]}
+        sizes = {"steps": 80, "rows": prompts * samples, "max_tokens": MAX_TOKENS[REVERSAL]}
         before, after = runs.run(name, [REVERSAL], run, **sizes)
         figures[START] = {EXACT: before["exact_match/reversal"]}
         figures[name] = {EXACT: after["exact_match/reversal"]}
