@@ -158,11 +158,6 @@ def surviving_lost_reader() -> Iterator[None]:
             raise
 
 
-def handles_signals() -> bool:
-    """Whether `handling` is active in this process, so that no signal raises KeyboardInterrupt."""
-    return _listener is not None
-
-
 def requested() -> int:
     """The number of the signal that this process has received; 0 if there was none, or without `handling`."""
     return 0 if _listener is None else _listener.received()

@@ -133,6 +133,13 @@ RULES: tuple[Rule, ...] = (
     needs("rollout.weights", "rollout.url"),
     excludes("rollout.weights", "rollout.writer=teacher", because="only the student's weights change"),
     needs("rollout.max_turns", "rollout.environment"),
+    needs("rollout.workers", "rollout.reward", "rollout.environment"),
+    excludes(
+        "rollout.worker_timeout", "rollout.workers=0", expected="60, or rollout.workers", because="it limits them"
+    ),
+    excludes(
+        "rollout.worker_memory", "rollout.workers=0", expected="null, or rollout.workers", because="it limits them"
+    ),
     needs("rollout.advantage", "rollout.reward"),
     needs("rollout.deviation", "rollout.reward"),
     excludes("rollout.deviation", "rollout.advantage=centered", because="only normalized divides by it"),

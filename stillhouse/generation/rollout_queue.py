@@ -63,9 +63,12 @@ class RolloutQueue:
                 if number not in samples and number not in under_way
             ]
         )
-        # an engine in this process has already generated all of them
-        while finished := self.generator.finished(0.0):
+        # an engine in this process has already generated all of them; samples with several turns get the others now,
+        # before its weights change
+        while (finished := self.generator.finished(self._patience)) or self.generator.is_open_in_job:
             self._keep(finished)
+            if not finished:
+                self._alive()
 
     def has_requested(self, step: int) -> bool:
         """Whether all samples of this step are finished or under way."""
@@ -81,18 +84,31 @@ class RolloutQueue:
             self._alive()
             self._keep(self.generator.finished(_TICK))
 
+    @property
+    def _patience(self) -> float:
+        return _TICK if self.generator.is_open_in_job else 0.0
+
     def is_ready(self, step: int) -> bool:
-        """Whether all groups on which this step trains are finished; does not wait."""
+        """Whether all groups on which this step trains are finished, with their rewards; does not wait."""
         self._keep(self.generator.finished(0.0))
-        return self._is_ready(step)
+        return self._is_ready(step) and all(
+            self.generator.has_reward(sample)
+            for group in self._chosen(step)
+            for sample in self._samples[group].values()
+        )
 
     def take(self, step: int) -> list[Sample]:
         """Wait for the samples on which a step trains; returns them in the order of their numbers, with advantages.
+
+        The choice of the samples does not depend on how long their rewards take.
 
         Until `trained` is called for this step, checkpoints still contain these samples.
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
+        for samples in (self._samples[group] for group in groups):
+            for number, sample in sorted(samples.items()):
+                samples[number] = self.generator.rewarded(sample, self._alive)
         times = [self.generator.times.pop(number, None) for group in groups for number in self._samples[group]]
         known = [seconds for seconds in times if seconds is not None]  # a checkpoint does not store the times
         self.taken_times = (
@@ -116,12 +132,18 @@ class RolloutQueue:
         self._trained = {group for group in out_of_turn if before is not None and group > before}
 
     def state(self) -> QueueState:
-        """The state for a checkpoint. Samples that are still under way are requested again after a resume."""
+        """The state for a checkpoint. After a resume, samples that are still under way are requested again, and so
+        are rewards that are still computed.
+        """
         self._keep(self.generator.salvage())
         groups = dict(self._samples)
         for taken in self._taken.values():
             groups |= taken
-        samples = [sample for group in sorted(groups) for sample in groups[group].values()]
+        samples = [
+            self.generator.with_present_reward(sample)
+            for group in sorted(groups)
+            for sample in groups[group].values()
+        ]
         return QueueState(samples, dict(self._requested_at), sorted(self._trained))
 
     def restore(self, state: QueueState, step: int) -> None:

@@ -122,10 +122,8 @@ def _problem(sample: Sample, generator: SampleGenerator, vocabulary: int, versio
             f"has tokens of versions {oldest} to {newest}: expected versions {versions.start} to "
             f"{versions.stop - 1}, in this order"
         )
-    if (sample.reward is None) != (generator.reward is None):
-        return (
-            f"has the reward {sample.reward}: this run has {'no' if generator.reward is None else 'a'} rollout.reward"
-        )
+    if sample.reward is not None and generator.reward is None:
+        return f"has the reward {sample.reward}: this run has no rollout.reward"
     if sample.reward is not None and not math.isfinite(sample.reward):
         return f"has the reward {sample.reward}: expected a finite number"
     return ""

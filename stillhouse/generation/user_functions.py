@@ -1,104 +1,35 @@
-"""The user's own functions: rewards for completions, environments that reply to them, and evaluations.
+"""The user's functions that the configuration names: how they are loaded, and where rewards and environments run."""
 
-These functions may do anything. An exception of a function, also SystemExit, is converted to an error that names the
-function and its call, with the traceback of the function's own frames. A signal ends a function that does not return
-(`preemption.interruptible`). A function gets a copy of the record. If it could change the record, later calls would
-depend on earlier calls, and a resumed run could not repeat them.
-"""
-
-import copy
-import importlib
-import inspect
-import math
-import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
-from types import ModuleType, TracebackType
+from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-import torch
-
-from stillhouse import preemption
 from stillhouse.config import EvalConfig, RolloutConfig, as_config_error
 from stillhouse.config.section import function_hint
-from stillhouse.display import escaped
-from stillhouse.preemption import OverdueError, interruptible
+from stillhouse.user_code.functions import (
+    CALLBACKS,
+    ENVIRONMENT,
+    EVAL_REWARD,
+    REWARD,
+    UserFunction,
+    checked_call,
+    load_function,
+)
+from stillhouse.user_code.worker_pool import WorkerPool
 
-CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
-EVAL_REWARD = "eval.prompts.reward"
-_OF_COMPLETIONS = ("prompt", "completion", "record")
-#: the parameters of the functions, by configuration key. prompt: the text that the model has continued;
-#: completion: the text of the completion without special tokens; record: the full record of the data. A reward
-#: returns a number. An environment returns the text that follows the completion, or None at the end. context:
-#: `EvaluationContext`
-_ARGUMENTS = {
-    CALLBACKS: ("context",),
-    REWARD: _OF_COMPLETIONS,
-    ENVIRONMENT: _OF_COMPLETIONS,
-    EVAL_REWARD: _OF_COMPLETIONS,
-}
-#: how many frames of a traceback an error shows: from its beginning and from its end
-_FIRST, _LAST = 2, 6
-#: the maximum number of characters shown of a completion, and of the message of a function's error
-_SHOWN, _WIDTH = 80, 400
-#: the files whose frames precede the user's frames in a traceback
-_IMPORT = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
-_OWN = (__file__, preemption.__file__, *_IMPORT)
+#: computes something about a completion: called as call(prompt, completion, record, source). The future raises
+#: ValueError for a call that fails. source: `file:line` of the record
+CompletionCall = Callable[[str, str, Mapping[str, Any], str], Future[Any]]
 
 
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:  # the working directory was removed
-        return os.curdir
-
-
-#: settings of the process that a function must not change: for each setting, how to read it and how to set it
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-    "the working directory": (_folder, os.chdir),
-    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "whether torch records gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
-}
-
-
-@dataclass(frozen=True)
-class UserFunction:
-    """A function of the user. key: the configuration key that names it. path: `package.module:function`."""
-
-    key: str
-    path: str
-    function: Callable[..., Any]
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.path}"
-
-    def __call__(self, *arguments: Any, about: str = "") -> Any:
-        """Call the function. about: a text that error messages add, such as the completion.
-
-        Raises ValueError if the function raises an exception or changes settings of the process. Raises OverdueError
-        if it does not return after a signal.
-        """
-        before = {name: read() for name, (read, _) in _SETTINGS.items()}
-        try:
-            with _ForeignCode(str(self), about):
-                value = interruptible(str(self), partial(self.function, *arguments))
-        finally:
-            changed = [name for name, (read, _) in _SETTINGS.items() if read() != before[name]]
-            for name in changed:
-                _SETTINGS[name][1](before[name])
-        if changed:
-            changes = " and ".join(changed)
-            raise ValueError(f"{self} changes {changes}{about}: expected a function that restores what it changes")
-        return value
+def user_function(key: str, path: str) -> UserFunction:
+    """Import a function (see `load_function`). Raises ConfigError if it cannot be used."""
+    with as_config_error(key):
+        return load_function(key, path, function_hint(path))
 
 
 def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> None:
-    """Raise ConfigError if a function that these sections name cannot be used (see `user_function`)."""
+    """Raise ConfigError if a function that these sections name cannot be used (see `load_function`)."""
     paths: list[tuple[str, str | None]] = [(CALLBACKS, path) for path in evaluation.callbacks]
     if evaluation.prompts is not None:
         paths.append((EVAL_REWARD, evaluation.prompts.reward))
@@ -109,167 +40,50 @@ def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> 
             user_function(key, path)
 
 
-def user_function(key: str, path: str) -> UserFunction:
-    """Import the function `package.module:function`, also from modules in the working directory.
+class CompletionCalls:
+    """The reward and the environment of a run's completions: where they run, and their calls.
 
-    Raises ConfigError if there is no such module or function, if the module cannot be imported, or if the function
-    does not accept the arguments of its kind (`_ARGUMENTS`).
-    """
-    with as_config_error(key):
-        return UserFunction(key, path, _function(path, _ARGUMENTS[key]))
-
-
-def _function(path: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
-    module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    with _ForeignCode(f"got {path!r}, but importing {module_name}"):
-        module = _imported(module_name)
-    if module is None:
-        raise ValueError(
-            f"got {path!r}, but there is no module {module_name!r}: expected one that is installed, or in the "
-            f"working directory{function_hint(path)}"
-        )
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"got {path!r}, but {module_name} has no function {name!r}")
-    _require_parameters(path, function, parameters)
-    return function
-
-
-def checked_reward(
-    reward: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
-) -> float:
-    """The reward of a completion. Raises ValueError if it is not finite. source: `file:line` of the record."""
-    about = _about(completion, source)
-    value = reward(prompt, completion, _copied(record, source), about=about)
-    number = finite_number(value)
-    if number is None:
-        raise ValueError(f"{reward} gives {shown(value)}{about}: expected a finite number")
-    return number
-
-
-def checked_reply(
-    environment: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
-) -> str | None:
-    """The environment's reply to a completion. Raises ValueError unless the reply is a text or None."""
-    about = _about(completion, source)
-    value = environment(prompt, completion, _copied(record, source), about=about)
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise ValueError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
-    reply = str.__str__(value)  # a subclass may have methods of its own
-    try:
-        reply.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{environment} gives a text with half of a surrogate pair at character {error.start + 1}{about}: "
-            "expected text that UTF-8 can represent"
-        ) from error
-    return reply
-
-
-def finite_number(value: Any) -> float | None:
-    """A function's result as a float; None if the result is not a number or not finite.
-
-    numpy scalars are accepted, too. Overridden methods of subclasses of int and float are not called.
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if not isinstance(value, int | float):
-        return None
-    try:
-        number = float.__float__(value) if isinstance(value, float) else int.__float__(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def shown(value: Any) -> str:
-    """A function's result for an error message: only its type, if its repr may be long or may raise an exception."""
-    if isinstance(value, str):
-        return repr(str.__str__(value)[:_SHOWN])
-    if isinstance(value, bool):
-        return repr(value)
-    if isinstance(value, float):
-        return float.__repr__(value)
-    if isinstance(value, int):
-        bits = int.bit_length(value)
-        return int.__repr__(value) if bits <= 64 else f"an integer of {bits:,} bits"
-    return type(value).__name__
-
-
-def _copied(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    try:
-        return copy.deepcopy(record)
-    except RecursionError as error:
-        raise ValueError(f"{source}: the record is nested too deeply to be copied for a function") from error
-
-
-def _about(completion: str, source: str) -> str:
-    return f" for the completion {completion[:_SHOWN]!r} of {source}"
-
-
-def _imported(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but another module that it imports does not
-        return None
-
-
-class _ForeignCode(AbstractContextManager[object]):
-    """Convert exceptions of the block to ValueError, except OverdueError and Ctrl-C. SystemExit is converted, too:
-    exit code 0 would mean a complete run. what, about: the text before and after the exception in the message.
+    With `rollout.workers`, they run in processes of their own, many calls at once. Otherwise they run in this
+    process, in the thread that calls them, and their futures are done at once.
     """
 
-    def __init__(self, what: str, about: str = ""):
-        self._what, self._about = what, about
+    def __init__(self, rollout: RolloutConfig):
+        paths = {REWARD: rollout.reward, ENVIRONMENT: rollout.environment}
+        functions = {key: user_function(key, path) for key, path in paths.items() if path is not None}
+        self.pool: WorkerPool | None = None
+        if rollout.workers and functions:
+            self.pool = WorkerPool(
+                [(key, function.path) for key, function in functions.items()],
+                rollout.workers,
+                seconds=rollout.worker_timeout,
+                memory_gib=rollout.worker_memory,
+            )
+        self.reward, self.environment = (self._call(functions.get(key)) for key in (REWARD, ENVIRONMENT))
 
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, OverdueError) and not _is_ctrl_c(error):
-            message = f"{self._what} raises {_in_words(error)}{self._about}{_frames(error.__traceback__)}"
-            raise ValueError(message) from error
+    @property
+    def run_elsewhere(self) -> bool:
+        """Whether the calls may be made from any thread, because they only start something elsewhere."""
+        return self.pool is not None
 
+    def close(self) -> None:
+        """End the worker processes; calls under way never end."""
+        if self.pool is not None:
+            self.pool.close()
 
-def _is_ctrl_c(error: BaseException) -> bool:
-    """Whether the error is Ctrl-C in a program that uses the library. In the command line, a signal handler of ours
-    catches Ctrl-C and raises nothing, so there a KeyboardInterrupt comes from the function.
-    """
-    return isinstance(error, KeyboardInterrupt) and not preemption.handles_signals()
-
-
-def _require_parameters(path: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
-    try:
-        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may change the arguments
-    except (ValueError, TypeError):  # some built-in functions have no signature
-        return
-    try:
-        signature.bind(*parameters)
-    except TypeError as error:
-        raise ValueError(
-            f"got {path!r}, which takes {signature}: expected a function({', '.join(parameters)})"
-        ) from error
-
-
-def _in_words(error: BaseException) -> str:
-    """The type of an error and the first line of its message, cut at `_WIDTH` characters."""
-    message = str(traceback.TracebackException(type(error), error, None))
-    first = escaped(message.strip().partition("\n")[0])
-    shown = first if len(first) <= _WIDTH else f"{first[: _WIDTH - 3]}..."
-    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+    def _call(self, function: UserFunction | None) -> CompletionCall | None:
+        if function is None:
+            return None
+        if self.pool is not None:
+            return self.pool.caller(function.key)
+        return called_here(function)
 
 
-def _frames(trace: TracebackType | None) -> str:
-    """The user's frames of a traceback, as lines to follow the message."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
-        trace = trace.tb_next
-    # without column numbers: they would add lines with markers
-    frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in traceback.extract_tb(trace)]
-    entries = traceback.StackSummary.from_list(frames).format()  # repeated frames become one entry
-    if len(entries) > _FIRST + _LAST:
-        left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
-        entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
-    return "".join(["\n", *entries]).rstrip()
+def called_here(function: UserFunction) -> CompletionCall:
+    """Return a call that runs the function at once, in the calling thread. Errors are raised by the call itself."""
+
+    def call(prompt: str, completion: str, record: Mapping[str, Any], source: str) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(checked_call(function, prompt, completion, record, source))
+        return future
+
+    return call

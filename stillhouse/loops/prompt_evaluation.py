@@ -13,7 +13,7 @@ from stillhouse.config import EvalPromptsConfig, as_config_error
 from stillhouse.data import Documents, LoadOptions, load_documents
 from stillhouse.generation import GenerationRequest, Sample, Sampling, TargetRules, step_documents
 from stillhouse.generation.rollout_engines import InJobEngine
-from stillhouse.generation.user_functions import EVAL_REWARD, checked_reward, user_function
+from stillhouse.generation.user_functions import user_function
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.rollouts import StepPacker
 from stillhouse.loops.session_objects import Session
@@ -21,6 +21,7 @@ from stillhouse.loops.step_metrics import means
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.parallel import ShardedMicroBatches, watchdog
 from stillhouse.preemption import OverdueError
+from stillhouse.user_code.functions import EVAL_REWARD, checked_reward
 
 
 class PromptEvaluation:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from stillhouse.generation import (
 from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
-from stillhouse.generation.user_functions import ENVIRONMENT, REWARD, user_function
+from stillhouse.generation.user_functions import CompletionCalls
 from stillhouse.loops.completion_engine import open_engine
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
@@ -49,8 +50,8 @@ WAIT_FOR_COMPLETIONS = "wait for completions"
 class Rollouts:
     """The samples of each step, on all ranks. Rank 0 has the `queue`; the other ranks get the samples from rank 0.
 
-    Rewards and environments run only on rank 0. An engine in this job generates on all ranks together: the other
-    ranks get the requests of rank 0.
+    Rewards and environments run only on rank 0, or in worker processes beside it. An engine in this job generates on
+    all ranks together: the other ranks get the requests of rank 0.
     """
 
     def __init__(self, session: Session, folder: RunFolder):
@@ -60,6 +61,7 @@ class Rollouts:
         self._packer = StepPacker(session.train, session.train_config.micro_batch_tokens, session.by_length)
         self.queue: RolloutQueue | None = None
         self.engine: RolloutEngine | None = None
+        self.calls: CompletionCalls | None = None
         #: the run's identity in published weights, and their folder; runs that share rollout.weights have subfolders
         self.run, self.weights = "", folder.path / "weights"
         if self.config.urls and self.config.writer == "student":
@@ -70,6 +72,7 @@ class Rollouts:
         if is_first():
             assert self.engine is not None
             processor = session.image_processor
+            self.calls = CompletionCalls(self.config)
             self.queue = make_queue(
                 self.config,
                 self.schedule,
@@ -77,6 +80,7 @@ class Rollouts:
                 prompts,
                 self.plan,
                 session.tokenizer,
+                self.calls,
                 placeholders=[] if processor is None else processor.placeholder_ids,
             )
 
@@ -148,6 +152,9 @@ class Rollouts:
         return self.session.shard(self._packer.micro_batches(documents, layout.degrees.data * layout.stages))
 
     def close(self) -> None:
+        """End the requests that are under way, and the processes of rewards and environments."""
+        if self.calls is not None:
+            self.calls.close()
         if self.engine is not None:
             self.engine.close()
 
@@ -221,9 +228,10 @@ class Rollouts:
 
 def first_rollouts(session: Session, folder: RunFolder) -> ShardedMicroBatches:
     """Return the micro-batches of a run's first step, with completions generated in this job. Saves nothing."""
-    rollouts, timeline = Rollouts(session, folder), Timeline(time.monotonic)
-    rollouts.ask(0, timeline)
-    return rollouts.micro_batches(0, rollouts.take(0, timeline))
+    timeline = Timeline(time.monotonic)
+    with closing(Rollouts(session, folder)) as rollouts:
+        rollouts.ask(0, timeline)
+        return rollouts.micro_batches(0, rollouts.take(0, timeline))
 
 
 class _ServerWatch(SignalWatch):
@@ -244,18 +252,20 @@ def make_queue(
     prompts: Documents,
     plan: PromptPlan,
     tokenizer: PreTrainedTokenizerBase,
+    calls: CompletionCalls,
     *,
     placeholders: Sequence[int] = (),
 ) -> RolloutQueue:
-    """Return the queue. Raises ConfigError for a reward or an environment that cannot be loaded."""
+    """Return the queue of samples, whose rewards and replies come from `calls`."""
     generator = SampleGenerator(
         engine,
         prompts,
         plan,
         tokenizer,
         rollout.max_new_tokens,
-        reward=None if rollout.reward is None else user_function(REWARD, rollout.reward),
-        environment=None if rollout.environment is None else user_function(ENVIRONMENT, rollout.environment),
+        reward=calls.reward,
+        environment=calls.environment,
+        calls_from_any_thread=calls.run_elsewhere,
         max_turns=rollout.max_turns if rollout.environment is not None else 1,
         placeholders=placeholders,
     )

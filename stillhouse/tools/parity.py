@@ -11,6 +11,7 @@ so both models and the student's gradients must fit into one process.
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from stillhouse.engine.engine import Engine
 from stillhouse.generation import PromptPlan, step_documents
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
+from stillhouse.generation.user_functions import CompletionCalls
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
 from stillhouse.models import eos_ids
@@ -168,9 +170,10 @@ def _generated(
     )
     plan = PromptPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, seed)
     schedule = RolloutSchedule.of(rollout, steps=1)
-    queue = make_queue(rollout, schedule, InJobEngine(generator), prompts, plan, data.tokenizer)
-    queue.ask(0)
-    documents = step_documents(prompts, queue.take(0), target_rules(rollout))
+    with closing(CompletionCalls(rollout)) as calls:
+        queue = make_queue(rollout, schedule, InJobEngine(generator), prompts, plan, data.tokenizer, calls)
+        queue.ask(0)
+        documents = step_documents(prompts, queue.take(0), target_rules(rollout))
     return packer.micro_batches(documents, parts=sequences)
 
 

@@ -4,11 +4,11 @@
 
 At a random moment the trainer, a server that writes completions, the teacher's server or all of them are killed,
 asked to end or stopped for some seconds, or the disk becomes full; or the reward or the environment calls
-`sys.exit(0)`, raises an error, or does not return, and the run is asked to end. Then what has ended is started again
-with the same command. A run whose completions are written in its own process must end bit-equal to an undisturbed
-one. With servers, each sample must have been trained exactly once (`trained_record.py`) and no token may be older
-than the bound; where the schedule determines the completions, the weights are those of the undisturbed run, but for
-rounding.
+`sys.exit(0)`, raises an error, or does not return, and the run is asked to end; or a process of `rollout.workers` is
+killed. Then what has ended is started again with the same command. A run whose completions are written in its own
+process must end bit-equal to an undisturbed one. With servers, each sample must have been trained exactly once
+(`trained_record.py`) and no token may be older than the bound; where the schedule determines the completions, the
+weights are those of the undisturbed run, but for rounding.
 """
 
 import json
@@ -33,6 +33,7 @@ from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks, free_port
 from kit.runs import ROOT, Command, wait_for
 from kit.trained_record import record_trained, trained, wrong_in
+from kit.worker_processes import workers_of
 
 from stillhouse.generation.publish_weights import version_folder
 from stillhouse.generation.published_folder import MANIFEST
@@ -74,6 +75,7 @@ class Setting:
     def faults(self) -> list[str]:
         has_functions = "rollout.reward" in self.more or "rollout.environment" in self.more
         kinds = list(OF_FUNCTIONS) if has_functions else []
+        kinds += ["killed worker"] if "rollout.workers" in self.more else []
         kinds += ["kill", "kill", "terminate", "stop and continue", "full disk"]
         kinds += ["half open"] if self.writer or self.teacher else []
         return possible(kinds + (["damaged weights"] * 2 if self.writer else []))
@@ -88,6 +90,8 @@ SETTINGS = {
     "two_step_off": Setting("two_step_off"),
     "async": Setting("async"),
     "one_step_off, reward": Setting("one_step_off", _REWARD),
+    "one_step_off, reward, workers": Setting("one_step_off", _REWARD | {"rollout.workers": 2}),
+    "async, several turns, workers": Setting("async", _TURNS | _REWARD | {"rollout.workers": 3}),
     "async, several turns": Setting("async", _TURNS),
     "one_step_off, reward, fsdp 2": Setting("one_step_off", _REWARD | {"parallel.fsdp": 2}, processes=2),
     "one_step_off, fsdp 2": Setting("one_step_off", {"parallel.fsdp": 2}, processes=2),
@@ -275,6 +279,18 @@ def misbehaving(case: Case, out: Path, draw: random.Random, *, kind: str) -> tup
     return ranks, where
 
 
+def killed_worker(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
+    """Kill a process in which rewards and environments run; the run itself is not disturbed."""
+    ranks = case.start(out)
+    where = wait_for_moment(case, ranks, out, draw)
+    pid = ranks[0].process.pid
+    assert pid is not None
+    if workers := workers_of(pid):
+        with suppress(ProcessLookupError):
+            os.kill(draw.choice(workers), signal.SIGKILL)
+    return ranks, f"{where}, one of {len(workers)}"
+
+
 def half_open(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
     """Open more connections to a server than it has places for, with nothing or half a header, until the run ends."""
     ranks = case.start(out)
@@ -367,6 +383,7 @@ FAULTS: dict[str, Fault] = OF_FUNCTIONS | {
     "stop and continue": partial(signalled, number=signal.SIGSTOP),
     "full disk": full_disk,
     "half open": half_open,
+    "killed worker": killed_worker,
     "damaged weights": damaged_weights,
 }
 CAMPAIGN = Campaign(prepare, FAULTS, GOOD)

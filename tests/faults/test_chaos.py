@@ -54,7 +54,7 @@ def test_no_fault_is_silent(tmp_path: Path, layout: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
-    ["one_step_off, reward", "one_step_off, fsdp 2", "async, served, teacher served, fsdp 2"],
+    ["one_step_off, reward, workers", "one_step_off, fsdp 2", "async, served, teacher served, fsdp 2"],
 )
 def test_no_sample_is_lost_or_trained_twice(tmp_path: Path, setting: str) -> None:
     faults = [fault for fault in dict.fromkeys(chaos_rollouts.SETTINGS[setting].faults) if fault != "full disk"]

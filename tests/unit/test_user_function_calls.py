@@ -18,7 +18,8 @@ from kit.user_functions import control_c, counts, half, remembers
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation import Completion, PromptPlan, SampleGenerator
 from stillhouse.generation.sample_generator import _Open
-from stillhouse.generation.user_functions import UserFunction, checked_reply, checked_reward, user_function
+from stillhouse.generation.user_functions import called_here, user_function
+from stillhouse.user_code.functions import ENVIRONMENT, UserFunction, checked_reply, checked_reward
 
 
 class OwnFloat(float):
@@ -203,7 +204,7 @@ def test_a_module_that_cannot_be_used(
 )
 def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(text: str) -> None:
     tokenizer = toy_tokenizer()
-    environment = loaded(lambda *_: text)
+    environment = called_here(UserFunction(ENVIRONMENT, "m:f", lambda *_: text))
     generator = SampleGenerator(
         None,  # type: ignore[arg-type]
         prompts(),
@@ -216,7 +217,9 @@ def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(
     turn = Completion(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     sample = _Open(0, 0, [turn], turns=1)
     started = time.monotonic()
-    assert not generator._goes_on(sample)
+    reply = generator._reply_to(sample)
+    assert reply is not None
+    assert not generator._goes_on(sample, reply.result())
     assert time.monotonic() - started < 10
     assert sample.is_cut
     assert sample.parts[1].ids_N.tolist() == tokenize(tokenizer, [text[:20_000]], special=False)[0][:511]

@@ -68,6 +68,14 @@ class RolloutConfig(Section):
     It gives the text that follows, which is not a target, or None at the end. null: one turn."""
     max_turns: int = Field(default=8, ge=1)
     """Turns of the student with an environment."""
+    workers: int = Field(default=0, ge=0, le=1024)
+    """Processes beside rank 0 in which reward and environment run, many completions at once. 0: in the process of
+    rank 0, one completion at a time. The run's results are the same."""
+    worker_timeout: float = Field(default=60.0, gt=0)
+    """Seconds of one call in a worker. A worker that takes longer, ends or runs out of memory is replaced, and the
+    call is repeated once; then the run ends with an error."""
+    worker_memory: float | None = Field(default=None, gt=0)
+    """GiB that a worker may allocate after it has imported the functions (on Linux). null: no limit."""
     writer: Literal["student", "teacher"] = "student"
     """What generates the completions. teacher: the teacher, as for sequence-level distillation (SeqKD): teacher.model
     in this process, or the model that the servers at url have. cross_entropy in objective.loss then counts on

@@ -8,7 +8,6 @@ JSON.
 import gc
 import json
 import os
-import resource
 import signal
 import sys
 import warnings
@@ -17,6 +16,8 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
+
+from stillhouse.memory_limit import limit_memory
 
 
 class LimitError(ValueError):
@@ -106,7 +107,7 @@ def _serve(
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it; the child ends with the parent
-        _limit_memory(memory_bytes)
+        limit_memory(memory_bytes)
         while True:
             request = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -115,18 +116,6 @@ def _serve(
             connection.send_bytes(answer)
     finally:
         os._exit(1)
-
-
-def _limit_memory(more: int) -> None:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            pages = int(statm.read().split()[5])  # data and stack
-    except OSError:
-        return
-    limit = pages * resource.getpagesize() + more
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    if hard == resource.RLIM_INFINITY or limit < hard:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def _placeholder(value: Any) -> str:

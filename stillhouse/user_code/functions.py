@@ -1,0 +1,277 @@
+"""The user's own functions: rewards for completions, environments that reply to them, and evaluations.
+
+These functions may do anything. An exception of a function, also SystemExit, is converted to an error that names the
+function and its call, with the traceback of the function's own frames. A signal ends a function that does not return
+(`preemption.interruptible`). A function gets a copy of the record. If it could change the record, later calls would
+depend on earlier calls, and a resumed run could not repeat them.
+"""
+
+import copy
+import importlib
+import inspect
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType, TracebackType
+from typing import Any
+
+from stillhouse import preemption
+from stillhouse.display import escaped
+from stillhouse.preemption import OverdueError, interruptible
+
+CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
+EVAL_REWARD = "eval.prompts.reward"
+_OF_COMPLETIONS = ("prompt", "completion", "record")
+#: the parameters of the functions, by configuration key. prompt: the text that the model has continued;
+#: completion: the text of the completion without special tokens; record: the full record of the data. A reward
+#: returns a number. An environment returns the text that follows the completion, or None at the end. context:
+#: `EvaluationContext`
+_ARGUMENTS = {
+    CALLBACKS: ("context",),
+    REWARD: _OF_COMPLETIONS,
+    ENVIRONMENT: _OF_COMPLETIONS,
+    EVAL_REWARD: _OF_COMPLETIONS,
+}
+#: how many frames of a traceback an error shows: from its beginning and from its end
+_FIRST, _LAST = 2, 6
+#: the maximum number of characters shown of a completion, and of the message of a function's error
+_SHOWN, _WIDTH = 80, 400
+#: the files whose frames precede the user's frames in a traceback
+_IMPORT = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+_OWN = (__file__, preemption.__file__, *_IMPORT)
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # the working directory was removed
+        return os.curdir
+
+
+def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Settings of the process that a function must not change: for each setting, how to read it and how to set it.
+
+    Those of torch only if something has imported torch; a worker process of its own does not import it.
+    """
+    settings: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        "the working directory": (_folder, os.chdir)
+    }
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "set_grad_enabled"):
+        settings["torch's default dtype"] = (torch.get_default_dtype, torch.set_default_dtype)
+        settings["whether torch records gradients"] = (torch.is_grad_enabled, torch.set_grad_enabled)
+    return settings
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function of the user. key: the configuration key that names it. path: `package.module:function`."""
+
+    key: str
+    path: str
+    function: Callable[..., Any]
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.path}"
+
+    def __call__(self, *arguments: Any, about: str = "") -> Any:
+        """Call the function. about: a text that error messages add, such as the completion.
+
+        Raises ValueError if the function raises an exception or changes settings of the process. Raises OverdueError
+        if it does not return after a signal.
+        """
+        settings = _settings()
+        before = {name: read() for name, (read, _) in settings.items()}
+        try:
+            with _ForeignCode(str(self), about):
+                value = interruptible(str(self), partial(self.function, *arguments))
+        finally:
+            changed = [name for name, (read, _) in settings.items() if read() != before[name]]
+            for name in changed:
+                settings[name][1](before[name])
+        if changed:
+            changes = " and ".join(changed)
+            raise ValueError(f"{self} changes {changes}{about}: expected a function that restores what it changes")
+        return value
+
+
+def load_function(key: str, path: str, hint: str = "") -> UserFunction:
+    """Import the function `package.module:function`, also from modules in the working directory.
+
+    hint: a text that the error adds if there is no such module.
+
+    Raises ValueError if there is no such module or function, if the module cannot be imported, or if the function
+    does not accept the arguments of its kind (`_ARGUMENTS`).
+    """
+    return UserFunction(key, path, _function(path, _ARGUMENTS[key], hint))
+
+
+def _function(path: str, parameters: tuple[str, ...], hint: str) -> Callable[..., Any]:
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    with _ForeignCode(f"got {path!r}, but importing {module_name}"):
+        module = _imported(module_name)
+    if module is None:
+        raise ValueError(
+            f"got {path!r}, but there is no module {module_name!r}: expected one that is installed, or in the "
+            f"working directory{hint}"
+        )
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"got {path!r}, but {module_name} has no function {name!r}")
+    _require_parameters(path, function, parameters)
+    return function
+
+
+def checked_call(
+    function: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
+) -> float | str | None:
+    """Call a reward or an environment; see `checked_reward` and `checked_reply`."""
+    checked = checked_reply if function.key == ENVIRONMENT else checked_reward
+    return checked(function, prompt, completion, record, source)
+
+
+def checked_reward(
+    reward: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
+) -> float:
+    """The reward of a completion. Raises ValueError if it is not finite. source: `file:line` of the record."""
+    about = about_completion(completion, source)
+    value = reward(prompt, completion, _copied(record, source), about=about)
+    number = finite_number(value)
+    if number is None:
+        raise ValueError(f"{reward} gives {shown(value)}{about}: expected a finite number")
+    return number
+
+
+def checked_reply(
+    environment: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
+) -> str | None:
+    """The environment's reply to a completion. Raises ValueError unless the reply is a text or None."""
+    about = about_completion(completion, source)
+    value = environment(prompt, completion, _copied(record, source), about=about)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise ValueError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
+    reply = str.__str__(value)  # a subclass may have methods of its own
+    try:
+        reply.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{environment} gives a text with half of a surrogate pair at character {error.start + 1}{about}: "
+            "expected text that UTF-8 can represent"
+        ) from error
+    return reply
+
+
+def finite_number(value: Any) -> float | None:
+    """A function's result as a float; None if the result is not a number or not finite.
+
+    numpy scalars are accepted, too. Overridden methods of subclasses of int and float are not called.
+    """
+    if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.generic):
+        value = value.item()
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float.__float__(value) if isinstance(value, float) else int.__float__(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: Any) -> str:
+    """A function's result for an error message: only its type, if its repr may be long or may raise an exception."""
+    if isinstance(value, str):
+        return repr(str.__str__(value)[:_SHOWN])
+    if isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, float):
+        return float.__repr__(value)
+    if isinstance(value, int):
+        bits = int.bit_length(value)
+        return int.__repr__(value) if bits <= 64 else f"an integer of {bits:,} bits"
+    return type(value).__name__
+
+
+def _copied(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    try:
+        return copy.deepcopy(record)
+    except RecursionError as error:
+        raise ValueError(f"{source}: the record is nested too deeply to be copied for a function") from error
+
+
+def about_completion(completion: str, source: str) -> str:
+    """The part of an error message that names a completion. source: `file:line` of its record."""
+    return f" for the completion {completion[:_SHOWN]!r} of {source}"
+
+
+def _imported(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module exists, but another module that it imports does not
+        return None
+
+
+class _ForeignCode(AbstractContextManager[object]):
+    """Convert exceptions of the block to ValueError, except OverdueError and Ctrl-C. SystemExit is converted, too:
+    exit code 0 would mean a complete run. what, about: the text before and after the exception in the message.
+    """
+
+    def __init__(self, what: str, about: str = ""):
+        self._what, self._about = what, about
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, OverdueError) and not _is_ctrl_c(error):
+            message = f"{self._what} raises {_in_words(error)}{self._about}{_frames(error.__traceback__)}"
+            raise ValueError(message) from error
+
+
+def _is_ctrl_c(error: BaseException) -> bool:
+    """Whether the error is Ctrl-C in a program that uses the library. In the command line and in worker processes, a
+    signal handler of ours catches Ctrl-C and raises nothing, so there a KeyboardInterrupt comes from the function.
+    """
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _require_parameters(path: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may change the arguments
+    except (ValueError, TypeError):  # some built-in functions have no signature
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise ValueError(
+            f"got {path!r}, which takes {signature}: expected a function({', '.join(parameters)})"
+        ) from error
+
+
+def _in_words(error: BaseException) -> str:
+    """The type of an error and the first line of its message, cut at `_WIDTH` characters."""
+    message = str(traceback.TracebackException(type(error), error, None))
+    first = escaped(message.strip().partition("\n")[0])
+    shown = first if len(first) <= _WIDTH else f"{first[: _WIDTH - 3]}..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+def _frames(trace: TracebackType | None) -> str:
+    """The user's frames of a traceback, as lines to follow the message."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+        trace = trace.tb_next
+    # without column numbers: they would add lines with markers
+    frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in traceback.extract_tb(trace)]
+    entries = traceback.StackSummary.from_list(frames).format()  # repeated frames become one entry
+    if len(entries) > _FIRST + _LAST:
+        left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
+        entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
+    return "".join(["\n", *entries]).rstrip()

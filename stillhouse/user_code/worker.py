@@ -1,0 +1,55 @@
+"""The main function of a worker process: it imports the user's functions and answers calls until its run ends.
+
+`worker_pool.py` starts it. Requests come pickled from the run, because records may have values that JSON lacks.
+Answers are JSON, so that the run never unpickles what a function returns.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from stillhouse.memory_limit import limit_memory
+from stillhouse.user_code.functions import checked_call, load_function
+
+#: the keys of an answer: a result; the message of an error; a reason for which the process is not usable any more
+VALUE, ERROR, UNUSABLE = "value", "error", "unusable"
+
+
+def serve(settings: Mapping[str, Any]) -> NoReturn:
+    """Answer calls one by one. settings: `descriptor` of the connection, `functions` as pairs of configuration key
+    and path, `memory_bytes` that the process may allocate in addition to what it has, or None.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        # the run decides when its workers end; programs that a function starts get the default handlers
+        signal.signal(number, lambda *_: None)
+    connection: Connection[Any, Any] = Connection(settings["descriptor"])
+    try:
+        functions = [load_function(key, path) for key, path in settings["functions"]]
+    except ValueError as error:
+        _send(connection, {ERROR: str(error)})
+        os._exit(1)
+    if settings["memory_bytes"] is not None:
+        limit_memory(settings["memory_bytes"])
+    _send(connection, {VALUE: None})
+    while True:
+        try:
+            at, arguments = connection.recv()
+        except EOFError:  # the run has closed the connection
+            os._exit(0)
+        try:
+            answer = {VALUE: checked_call(functions[at], *arguments)}
+        except ValueError as error:
+            ran_out = settings["memory_bytes"] is not None and isinstance(error.__cause__, MemoryError)
+            answer = {UNUSABLE if ran_out else ERROR: str(error)}
+        with suppress(OSError, ValueError):  # a function may have closed it
+            sys.stdout.flush()
+        _send(connection, answer)
+
+
+def _send(connection: "Connection[Any, Any]", answer: Mapping[str, Any]) -> None:
+    connection.send_bytes(json.dumps(answer).encode())

@@ -1,0 +1,136 @@
+"""Runs whose rewards and environments run in worker processes (`rollout.workers`): results, faults, nothing left."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import slow
+from kit.on_policy_runs import rollout_figures, write_on_policy_run
+from kit.ranks import Ranks, run_ranks
+from kit.runs import Command, contents, run, wait_for
+from kit.signal_hooks import signal_at
+from kit.user_functions import counts, named, remembers
+from kit.worker_processes import are_gone, workers_of
+
+REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0, "rollout.reward": named(counts)}
+TURNS = {"rollout.environment": named(remembers), "rollout.stop": ["e", "a", "i"]}
+FUNCTIONS = """
+import os, time
+from pathlib import Path
+
+def pause(prompt, completion, record):
+    time.sleep(len(completion) % 3 / 20)
+    return float(len(completion))
+
+def warm(prompt, completion, record):
+    if Path("warm").exists():
+        Path("hangs").touch()
+        time.sleep(1000)
+    return float(len(completion))
+
+def hangs(prompt, completion, record): time.sleep(1000)
+def dies(prompt, completion, record): os._exit(0)
+def nan(prompt, completion, record): return float("nan")
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes"),
+    [
+        (REWARDED | TURNS | {"rollout.schedule": "async", "rollout.max_staleness": 4}, 1),
+        slow(REWARDED | {"rollout.reward": "worker_rewards:pause", "rollout.schedule": "async"}, 1),
+        slow(REWARDED | TURNS | {"rollout.schedule": "one_step_off", "parallel.fsdp": 2}, 2),
+    ],
+)
+@pytest.mark.usefixtures("functions")
+def test_a_run_does_not_depend_on_the_number_of_workers(
+    tmp_path: Path, settings: dict[str, Any], processes: int
+) -> None:
+    write_on_policy_run(tmp_path, **settings, **{"train.steps": 5})
+    for workers in (0, 1, 3):
+        out = tmp_path / str(workers)
+        run_ranks(processes, "distill", tmp_path / "run.yaml", f"rollout.workers={workers}", f"out={out}")
+        assert rollout_figures(out) == rollout_figures(tmp_path / "0")
+        assert contents(out / "model") == contents(tmp_path / "0" / "model")
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "processes"),
+    [
+        ("hangs", "does not return within 0.5 s, the value of rollout.worker_timeout, for the completion", 1),
+        slow("hangs", "does not return within 0.5 s, the value of rollout.worker_timeout, for the completion", 2),
+        slow("dies", "ends its process with exit code 0 for the completion", 2),
+        slow("nan", "gives nan for the completion", 2),
+    ],
+)
+@pytest.mark.usefixtures("functions")
+def test_a_reward_that_hangs_ends_or_gives_nan_ends_the_run(
+    tmp_path: Path, function: str, words: str, processes: int
+) -> None:
+    settings = {"rollout.reward": f"worker_rewards:{function}", "rollout.workers": 2, "rollout.worker_timeout": 0.5}
+    write_on_policy_run(tmp_path, **REWARDED | settings)
+    ranks = Ranks(processes, "distill", tmp_path / "run.yaml")
+    assert ranks.wait() == [1] * processes, ranks.texts
+    assert f"error: rollout.reward: worker_rewards:{function} {words}" in ranks[0].err
+    assert "train.jsonl:" in ranks[0].err
+    assert "Traceback" not in ranks.err
+
+
+@pytest.mark.slow
+def test_a_run_whose_workers_are_killed_is_the_same_and_so_is_one_that_is_killed_itself(tmp_path: Path) -> None:
+    settings = {"rollout.workers": 2, "rollout.schedule": "one_step_off", "checkpoint.every": 2, "train.steps": 8}
+    write_on_policy_run(tmp_path, **REWARDED | TURNS | settings)
+    arguments = ("distill", tmp_path / "run.yaml")
+    run(*arguments, f"out={tmp_path / 'undisturbed'}")
+    command = Command(*arguments, hook=signal_at, hook_arguments=(5, signal.SIGKILL))
+    assert command.process.pid is not None
+    killed, workers = 0, list[int]()
+    while command.process.exitcode is None:
+        workers = workers_of(command.process.pid) or workers
+        if killed < 3 and workers:
+            os.kill(workers[0], signal.SIGKILL)
+            killed += 1
+        time.sleep(0.3)
+    assert command.wait() == -signal.SIGKILL, command.err
+    assert killed == 3
+    wait_for(lambda: are_gone(workers))
+    run(*arguments)
+    assert rollout_figures(tmp_path / "out") == rollout_figures(tmp_path / "undisturbed")
+    assert contents(tmp_path / "out" / "model") == contents(tmp_path / "undisturbed" / "model")
+
+
+@pytest.mark.parametrize("processes", [1, slow(2)])
+@pytest.mark.usefixtures("functions")
+def test_a_signal_ends_a_run_whose_reward_hangs_in_a_worker(tmp_path: Path, processes: int) -> None:
+    """The checkpoint has samples without rewards, which the next start requests again."""
+    settings = {"rollout.reward": "worker_rewards:warm", "rollout.workers": 2, "rollout.schedule": "one_step_off"}
+    write_on_policy_run(tmp_path, **REWARDED | settings, **{"checkpoint.every": 0, "parallel.fsdp": processes})
+    arguments, out = ("distill", tmp_path / "run.yaml"), tmp_path / "out"
+    run_ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}")
+    ranks = Ranks(processes, *arguments)
+    wait_for(lambda: len(rollout_figures(out)) >= 2 if (out / "metrics.jsonl").exists() else False)
+    (tmp_path / "warm").touch()
+    wait_for((tmp_path / "hangs").exists)
+    pid = ranks[0].process.pid
+    assert pid is not None
+    workers = workers_of(pid)
+    assert len(workers) == 2
+    ranks.send(signal.SIGTERM)
+    started = time.monotonic()
+    assert ranks.wait(30, grace=30) == [128 + signal.SIGTERM] * processes, ranks.texts
+    assert time.monotonic() - started < 15
+    assert "Traceback" not in ranks.err
+    assert are_gone(workers)
+    (tmp_path / "warm").unlink()
+    run_ranks(processes, *arguments)
+    assert rollout_figures(out) == rollout_figures(tmp_path / "undisturbed")
+    assert contents(out / "model") == contents(tmp_path / "undisturbed" / "model")

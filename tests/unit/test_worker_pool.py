@@ -1,0 +1,161 @@
+"""Calls of a reward and an environment in worker processes: results, errors, lost workers, limits, nothing left."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.runs import wait_for
+
+from stillhouse.user_code import worker_pool
+from stillhouse.user_code.worker_pool import WorkerPool
+
+CODE = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+def length(prompt, completion, record):
+    assert "torch" not in sys.modules and "stillhouse.config" not in sys.modules
+    record["seen"] = record.get("seen", 0) + 1
+    return float(len(completion) + record["seen"])
+
+def half(prompt, completion, record): return " a" + chr(0xd800)
+def echo(prompt, completion, record): return None if completion else prompt + str(record["raw"])
+def slow(prompt, completion, record): time.sleep(0.3); return 1.0
+def nan(prompt, completion, record): return float("nan")
+def raises(prompt, completion, record): raise KeyboardInterrupt
+def ends(prompt, completion, record): os._exit(3)
+def is_killed(prompt, completion, record): os.kill(os.getpid(), 9)
+def hangs(prompt, completion, record): time.sleep(1000)
+def holds_the_lock(prompt, completion, record): return 9**9**9
+def leaks(prompt, completion, record): return len(bytearray(2**30))
+
+def ends_once(prompt, completion, record):
+    marker = Path(record["marker"])
+    if not marker.exists():
+        marker.touch()
+        os._exit(0)
+    return 2.0
+
+def starts_a_program(prompt, completion, record):
+    program = subprocess.Popen(["sleep", "1000"])
+    Path(record["marker"]).write_text(f"{os.getpid()} {program.pid}")
+    program.wait()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker_functions.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture
+def pools() -> Iterator[list[WorkerPool]]:
+    opened: list[WorkerPool] = []
+    yield opened
+    for pool in opened:
+        pool.close()
+
+
+def opened(pools: list[WorkerPool], name: str, key: str = "rollout.reward", count: int = 1, **limits: Any) -> Any:
+    pools.append(WorkerPool([(key, f"worker_functions:{name}")], count, **{"seconds": 60.0} | limits))
+    return pools[-1].caller(key)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_calls_get_copies_of_records_with_values_that_json_lacks(pools: list[WorkerPool]) -> None:
+    call = opened(pools, "length", count=2)
+    record: dict[str, Any] = {"raw": b"bytes"}
+    assert [call("", text, record, "a:1").result(60) for text in ("one", "three")] == [4.0, 6.0]
+    reply = opened(pools, "echo", "rollout.environment")
+    assert reply("2 + 2", "", record, "a:1").result(60) == "2 + 2b'bytes'"
+    assert reply("2 + 2", "4", record, "a:1").result(60) is None
+    assert record == {"raw": b"bytes"}
+    with pytest.raises(ValueError, match=r"^a:1: the record cannot be sent to a process of rollout\.workers"):
+        call("", "one", {"raw": lambda: 0}, "a:1").result(60)
+
+
+def test_many_calls_run_at_once(pools: list[WorkerPool]) -> None:
+    call = opened(pools, "slow", count=4)
+    call("", "", {}, "a:1").result(60)
+    [future.result(60) for future in [call("", "", {}, "a:1") for _ in range(4)]]  # all are started
+    started = time.monotonic()
+    assert [future.result(60) for future in [call("", "", {}, "a:1") for _ in range(8)]] == [1.0] * 8
+    assert time.monotonic() - started < 8 * 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "words"),
+    [
+        ("nan", {}, "gives nan for the completion ' 5' of train.jsonl:3: expected a finite number"),
+        ("raises", {}, "raises KeyboardInterrupt for the completion ' 5' of train.jsonl:3\n  File"),
+        ("ends", {}, "ends its process with exit code 3 for the completion ' 5' of train.jsonl:3; the call was rep"),
+        ("is_killed", {}, "lets its process end by SIGKILL for the completion ' 5' of train.jsonl:3; the call was"),
+        ("hangs", {"seconds": 0.5}, "does not return within 0.5 s, the value of rollout.worker_timeout, for the com"),
+        ("holds_the_lock", {"seconds": 0.5}, "does not return within 0.5 s"),
+        ("leaks", {"memory_gib": 0.5}, "raises MemoryError for the completion ' 5' of train.jsonl:3; the call was"),
+    ],
+)
+def test_an_error_names_function_completion_and_line(
+    pools: list[WorkerPool], name: str, limits: dict[str, float], words: str
+) -> None:
+    call = opened(pools, name, **limits)
+    with pytest.raises(ValueError, match=rf"^rollout\.reward: worker_functions:{name} ") as raised:
+        call("2 + 2 =", " 5", {"a": 1}, "train.jsonl:3").result(60)
+    assert words in str(raised.value)
+    assert "stillhouse/" not in str(raised.value)
+
+
+def test_a_worker_that_ends_is_replaced_and_its_call_repeated(pools: list[WorkerPool], tmp_path: Path) -> None:
+    call = opened(pools, "ends_once")
+    assert call("", "", {"marker": str(tmp_path / "marker")}, "a:1").result(60) == 2.0
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_nothing_is_left_of_a_closed_pool_and_of_a_run_that_is_killed(tmp_path: Path, is_killed: bool) -> None:
+    """Neither the worker nor the program that the function has started, although the function hangs."""
+    marker = tmp_path / "marker"
+    child = os.fork()
+    if not child:
+        pool = WorkerPool([("rollout.reward", "worker_functions:starts_a_program")], 1, seconds=60)
+        pool.caller("rollout.reward")("", "", {"marker": str(marker)}, "a:1")
+        while not marker.exists() or " " not in marker.read_text():
+            time.sleep(0.05)
+        if is_killed:
+            time.sleep(100)
+        pool.close()
+        os._exit(0)
+    wait_for(lambda: marker.exists() and " " in marker.read_text())
+    processes = [int(pid) for pid in marker.read_text().split()]
+    if is_killed:
+        assert all(map(is_running, processes))
+        os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (-signal.SIGKILL if is_killed else 0)
+    wait_for(lambda: not any(map(is_running, processes)))
+
+
+def test_a_module_that_cannot_be_imported_any_more(pools: list[WorkerPool], tmp_path: Path) -> None:
+    (tmp_path / "worker_functions.py").write_text("1 / 0")
+    call = opened(pools, "length")
+    with pytest.raises(ValueError, match="importing worker_functions raises ZeroDivisionError"):
+        call("", "", {}, "a:1").result(60)
+
+
+def test_a_module_that_is_not_imported_in_time(pools: list[WorkerPool], tmp_path: Path) -> None:
+    (tmp_path / "worker_functions.py").write_text("import time; time.sleep(1000)")
+    before, worker_pool.SECONDS_TO_START = worker_pool.SECONDS_TO_START, 0.5
+    try:
+        with pytest.raises(ValueError, match=r"worker_functions:length is not imported within 0\.5 s for the com"):
+            opened(pools, "length")("", "", {}, "a:1").result(60)
+    finally:
+        worker_pool.SECONDS_TO_START = before
