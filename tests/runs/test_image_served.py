@@ -284,7 +284,11 @@ BAD: dict[str, tuple[Callable[[Parts], Parts], str]] = {
     "no images": (without_images, "sequence 1: token"),
     "images of another document": (of_other_document, "placeholder tokens for images with"),
     "too many images": (many, "257 images: expected at most 256 per request"),
-    "a huge picture": (huge, "a picture of 1048576 × 1048576 pixels: expected at most 89,478,485 in all"),
+    "a huge picture": (huge, "its pictures have 1,099,511,630,848 pixels: expected at most 89,478,485 in all"),
+    "many large pictures": (
+        lambda parts: with_images(parts, 0, sizes=[(6000, 6000)] * 3),
+        "its pictures have 108,000,000 pixels: expected at most 89,478,485 in all",
+    ),
     "another size": (lambda parts: with_images(parts, 1, sizes=[(200, 100)]), "pictures of these sizes"),
     "one size for two": (lambda parts: with_images(parts, 0, sizes=[(64, 48)]), "pictures of these sizes"),
 }

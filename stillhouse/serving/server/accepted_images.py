@@ -125,9 +125,11 @@ class AcceptedImages:
     def _check_images(self, tokens: np.ndarray, images: DocumentImages) -> None:
         assert self.inputs is not None
         tensors, sizes = images.read()
-        if too_large := [size for size in sizes if size[0] * size[1] > MAX_PIXELS]:
-            width, height = too_large[0]
-            raise ValueError(f"a picture of {width} × {height} pixels: expected at most {MAX_PIXELS:,} in all")
+        if (pixels := sum(width * height for width, height in sizes)) > MAX_PIXELS:  # blank pictures take as much
+            raise ValueError(
+                f"its pictures have {pixels:,} pixels: expected at most {MAX_PIXELS:,} in all; a run scales them "
+                "down to data.image_pixels"
+            )
         blank = self._blank(tuple(sizes))
         if tensors.keys() != blank.exact.keys() | blank.pixels.keys():
             raise ValueError(f"its images have {sorted(tensors)}: expected {sorted([*blank.exact, *blank.pixels])}")
