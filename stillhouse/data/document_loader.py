@@ -20,6 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport, piece_source
+from stillhouse.data.document_pieces import of_piece, split_into_pieces
 from stillhouse.data.documents import Documents
 from stillhouse.data.images import EncodedImage, ImageWriter, pillow_version
 from stillhouse.data.offsets import offsets_of
@@ -359,7 +360,7 @@ class _Loader:
             self.keys.append(waiting.key)
             self.sources.append(piece_source(waiting.where, number, len(pieces)))
             self.values.append(waiting.values)
-            self.substitutions.append(_of_piece(prefixes, waiting.images, len(piece.ids), is_first=not number))
+            self.substitutions.append(of_piece(prefixes, waiting.images, len(piece.ids), is_first=not number))
             if waiting.record is not None:
                 self.records.append(waiting.record)
 
@@ -401,7 +402,7 @@ class _Loader:
             return [encoded]
         if splits:
             self.report.split_documents += 1
-            return _pieces(encoded, max_tokens)
+            return split_into_pieces(encoded, max_tokens)
         self.report.cut_documents += 1
         self.report.cut_tokens += excess
         return [replace(encoded, ids=encoded.ids[:max_tokens], targets=encoded.targets[:max_tokens])]
@@ -411,34 +412,6 @@ class _Loader:
         eos = self.tokenizer.eos_token_id
         parts = (slice(start, start + _PART) for start in range(0, len(tokens_N), _PART))
         return eos is None or any((tokens_N[part][targets_N[part]] == eos).any() for part in parts)
-
-
-def _of_piece(
-    prefixes: Mapping[str, Substitution],
-    images: Mapping[str, Sequence[Substitution]],
-    length: int,
-    *,
-    is_first: bool,
-) -> dict[str, list[Substitution]]:
-    """A piece's substitutions by teacher. length: its tokens. Only a document's first piece has the BOS."""
-    of_piece = {name: [item] if is_first else [Substitution(0, 0, item.ids)] for name, item in prefixes.items()}
-    for name, substitutions in images.items():
-        within = [replace(item, stop=min(item.stop, length)) for item in substitutions]
-        of_piece[name] = [*of_piece.get(name, []), *within]
-    return {name: [item for item in items if item.gain or len(item.ids)] for name, items in of_piece.items()}
-
-
-def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:
-    """Split into pieces of at most `max_tokens`. Each piece begins with the last token of the previous piece.
-
-    This token is not a target of the later piece. So every token except the first is predicted once.
-    """
-    pieces = []
-    for start in range(0, len(encoded.ids) - 1, max_tokens - 1):
-        targets = encoded.targets[start : start + max_tokens].copy()
-        targets[:1] = False
-        pieces.append(Encoded(encoded.ids[start : start + max_tokens], targets))
-    return pieces
 
 
 def _kept_value(fields: dict[str, Any], column: str, allowed: Collection[Any] | None) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.config import ConfigError, as_config_error
-from stillhouse.data.render.image_processor import ImageInputs
+from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.display import name_list
 from stillhouse.engine.engine import Engine
 from stillhouse.models import ProofError

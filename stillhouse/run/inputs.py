@@ -29,7 +29,8 @@ from stillhouse.data import (
     load_tokenizer,
 )
 from stillhouse.data.render.chat_template import ChatTemplate
-from stillhouse.data.render.image_processor import ImageInputs, ImageProcessor
+from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.teacher_images import TeacherImages
 from stillhouse.data.token_cache import user_folder

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, TeacherConfig, as_config_error
 from stillhouse.data import Documents, load_tokenizer
-from stillhouse.data.render.image_processor import ImageInputs
+from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.objective import forward_kl

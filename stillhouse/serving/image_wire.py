@@ -17,7 +17,8 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from stillhouse.data.render.image_processor import DocumentImages, ImageProcessor, ImageTensors
+from stillhouse.data.render.image_inputs import DocumentImages
+from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
 from stillhouse.hashing import json_hash
 from stillhouse.serving.strict_body import FirstWrong, StrictBody, first_problem
 

@@ -11,7 +11,8 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load, save
 
-from stillhouse.data.render.image_processor import DocumentImages, ImageTensors
+from stillhouse.data.render.image_inputs import DocumentImages
+from stillhouse.data.render.image_processor import ImageTensors
 from stillhouse.libraries import reading
 from stillhouse.serving.image_wire import decode_images, encode_images, take_images
 from stillhouse.serving.strict_body import FirstWrong, TokenId, first_problem

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
-from stillhouse.data.render.image_processor import ImageInputs, ImageProcessor
+from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.models.document_packing import ROWS
 from stillhouse.models.image_proof import prove_images

@@ -17,7 +17,7 @@ from torch import Tensor
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig
 from stillhouse.data import Documents
 from stillhouse.data.packing import SINGLE
-from stillhouse.data.render.image_processor import ImageInputs
+from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.hashing import json_hash
 from stillhouse.parallel import watchdog
 from stillhouse.run.image_models import require_image_layout

@@ -36,7 +36,8 @@ from stillhouse.data import (
     tokenizer_fingerprint,
 )
 from stillhouse.data.render import chat_template
-from stillhouse.data.render.image_processor import ImageInputs, ImageProcessor
+from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.generation.publish_weights import BUCKET_BYTES, publish, version_folder
 from stillhouse.generation.published_folder import MANIFEST
 from stillhouse.models import Decoder, check_document_length, check_finite_weights

@@ -18,7 +18,7 @@ from stillhouse.data import (
     make_micro_batch,
 )
 from stillhouse.data.images import open_image
-from stillhouse.data.render.image_processor import ImageInputs
+from stillhouse.data.render.image_inputs import ImageInputs
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from transformers import AutoConfig
 from stillhouse.config import TeacherConfig
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import DataError, Documents
-from stillhouse.data.render.image_processor import ImageInputs, ImageProcessor
+from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint, model_parts

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.images import MAX_PIXELS, EncodedImage, require_pillow
-from stillhouse.data.render.image_processor import DocumentImages, ImageInputs, ImageProcessor
+from stillhouse.data.render.image_inputs import DocumentImages, ImageInputs
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.image_inputs import placeholder_ids

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data.render.image_processor import DocumentImages
+from stillhouse.data.render.image_inputs import DocumentImages
 from stillhouse.hashing import json_hash
 from stillhouse.signals.cache.shard_layout import ShardLayout, layout_of
 from stillhouse.signals.signal_spec import SignalSpec

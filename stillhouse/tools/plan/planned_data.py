@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stillhouse.config import RunConfig, TeacherConfig
 from stillhouse.data import DataReport, Documents, PackedSequences, StepMicroBatches
-from stillhouse.data.render.image_processor import ImageInputs
+from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.generation.step_documents import POLICY_VERSION
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
