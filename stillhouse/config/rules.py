@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from stillhouse.config.errors import ConfigError, listed
+from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.rule import FIELDS, NAMED, Rule, default, excludes, needs
 from stillhouse.config.schema import yaml_value
 from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
@@ -129,11 +130,27 @@ RULES: tuple[Rule, ...] = (
         enumerated(ADAPTER_ENGINES, "or"),
         "the others take whole models",
     ),
-    needs("rollout.timeout", "rollout.url"),
+    Rule(
+        ("rollout.timeout", "rollout.url", "rollout.reward"),
+        lambda timeout, url, reward: (
+            timeout != default("rollout.timeout")
+            and url is None
+            and not any(part.is_server for part in reward_parts(reward))
+        ),
+        yaml_value(default("rollout.timeout")),
+        "it has an effect only with rollout.url or a server in rollout.reward",
+    ),
     needs("rollout.weights", "rollout.url"),
     excludes("rollout.weights", "rollout.writer=teacher", because="only the student's weights change"),
     needs("rollout.max_turns", "rollout.environment"),
-    needs("rollout.workers", "rollout.reward", "rollout.environment"),
+    Rule(
+        ("rollout.workers", "rollout.reward", "rollout.environment"),
+        lambda workers, reward, environment: (
+            bool(workers) and environment is None and all(part.is_server for part in reward_parts(reward))
+        ),
+        "0",
+        "it has an effect only with a function in rollout.reward, or with rollout.environment",
+    ),
     excludes(
         "rollout.worker_timeout", "rollout.workers=0", expected="60, or rollout.workers", because="it limits them"
     ),

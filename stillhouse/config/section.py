@@ -47,7 +47,8 @@ def _checked_urls(urls: str | list[str] | None) -> str | list[str] | None:
     return urls
 
 
-def _checked_function(path: str) -> str:
+def checked_function(path: str) -> str:
+    """Return the path. Raises ValueError if it is not package.module:function."""
     if not _FUNCTION.fullmatch(path):
         raise ValueError(
             f"got {path!r}, expected package.module:function, such as mypkg.rewards:exact{function_hint(path)}"
@@ -74,4 +75,4 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 #: the address of a server, a list of addresses, or None
 Urls = Annotated[Text | list[Text] | None, AfterValidator(_checked_urls)]
 #: a Python function of the user's own: package.module:function
-FunctionPath = Annotated[Text, AfterValidator(_checked_function)]
+FunctionPath = Annotated[Text, AfterValidator(checked_function)]

@@ -29,7 +29,7 @@ from stillhouse.generation import (
 from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
-from stillhouse.generation.user_functions import CompletionCalls
+from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import open_engine
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use

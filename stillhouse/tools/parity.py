@@ -24,7 +24,7 @@ from stillhouse.engine.engine import Engine
 from stillhouse.generation import PromptPlan, step_documents
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
-from stillhouse.generation.user_functions import CompletionCalls
+from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
 from stillhouse.models import eos_ids

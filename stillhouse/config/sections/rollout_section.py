@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from stillhouse.config.reward_sum import RewardText
 from stillhouse.config.section import FunctionPath, PathText, Section, Text, Urls, url_list
 from stillhouse.config.servers import EngineName
 
@@ -40,7 +41,8 @@ class RolloutConfig(Section):
     """A folder that this job and the servers at url share, for the student's weights. Each run has a folder of its
     own in it. null: the folder weights in out."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds without an answer of any server, after which the run saves a checkpoint and stops."""
+    """Seconds without an answer of any server of url, or of a server in reward, after which the run saves a
+    checkpoint and stops."""
     schedule: Literal["sync", "one_step_off", "two_step_off", "async"] = "sync"
     """When completions are generated. sync: in their own step. one_step_off, two_step_off: one or two steps ahead,
     while earlier steps are trained. async: ahead, too, and with new weights in the middle of completions; a step
@@ -54,9 +56,11 @@ class RolloutConfig(Section):
     (IcePop). none: 1. Divergences need none: they are exact whichever token was sampled."""
     limit: float = Field(default=2.0, gt=1)
     """The limit of correction."""
-    reward: FunctionPath | None = Field(default=None, examples=["mypkg.rewards:exact"])
+    reward: RewardText | None = Field(default=None, examples=["mypkg.rewards:exact"])
     """package.module:function, called as function(prompt, completion, record) for every completion. It gives a
-    number, the reward of policy_gradient. null: no reward."""
+    number, the reward of policy_gradient. Or the address of a server, which gets a POST request with {"prompt": …,
+    "completion": …, "record": …} for every completion and answers {"reward": number}. Or a weighted sum, such as
+    0.5*mypkg.rewards:exact + 2*http://127.0.0.1:9000/reward, with spaces around the +. null: no reward."""
     advantage: Literal["normalized", "centered"] = "normalized"
     """The advantage of a completion among those of its prompt. normalized: reward minus mean, divided by the standard
     deviation (GRPO). centered: reward minus mean."""

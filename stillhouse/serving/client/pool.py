@@ -75,7 +75,7 @@ class Call(Generic[T]):
     content: the body, or a function that makes the body for a server's URL. The function is called for each attempt
     and must not block, unless `is_slow`: it is then called in another thread. tokens: the request's size. absent:
     advice for the user if the server does not know the path (404). statuses: the statuses of answers that `parse`
-    reads.
+    reads. most_bytes: the limit of an answer's size; None: no limit.
     """
 
     path: str
@@ -86,6 +86,7 @@ class Call(Generic[T]):
     absent: str = ""
     statuses: frozenset[int] = frozenset({200})
     is_slow: bool = False
+    most_bytes: int | None = None
 
 
 @dataclass
@@ -300,9 +301,7 @@ class ServerPool:
                 content = await asyncio.to_thread(call.content, server.url)
             else:
                 content = call.content(server.url)
-            response = await self._client.post(
-                server.url + call.path, content=content, headers={"Content-Type": call.content_type}
-            )
+            response = await self._post(server.url + call.path, content, call)
         except httpx2.HTTPError as error:
             raise _TryAgainError(first_line(error)) from error
         status = response.status_code
@@ -319,6 +318,18 @@ class ServerPool:
             raise
         except ValueError as error:
             raise _TryAgainError(str(error), "damaged") from error
+
+    async def _post(self, url: str, content: bytes, call: Call[T]) -> httpx2.Response:
+        headers = {"Content-Type": call.content_type}
+        if call.most_bytes is None:
+            return await self._client.post(url, content=content, headers=headers)
+        async with self._client.stream("POST", url, content=content, headers=headers) as response:
+            body = b""
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > call.most_bytes:
+                    raise _TryAgainError(f"an answer of more than {call.most_bytes:,} bytes", "damaged")
+            return httpx2.Response(response.status_code, headers=response.headers, content=body)
 
     def _announce(self, server: Server, problem: str) -> None:
         """Warn once when a server fails (`problem`), and once when it answers again ("")."""

@@ -1,0 +1,57 @@
+"""The reward of a completion, as text: a function, a server, or a weighted sum of them.
+
+    0.5*mypkg.rewards:exact + 2*http://127.0.0.1:9000/reward
+
+A `+` between two parts has spaces around it, because an address may contain one.
+"""
+
+import re
+from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
+
+from stillhouse.config.section import Text, checked_function
+
+_WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?P<rest>.*)", re.DOTALL)
+
+
+class RewardPart(NamedTuple):
+    """A part of a reward. name: a function (package.module:function) or the address of a server."""
+
+    weight: float
+    name: str
+
+    @property
+    def is_server(self) -> bool:
+        return "://" in self.name
+
+
+def reward_parts(reward: str | None) -> list[RewardPart]:
+    """The parts of a valid reward; none without a reward. Raises ValueError for another text."""
+    return [] if reward is None else [_part(text.strip()) for text in reward.split(" + ")]
+
+
+def _part(text: str) -> RewardPart:
+    match = _WEIGHT.fullmatch(text)
+    part = RewardPart(1.0, text) if match is None else RewardPart(float(match["weight"]), match["rest"])
+    if not part.is_server:
+        checked_function(part.name)
+        return part
+    address = urlsplit(part.name)
+    if address.scheme not in ("http", "https") or not address.netloc or address.fragment or " " in part.name:
+        raise ValueError(f"got {part.name!r}, expected http://host:port/path")
+    return part
+
+
+def _checked_reward(reward: str) -> str:
+    parts = reward_parts(reward)
+    if any(part.weight in (0, float("inf"), float("-inf")) for part in parts):
+        raise ValueError(f"got {reward!r}, expected weights that are finite and not 0")
+    if len({part.name for part in parts}) < len(parts):
+        raise ValueError(f"got {reward!r}, expected each function and each server once")
+    return reward
+
+
+#: a function, a server or a weighted sum of them
+RewardText = Annotated[Text, AfterValidator(_checked_reward)]

@@ -1,0 +1,109 @@
+"""Where the rewards and the environment of a run's completions are computed, and the calls that request them."""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from stillhouse.config import RolloutConfig
+from stillhouse.config.reward_sum import reward_parts
+from stillhouse.generation.user_functions import CompletionCall, called_here, user_function
+from stillhouse.parallel import log_rank0
+from stillhouse.serving.client.reward_server import RewardServer
+from stillhouse.user_code.functions import ENVIRONMENT, REWARD, about_completion
+from stillhouse.user_code.worker_pool import WorkerPool
+
+
+class CompletionCalls:
+    """The reward and the environment of a run's completions: where they run, and their calls.
+
+    With `rollout.workers`, functions run in processes of their own, many calls at once. Otherwise they run in this
+    process, in the thread that calls them, and their futures are done at once. A reward may also be a server.
+    """
+
+    def __init__(self, rollout: RolloutConfig):
+        rewards, environment = reward_parts(rollout.reward), rollout.environment
+        paths = [(REWARD, part.name) for part in rewards if not part.is_server]
+        paths += [] if environment is None else [(ENVIRONMENT, environment)]
+        functions = {(key, path): user_function(key, path) for key, path in paths}
+        self._pool: WorkerPool | None = None
+        if rollout.workers and functions:
+            self._pool = WorkerPool(
+                list(functions), rollout.workers, seconds=rollout.worker_timeout, memory_gib=rollout.worker_memory
+            )
+        self._servers: list[RewardServer] = []
+        calls: dict[tuple[str, str], CompletionCall] = {
+            name: called_here(function) if self._pool is None else self._pool.caller(*name)
+            for name, function in functions.items()
+        }
+        for part in rewards:
+            if part.is_server:
+                server = RewardServer(part.name, f"{REWARD}: {part.name}", rollout.timeout, _warn)
+                self._servers.append(server)
+                calls[REWARD, part.name] = server.call
+        self.reward = weighted_sum([(part.weight, calls[REWARD, part.name]) for part in rewards]) if rewards else None
+        self.environment = None if environment is None else calls[ENVIRONMENT, environment]
+        #: whether the calls may be made from any thread, because they only start something elsewhere
+        self.run_elsewhere = self._pool is not None or not functions
+
+    def close(self) -> None:
+        """End the worker processes and the requests to servers; calls under way may never end."""
+        if self._pool is not None:
+            self._pool.close()
+        for server in self._servers:
+            server.close()
+
+
+def weighted_sum(parts: Sequence[tuple[float, CompletionCall]]) -> CompletionCall:
+    """Return the call whose result is the sum of weight × result, added in the order of the parts.
+
+    Of several parts that fail, the future raises the error of the first one.
+    """
+    if len(parts) == 1 and parts[0][0] == 1:
+        return parts[0][1]
+
+    def call(prompt: str, completion: str, record: Mapping[str, Any], source: str) -> Future[Any]:
+        futures = [part(prompt, completion, record, source) for _, part in parts]
+        total: Future[Any] = Future()
+
+        def add(results: Sequence[float]) -> float:
+            value = sum(weight * result for (weight, _), result in zip(parts, results, strict=True))
+            if not math.isfinite(value):
+                about = about_completion(completion, source)
+                raise ValueError(f"{REWARD}: the weighted sum is {value}{about}: expected a finite number")
+            return float(value)
+
+        _when_all_done(futures, total, add)
+        return total
+
+    return call
+
+
+def _when_all_done(
+    futures: Sequence["Future[float]"], total: "Future[Any]", add: Callable[[Sequence[float]], float]
+) -> None:
+    """Set `total` to add(results) or to the first error, as soon as all futures are done."""
+    lock, missing = threading.Lock(), len(futures)
+
+    def count(_: "Future[float]") -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            if missing:
+                return
+        error = next((error for future in futures if (error := future.exception()) is not None), None)
+        try:
+            if error is None:
+                total.set_result(add([future.result() for future in futures]))
+        except ValueError as problem:
+            error = problem
+        if error is not None:
+            total.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(count)
+
+
+def _warn(line: str) -> None:
+    log_rank0(f"warning: {line}")

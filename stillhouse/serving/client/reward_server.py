@@ -1,0 +1,82 @@
+"""Servers of the user that compute rewards: one POST request with JSON for every completion.
+
+request     {"prompt": "2 + 2 =", "completion": " 4", "record": {…}}
+answer      {"reward": 1.0}
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from stillhouse.serving.client.pool import Call, RefusedError, ServerError, ServerPool
+from stillhouse.user_code.functions import about_completion, finite_number, shown
+
+#: the most bytes of an answer
+MOST_BYTES = 65536
+_EXPECTED = 'expected {"reward": a finite number}'
+
+
+class RewardServer:
+    """The user's server at `url`. name: of the reward in error messages.
+
+    timeout: seconds without an answer after which rewards raise ServerError, and the limit for one answer.
+    warn: prints a line when the server fails, or answers again.
+    """
+
+    def __init__(self, url: str, name: str, timeout: float, warn: Callable[[str], None]):
+        parts = urlsplit(url)
+        self._path, self._name = url.removeprefix(root := f"{parts.scheme}://{parts.netloc}"), name
+        self._pool = ServerPool([root], timeout, warn, model="reward", answer_seconds=timeout)
+
+    def call(self, prompt: str, completion: str, record: Mapping[str, Any], source: str) -> Future[Any]:
+        """Request the reward of a completion; returns at once. source: `file:line` of the record.
+
+        The future raises ValueError with the server and the completion if the server refuses the request or gives no
+        finite number, and ServerError if it does not answer in time. The call itself raises ValueError for a record
+        that JSON cannot represent.
+        """
+        about = about_completion(completion, source)
+        try:
+            content = json.dumps({"prompt": prompt, "completion": completion, "record": record}, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{self._name}: the record of {source} cannot be sent as JSON ({error})") from error
+        call = Call(
+            self._path,
+            content.encode(),
+            "application/json",
+            lambda response: self._reward(response, about),
+            tokens=1,
+            most_bytes=MOST_BYTES,
+        )
+        named: Future[Any] = Future()
+        self._pool.submit(call).add_done_callback(lambda answer: self._settle(named, answer, about))
+        return named
+
+    def close(self) -> None:
+        """End the requests under way."""
+        self._pool.close()
+
+    def _reward(self, response: httpx2.Response, about: str) -> float:
+        answer = json.loads(response.content)  # an error of JSON is a damaged answer: the request is repeated
+        value = answer.get("reward", answer) if isinstance(answer, dict) else answer
+        number = finite_number(value)
+        if number is None or value is answer:
+            raise RefusedError(f"{self._name} gives {shown(value)}{about}: {_EXPECTED}")
+        return number
+
+    def _settle(self, named: "Future[Any]", answer: "Future[float]", about: str) -> None:
+        """Give an answer or its error to the future of a call."""
+        if answer.cancelled():
+            named.set_exception(ServerError(f"{self._name} was given up, because the run ends"))
+            return
+        error = answer.exception()
+        if isinstance(error, RefusedError) and about not in str(error):
+            error = ValueError(f"{self._name} refuses the request{about}: {error}")
+        if error is None:
+            named.set_result(answer.result())
+        else:
+            named.set_exception(error)

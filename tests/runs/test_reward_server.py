@@ -1,0 +1,174 @@
+"""Rewards of a user's server, alone and in a weighted sum: answers, errors, retries, and a run that continues."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import slow
+from kit.on_policy_runs import rollout_figures, write_on_policy_run
+from kit.ranks import Ranks, run_ranks
+from kit.runs import contents
+
+from stillhouse.serving.client.pool import ServerError
+from stillhouse.serving.client.reward_server import MOST_BYTES, RewardServer
+
+REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0, "rollout.schedule": "async"}
+FUNCTIONS = """
+def length(prompt, completion, record): return float(len(completion))
+def vowels(prompt, completion, record): return float(sum(map(completion.count, "aeiou")) + len(record["prompt"]))
+def both(*arguments): return 0.5 * length(*arguments) + 2 * vowels(*arguments)
+"""
+
+
+class Server:
+    """answer: gives status and body for a request's JSON. requests: what was posted, as path and JSON."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], tuple[int, bytes]]):
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.requests.append((self.path, request))
+                status, body = answer(request)
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/reward?of=run"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def servers() -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def start(answer: Callable[[dict[str, Any]], tuple[int, bytes]]) -> Server:
+        started.append(Server(answer))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+def reward_of(server: Server, record: Any = None) -> float:
+    client = RewardServer(server.url, f"rollout.reward: {server.url}", 2.0, lambda line: None)
+    try:
+        return client.call("2 + 2 =", " 5", record or {"a": 1}, "train.jsonl:3").result(30)
+    finally:
+        client.close()
+
+
+def test_a_server_gets_prompt_completion_and_record(servers: Callable[..., Server]) -> None:
+    server = servers(lambda request: (200, b'{"reward": 0.5, "more": "is not read"}'))
+    assert reward_of(server) == 0.5
+    assert server.requests == [("/reward?of=run", {"prompt": "2 + 2 =", "completion": " 5", "record": {"a": 1}})]
+    with pytest.raises(ValueError, match=r"rollout\.reward: .*: the record of train\.jsonl:3 cannot be sent as JSON"):
+        reward_of(server, {"raw": b"bytes"})
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "words", "count"),
+    [
+        (200, b'{"reward": NaN}', ValueError, r"gives nan for the completion ' 5' of train\.jsonl:3: expected", 1),
+        (200, b'{"reward": "1"}', ValueError, r"gives '1' for the completion", 1),
+        (200, b'{"score": 1}', ValueError, r"gives dict for the completion", 1),
+        (200, b"1", ValueError, r"gives 1 for the completion", 1),
+        (
+            422,
+            b"no such field",
+            ValueError,
+            r"refuses the request for the completion ' 5' of train\.jsonl:3: .*422",
+            1,
+        ),
+        (200, b'{"reward"', ServerError, r"5 answers could not be used", 5),
+        (200, b"1" * (MOST_BYTES + 1), ServerError, r"an answer of more than 65,536 bytes", 5),
+        (503, b"", ServerError, r"no server of the reward has answered for 2 seconds", 0),
+    ],
+    ids=range(8),
+)
+def test_an_answer_that_is_no_reward_is_an_error(
+    servers: Callable[..., Server], status: int, body: bytes, error: type[Exception], words: str, count: int
+) -> None:
+    server = servers(lambda request: (status, body))
+    with pytest.raises(error, match=words):
+        reward_of(server)
+    assert not count or len(server.requests) == count
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "summed_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+
+
+def vowels(request: dict[str, Any]) -> bytes:
+    count = sum(map(request["completion"].count, "aeiou")) + len(request["record"]["prompt"])
+    return json.dumps({"reward": count}).encode()
+
+
+@pytest.mark.parametrize(("workers", "processes"), [(0, 1), slow(2, 2)])
+@pytest.mark.usefixtures("functions")
+def test_a_weighted_sum_is_that_of_one_function(
+    tmp_path: Path, servers: Callable[..., Server], workers: int, processes: int
+) -> None:
+    """Some requests fail once, and answers come in another order than the requests."""
+
+    def answer(request: dict[str, Any]) -> tuple[int, bytes]:
+        number = len(server.requests)
+        time.sleep(number % 3 / 50)
+        return (503, b"") if number % 7 == 2 else (200, vowels(request))
+
+    server = servers(answer)
+    write_on_policy_run(tmp_path, **REWARDED, **{"train.steps": 4, "parallel.fsdp": processes})
+    arguments = ("distill", tmp_path / "run.yaml")
+    reward, total = "0.5*summed_rewards:length", "summed_rewards:both"
+    run_ranks(processes, *arguments, f"rollout.reward={total}", f"out={tmp_path / 'one'}")
+    summed = f"rollout.reward={reward} + 2*{server.url}"
+    run_ranks(processes, *arguments, summed, f"rollout.workers={workers}")
+    assert rollout_figures(tmp_path / "out") == rollout_figures(tmp_path / "one")
+    assert contents(tmp_path / "out" / "model") == contents(tmp_path / "one" / "model")
+
+
+@pytest.mark.parametrize("processes", [1, slow(2)])
+@pytest.mark.usefixtures("functions")
+def test_a_run_whose_server_is_lost_continues_with_the_same_samples(
+    tmp_path: Path, servers: Callable[..., Server], processes: int
+) -> None:
+    is_lost = threading.Event()
+
+    def answer(request: dict[str, Any]) -> tuple[int, bytes]:
+        if len(server.requests) > 20:
+            is_lost.set()
+        return (503, b"") if is_lost.is_set() and not is_back.is_set() else (200, vowels(request))
+
+    server, is_back = servers(answer), threading.Event()
+    settings = {"rollout.reward": server.url, "rollout.timeout": 2, "checkpoint.every": 0, "parallel.fsdp": processes}
+    write_on_policy_run(tmp_path, **REWARDED | settings)
+    arguments = ("distill", tmp_path / "run.yaml")
+    ranks = Ranks(processes, *arguments)
+    assert ranks.wait() == [1] * processes, ranks.texts
+    assert "no server of the reward has answered for 2 seconds" in ranks[0].err
+    assert "Traceback" not in ranks.err
+    assert len(list((tmp_path / "out" / "checkpoints").glob("step-*"))) == 1
+    is_back.set()
+    run_ranks(processes, *arguments)
+    run_ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}")
+    assert rollout_figures(tmp_path / "out") == rollout_figures(tmp_path / "undisturbed")
+    assert contents(tmp_path / "out" / "model") == contents(tmp_path / "undisturbed" / "model")
