@@ -88,7 +88,7 @@ def test_the_generation_configuration_comes_along(tmp_path: Path) -> None:
         partial(build_causal, "llava_next"),
         *(slow(partial(build_causal, family)) for family in ("opt", "qwen2_vl", "minicpmv4_6")),
     ],
-    ids=str,
+    ids=lambda model: f"{model.args[0]}{model.keywords or ''}",
 )
 def test_stages_follow_one_another(tmp_path: Path, model: Callable[[], PreTrainedModel]) -> None:
     model().save_pretrained(tmp_path)
