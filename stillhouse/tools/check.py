@@ -116,6 +116,12 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
             f"{plan.samples_per_prompt} of each prompt; {plan.share:.0%} of them written by the "
             f"{rollout.writer if rollout else 'student'}",
         )
+        if plan.dataset and plan.prompts_per_step * min(plan.share, 1 - plan.share) < 1 - 1e-6:
+            yield _row(
+                "warning",
+                f"prompts of a step: {plan.prompts_per_step}; all completions of a prompt have one origin, so "
+                "not every step has both origins; raise rollout.prompts_per_step or train.tokens_per_step",
+            )
         if plan.dataset:
             completions = sum(len(plan.from_dataset(step)) for step in range(step_schedule.steps))
             of_it = f"the dataset's, which has {plan.dataset:,}: {completions / plan.dataset:.2f} passes over it"
@@ -199,6 +205,8 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
     losses = list(single_losses(engine))
+    if len(losses) < 2:  # its gradient is that of the step
+        return
     yield f"running the same step with each of {len(losses)} losses alone …"
     norms = dict[str, float]()
     for name, of_one_loss in losses:
@@ -228,9 +236,19 @@ def verdict(norms: Mapping[str, float]) -> str | None:
             f"the gradient of {name} is {times} times smaller than that of {largest}, so it hardly counts: multiply "
             f"its coefficient by about {times} if it shall count as much, or leave it out"
             if norm
-            else f"the gradient of {name} is 0 in this step"
+            else f"the gradient of {name} is 0 in this step{_cause_of_zero(name)}"
         )
     return "; ".join(words) or f"no gradient is {SMALLER} times smaller than another"
+
+
+def _cause_of_zero(name: str) -> str:
+    """The usual cause of a gradient that is exactly 0, if its loss has one."""
+    if name.startswith("policy_gradient"):
+        return " (as it is if all completions of a prompt have the same reward)"
+    for origin in ("dataset", "student", "teacher"):
+        if name.endswith(f" ({origin})"):
+            return f" (as it is if no document of the step is the {origin}'s)"
+    return ""
 
 
 def _size(session: Session) -> str:

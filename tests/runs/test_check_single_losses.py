@@ -65,5 +65,9 @@ def test_a_loss_that_hardly_counts_is_named() -> None:
     assert words == (
         "the gradient of cross_entropy is 40 times smaller than that of forward_kl, so it hardly counts: multiply "
         "its coefficient by about 40 if it shall count as much, or leave it out; the gradient of "
-        "policy_gradient is 0 in this step"
+        "policy_gradient is 0 in this step (as it is if all completions of a prompt have "
+        "the same reward)"
     )
+    words = verdict({"forward_kl (dataset)": 2.0, "reverse_kl (student)": 0.0})
+    cause = "(as it is if no document of the step is the student's)"
+    assert words == f"the gradient of reverse_kl (student) is 0 in this step {cause}"

@@ -13,8 +13,8 @@ class RolloutConfig(Section):
     """On-policy training: in each step, the student generates completions of prompts and is trained on them."""
 
     share: float = Field(default=1.0, gt=0, le=1)
-    """Share of each step's completions that are the student's own (λ of GKD). The others are the dataset's
-    completions; cross_entropy in objective.loss counts on them alone."""
+    """Share of the completions that are the student's own (λ of GKD), in whole prompts: all completions of a prompt
+    have one origin. The others are the dataset's; cross_entropy in objective.loss counts on them alone."""
     prompts_per_step: int | None = Field(default=None, ge=1)
     """Prompts of one optimizer step, each with samples_per_prompt completions. null: as many as train.tokens_per_step
     holds if every completion is data.max_tokens long with its prompt."""

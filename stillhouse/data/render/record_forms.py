@@ -55,4 +55,5 @@ def _problem(fields: dict[str, Any], targets: Targets, *, is_ambiguous: bool) ->
     if "prompt" in fields:
         only = "only a run whose student writes all completions needs none (section rollout, with share=1)"
         return f"prompts without completions: found {names}; expected a column 'completion'; {only}"
-    return f"{kind} columns: found {names}; expected {EXPECTED_COLUMNS} (or ShareGPT's or Alpaca's)"
+    expected = f"expected {EXPECTED_COLUMNS} (or ShareGPT's or Alpaca's)"
+    return f"{kind} columns: found {names}; {expected}; no key renames columns"
