@@ -129,11 +129,11 @@ def fail_in_prepare(seconds: float) -> None:
     original = inputs.load_data
 
     @functools.wraps(original)
-    def wrapped(*arguments: Any) -> Any:
+    def wrapped(*arguments: Any, **options: Any) -> Any:
         time.sleep(seconds)
         if seconds < SECONDS:
             raise ValueError("no such file here")
-        return original(*arguments)
+        return original(*arguments, **options)
 
     inputs.load_data = wrapped
 
