@@ -41,10 +41,15 @@ def test_only_vocab_imports_torch_distributed_in_the_objective() -> None:
     assert knowing == {"vocab.py"}
 
 
+#: names the error of a record that cannot be sent from the run to its own worker; nothing is read from others
+PICKLES = {"worker_pool.py"}
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_pickle(path: Path) -> None:
     source = path.read_text()
-    assert "pickle" not in {name.partition(".")[0] for name in imported_modules(path)}
+    assert path.name in PICKLES or "pickle" not in {name.partition(".")[0] for name in imported_modules(path)}
+    assert "pickle.load" not in source
     assert "torch.load(" not in source
     assert "torch.save(" not in source
 
