@@ -302,8 +302,9 @@ class _RandomEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, run: _Run):
         super().__init__()
         self.run = run
-        # some backbones read the row of padding
-        self.weight = torch.zeros((), dtype=embedding.weight.dtype).expand(embedding.weight.shape)
+        # some backbones read the row of padding; all rows share one number, which transformers cannot initialise
+        self.weight: Any = torch.zeros((), dtype=embedding.weight.dtype).expand(embedding.weight.shape)
+        self.weight._is_hf_initialized = True
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
         ids = _ids(arguments, options)
