@@ -19,7 +19,8 @@ from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation.prompt_plan import PromptPlan
 from stillhouse.generation.rollout_engines import RolloutEngine
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
-from stillhouse.generation.user_functions import CompletionCall
+from stillhouse.generation.user_functions import CompletionCall, EnvironmentCall
+from stillhouse.user_code.episodes import Episode
 
 #: the version of a token that no model generated
 NOT_GENERATED = -1
@@ -36,6 +37,7 @@ class _Open:
 
     parts: the model's completions and the environment's replies so far, in their order.
     turns: the number of the model's turns so far.
+    replies: the texts of the environment's replies so far.
     is_cut: whether the environment's last reply has used up the remaining tokens.
     requested_at: the time of the first request, in seconds of `time.monotonic`.
     in_job: whether the engine has generated the present turn before `generate` returned. Such samples of one request
@@ -46,6 +48,7 @@ class _Open:
     prompt: int
     parts: list[Completion] = field(default_factory=list)
     turns: int = 0
+    replies: list[str] = field(default_factory=list)
     is_cut: bool = False
     requested_at: float = 0.0
     answered_at: float = 0.0
@@ -79,7 +82,7 @@ class SampleGenerator:
         max_new_tokens: int,
         *,
         reward: CompletionCall | None = None,
-        environment: CompletionCall | None = None,
+        environment: EnvironmentCall | None = None,
         calls_from_any_thread: bool = False,
         max_turns: int = 1,
         placeholders: Sequence[int] = (),
@@ -92,6 +95,7 @@ class SampleGenerator:
         self._answered: dict[Future[Completion], float] = {}
         self._rounds: list[_Round] = []
         self._rewards: dict[int, Future[float]] = {}
+        self._dropped: list[Future[None]] = []
         self._lock = threading.Lock()
         #: for each finished sample, by its number: the times of its first request and of its last completion
         self.times: dict[int, tuple[float, float]] = {}
@@ -192,7 +196,9 @@ class SampleGenerator:
         """Request the environment's reply to a turn; None if the sample ends without one."""
         if self.environment is None or sample.parts[-1].finish == "length" or sample.turns >= self.max_turns:
             return None
-        return self.environment(*self._texts(sample.prompt, sample.parts))
+        turns = [self._text(part) for part in sample.parts if part.versions_N[0] != NOT_GENERATED]
+        episode = Episode(sample.number, tuple(turns), tuple(sample.replies))
+        return self.environment(*self._texts(sample.prompt, sample.parts), episode)
 
     def _end_rounds(self) -> list[Sample]:
         """Request the next turns of all rounds whose replies have arrived, and return the samples that have ended."""
@@ -203,12 +209,22 @@ class SampleGenerator:
             if reply is not None and self._goes_on(sample, reply.result()):
                 next_turns.append(sample)
                 continue
+            self._end(sample)
             self.times[sample.number] = sample.requested_at, sample.answered_at
             samples.append(self._sample(sample))
             if self.reward is not None:
                 self._reward_of(samples[-1])
         self._ask(next_turns)
         return samples
+
+    def _end(self, sample: _Open) -> None:
+        """Let the environment drop its object of a sample. Raises the errors of objects that were dropped before."""
+        if self.environment is None:
+            return
+        self._dropped.append(self.environment(*self._texts(sample.prompt, sample.parts), Episode(sample.number)))
+        for dropped in [dropped for dropped in self._dropped if dropped.done()]:
+            self._dropped.remove(dropped)
+            dropped.result()
 
     def _ask(self, samples: Sequence[_Open]) -> None:
         if not samples:
@@ -244,6 +260,7 @@ class SampleGenerator:
             )
         if not ids:
             return False
+        sample.replies.append(reply or "")
         sample.is_cut = len(ids) >= room
         if room:
             sample.parts.append(_environment_tokens(ids[:room]))
@@ -276,6 +293,9 @@ class SampleGenerator:
         ids_N = np.concatenate([part.ids_N for part in parts])
         completion = self.tokenizer.decode(ids_N, skip_special_tokens=True)
         return prompt_text, completion, self.prompts.records[prompt], self.prompts.sources[prompt]
+
+    def _text(self, part: Completion) -> str:
+        return self.tokenizer.decode(part.ids_N, skip_special_tokens=True)
 
     def _sample(self, sample: _Open) -> Sample:
         versions_N = np.concatenate([part.versions_N for part in sample.parts])

@@ -1,5 +1,6 @@
 """The user's functions that the configuration names."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -7,19 +8,22 @@ from typing import Any
 from stillhouse.config import EvalConfig, RolloutConfig, as_config_error
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.section import function_hint
+from stillhouse.user_code.episodes import Episode, caller_of
 from stillhouse.user_code.functions import (
     CALLBACKS,
     ENVIRONMENT,
     EVAL_REWARD,
     REWARD,
     UserFunction,
-    checked_call,
     load_function,
 )
 
 #: computes something about a completion: called as call(prompt, completion, record, source). The future raises
 #: ValueError for a call that fails. source: `file:line` of the record
 CompletionCall = Callable[[str, str, Mapping[str, Any], str], Future[Any]]
+#: asks an environment for its reply to the last turn of an episode: a text, or None at the end. With an episode
+#: without turns, it ends the sample's object
+EnvironmentCall = Callable[[str, str, Mapping[str, Any], str, Episode], Future[Any]]
 
 
 def user_function(key: str, path: str) -> UserFunction:
@@ -41,12 +45,30 @@ def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> 
             user_function(key, path)
 
 
-def called_here(function: UserFunction) -> CompletionCall:
+def called_here(function: UserFunction) -> Callable[..., Future[Any]]:
     """Return a call that runs the function at once, in the calling thread. Errors are raised by the call itself."""
+    answer = caller_of(function)
 
-    def call(prompt: str, completion: str, record: Mapping[str, Any], source: str) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(checked_call(function, prompt, completion, record, source))
-        return future
+    def call(*arguments: Any) -> Future[Any]:
+        return _done(answer(*arguments))
 
     return call
+
+
+def environment_call(function: UserFunction, call: Callable[..., Future[Any]]) -> EnvironmentCall:
+    """call: the call of this function or class. A function has no state, so that it needs no episode."""
+    if inspect.isclass(function.function):
+        return call
+
+    def of_function(
+        prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode
+    ) -> Future[Any]:
+        return call(prompt, completion, record, source) if episode.turns else _done(None)
+
+    return of_function
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

@@ -8,7 +8,13 @@ from typing import Any
 
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import reward_parts
-from stillhouse.generation.user_functions import CompletionCall, called_here, user_function
+from stillhouse.generation.user_functions import (
+    CompletionCall,
+    EnvironmentCall,
+    called_here,
+    environment_call,
+    user_function,
+)
 from stillhouse.parallel import log_rank0
 from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.functions import ENVIRONMENT, REWARD, about_completion
@@ -33,7 +39,7 @@ class CompletionCalls:
                 list(functions), rollout.workers, seconds=rollout.worker_timeout, memory_gib=rollout.worker_memory
             )
         self._servers: list[RewardServer] = []
-        calls: dict[tuple[str, str], CompletionCall] = {
+        calls: dict[tuple[str, str], Callable[..., Future[Any]]] = {
             name: called_here(function) if self._pool is None else self._pool.caller(*name)
             for name, function in functions.items()
         }
@@ -43,7 +49,10 @@ class CompletionCalls:
                 self._servers.append(server)
                 calls[REWARD, part.name] = server.call
         self.reward = weighted_sum([(part.weight, calls[REWARD, part.name]) for part in rewards]) if rewards else None
-        self.environment = None if environment is None else calls[ENVIRONMENT, environment]
+        self.environment: EnvironmentCall | None = None
+        if environment is not None:
+            named = ENVIRONMENT, environment
+            self.environment = environment_call(functions[named], calls[named])
         #: whether the calls may be made from any thread, because they only start something elsewhere
         self.run_elsewhere = self._pool is not None or not functions
 

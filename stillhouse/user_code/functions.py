@@ -30,14 +30,16 @@ EVAL_REWARD = "eval.prompts.reward"
 _OF_COMPLETIONS = ("prompt", "completion", "record")
 #: the parameters of the functions, by configuration key. prompt: the text that the model has continued;
 #: completion: the text of the completion without special tokens; record: the full record of the data. A reward
-#: returns a number. An environment returns the text that follows the completion, or None at the end. context:
-#: `EvaluationContext`
+#: returns a number. An environment returns the text that follows the completion, or None at the end; it may also be a
+#: class (`_METHODS`). context: `EvaluationContext`
 _ARGUMENTS = {
     CALLBACKS: ("context",),
     REWARD: _OF_COMPLETIONS,
     ENVIRONMENT: _OF_COMPLETIONS,
     EVAL_REWARD: _OF_COMPLETIONS,
 }
+#: the methods of a class that is an environment, with their parameters. turn: the text of the model's last turn
+_METHODS = {"reset": ("prompt", "record"), "step": ("turn",)}
 #: how many frames of a traceback an error shows: from its beginning and from its end
 _FIRST, _LAST = 2, 6
 #: the maximum number of characters shown of a completion, and of the message of a function's error
@@ -109,10 +111,15 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     Raises ValueError if there is no such module or function, if the module cannot be imported, or if the function
     does not accept the arguments of its kind (`_ARGUMENTS`).
     """
-    return UserFunction(key, path, _function(path, _ARGUMENTS[key], hint))
+    function = _function(path, hint)
+    if key == ENVIRONMENT and inspect.isclass(function):
+        _require_environment(path, function)
+    else:
+        _require_parameters(path, function, _ARGUMENTS[key])
+    return UserFunction(key, path, function)
 
 
-def _function(path: str, parameters: tuple[str, ...], hint: str) -> Callable[..., Any]:
+def _function(path: str, hint: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -126,7 +133,6 @@ def _function(path: str, parameters: tuple[str, ...], hint: str) -> Callable[...
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"got {path!r}, but {module_name} has no function {name!r}")
-    _require_parameters(path, function, parameters)
     return function
 
 
@@ -143,7 +149,7 @@ def checked_reward(
 ) -> float:
     """The reward of a completion. Raises ValueError if it is not finite. source: `file:line` of the record."""
     about = about_completion(completion, source)
-    value = reward(prompt, completion, _copied(record, source), about=about)
+    value = reward(prompt, completion, copied_record(record, source), about=about)
     number = finite_number(value)
     if number is None:
         raise ValueError(f"{reward} gives {shown(value)}{about}: expected a finite number")
@@ -155,7 +161,13 @@ def checked_reply(
 ) -> str | None:
     """The environment's reply to a completion. Raises ValueError unless the reply is a text or None."""
     about = about_completion(completion, source)
-    value = environment(prompt, completion, _copied(record, source), about=about)
+    return checked_text(
+        environment, environment(prompt, completion, copied_record(record, source), about=about), about
+    )
+
+
+def checked_text(environment: UserFunction, value: Any, about: str) -> str | None:
+    """A reply of an environment. Raises ValueError unless it is a text that UTF-8 can represent, or None."""
     if value is None:
         return None
     if not isinstance(value, str):
@@ -201,7 +213,8 @@ def shown(value: Any) -> str:
     return type(value).__name__
 
 
-def _copied(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def copied_record(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """A copy of a record. Raises ValueError if it is nested too deeply. source: `file:line` of the record."""
     try:
         return copy.deepcopy(record)
     except RecursionError as error:
@@ -254,6 +267,19 @@ def _require_parameters(path: str, function: Callable[..., Any], parameters: tup
         raise ValueError(
             f"got {path!r}, which takes {signature}: expected a function({', '.join(parameters)})"
         ) from error
+
+
+def _require_environment(path: str, environment: type) -> None:
+    _require_parameters(path, environment, ())
+    for name, parameters in _METHODS.items():
+        method = getattr(environment, name, None)
+        if not callable(method):
+            raise ValueError(
+                f"got {path!r}, a class without the method {name}: expected a class with the methods reset(prompt, "
+                "record) and step(turn), or a function(prompt, completion, record)"
+            )
+        is_bound = isinstance(inspect.getattr_static(environment, name), staticmethod | classmethod)
+        _require_parameters(f"{path}.{name}", method, parameters if is_bound else ("self", *parameters))
 
 
 def _in_words(error: BaseException) -> str:

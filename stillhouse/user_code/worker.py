@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from stillhouse.memory_limit import limit_memory
-from stillhouse.user_code.functions import checked_call, load_function
+from stillhouse.user_code.episodes import caller_of
+from stillhouse.user_code.functions import load_function
 
 #: the keys of an answer: a result; the message of an error; a reason for which the process is not usable any more
 VALUE, ERROR, UNUSABLE = "value", "error", "unusable"
@@ -29,7 +30,7 @@ def serve(settings: Mapping[str, Any]) -> NoReturn:
         signal.signal(number, lambda *_: None)
     connection: Connection[Any, Any] = Connection(settings["descriptor"])
     try:
-        functions = [load_function(key, path) for key, path in settings["functions"]]
+        calls = [caller_of(load_function(key, path)) for key, path in settings["functions"]]
     except ValueError as error:
         _send(connection, {ERROR: str(error)})
         os._exit(1)
@@ -42,7 +43,7 @@ def serve(settings: Mapping[str, Any]) -> NoReturn:
         except EOFError:  # the run has closed the connection
             os._exit(0)
         try:
-            answer = {VALUE: checked_call(functions[at], *arguments)}
+            answer = {VALUE: calls[at](*arguments)}
         except ValueError as error:
             ran_out = settings["memory_bytes"] is not None and isinstance(error.__cause__, MemoryError)
             answer = {UNUSABLE if ran_out else ERROR: str(error)}

@@ -3,7 +3,7 @@
 Workers are new Python processes. They share no state with the run, and do not import torch unless a function does.
 They are not forks as in `data/render/isolated_process.py`, because functions of the user may hang in a fork of a
 process with threads and a device. If a worker ends, hangs or runs out of memory, it is replaced, and its call is
-repeated once.
+repeated once. All calls with the `Episode` of one sample go to one worker, which has the sample's object.
 
 Each worker is in a process group with a guard, a shell that waits for the end of a pipe from the run. If the run ends
 in any way, the guard kills the group: the worker, and the programs that a function has started in it.
@@ -12,12 +12,12 @@ in any way, the guard kills the group: the worker, and the programs that a funct
 import json
 import os
 import pickle
-import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,6 +25,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from stillhouse.display import first_line
+from stillhouse.user_code.episodes import Episode
 from stillhouse.user_code.functions import about_completion
 from stillhouse.user_code.worker import ERROR, UNUSABLE, VALUE
 
@@ -38,7 +39,7 @@ _WORKER = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings['path']; "
     "from stillhouse.user_code.worker import serve; serve(settings)"
 )
-_Arguments = tuple[str, str, Mapping[str, Any], str]
+_Arguments = tuple[str, str, Mapping[str, Any], str] | tuple[str, str, Mapping[str, Any], str, Episode]
 
 
 class WorkerPool:
@@ -54,17 +55,19 @@ class WorkerPool:
     ):
         self._functions, self._seconds = list(functions), seconds
         self._memory_gib = memory_gib
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls = _Queue(count)
         self._lock, self._is_closed = threading.Lock(), False
         self._workers: set[_Worker] = set()
         self._threads = [
-            threading.Thread(target=self._serve, name=f"worker {number}", daemon=True) for number in range(count)
+            threading.Thread(target=self._serve, args=(number,), name=f"worker {number}", daemon=True)
+            for number in range(count)
         ]
         for thread in self._threads:
             thread.start()
 
     def caller(self, key: str, path: str | None = None) -> Callable[..., Future[Any]]:
-        """Return a function that starts a call (prompt, completion, record, source) of this key's function.
+        """Return a function that starts a call (prompt, completion, record, source) of this key's function; for a
+        class, with an `Episode` as a fifth argument.
 
         path: which function, if the key has several. The future raises ValueError with the function and the
         completion if the function fails, or if two workers did not return. If the pool is closed, it is never done.
@@ -84,17 +87,16 @@ class WorkerPool:
             self._is_closed = True
             for worker in self._workers:
                 worker.kill()
-        for _ in self._threads:
-            self._calls.put(None)
+        self._calls.close()
         for thread in self._threads:
             thread.join()
 
-    def _serve(self) -> None:
+    def _serve(self, number: int) -> None:
         worker: _Worker | None = None
         try:
             with suppress(_LostError, ValueError):  # the next call repeats the start, and has the error
                 worker = self._start()
-            while (call := self._calls.get()) is not None:
+            while (call := self._calls.get(number)) is not None:
                 worker = self._answer(call, worker)
         except _ClosedError:
             return
@@ -172,10 +174,46 @@ class _LostError(Exception):
     """A worker has ended, or does not answer. The message continues a sentence that begins with the function."""
 
 
+class _Queue:
+    """Calls that wait. A call with an episode waits for one worker, all others for any worker."""
+
+    def __init__(self, workers: int):
+        self._changed, self._is_closed = threading.Condition(), False
+        self._of_any: deque[_Call] = deque()
+        self._of_worker: list[deque[_Call]] = [deque() for _ in range(workers)]
+
+    def put(self, call: "_Call") -> None:
+        with self._changed:
+            number = call.sample
+            waiting = self._of_any if number is None else self._of_worker[number % len(self._of_worker)]
+            waiting.append(call)
+            self._changed.notify_all()
+
+    def get(self, worker: int) -> "_Call | None":
+        """Wait for a call for this worker; None if the queue is closed."""
+        with self._changed:
+            while not self._is_closed:
+                for waiting in (self._of_worker[worker], self._of_any):
+                    if waiting:
+                        return waiting.popleft()
+                self._changed.wait()
+        return None
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
 class _Call:
     def __init__(self, at: int, arguments: Any, future: Future[Any]):
         self.at, self.future = at, future
         self.arguments: _Arguments = arguments
+
+    @property
+    def sample(self) -> int | None:
+        """The number of the sample whose object the call needs."""
+        return self.arguments[4].number if len(self.arguments) == 5 else None
 
 
 class _Worker:

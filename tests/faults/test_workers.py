@@ -12,11 +12,11 @@ from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, contents, run, wait_for
 from kit.signal_hooks import signal_at
-from kit.user_functions import counts, named, remembers
+from kit.user_functions import Remembers, counts, named
 from kit.worker_processes import are_gone, workers_of
 
 REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0, "rollout.reward": named(counts)}
-TURNS = {"rollout.environment": named(remembers), "rollout.stop": ["e", "a", "i"]}
+TURNS = {"rollout.environment": named(Remembers), "rollout.stop": ["e", "a", "i"]}
 FUNCTIONS = """
 import os, time
 from pathlib import Path

@@ -40,6 +40,17 @@ def remembers(prompt: str, completion: str, record: dict[str, Any]) -> str | Non
     return None if completion.count("!") >= 2 else record["turns"] * " no!"
 
 
+class Remembers:
+    """An environment with state: its replies depend on the turns before."""
+
+    def reset(self, prompt: str, record: dict[str, Any]) -> None:
+        self.turns, self.length = 0, len(prompt)
+
+    def step(self, turn: str) -> str | None:
+        self.turns, self.length = self.turns + 1, self.length + len(turn)
+        return None if self.turns == 3 else f" {self.length}!"
+
+
 _released = threading.Event()
 
 

@@ -38,6 +38,14 @@ def huge(prompt, completion, record):
 
 def echo(prompt, completion, record):
     return None if completion.count("!") >= 2 else " no!"
+
+class Echo:
+    def reset(self, prompt, record):
+        self.turns = [prompt]
+
+    def step(self, turn):
+        self.turns.append(turn)
+        return None if len(self.turns) == 4 else f" {sum(map(len, self.turns))}!"
 """
 
 
@@ -106,7 +114,7 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int)
 
 @pytest.mark.usefixtures("hooks")
 def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path) -> None:
-    settings = {"rollout.environment": "hooks:echo", "rollout.stop": ["e", "a", "i"], "checkpoint.every": 2}
+    settings = {"rollout.environment": "hooks:Echo", "rollout.stop": ["e", "a", "i"], "checkpoint.every": 2}
     write_on_policy_run(tmp_path, **settings, **{"rollout.schedule": "one_step_off", "objective.loss": "jsd(0.5)"})
     run_yaml = tmp_path / "run.yaml"
     run("distill", run_yaml, f"out={tmp_path / 'undisturbed'}")

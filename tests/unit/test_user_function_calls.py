@@ -18,7 +18,7 @@ from kit.user_functions import control_c, counts, half, remembers
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation import Completion, PromptPlan, SampleGenerator
 from stillhouse.generation.sample_generator import _Open
-from stillhouse.generation.user_functions import called_here, user_function
+from stillhouse.generation.user_functions import called_here, environment_call, user_function
 from stillhouse.user_code.functions import ENVIRONMENT, UserFunction, checked_reply, checked_reward
 
 
@@ -204,7 +204,8 @@ def test_a_module_that_cannot_be_used(
 )
 def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(text: str) -> None:
     tokenizer = toy_tokenizer()
-    environment = called_here(UserFunction(ENVIRONMENT, "m:f", lambda *_: text))
+    function = UserFunction(ENVIRONMENT, "m:f", lambda *_: text)
+    environment = environment_call(function, called_here(function))
     generator = SampleGenerator(
         None,  # type: ignore[arg-type]
         prompts(),

@@ -69,7 +69,8 @@ class RolloutConfig(Section):
     sample by n - 1, as TRL and verl do."""
     environment: FunctionPath | None = Field(default=None, examples=["mypkg.tools:calculator"])
     """package.module:function, called as function(prompt, completion, record) when a turn of the student has ended.
-    It gives the text that follows, which is not a target, or None at the end. null: one turn."""
+    It gives the text that follows, which is not a target, or None at the end. Or package.module:Class, of which each
+    sample has an object, with the methods reset(prompt, record) and step(turn). null: one turn."""
     max_turns: int = Field(default=8, ge=1)
     """Turns of the student with an environment."""
     workers: int = Field(default=0, ge=0, le=1024)

@@ -1,0 +1,157 @@
+"""Environments that are classes: an object per sample, in its worker, whose turns are repeated when it is lost."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stillhouse.user_code.episodes import Episode, Episodes
+from stillhouse.user_code.functions import ENVIRONMENT, load_function
+from stillhouse.user_code.worker_pool import WorkerPool
+
+CODE = """
+import os
+from pathlib import Path
+
+class Game:
+    def reset(self, prompt, record):
+        self.turns, self.record = [prompt], record
+        self.log("reset")
+
+    def step(self, turn):
+        self.turns.append(turn)
+        self.log(turn)
+        if turn == "die" and not Path(self.record["log"] + ".died").exists():
+            Path(self.record["log"] + ".died").touch()
+            os._exit(1)
+        return None if turn == "end" else " | ".join(self.turns)
+
+    def close(self):
+        self.log("close")
+
+    def log(self, what):
+        with open(self.record["log"], "a") as file:
+            file.write(f"{os.getpid()} {what}\\n")
+
+class Random(Game):
+    def step(self, turn): return os.urandom(4).hex()
+
+class Opens(Game):
+    def reset(self, prompt, record): return "Hello"
+
+class Number(Game):
+    def step(self, turn): return 3
+
+class NoStep:
+    def reset(self, prompt, record): ...
+
+class Asks:
+    def __init__(self, name): ...
+
+class Two(Game):
+    def step(self, turn, state): ...
+"""
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "episode_games.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture(params=["here", "workers"])
+def ask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ask]:
+    """Asks the environment of sample `number` for its reply to the last of its turns."""
+    record = {"log": str(tmp_path / "log")}
+    pool = None
+    if request.param == "here":
+        call: Ask = Episodes(load_function(ENVIRONMENT, "episode_games:Game"))
+    else:
+        pool = WorkerPool([(ENVIRONMENT, "episode_games:Game")], 3, seconds=60.0)
+        call = pool.caller(ENVIRONMENT)
+
+    def reply(number: int, *turns: str, replies: tuple[str, ...] = ()) -> Any:
+        answer = call("Go", "".join(turns), record, "a:1", Episode(number, turns, replies))
+        return answer.result(60) if isinstance(answer, Future) else answer
+
+    yield reply
+    if pool is not None:
+        pool.close()
+
+
+def log(folder: Path) -> list[str]:
+    return [line.split()[1] for line in (folder / "log").read_text().splitlines()]
+
+
+def test_a_sample_has_one_object_until_it_ends(ask: Ask, tmp_path: Path) -> None:
+    replies: dict[int, tuple[str, ...]] = {}
+    for turn in range(3):
+        for number in (0, 3, 4):
+            turns = tuple(f"{number}.{at}" for at in range(turn + 1))
+            reply = ask(number, *turns, replies=replies.get(number, ()))
+            assert reply == " | ".join(["Go", *turns])
+            replies[number] = (*replies.get(number, ()), reply)
+    assert ask(4, "4.0", "4.1", "4.2", "end", replies=replies[4]) is None
+    for number in (0, 3, 4):
+        assert ask(number) is None
+    assert ask(4) is None
+    lines = log(tmp_path)
+    assert lines.count("reset") == lines.count("close") == 3
+    assert len(lines) == 16
+    by_process = {
+        line.split()[0] for line in (tmp_path / "log").read_text().splitlines() if "3." in line or "0." in line
+    }
+    assert len(by_process) == 1  # 0 and 3 have the same of three workers
+
+
+def test_an_object_that_is_lost_gets_its_turns_again(ask: Ask, tmp_path: Path) -> None:
+    assert ask(7, "one", "two", replies=("Go | one",)) == "Go | one | two"
+    assert log(tmp_path) == ["reset", "one", "two"]
+    with pytest.raises(
+        ValueError, match=r"^rollout\.environment: episode_games:Game replies 'Go \| one' to a turn af"
+    ):
+        ask(8, "one", "two", replies=("Go | three",))
+
+
+def test_a_worker_that_dies_is_replaced_and_the_turns_are_repeated(tmp_path: Path) -> None:
+    pool = WorkerPool([(ENVIRONMENT, "episode_games:Game")], 1, seconds=60.0)
+    call, record = pool.caller(ENVIRONMENT), {"log": str(tmp_path / "log")}
+    first = call("Go", "", record, "a:1", Episode(1, ("one",))).result(60)
+    other = call("Go", "", record, "a:1", Episode(2, ("a",))).result(60)
+    dies = Episode(1, ("one", "die"), (first,))
+    assert call("Go", "", record, "a:1", dies).result(60) == "Go | one | die"
+    assert call("Go", "", record, "a:1", Episode(2, ("a", "b"), (other,))).result(60) == "Go | a | b"
+    pool.close()
+    assert log(tmp_path) == ["reset", "one", "reset", "a", "die", "reset", "one", "die", "reset", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NoStep", "a class without the method step: expected a class with the methods reset(prompt, record)"),
+        ("Asks", "which takes (name): expected a function()"),
+        ("Two", "Two.step', which takes (self, turn, state): expected a function(self, turn)"),
+    ],
+)
+def test_a_class_that_cannot_be_used(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"^got 'episode_games:{name}") as raised:
+        load_function(ENVIRONMENT, f"episode_games:{name}")
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Random", "expected an environment that depends only on its arguments"),
+        ("Opens", "Opens.reset gives 'Hello' for the completion 'hi' of a:1: expected None"),
+        ("Number", "Number gives 3 for the completion 'hi' of a:1: expected a text, or None at the end"),
+    ],
+)
+def test_an_environment_that_gives_something_else(tmp_path: Path, name: str, words: str) -> None:
+    environment = Episodes(load_function(ENVIRONMENT, f"episode_games:{name}"))
+    with pytest.raises(ValueError, match=r"^rollout\.environment: episode_games:") as raised:
+        environment("Go", "hi", {"log": str(tmp_path / "log")}, "a:1", Episode(1, ("one", "hi"), ("",)))
+    assert words in str(raised.value)
