@@ -303,8 +303,9 @@ class _RandomEmbedding(nn.Module):
         super().__init__()
         self.run = run
         # some backbones read the row of padding; all rows share one number, which transformers cannot initialise
-        self.weight: Any = torch.zeros((), dtype=embedding.weight.dtype).expand(embedding.weight.shape)
-        self.weight._is_hf_initialized = True
+        weight: Any = torch.zeros((), dtype=embedding.weight.dtype).expand(embedding.weight.shape)
+        weight._is_hf_initialized = True
+        self.weight = weight
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
         ids = _ids(arguments, options)
