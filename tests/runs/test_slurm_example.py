@@ -1,4 +1,4 @@
-"""The launch script for a SLURM job with vLLM servers, with programs in the place of SLURM, vLLM and torchrun.
+"""The launch script for a SLURM job with servers, with programs in the place of SLURM, vLLM and torchrun.
 
 Nodes are addresses of the loopback interface. The servers are real processes that answer requests for their health.
 """
@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from kit import slow
+from kit.launches import parse
 from kit.runs import ROOT, wait_for
 
-from stillhouse.config import load_config
-
-NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]
 SCONTROL = "#!/bin/bash\nprintf '%s\\n' $SLURM_JOB_NODELIST\n"
 #: runs the command once for each node and passes SIGTERM on, as srun does
 SRUN = """#!/bin/bash
@@ -43,9 +43,11 @@ for pid in "${pids[@]}"; do
 done
 exit $code
 """
-VLLM = """#!{python}
+#: vllm serve, and stillhouse serve under torchrun; they differ in the route that says that they are ready
+SERVER = """#!{python}
 import http.server, os, pathlib, sys, time
 arguments = sys.argv[1:]
+route = "/health" if pathlib.Path(sys.argv[0]).name == "vllm" else "/healthz"
 log, port = pathlib.Path(os.environ["LOG"]), int(arguments[arguments.index("--port") + 1])
 name = f"{{os.environ['NODE']}}:{{port}}"
 first = not (log / f"{{name}}.started").exists()
@@ -58,16 +60,20 @@ if first and name == os.environ.get("DIES"):
     sys.exit(1)
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        self.send_response(200 if self.path == route else 404)
         self.end_headers()
     def log_message(self, *_): pass
 http.server.HTTPServer((os.environ["NODE"], port), Health).serve_forever()
 """
+TEACHER, STUDENT = "Qwen/Qwen3-32B", "Qwen/Qwen3-8B"
+#: options that make a vLLM one that scores, or one that writes
+TEACHES, WRITES = ("--runner", "pooling"), ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 #: a tenth of a second instead of five
 SLEEP = "#!/bin/bash\nexec /bin/sleep 0.1\n"
 TORCHRUN = """#!/bin/bash
+[[ " $* " == *" serve "* ]] && exec "$LOG/served" "$@"
 trap 'touch "$LOG/checkpoint"; exit 143' TERM
-printf '%s\\n' "$@" > "$LOG/torchrun.partial" && mv "$LOG/torchrun.partial" "$LOG/torchrun.$NODE"
+printf '%s\\n' "$@" > "$LOG/partial.$NODE" && mv "$LOG/partial.$NODE" "$LOG/torchrun.$NODE"
 [[ -z ${TRAINS:-} ]] || while true; do sleep 0.1; done
 """
 
@@ -79,7 +85,8 @@ class Job:
         programs = {
             "scontrol": SCONTROL,
             "srun": SRUN,
-            "vllm": VLLM.format(python=sys.executable),
+            "vllm": SERVER.format(python=sys.executable),
+            "served": SERVER.format(python=sys.executable),
             "torchrun": TORCHRUN,
             "sleep": SLEEP,
         }
@@ -91,7 +98,7 @@ class Job:
         settings = {"SLURM_JOB_NODELIST": " ".join(nodes), "SLURM_JOB_ID": "7", "LOG": str(folder)}
         settings |= {"PATH": f"{folder}:{os.environ['PATH']}", "PORT": str(self.port)} | environment
         self.process = subprocess.Popen(
-            ["bash", ROOT / "examples" / "slurm_vllm.sh", *arguments],
+            ["bash", ROOT / "examples" / "slurm_on_policy.sh", *arguments],
             env=os.environ | settings,
             stderr=(folder / "err").open("w"),
         )
@@ -144,27 +151,43 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             os.killpg(int(group), signal.SIGKILL)
 
 
-def test_the_servers_share_the_gpus_and_the_run_gets_their_addresses(folder: Path, run_yaml: Path) -> None:
-    job = Job(folder, str(run_yaml), "train.steps=3")
+@pytest.mark.parametrize("engine", ["vllm", slow("stillhouse")])
+def test_the_servers_share_the_gpus_and_the_run_gets_their_addresses(
+    folder: Path, run_yaml: Path, engine: str
+) -> None:
+    job = Job(folder, str(run_yaml), "train.steps=3", TEACHER_ENGINE=engine, WRITER_ENGINE=engine)
     job.end(0)
     teachers = [job.started(NODES[0], number) for number in range(4)]
     writers = [job.started(NODES[1], number) for number in range(8)]
     assert [teacher[0] for teacher in teachers] == ["0,1", "2,3", "4,5", "6,7"]
     assert [writer[0] for writer in writers] == list("01234567")
-    assert all(teacher[1:4] == ["0", "serve", "Qwen/Qwen3-32B"] and "pooling" in teacher for teacher in teachers)
-    assert all(
-        writer[1:4] == ["1", "serve", "Qwen/Qwen3-8B"] and "--enable-scale-out" in writer for writer in writers
-    )
-    arguments = (folder / f"torchrun.{NODES[2]}").read_text().splitlines()
-    config, *overrides = arguments[arguments.index("distill") + 1 :]
-    assert arguments[: arguments.index("distill")][-2:] == ["-m", "stillhouse"]
-    loaded = load_config(Path(config), overrides=overrides)
-    assert loaded.train.steps == 3
-    assert loaded.teacher is not None
-    assert loaded.teacher.urls == [f"http://{NODES[0]}:{job.port + number}" for number in range(4)]
-    assert loaded.rollout is not None
-    assert loaded.rollout.urls == [f"http://{NODES[1]}:{job.port + number}" for number in range(8)]
-    assert (loaded.student.model, loaded.teacher.model) == ("Qwen/Qwen3-8B", "Qwen/Qwen3-32B")
+    assert {teacher[1] for teacher in teachers} == {"0"}
+    for servers, model, processes, works in ((teachers, TEACHER, 2, TEACHES), (writers, STUDENT, 1, WRITES)):
+        for number, (_, _, *arguments) in enumerate(servers):
+            if engine == "vllm":
+                assert arguments[:2] == ["serve", model]
+                assert set(works) < {*arguments}
+                assert arguments[-6:] == [
+                    *("--tensor-parallel-size", str(processes), "--host", "0.0.0.0"),
+                    *("--port", str(job.port + number)),
+                ]
+            else:
+                launch = parse(["torchrun", *arguments])
+                assert (launch.command, launch.processes, launch.options["teacher"]) == ("serve", processes, model)
+                assert launch.options["generate"] == (model == STUDENT)
+                assert (launch.options["host"], launch.options["port"]) == ("0.0.0.0", job.port + number)
+    for node in NODES[2:]:
+        launch = parse(["torchrun", *(folder / f"torchrun.{node}").read_text().splitlines()])
+        assert (launch.command, launch.nodes, launch.processes) == ("distill", 2, 8)
+        config = launch.config()
+        assert config.train.steps == 3
+        assert config.teacher is not None
+        assert config.teacher.urls == [f"http://{NODES[0]}:{job.port + number}" for number in range(4)]
+        assert config.rollout is not None
+        assert config.rollout.urls == [f"http://{NODES[1]}:{job.port + number}" for number in range(8)]
+        assert config.rollout.engine == engine
+        # `stillhouse serve` sends the tokenizer and the head itself
+        assert (config.student.model, config.teacher.model) == (STUDENT, TEACHER if engine == "vllm" else None)
     wait_for(lambda: not job.answers(NODES[0], 0) and not job.answers(NODES[1], 7), 10)
 
 
@@ -191,6 +214,10 @@ def test_sizes_that_do_not_fit_are_refused(folder: Path, run_yaml: Path) -> None
     assert err == "a server has at most the 2 GPUs of a node (TEACHER_GPUS, WRITER_GPUS, NODE_GPUS)\n"
     err = Job(folder, str(run_yaml), nodes=NODES[:2]).end(2)
     assert err == "2 nodes: expected more than the 2 of the servers (TEACHER_NODES, WRITER_NODES)\n"
+    err = Job(folder, str(run_yaml), WRITER_ENGINE="stillhouse", WRITER_GPUS="2").end(2)
+    assert err == "stillhouse serve --generate has the whole model in one process: expected WRITER_GPUS=1\n"
+    err = Job(folder, str(run_yaml), TEACHER_ENGINE="sglang").end(2)
+    assert err == "TEACHER_ENGINE=sglang: expected vllm or stillhouse\n"
 
 
 def test_a_server_that_never_answers_ends_the_job(folder: Path, run_yaml: Path) -> None:
@@ -208,7 +235,7 @@ def test_the_sizes_are_those_of_the_formulas(capsys: pytest.CaptureFixture[str])
     assert "16.4 GB, 147,456 bytes per token" in printed
     assert "16.4 GB and 147 kB per token" in page
     assert "on one GPU: 377,187" in printed
-    assert all("377,000" in text for text in (page, (ROOT / "examples" / "slurm_vllm.sh").read_text()))
+    assert all("377,000" in text for text in (page, (ROOT / "examples" / "slurm_on_policy.sh").read_text()))
     assert "fsdp 8: 37.4 GB\ntrainer, fsdp 16: 29.1 GB" in printed
     assert "37 GB with fsdp 8, 29 GB with fsdp 16" in page
     assert "teacher and trainer: 6.55e+10 6.55e+10" in printed

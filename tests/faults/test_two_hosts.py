@@ -1,0 +1,119 @@
+"""An on-policy job on two hosts whose cables are pulled: the trainer on both, its servers on one each.
+
+The hosts are network namespaces (`kit.hosts`). The weights go to the writer through a folder. torchrun and its ranks
+are started as docs/cluster.md starts them.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+import pytest
+from kit.hosts import Host, enter, two_hosts
+from kit.on_policy_runs import SAME, assert_same_rollouts, write_on_policy_run
+from kit.run_logs import last_step
+from kit.runs import run, wait_for
+from kit.serving import Server
+
+pytestmark = pytest.mark.slow
+#: `train.timeout`, and the seconds for which a cable may be pulled without an end of the run
+SECONDS, PAUSE = 10, 3
+LIMIT = 180
+
+
+class Job:
+    """A torchrun on each host, with one rank each. Ends with the block."""
+
+    def __init__(self, hosts: tuple[Host, Host], log: Path, *arguments: str):
+        self.errors = [log.with_name(f"{log.name} {host.number}") for host in hosts]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "fabric",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        launcher = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address('fabric')}:29500"),
+        ]
+        self.agents = []
+        for host, errors in zip(hosts, self.errors, strict=True):
+            # both hosts have the name of this machine, by which torchrun would know the first one
+            place = ["--local-addr", host.address("fabric"), "--rdzv-conf", f"is_host={int(host is hosts[0])}"]
+            command = [*launcher, *place, "-m", "stillhouse", "distill", *arguments]
+            with errors.open("w") as stderr:
+                self.agents.append(host.start(*command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+
+    def reach(self, out: Path, step: int) -> None:
+        """Wait until the log of the run has this step."""
+        wait_for(lambda: last_step(out) >= step or not self.runs, LIMIT)
+        assert self.runs, self.err
+
+    @property
+    def runs(self) -> bool:
+        return all(agent.poll() is None for agent in self.agents)
+
+    def wait(self) -> list[int]:
+        return [agent.wait(LIMIT) for agent in self.agents]
+
+    @property
+    def err(self) -> str:
+        return "".join(path.read_text() for path in self.errors)
+
+
+def served(host: Host, folder: Path, *options: str) -> Server:
+    """A `stillhouse serve` on a host."""
+    address = ("--host", host.address("ethernet"), "--no-token")
+    return Server(folder, *address, *options, hook=enter, hook_arguments=(host.path,))
+
+
+def test_cables_are_pulled(tmp_path: Path) -> None:
+    """Each rank has one server on its own host, and one on the other host.
+
+    First, the second host loses its servers' network, then both networks, and is back before any time limit: the run
+    waits, and goes on. Then it loses the ranks' network: both ranks end with an error that names the other one. The
+    same command ends like a run of one process that writes and scores the completions by itself.
+    """
+    out, expected = tmp_path / "two hosts", tmp_path / "one process"
+    settings = {"train.steps": 12, "checkpoint.every": 2, "rollout.max_new_tokens": 9, "train.timeout": SECONDS}
+    write_on_policy_run(tmp_path, out=str(expected), **settings)
+    run("distill", tmp_path / "run.yaml")
+    with (
+        two_hosts() as (first, second),
+        served(first, tmp_path / "teacher") as teacher,
+        served(second, tmp_path / "student", "--generate") as writer,
+    ):
+        arguments = [str(tmp_path / "run.yaml"), f"out={out}", "parallel.fsdp=2"]
+        arguments += ["teacher.model=null", f"teacher.url={teacher.url}"]
+        arguments += ["rollout.engine=stillhouse", f"rollout.url={writer.url}"]
+        with Job((first, second), tmp_path / "first start", *arguments) as job:
+            job.reach(out, 2)
+            for networks in (("ethernet",), ("ethernet", "fabric")):
+                second.unplug(*networks)
+                step = last_step(out)
+                time.sleep(PAUSE)
+                assert last_step(out) <= step + 1, "the run goes on although each rank has lost a server"
+                second.plug(*networks)
+                job.reach(out, step + 3)
+            second.unplug("fabric")
+            wait_for(lambda: all("(train.timeout)" in path.read_text() for path in job.errors), LIMIT)
+            second.plug("fabric")
+            assert job.wait() == [1, 1], job.err
+            errors = [path.read_text() for path in job.errors]
+            assert "error: rank 1 (" in errors[0]
+            assert f"has sent no heartbeat for {SECONDS} s (train.timeout)" in errors[0]
+            assert f"error on rank 1: rank 0 on {first.address('fabric')}, which holds the job's store" in errors[1]
+        assert last_step(out) < 12
+        with Job((first, second), tmp_path / "second start", *arguments) as job:
+            assert job.wait() == [0, 0], job.err
+    assert_same_rollouts(out, expected, SAME, "loss/total_nats_per_token")
