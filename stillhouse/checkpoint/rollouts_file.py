@@ -4,10 +4,12 @@ R samples with N tokens in total.
 """
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from safetensors import safe_open
@@ -55,7 +57,11 @@ def write_queue(folder: Path, state: QueueState) -> None:
     arrays: dict[str, np.ndarray] = {name: np.array(values, _DTYPES[name]) for name, values in per_sample.items()}
     for name, parts in per_token.items():
         arrays[name] = np.concatenate([np.zeros(0, _DTYPES[name]), *parts]).astype(_DTYPES[name])
-    groups = {"asked_at": list(state.requested_at.items()), "trained": state.trained}
+    groups = {
+        "asked_at": list(state.requested_at.items()),
+        "trained": state.trained,
+        "reward_parts": [sample.reward_parts for sample in samples],
+    }
     save_file(arrays, folder / ROLLOUTS, metadata={"groups": json.dumps(groups)})
 
 
@@ -75,10 +81,27 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
         if not all(type(number) is int for number in [*requested_at, *requested_at.values(), *trained]):
             raise ValueError("groups and steps that are no integers")
         ends = pairwise(offsets_of(arrays["tokens_R"]).tolist())
-        samples = [_sample(arrays, number, slice(*tokens)) for number, tokens in enumerate(ends)]
+        # a file of an earlier version has no parts
+        parts_R = _checked_parts(groups.get("reward_parts", [[]] * len(arrays["tokens_R"])), arrays)
+        samples = [
+            replace(_sample(arrays, number, slice(*tokens)), reward_parts=parts_R[number])
+            for number, tokens in enumerate(ends)
+        ]
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return QueueState(samples, requested_at, trained)
+
+
+def _checked_parts(parts_R: Any, arrays: Mapping[str, np.ndarray]) -> list[tuple[float, ...]]:
+    """The parts of the samples' rewards. Raises ValueError unless these are finite numbers for each sample."""
+    is_list = isinstance(parts_R, list) and len(parts_R) == len(arrays["tokens_R"])
+    if not is_list or not all(isinstance(parts, list) and all(map(_is_finite, parts)) for parts in parts_R):
+        raise ValueError(f"reward_parts {str(parts_R)[:80]}: expected a list of finite numbers for each sample")
+    return [tuple(map(float, parts)) for parts in parts_R]
+
+
+def _is_finite(number: Any) -> bool:
+    return type(number) in (int, float) and math.isfinite(number)
 
 
 def _require_form(arrays: Mapping[str, np.ndarray]) -> None:

@@ -6,6 +6,7 @@ A `+` between two parts has spaces around it, because an address may contain one
 """
 
 import re
+from collections import Counter
 from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
 
@@ -30,6 +31,26 @@ class RewardPart(NamedTuple):
 def reward_parts(reward: str | None) -> list[RewardPart]:
     """The parts of a valid reward; none without a reward. Raises ValueError for another text."""
     return [] if reward is None else [_part(text.strip()) for text in reward.split(" + ")]
+
+
+def part_names(reward: str | None) -> list[str]:
+    """For the parts of a sum, short and different names: the name of the function, or host and path of the server.
+
+    The second part of the same name gets the number 2, and so on. Empty for a reward that is no sum.
+    """
+    parts, seen, names = reward_parts(reward), Counter[str](), []
+    for part in parts if len(parts) > 1 else []:
+        name = _short_name(part)
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return names
+
+
+def _short_name(part: RewardPart) -> str:
+    if not part.is_server:
+        return part.name.rpartition(":")[2]
+    address = urlsplit(part.name)
+    return address.netloc.rpartition("@")[2] + address.path.rstrip("/")  # no user, password or query
 
 
 def _part(text: str) -> RewardPart:

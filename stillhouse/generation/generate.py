@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.generation.image_prompts import ImagePrompts
 from stillhouse.generation.key_value_cache import roomy_cache
-from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.generation.sample import Completion, Ended, GenerationRequest, Sampling
 from stillhouse.generation.token_sampler import EndOfCompletion, TokenSampler
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError, check_document_length, evaluating
@@ -76,11 +76,14 @@ class Generator:
         other.sampling = sampling
         return other
 
-    def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], version: int, ended: Ended | None = None
+    ) -> list[Completion]:
         """Return one completion per request, in the order of the requests.
 
         Except for rounding, a completion depends only on its own request, not on the other requests of its batch.
         version: the version of the present weights; it is recorded for each token.
+        ended: called as soon as a completion has ended, while the others of its batch are still generated.
 
         Raises ValueError if a prompt is empty, has ids that are not in the model's vocabulary, or is too long for the
         model's positions. Raises NotFiniteError, a ValueError, if logits are not finite.
@@ -88,7 +91,7 @@ class Generator:
         self.check(requests)
         completions_by_number: dict[int, Completion] = {}
         for batch in self.batches(requests):
-            completions = self.batch([requests[at] for at in batch], version)
+            completions = self.batch([requests[at] for at in batch], version, ended=at_positions(ended, batch))
             completions_by_number.update(zip(batch, completions, strict=True))
         return [completions_by_number[at] for at in range(len(requests))]
 
@@ -122,11 +125,19 @@ class Generator:
         requests: Sequence[GenerationRequest],
         version: int,
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
+        ended: Ended | None = None,
     ) -> list[Completion]:
         """Return the completions of one batch. The caller must already have called `check` for the requests.
 
         errors: a context manager around the call of the model's own `generate`.
+        ended: called as soon as a completion has ended.
         """
+
+        def on_end(rows: Sequence[int]) -> None:
+            assert ended is not None
+            for row, completion in zip(rows, self._completions(sampler, end, version, rows), strict=True):
+                ended(row, completion)
+
         width = max(len(request.prompt_ids) for request in requests)
         limits = [self._limit(request) for request in requests]
         ids_BS = np.zeros((len(requests), width), dtype=np.int64)
@@ -138,10 +149,11 @@ class Generator:
         never = self.image_prompts.never
         sampler = TokenSampler(self.sampling, seeds, max(limits), self._vocabulary, self.device, self._counted, never)
         images = self.image_prompts.arguments(requests, width, self.device)
-        end = EndOfCompletion(self.sampling, limits, width, self._tokenizer, self.device)
+        listener = None if ended is None else on_end
+        end = EndOfCompletion(self.sampling, limits, width, self._tokenizer, self.device, listener)
         with errors:
             self._run(ids_BS, mask_BS, max(limits), sampler, end, images)
-        return self._completions(sampler, end, version)
+        return self._completions(sampler, end, version, range(len(requests)))
 
     def _run(
         self,
@@ -194,10 +206,14 @@ class Generator:
         most = self.sampling.max_new_tokens
         return most if request.max_new_tokens is None else min(most, request.max_new_tokens)
 
-    def _completions(self, sampler: TokenSampler, end: EndOfCompletion, version: int) -> list[Completion]:
+    def _completions(
+        self, sampler: TokenSampler, end: EndOfCompletion, version: int, rows: Sequence[int]
+    ) -> list[Completion]:
+        """The completions of these rows, which have ended."""
         (ids_BN, log_probs_BN), (lengths, stopped) = sampler.result(), end.result()
         completions = []
-        for row, (length, is_stop) in enumerate(zip(lengths, stopped, strict=True)):
+        for row in rows:
+            length = lengths[row]
             log_probs_N = log_probs_BN[row, :length]
             if not np.isfinite(log_probs_N).all():
                 raise NotFiniteError(
@@ -206,7 +222,9 @@ class Generator:
                 )
             versions_N = np.full(length, version, dtype=np.int32)
             ids_N = ids_BN[row, :length].copy()
-            completions.append(Completion(ids_N, log_probs_N.copy(), versions_N, "stop" if is_stop else "length"))
+            completions.append(
+                Completion(ids_N, log_probs_N.copy(), versions_N, "stop" if stopped[row] else "length")
+            )
         return completions
 
 
@@ -258,6 +276,11 @@ def _check_completions(
                 "those of its forward pass: expected a model that supports a cache and padding on the left; let a "
                 "server write the completions (rollout.engine)"
             )
+
+
+def at_positions(ended: Ended | None, batch: Sequence[int]) -> Ended | None:
+    """The callback for the rows of a batch. batch: for each row, the position of its request."""
+    return None if ended is None else lambda row, completion: ended(batch[row], completion)
 
 
 def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

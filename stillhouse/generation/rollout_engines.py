@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from stillhouse.generation.generate import Generator
-from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.generation.generate import Generator, at_positions
+from stillhouse.generation.sample import Completion, Ended, GenerationRequest, Sampling
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.parallel import ONE_PROCESS
 
@@ -22,11 +22,14 @@ _GENERATE = "generate"
 class RolloutEngine(Protocol):
     """Generates completions with the student's weights, and takes new weights."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
         """Start generation; returns one future per request without waiting for servers.
 
         An engine in this process generates the completions before it returns. A future raises ServerError if no
         server answers in time, and ValueError if an answer is invalid.
+
+        ended: called in this thread for completions that end before this method returns, while others are still
+            generated. Not every engine calls it; the futures tell of all completions.
         """
         ...
 
@@ -86,14 +89,16 @@ class InJobEngine:
             message = self._ranks.from_first(None)
         return self._ranks.outcome(message, *kinds)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        """Generate completions. If one rank fails, all ranks raise the ValueError of `Generator.generate`.
+    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
+        """Generate completions; `ended` is called for those that this rank generates.
+
+        If one rank fails, all ranks raise the ValueError of `Generator.generate`.
 
         Within `lead`, only the first rank calls this. Outside `lead`, all ranks call it with the same requests.
         """
         if self._is_leading:
             self._ranks.from_first({_GENERATE: [request.as_json() for request in requests]})
-        return [_done(completion) for completion in self._generate(requests)]
+        return [_done(completion) for completion in self._generate(requests, ended)]
 
     def update_weights(self, version: int, folder: Path | None) -> None:
         """Use the student's present weights from now on; all ranks must call this. `folder` has no effect."""
@@ -104,22 +109,25 @@ class InJobEngine:
     def close(self) -> None:
         """Do nothing: no request is under way after `generate` has returned."""
 
-    def _generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def _generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Completion]:
         if self._ranks.size == 1:
-            return self.generator.generate(requests, self.version)
+            return self.generator.generate(requests, self.version, ended)
         self.generator.check(requests)
         batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
 
         def generate_share() -> list[Any]:
-            return [pair for batch in batches for pair in self._numbered(requests, batch)]
+            return [pair for batch in batches for pair in self._numbered(requests, batch, ended)]
 
         of_ranks = self._ranks.gather_results(generate_share, ValueError)
         by_number = dict(pair for of_rank in of_ranks for pair in of_rank)
         return [Completion.from_json(by_number[at]) for at in range(len(requests))]
 
-    def _numbered(self, requests: Sequence[GenerationRequest], batch: Sequence[int]) -> list[Any]:
+    def _numbered(
+        self, requests: Sequence[GenerationRequest], batch: Sequence[int], ended: Ended | None
+    ) -> list[Any]:
         """Generate a batch; returns pairs of a request's position in `requests` and its completion as JSON."""
-        completions = self.generator.batch([requests[at] for at in batch], self.version)
+        of_batch = [requests[at] for at in batch]
+        completions = self.generator.batch(of_batch, self.version, ended=at_positions(ended, batch))
         return [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
 
 

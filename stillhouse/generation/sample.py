@@ -3,7 +3,7 @@
 N tokens of a completion.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -115,6 +115,10 @@ class Completion:
         )
 
 
+#: called as ended(position of the request, completion) as soon as a completion has ended
+Ended = Callable[[int, Completion], None]
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """A finished completion of a prompt.
@@ -123,6 +127,7 @@ class Sample:
     prompt: the number of the prompt's document.
     is_generated_N: bool, whether the model generated the token; otherwise it comes from the environment.
     reward: None if the run has no reward.
+    reward_parts: of a reward that is a weighted sum, the parts without their weights; otherwise empty.
     advantage: the reward relative to the rewards of the same prompt (see `advantages.py`).
     """
 
@@ -132,13 +137,15 @@ class Sample:
     is_generated_N: np.ndarray
     reward: float | None = None
     advantage: float = 0.0
+    reward_parts: tuple[float, ...] = ()
 
     def as_json(self) -> list[Any]:
         is_generated = self.is_generated_N.tolist()
-        return [self.number, self.prompt, self.completion.as_json(), is_generated, self.reward, self.advantage]
+        reward = [self.reward, self.advantage, self.reward_parts]
+        return [self.number, self.prompt, self.completion.as_json(), is_generated, *reward]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        number, prompt, completion, is_generated, reward, advantage = values
+        number, prompt, completion, is_generated, reward, advantage, parts = values
         is_generated_N = np.array(is_generated, dtype=bool)
-        return cls(number, prompt, Completion.from_json(completion), is_generated_N, reward, advantage)
+        return cls(number, prompt, Completion.from_json(completion), is_generated_N, reward, advantage, tuple(parts))

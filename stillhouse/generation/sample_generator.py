@@ -19,7 +19,7 @@ from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation.prompt_plan import PromptPlan
 from stillhouse.generation.rollout_engines import RolloutEngine
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
-from stillhouse.generation.user_functions import CompletionCall, EnvironmentCall
+from stillhouse.generation.user_functions import EnvironmentCall, Reward, RewardCall
 from stillhouse.user_code.episodes import Episode
 
 #: the version of a token that no model generated
@@ -39,7 +39,10 @@ class _Open:
     turns: the number of the model's turns so far.
     replies: the texts of the environment's replies so far.
     is_cut: whether the environment's last reply has used up the remaining tokens.
+    reply_futures: for each of the model's turns that has ended, the reply that was requested; None: the sample ends
+        with this turn.
     requested_at: the time of the first request, in seconds of `time.monotonic`.
+    ended_at: for each turn, the time of its end.
     in_job: whether the engine has generated the present turn before `generate` returned. Such samples of one request
         go on together, so that an engine in this job always gets the same batches.
     """
@@ -50,17 +53,19 @@ class _Open:
     turns: int = 0
     replies: list[str] = field(default_factory=list)
     is_cut: bool = False
+    reply_futures: dict[int, Future[str | None] | None] = field(default_factory=dict)
     requested_at: float = 0.0
-    answered_at: float = 0.0
+    ended_at: dict[int, float] = field(default_factory=dict)
     in_job: bool = False
 
     @property
     def tokens(self) -> int:
         return sum(len(part.ids_N) for part in self.parts)
 
-
-#: samples that go on together, each with the environment's reply; None: the sample has ended
-_Round = list[tuple[_Open, Future[str | None] | None]]
+    @property
+    def reply(self) -> Future[str | None] | None:
+        """The environment's reply to the last turn that has ended."""
+        return self.reply_futures[self.turns - 1]
 
 
 class SampleGenerator:
@@ -68,8 +73,8 @@ class SampleGenerator:
 
     max_new_tokens: the maximum number of tokens of a sample: all turns of the model and all replies together.
     reward, environment: see `user_functions.py`. If one of them is set, `prompts` must have the records of the data.
-    calls_from_any_thread: whether a reward is requested as soon as the engine has generated a completion, in the
-        engine's thread. Otherwise, rewards are requested when `finished` returns their samples.
+    calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn has ended, also while
+        the engine generates others. Otherwise, `finished` requests it.
     placeholders: the ids of the tokens that stand for features of images, which a reply must not have.
     """
 
@@ -81,7 +86,7 @@ class SampleGenerator:
         tokenizer: PreTrainedTokenizerBase,
         max_new_tokens: int,
         *,
-        reward: CompletionCall | None = None,
+        reward: RewardCall | None = None,
         environment: EnvironmentCall | None = None,
         calls_from_any_thread: bool = False,
         max_turns: int = 1,
@@ -90,13 +95,12 @@ class SampleGenerator:
         self.engine, self.prompts, self.plan, self.tokenizer = engine, prompts, plan, tokenizer
         self.max_new_tokens, self.max_turns = max_new_tokens, max_turns
         self.reward, self.environment, self.placeholders = reward, environment, frozenset(placeholders)
-        self._rewards_early = reward is not None and environment is None and calls_from_any_thread
+        self._calls_early = calls_from_any_thread
         self._futures: dict[Future[Completion], _Open] = {}
-        self._answered: dict[Future[Completion], float] = {}
-        self._rounds: list[_Round] = []
-        self._rewards: dict[int, Future[float]] = {}
+        self._rounds: list[list[_Open]] = []  # samples that go on together after the replies to them
+        self._rewards: dict[int, Future[Reward]] = {}
         self._dropped: list[Future[None]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         #: for each finished sample, by its number: the times of its first request and of its last completion
         self.times: dict[int, tuple[float, float]] = {}
 
@@ -112,7 +116,7 @@ class SampleGenerator:
 
     @property
     def _open(self) -> list[_Open]:
-        return [*self._futures.values(), *(sample for together in self._rounds for sample, _ in together)]
+        return [*self._futures.values(), *(sample for together in self._rounds for sample in together)]
 
     def start(self, samples: Sequence[tuple[int, int]]) -> None:
         """Request samples. samples: pairs of a sample's number and its prompt's number."""
@@ -128,17 +132,19 @@ class SampleGenerator:
         OverdueError if one of the user's functions does not return after a signal.
         """
         samples: list[Sample] = []
-        while (self._futures or self._replies) and not samples:
+        while (self._futures or self._rounds) and not samples:
             waiting: list[Future[Any]] = [*self._futures, *self._replies]
-            done, _ = wait(waiting, seconds, FIRST_COMPLETED)
-            if not done:
+            done, missing = wait(waiting, seconds, FIRST_COMPLETED)
+            if missing and not done:
                 break
             # in the order of the requests, so that an engine in this process always gets the same batches
-            completed = [self._completed(future) for future in [*self._futures] if future in done]
+            ended = [(sample, future) for future, sample in self._futures.items() if future in done]
+            for sample, future in ended:
+                self._call_about(sample, sample.turns, future.result())
+            completed = [self._completed(future) for _, future in ended]
             together = [sample for sample in completed if sample.in_job]
-            rounds = [together] if together else []
-            rounds += [[sample] for sample in completed if not sample.in_job]
-            self._rounds += [[(sample, self._reply_to(sample)) for sample in members] for members in rounds]
+            self._rounds += [together] if together else []
+            self._rounds += [[sample] for sample in completed if not sample.in_job]
             samples = self._end_rounds()
         return samples
 
@@ -152,7 +158,7 @@ class SampleGenerator:
         future = self._reward_of(sample)
         while not wait([future], SECONDS_BETWEEN_LOOKS).done:
             alive()
-        rewarded = replace(sample, reward=future.result())
+        rewarded = _with_reward(sample, future.result())
         self._rewards.pop(sample.number, None)
         return rewarded
 
@@ -167,7 +173,7 @@ class SampleGenerator:
         future = self._rewards.get(sample.number)
         if future is None or not future.done() or future.exception() is not None:
             return sample
-        return replace(sample, reward=future.result())
+        return _with_reward(sample, future.result())
 
     def salvage(self) -> list[Sample]:
         """Return the finished samples, for a checkpoint. This does not wait, and does not raise errors of samples.
@@ -182,35 +188,45 @@ class SampleGenerator:
 
     @property
     def _replies(self) -> list[Future[str | None]]:
-        return [reply for together in self._rounds for _, reply in together if reply is not None and not reply.done()]
+        replies = [sample.reply for together in self._rounds for sample in together]
+        return [reply for reply in replies if reply is not None and not reply.done()]
 
     def _completed(self, future: Future[Completion]) -> _Open:
         """Add the completion of a future that is done to its sample. Raises the future's error."""
-        sample = self._futures.pop(future)
-        sample.answered_at = self._answered.pop(future, time.monotonic())  # the callback may run after `wait`
-        sample.parts.append(future.result())
-        sample.turns += 1
+        with self._lock:
+            sample = self._futures.pop(future)
+            sample.ended_at.setdefault(sample.turns, time.monotonic())  # the callback may run after `wait`
+            sample.parts.append(future.result())
+            sample.turns += 1
         return sample
 
-    def _reply_to(self, sample: _Open) -> Future[str | None] | None:
-        """Request the environment's reply to a turn; None if the sample ends without one."""
-        if self.environment is None or sample.parts[-1].finish == "length" or sample.turns >= self.max_turns:
-            return None
-        turns = [self._text(part) for part in sample.parts if part.versions_N[0] != NOT_GENERATED]
-        episode = Episode(sample.number, tuple(turns), tuple(sample.replies))
-        return self.environment(*self._texts(sample.prompt, sample.parts), episode)
+    def _call_about(self, sample: _Open, turn: int, completion: Completion) -> None:
+        """Request the environment's reply to a turn, or the reward of a sample that ends with it; once for a turn."""
+        with self._lock:
+            if turn in sample.reply_futures or turn < sample.turns:  # a callback may run after `salvage`
+                return
+            parts = [*sample.parts, completion]
+            if self.environment is not None and completion.finish != "length" and turn + 1 < self.max_turns:
+                turns = [self._text(part) for part in parts if part.versions_N[0] != NOT_GENERATED]
+                episode = Episode(sample.number, tuple(turns), tuple(sample.replies))
+                sample.reply_futures[turn] = self.environment(*self._texts(sample.prompt, parts), episode)
+                return
+            sample.reply_futures[turn] = None
+            if self.reward is not None:
+                self._request_reward(sample.number, sample.prompt, parts)
 
     def _end_rounds(self) -> list[Sample]:
         """Request the next turns of all rounds whose replies have arrived, and return the samples that have ended."""
         samples, next_turns = [], []
-        complete = [members for members in self._rounds if all(reply is None or reply.done() for _, reply in members)]
+        missing = set(self._replies)
+        complete = [members for members in self._rounds if missing.isdisjoint(sample.reply for sample in members)]
         self._rounds = [members for members in self._rounds if members not in complete]
-        for sample, reply in (entry for members in complete for entry in members):
-            if reply is not None and self._goes_on(sample, reply.result()):
+        for sample in (sample for members in complete for sample in members):
+            if sample.reply is not None and self._goes_on(sample, sample.reply.result()):
                 next_turns.append(sample)
                 continue
             self._end(sample)
-            self.times[sample.number] = sample.requested_at, sample.answered_at
+            self.times[sample.number] = sample.requested_at, sample.ended_at[sample.turns - 1]
             samples.append(self._sample(sample))
             if self.reward is not None:
                 self._reward_of(samples[-1])
@@ -239,15 +255,24 @@ class SampleGenerator:
             )
             for sample in samples
         ]
-        for future, sample in zip(self.engine.generate(requests), samples, strict=True):
+        futures = self.engine.generate(
+            requests, lambda at, completion: self._ended(samples[at], samples[at].turns, completion)
+        )
+        for future, sample in zip(futures, samples, strict=True):
             self._futures[future], sample.in_job = sample, future.done()
-            future.add_done_callback(partial(self._arrived, sample))  # it runs immediately if the future is done
+            # it runs immediately if the future is done
+            future.add_done_callback(partial(self._arrived, sample, sample.turns))
 
-    def _arrived(self, sample: _Open, future: Future[Completion]) -> None:
-        """Record when a completion has arrived, and request its reward. The engine calls this in its own thread."""
-        self._answered[future] = time.monotonic()
-        if self._rewards_early and not future.cancelled() and future.exception() is None:
-            self._request_reward(sample.number, sample.prompt, future.result())
+    def _arrived(self, sample: _Open, turn: int, future: Future[Completion]) -> None:
+        """The engine calls this in its own thread when a future is done."""
+        if not future.cancelled() and future.exception() is None:
+            self._ended(sample, turn, future.result())
+
+    def _ended(self, sample: _Open, turn: int, completion: Completion) -> None:
+        """Record when a turn has ended, and make the calls about it that are possible in any thread."""
+        sample.ended_at.setdefault(turn, time.monotonic())
+        if self._calls_early:
+            self._call_about(sample, turn, completion)
 
     def _goes_on(self, sample: _Open, reply: str | None) -> bool:
         """Add the environment's reply to a sample; returns whether the model generates another turn."""
@@ -276,15 +301,15 @@ class SampleGenerator:
                 return ids
             characters *= 2
 
-    def _reward_of(self, sample: Sample) -> Future[float]:
-        return self._request_reward(sample.number, sample.prompt, sample.completion)
+    def _reward_of(self, sample: Sample) -> Future[Reward]:
+        return self._request_reward(sample.number, sample.prompt, [sample.completion])
 
-    def _request_reward(self, number: int, prompt: int, completion: Completion) -> Future[float]:
+    def _request_reward(self, number: int, prompt: int, parts: Sequence[Completion]) -> Future[Reward]:
         """Request the reward of a sample, unless it is requested already."""
         assert self.reward is not None
         with self._lock:
             if number not in self._rewards:
-                self._rewards[number] = self.reward(*self._texts(prompt, [completion]))
+                self._rewards[number] = self.reward(*self._texts(prompt, parts))
             return self._rewards[number]
 
     def _texts(self, prompt: int, parts: Sequence[Completion]) -> tuple[str, str, Any, str]:
@@ -306,6 +331,10 @@ class SampleGenerator:
             "length" if sample.is_cut else sample.parts[-1].finish,
         )
         return Sample(sample.number, sample.prompt, completion, versions_N != NOT_GENERATED)
+
+
+def _with_reward(sample: Sample, reward: Reward) -> Sample:
+    return replace(sample, reward=reward.value, reward_parts=reward.parts)
 
 
 def _environment_tokens(ids: Sequence[int]) -> Completion:

@@ -9,7 +9,7 @@ B completions, S tokens of prompt and completion so far, V rows of the head, N t
 ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -117,6 +117,8 @@ class EndOfCompletion(StoppingCriteria):
     """Finds where each completion ends: at an end of sequence, at a stop text, or at its limit of new tokens.
 
     Only new tokens are examined: a prompt may contain the end of sequence and parts of stop texts.
+
+    on_end: called with the rows that end, after the token with which they end.
     """
 
     def __init__(
@@ -126,7 +128,9 @@ class EndOfCompletion(StoppingCriteria):
         prompt_tokens: int,
         tokenizer: PreTrainedTokenizerBase | None,
         device: torch.device,
+        on_end: Callable[[Sequence[int]], None] | None = None,
     ):
+        self._on_end = on_end
         self._stop, self._tokenizer, self._prompt_tokens = sampling.stop, tokenizer, prompt_tokens
         self._eos = torch.tensor(sampling.eos_ids, dtype=torch.int64, device=device)
         self._limit_B = torch.tensor(limits, device=device)
@@ -141,6 +145,8 @@ class EndOfCompletion(StoppingCriteria):
         ends_B = (self._length_B == 0) & (stops_B | (self._limit_B <= tokens))
         self._is_stop_B = self._is_stop_B | (ends_B & stops_B)
         self._length_B = torch.where(ends_B, tokens, self._length_B)
+        if self._on_end is not None and (rows := ends_B.nonzero()[:, 0].tolist()):
+            self._on_end(rows)
         return self._length_B > 0
 
     def _has_stop_text(self, ids_BN: Tensor) -> Tensor:

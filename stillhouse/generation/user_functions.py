@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from stillhouse.config import EvalConfig, RolloutConfig, as_config_error
 from stillhouse.config.reward_sum import reward_parts
@@ -24,6 +24,17 @@ CompletionCall = Callable[[str, str, Mapping[str, Any], str], Future[Any]]
 #: asks an environment for its reply to the last turn of an episode: a text, or None at the end. With an episode
 #: without turns, it ends the sample's object
 EnvironmentCall = Callable[[str, str, Mapping[str, Any], str, Episode], Future[Any]]
+
+
+class Reward(NamedTuple):
+    """The reward of a completion. parts: of a weighted sum, the results without their weights; otherwise empty."""
+
+    value: float
+    parts: tuple[float, ...] = ()
+
+
+#: a `CompletionCall` whose result is a reward
+RewardCall = Callable[[str, str, Mapping[str, Any], str], "Future[Reward]"]
 
 
 def user_function(key: str, path: str) -> UserFunction:

@@ -11,6 +11,8 @@ from stillhouse.config.reward_sum import reward_parts
 from stillhouse.generation.user_functions import (
     CompletionCall,
     EnvironmentCall,
+    Reward,
+    RewardCall,
     called_here,
     environment_call,
     user_function,
@@ -64,24 +66,22 @@ class CompletionCalls:
             server.close()
 
 
-def weighted_sum(parts: Sequence[tuple[float, CompletionCall]]) -> CompletionCall:
+def weighted_sum(parts: Sequence[tuple[float, CompletionCall]]) -> RewardCall:
     """Return the call whose result is the sum of weight × result, added in the order of the parts.
 
     Of several parts that fail, the future raises the error of the first one.
     """
-    if len(parts) == 1 and parts[0][0] == 1:
-        return parts[0][1]
 
-    def call(prompt: str, completion: str, record: Mapping[str, Any], source: str) -> Future[Any]:
+    def call(prompt: str, completion: str, record: Mapping[str, Any], source: str) -> Future[Reward]:
         futures = [part(prompt, completion, record, source) for _, part in parts]
-        total: Future[Any] = Future()
+        total: Future[Reward] = Future()
 
-        def add(results: Sequence[float]) -> float:
+        def add(results: Sequence[float]) -> Reward:
             value = sum(weight * result for (weight, _), result in zip(parts, results, strict=True))
             if not math.isfinite(value):
                 about = about_completion(completion, source)
                 raise ValueError(f"{REWARD}: the weighted sum is {value}{about}: expected a finite number")
-            return float(value)
+            return Reward(float(value), tuple(results) if len(parts) > 1 else ())
 
         _when_all_done(futures, total, add)
         return total
@@ -90,7 +90,7 @@ def weighted_sum(parts: Sequence[tuple[float, CompletionCall]]) -> CompletionCal
 
 
 def _when_all_done(
-    futures: Sequence["Future[float]"], total: "Future[Any]", add: Callable[[Sequence[float]], float]
+    futures: Sequence["Future[float]"], total: "Future[Reward]", add: Callable[[Sequence[float]], Reward]
 ) -> None:
     """Set `total` to add(results) or to the first error, as soon as all futures are done."""
     lock, missing = threading.Lock(), len(futures)

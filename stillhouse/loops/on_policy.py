@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import NamedTuple
 
 from stillhouse.checkpoint.integrity import IntactCheckpoint
+from stillhouse.config.reward_sum import part_names
 from stillhouse.generation import Sample
 from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
 from stillhouse.loops.rollouts import Rollouts
@@ -29,7 +30,12 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     engine, plan, rollout = session.engine, session.plan, session.rollout_config
     assert plan is not None
     assert rollout is not None
-    metrics = RolloutMetrics(plan, session.ranks, by_student=rollout.writer == "student")
+    metrics = RolloutMetrics(
+        plan,
+        session.ranks,
+        by_student=rollout.writer == "student",
+        reward_names=part_names(rollout.reward),
+    )
     source = session.source_for(engine)
     with (
         closing(Rollouts(session, folder)) as rollouts,

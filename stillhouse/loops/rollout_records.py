@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from stillhouse.config.reward_sum import part_names
 from stillhouse.engine.engine import StepOutput
 from stillhouse.generation import POLICY_VERSION, PromptPlan, Sample, staleness
 from stillhouse.generation.advantages import mean_and_deviation
@@ -14,6 +15,7 @@ from stillhouse.loops.held_out_images import shown_text
 from stillhouse.loops.session_objects import Session
 from stillhouse.objective.metric_keys import GATE
 from stillhouse.output import records
+from stillhouse.output.metrics_file import REWARD_PART
 from stillhouse.output.rollout_log import SAMPLES
 from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
 
@@ -32,10 +34,12 @@ class RolloutMetrics:
     """The metrics of the steps since the run was started or resumed.
 
     by_student: whether the student generates the samples.
+    reward_names: the names of the parts of a reward that is a weighted sum.
     """
 
-    def __init__(self, plan: PromptPlan, ranks: Ranks, *, by_student: bool):
+    def __init__(self, plan: PromptPlan, ranks: Ranks, *, by_student: bool, reward_names: Sequence[str] = ()):
         self._plan, self._ranks, self._by_student = plan, ranks, by_student
+        self._reward_names = reward_names
         self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
         self._warned: set[str] = set()
 
@@ -63,6 +67,12 @@ class RolloutMetrics:
         }
         if rewards := [sample.reward for sample in samples if sample.reward is not None]:
             metrics["rollout/reward"], metrics["rollout/reward_std"] = mean_and_deviation(rewards)
+            # samples of a checkpoint of an earlier version have no parts
+            if all(len(sample.reward_parts) == len(self._reward_names) for sample in samples):
+                for name, *results in zip(
+                    self._reward_names, *(sample.reward_parts for sample in samples), strict=True
+                ):
+                    metrics[f"{REWARD_PART}{name}"], _ = mean_and_deviation(results)
         metrics["rollout/share"] = len(samples) / (len(samples) + len(self._plan.from_dataset(step)))
         if self._by_student:
             metrics |= self._policy(step, samples, micro_batches, output)
@@ -202,6 +212,7 @@ def _shown(session: Session, step: int, sample: Sample, divergences: dict[int, f
         tokens=tokens,
         length=len(tokens),
         reward=sample.reward,
+        reward_parts=dict(zip(part_names(session.rollout_config.reward), sample.reward_parts, strict=False)),
         advantage=None if sample.reward is None else sample.advantage,
         finish=completion.finish,
         source="student" if by_student else "teacher",

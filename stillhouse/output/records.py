@@ -67,6 +67,7 @@ class Sample:
 
     length: the number of tokens of the completion. `tokens` may contain only the first of them.
     reward, advantage: None without a reward.
+    reward_parts: of a reward that is a weighted sum, the parts by their names, without their weights.
     staleness: the number of optimizer steps after the weights that generated the completion.
     """
 
@@ -80,6 +81,7 @@ class Sample:
     finish: Literal["stop", "length"]
     source: Literal["student", "dataset", "teacher"]
     staleness: _Count
+    reward_parts: dict[str, FiniteFloat | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,7 @@ def _shortened(sample: Sample) -> Sample:
         completion=sample.completion[:CHARACTERS],
         tokens=[replace(token, divergence=_finite(token.divergence)) for token in sample.tokens[:TOKENS]],
         reward=_finite(sample.reward),
+        reward_parts={name: _finite(value) for name, value in sample.reward_parts.items()},
         advantage=_finite(sample.advantage),
     )
 

@@ -15,6 +15,8 @@ from kit.signal_hooks import signal_at
 from kit.user_functions import Remembers, counts, named
 from kit.worker_processes import are_gone, workers_of
 
+from stillhouse.generation.token_sampler import EndOfCompletion
+
 REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0, "rollout.reward": named(counts)}
 TURNS = {"rollout.environment": named(Remembers), "rollout.stop": ["e", "a", "i"]}
 FUNCTIONS = """
@@ -30,6 +32,14 @@ def warm(prompt, completion, record):
         Path("hangs").touch()
         time.sleep(1000)
     return float(len(completion))
+
+def marks(prompt, completion, record):
+    Path("called").touch()
+    return float(len(completion))
+
+def replies(prompt, completion, record):
+    Path("called").touch()
+    return " no!"
 
 def hangs(prompt, completion, record): time.sleep(1000)
 def dies(prompt, completion, record): os._exit(0)
@@ -61,6 +71,38 @@ def test_a_run_does_not_depend_on_the_number_of_workers(
         run_ranks(processes, "distill", tmp_path / "run.yaml", f"rollout.workers={workers}", f"out={out}")
         assert rollout_figures(out) == rollout_figures(tmp_path / "0")
         assert contents(out / "model") == contents(tmp_path / "0" / "model")
+
+
+def write_until_called(marker: Path) -> None:
+    """A hook of a run: when a completion has ended and another of its batch has not, wait for the first call."""
+    original = EndOfCompletion.__call__
+
+    def wrapped(self: EndOfCompletion, *arguments: Any, **options: Any) -> Any:
+        has_ended_B = original(self, *arguments, **options)
+        if has_ended_B.any() and not has_ended_B.all():
+            wait_for(marker.exists)
+        return has_ended_B
+
+    EndOfCompletion.__call__ = wrapped  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "functions_of_run",
+    [{"rollout.reward": "worker_rewards:marks"}, slow({"rollout.environment": "worker_rewards:replies"})],
+)
+@pytest.mark.usefixtures("functions")
+def test_calls_begin_while_other_completions_are_written_also_under_sync(
+    tmp_path: Path, functions_of_run: dict[str, Any]
+) -> None:
+    settings = REWARDED | {"rollout.stop": ["e", "a", "i"], "train.steps": 2} | functions_of_run
+    write_on_policy_run(tmp_path, **settings)
+    arguments = ("distill", tmp_path / "run.yaml")
+    run(*arguments, f"out={tmp_path / 'after'}")
+    (marker := tmp_path / "called").unlink()
+    command = Command(*arguments, "rollout.workers=2", hook=write_until_called, hook_arguments=(marker,))
+    assert command.wait() == 0, command.err
+    assert rollout_figures(tmp_path / "out") == rollout_figures(tmp_path / "after")
+    assert contents(tmp_path / "out" / "model") == contents(tmp_path / "after" / "model")
 
 
 @pytest.mark.parametrize(

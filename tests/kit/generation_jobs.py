@@ -9,7 +9,7 @@ from kit.generation_requests import CPU, requests
 from kit.shard_ranks import Rank
 from torch import Tensor
 
-from stillhouse.generation import Sampling
+from stillhouse.generation import Completion, Sampling
 from stillhouse.generation.generate import Generator
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.student_copy import StudentCopy
@@ -108,13 +108,13 @@ def change(decoder: Decoder) -> None:
 
 
 def completions(engine: InJobEngine) -> list[tuple[list[int], list[float], list[int], str]]:
-    results = [future.result(timeout=0) for future in engine.generate(requests(LENGTHS, seed=5))]
-    return [
-        (
-            completion.ids_N.tolist(),
-            completion.log_probs_N.tolist(),
-            completion.versions_N.tolist(),
-            completion.finish,
-        )
-        for completion in results
-    ]
+    return [values(future.result(timeout=0)) for future in engine.generate(requests(LENGTHS, seed=5))]
+
+
+def values(completion: Completion) -> tuple[list[int], list[float], list[int], str]:
+    return (
+        completion.ids_N.tolist(),
+        completion.log_probs_N.tolist(),
+        completion.versions_N.tolist(),
+        completion.finish,
+    )

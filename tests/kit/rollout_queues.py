@@ -19,6 +19,7 @@ from stillhouse.generation import (
     SampleGenerator,
 )
 from stillhouse.generation.rollout_schedule import RolloutSchedule
+from stillhouse.generation.sample import Ended
 
 STEPS, PROMPTS, SAMPLES = 12, 7, 3
 
@@ -31,7 +32,7 @@ class LateEngine:
         self.waiting: list[tuple[GenerationRequest, Future[Completion]]] = []
         self.requested: list[int] = []
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
         futures: list[Future[Completion]] = [Future() for _ in requests]
         self.waiting += zip(requests, futures, strict=True)
         self.requested += [request.number for request in requests]

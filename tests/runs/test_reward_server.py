@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from kit import slow
@@ -14,6 +15,9 @@ from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
 from kit.runs import contents
 
+from stillhouse.config.reward_sum import part_names
+from stillhouse.output.report.curves import draw
+from stillhouse.output.report.run_files import read_run
 from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.reward_server import MOST_BYTES, RewardServer
 
@@ -142,8 +146,23 @@ def test_a_weighted_sum_is_that_of_one_function(
     run_ranks(processes, *arguments, f"rollout.reward={total}", f"out={tmp_path / 'one'}")
     summed = f"rollout.reward={reward} + 2*{server.url}"
     run_ranks(processes, *arguments, summed, f"rollout.workers={workers}")
-    assert rollout_figures(tmp_path / "out") == rollout_figures(tmp_path / "one")
+    figures, names = rollout_figures(tmp_path / "out"), ["length", urlsplit(server.url).netloc + "/reward"]
+    parts = [[line.pop(f"rollout/reward/{name}") for name in names] for line in figures]
+    assert figures == rollout_figures(tmp_path / "one")
+    for line, (length, of_server) in zip(figures, parts, strict=True):
+        assert 0.5 * length + 2 * of_server == pytest.approx(line["rollout/reward"])
     assert contents(tmp_path / "out" / "model") == contents(tmp_path / "one" / "model")
+    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    for sample in samples:
+        length, of_server = (sample["reward_parts"][name] for name in names)
+        assert 0.5 * length + 2 * of_server == sample["reward"]
+    assert "Reward: length" in [chart.chart.title for chart in draw([read_run(tmp_path / "out")])]
+
+
+def test_names_of_the_parts_differ_and_have_no_password() -> None:
+    reward = "a:f + 2*b.c:f + 0.5*http://user:password@host:1/x/?key=1 + http://host:1/x"
+    assert part_names(reward) == ["f", "f-2", "host:1/x", "host:1/x-2"]
+    assert part_names("2*a:f") == part_names(None) == []
 
 
 @pytest.mark.parametrize("processes", [1, slow(2)])

@@ -28,6 +28,8 @@ STEP = 5
 FIRST = 4 * STEP
 SCHEDULES = [(0, True, 0), (1, True, 0), (2, True, 0), (1, False, 1), (2, False, 2)]
 
+WRONG_PARTS = '{"asked_at": [], "trained": [], "reward_parts": [[NaN]]}'
+
 Change = Callable[[QueueState], QueueState]
 
 
@@ -206,12 +208,15 @@ def intact(folder: Path) -> Any:
 
 
 def test_a_file_of_samples_is_read_as_it_was_written(tmp_path: Path) -> None:
-    for state in (after(STEP, 2, False, 2, seed=3), QueueState()):
+    written = after(STEP, 2, False, 2, seed=3)
+    with_parts = replace(written, samples=[replace(sample, reward_parts=(0.1, 2.0)) for sample in written.samples])
+    for state in (written, with_parts, QueueState()):
         write_queue(tmp_path, state)
         state_read = read_queue(intact(tmp_path))
         assert (state_read.requested_at, state_read.trained) == (state.requested_at, state.trained)
         for one, other in zip(state_read.samples, state.samples, strict=True):
             assert (one.number, one.prompt, one.reward) == (other.number, other.prompt, other.reward)
+            assert one.reward_parts == other.reward_parts
             for name in ("ids_N", "log_probs_N", "versions_N"):
                 assert (getattr(one.completion, name) == getattr(other.completion, name)).all()
 
@@ -230,7 +235,7 @@ def test_groups_of_another_form_and_a_file_that_is_cut_are_refused(tmp_path: Pat
     write_queue(tmp_path, finished())
     intact_bytes = (tmp_path / ROLLOUTS).read_bytes()
     contents = [intact_bytes[:length] for length in range(0, len(intact_bytes), 97)]
-    for groups in ('{"asked_at": [[20, 3], [20, 4]], "trained": []}', '{"asked_at": [["20", 3]]}', "["):
+    for groups in ('{"asked_at": [[20, 3], [20, 4]], "trained": []}', '{"asked_at": [["20", 3]]}', "[", WRONG_PARTS):
         rewrite(tmp_path / ROLLOUTS, lambda arrays: {}, groups)
         contents.append((tmp_path / ROLLOUTS).read_bytes())
     for content in contents:

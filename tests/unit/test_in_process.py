@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import first_is_quick
-from kit.generation_jobs import Problem, an_error_on_one_rank, on_ranks, one_process, student
+from kit.generation_jobs import Problem, an_error_on_one_rank, on_ranks, one_process, student, values
 from kit.generation_requests import CPU, requests
 from kit.shard_ranks import shared_pool
 
-from stillhouse.generation import RolloutEngine, Sampling
+from stillhouse.generation import Completion, RolloutEngine, Sampling
 from stillhouse.generation.generate import Generator
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.parallel import Degrees
@@ -62,8 +62,13 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 def test_the_engine_of_one_process() -> None:
     generator = Generator(student(PROBLEMS[0]), SAMPLED, CPU)
     engine: RolloutEngine = InJobEngine(generator, version=4)
-    futures = engine.generate(requests())
+    ended: list[tuple[int, Completion]] = []
+    futures = engine.generate(requests(), lambda at, completion: ended.append((at, completion)))
     assert all(future.done() for future in futures)
+    expected = [future.result() for future in futures]
+    assert sorted(at for at, _ in ended) == [*range(len(expected))]
+    same([values(completion) for _, completion in ended], [values(expected[at]) for at, _ in ended])
+    assert len(ended[0][1].ids_N) < len(ended[-1][1].ids_N)
     assert {version for future in futures for version in future.result().versions_N.tolist()} == {4}
     engine.update_weights(5, None)
     assert engine.generate(requests()[:1])[0].result().versions_N[0] == 5

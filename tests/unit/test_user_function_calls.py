@@ -216,9 +216,11 @@ def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(
         max_turns=9,
     )
     turn = Completion(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
-    sample = _Open(0, 0, [turn], turns=1)
+    sample = _Open(0, 0, [])
     started = time.monotonic()
-    reply = generator._reply_to(sample)
+    generator._call_about(sample, 0, turn)
+    sample.parts.append(turn)
+    reply = sample.reply_futures[0]
     assert reply is not None
     assert not generator._goes_on(sample, reply.result())
     assert time.monotonic() - started < 10

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypedDict
 
-from stillhouse.output.metrics_file import MetricsLine
+from stillhouse.output.metrics_file import REWARD_PART, MetricsLine
 from stillhouse.output.report.run_files import Run
 
 NATS = "nats per token"
@@ -166,6 +166,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
         *(_term(key) for key in terms),
         *TRAINING,
         *ROLLOUTS,
+        *(_reward_part(key) for key in keys if key.startswith(REWARD_PART)),
     ]
     for draft in filter(None, map(DRAFTS.fullmatch, keys)):
         sides = {"greedy": draft[0], "sampled": draft[0].replace("/acceptance", "/sampled_acceptance")}
@@ -190,6 +191,10 @@ def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:
 def _task(key: str) -> Chart:
     task = key.removeprefix(TASK).replace(LENGTH, ", length ")
     return _tasks(f"Exact match: {task}", "of answers", {"": key}, percent=True)
+
+
+def _reward_part(key: str) -> Chart:
+    return _rollouts(f"Reward: {key.removeprefix(REWARD_PART)}", "mean, without its weight", {"": key})
 
 
 def _term(key: str) -> Chart:

@@ -52,7 +52,8 @@ def _sample(sample: Sample) -> ShownSample:
     ended = "ended by itself" if sample.finish == "stop" else "cut at the limit"
     facts = [f"{sample.source}'s", f"{sample.length:,} tokens, {ended}"]
     if sample.reward is not None:
-        facts.append(f"reward {sample.reward:.4g}")
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.reward_parts.items() if value is not None)
+        facts.append(f"reward {sample.reward:.4g}" + (f" ({parts})" if parts else ""))
     if sample.advantage is not None:
         facts.append(f"advantage {sample.advantage:+.3g}")
     versions = sorted({token.version for token in sample.tokens if token.version is not None})

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import escaped
 from stillhouse.generation.published_folder import published_folder
-from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.generation.sample import Completion, Ended, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Answer, Kind, Published, ServerApi, Span
 from stillhouse.serving.client.pool import AskAgainError, Call, ServerPool
 from stillhouse.serving.client.request_bodies import RequestBodies
@@ -75,7 +75,7 @@ class ServedEngine:
             self.weights.connect()
             stack.pop_all()
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
         """Request completions, and return at once. Raises ValueError for ids outside of the vocabulary."""
         newest = self.weights.newest
         if newest is None:
