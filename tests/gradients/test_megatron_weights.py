@@ -77,6 +77,8 @@ LONG = [
     Case(GEMMA, context=2, tied=True),
     Case(GEMMA, pipeline=2, chunks=2, tied=True),
 ]
+# in the order of the numbers of processes, so that cases share them
+LONG.sort(key=lambda case: case.processes)
 
 
 @pytest.mark.parametrize("case", [*QUICK, *map(slow, LONG)], ids=lambda case: case.name)

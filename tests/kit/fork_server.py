@@ -1,4 +1,5 @@
-"""The fork server of a test process: it imports torch and transformers once, and then starts processes quickly.
+"""The fork server of a test process: it imports torch, transformers and Megatron-Core, if there is one, only
+once, and then starts processes quickly.
 
 Python has one fork server per process, and only the first list of modules to preload counts.
 """
@@ -12,7 +13,7 @@ import pytest
 
 PRELOAD = [
     *("__main__", "stillhouse.run.run", "stillhouse.tools.check", "stillhouse.engine.engine"),
-    *("stillhouse.serving.server", "peft", "kit.warm"),
+    *("stillhouse.serving.server", "peft", "kit.warm", "kit.cuda_is_cpu"),
 ]
 
 

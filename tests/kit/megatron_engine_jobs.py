@@ -3,7 +3,7 @@
 B rows, S tokens per row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from kit import varlen_reference
 from kit.causal_families import of_config
 from kit.megatron_frozen import one_process, require_frozen_base
@@ -25,8 +26,7 @@ from stillhouse.engine.megatron.build import build_megatron_student
 from stillhouse.engine.megatron.chunks import Chunks
 from stillhouse.engine.megatron.engine import MegatronEngine
 from stillhouse.engine.megatron.model_config import transformer_config
-from stillhouse.engine.megatron.trained import trained_parameters
-from stillhouse.engine.megatron.weights import gather, local_blocks
+from stillhouse.engine.megatron.weights import gather
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.torch_engine import TorchEngine
@@ -38,10 +38,9 @@ from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import DistributedStudent, Layout, Mesh, ModelSource, StageInputs
 from stillhouse.signals import InStageTeacher
-from stillhouse.signals.weight_average import WeightAverage
 from stillhouse.tools.parity import relative_difference
 
-B, S, STEPS, LEARNING_RATE = 2, 12, 3, 1e-4
+B, S, STEPS, LEARNING_RATE = 2, 12, 2, 1e-4
 TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), clip=0.5)
 
 
@@ -82,44 +81,66 @@ class Job:
 class Step:
     sums: dict[str, float]
     norm: float
+
+
+@dataclass
+class Trained:
+    """What the steps log, the held-out sums before the last one, the full gradients of the first one, and the weights
+    after the last one.
+    """
+
+    steps: list[Step]
     evaluation: dict[str, float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class Difference:
-    """Relative differences: of each step's metric sums and held-out sums, by name; the largest of the gradient's
-    norm; of the first step's gradients and of the last weights, by name.
+    """Relative differences: of each step's metric sums, by name; the largest of the gradient's norm; of the held-out
+    sums, the first step's gradients and the last weights, by name.
     """
 
     sums: list[dict[str, float]]
     norm: float
-    evaluation: list[dict[str, float]]
+    evaluation: dict[str, float]
     gradients: dict[str, float]
     weights: dict[str, float]
 
 
 def compare(rank: Rank, job: Job) -> Difference:
-    spec, case = parse_objective(job.loss), job.case
-    student, teacher = (decoder(job, seed, verify=job.uneven) for seed in range(2))
-    runner = one_process(student, None if job.adapter else teacher)
-    exact = run(TorchEngine(runner, spec, train=TRAIN, parts=parts(job, runner)), job)
-    expected = {name: tensor.detach() for name, tensor in student.state_dict().items()}
-    with laid_out(case), varlen_reference.reference() if job.kernel else nullcontext():
+    spec = parse_objective(job.loss)
+    sent = [reference(job, spec) if rank.number == 0 else None]
+    dist.broadcast_object_list(sent)
+    (expected,) = sent
+    assert expected is not None
+    with laid_out(job.case), varlen_reference.reference() if job.kernel else nullcontext():
         engine = megatron_engine(job, spec)
-        steps, gradients = run(engine, job)
-        weights = values(engine)
+        trained = run(engine, job)
+        trained.weights = values(engine)
         if job.adapter:
-            require_frozen_base(engine, decoder(job, 0).state_dict(), weights)
-    of_exact, exact_gradients = exact
-    pairs = [*zip(steps, of_exact, strict=True)]
-    least = 1e-3 * of_exact[0].norm
+            require_frozen_base(engine, decoder(job, 0).state_dict(), trained.weights)
+    pairs = [*zip(trained.steps, expected.steps, strict=True)]
+    least = 1e-3 * expected.steps[0].norm
     return Difference(
         [apart(one.sums, other.sums) for one, other in pairs],
         max(abs(one.norm / other.norm - 1) for one, other in pairs),
-        [apart(one.evaluation, other.evaluation) for one, other in pairs],
-        {name: relative_difference(gradients[name], gradient, least) for name, gradient in exact_gradients.items()},
-        {name: relative_difference(weights[name], expected[name]) for name in weights},
+        apart(trained.evaluation, expected.evaluation),
+        {
+            name: relative_difference(trained.gradients[name], gradient, least)
+            for name, gradient in expected.gradients.items()
+        },
+        {name: relative_difference(weight, expected.weights[name]) for name, weight in trained.weights.items()},
     )
+
+
+def reference(job: Job, spec: ObjectiveSpec) -> Trained:
+    """Train by the other engine in this process."""
+    student, teacher = (decoder(job, seed, verify=job.uneven) for seed in range(2))
+    runner = one_process(student, None if job.adapter else teacher)
+    trained = run(TorchEngine(runner, spec, train=TRAIN, parts=parts(job, runner)), job)
+    trained.weights = {name: tensor.detach() for name, tensor in student.state_dict().items()}
+    return trained
 
 
 def reordered(rank: Rank, job: Job) -> tuple[float, dict[str, float]]:
@@ -143,85 +164,6 @@ def reordered(rank: Rank, job: Job) -> tuple[float, dict[str, float]]:
     least = 1e-3 * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     return relative_difference(other_hidden, hidden), {
         name: relative_difference(other_gradients[name], gradient, least) for name, gradient in gradients.items()
-    }
-
-
-@dataclass
-class Distances:
-    """Of the first step's gradients from those in float64, relative to the norm of the latter.
-
-    float32, bfloat16: those of the other engine in one process. megatron: by the dtype of the residual stream.
-    weights: the largest difference between the float32 weights before the first step and the loaded ones.
-    """
-
-    float32: float
-    bfloat16: float
-    megatron: dict[torch.dtype | None, float]
-    weights: float
-
-
-def distances(rank: Rank, job: Job) -> Distances:
-    """A job: the rounding of a step that computes in bfloat16."""
-    spec, case = parse_objective(job.loss), job.case
-
-    def of_torch(dtype: torch.dtype, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
-        models = [decoder(job, seed).to(dtype) for seed in range(2)]
-        for model in models:
-            model.config._experts_implementation = "eager"  # the others have no float64
-        runner = one_process(models[0], None if job.adapter else models[1])
-        engine = TorchEngine(runner, spec, train=TRAIN, autocast=autocast, parts=parts(job, runner))
-        return run(engine, job, steps=1)[1]
-
-    exact = of_torch(torch.float64)
-    megatron: dict[torch.dtype | None, float] = {}
-    weights = 0.0
-    for residual_dtype in (None, torch.bfloat16):
-        with laid_out(case):
-            engine = megatron_engine(job, spec, autocast=torch.bfloat16, residual_dtype=residual_dtype)
-            weights = max(weights, *map(float, unlike(engine, decoder(job, 0))))
-            megatron[residual_dtype] = distance(run(engine, job, steps=1)[1], exact)
-    return Distances(
-        distance(of_torch(torch.float32), exact),
-        distance(of_torch(torch.float32, torch.bfloat16), exact),
-        megatron,
-        weights,
-    )
-
-
-def distance(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    squares = [float((gradients[name].double() - gradient).square().sum()) for name, gradient in exact.items()]
-    return (sum(squares) / sum(float(gradient.square().sum()) for gradient in exact.values())) ** 0.5
-
-
-def unlike(engine: MegatronEngine, expected: Decoder) -> Iterator[Tensor]:
-    """Yield the differences of the optimizer's float32 weights from those of a full model."""
-    chunks, tensors = engine.student.student, expected.state_dict()
-    full = {
-        entry.parameter: entry.collect(entry.master.detach(), everywhere=True)
-        for entry in trained_parameters(chunks, engine.optimizer)
-    }
-    for block, part in local_blocks(chunks.models, chunks.table, full.get):
-        yield (part - tensors[block.name][block.index]).abs().max()
-
-
-def average_apart(rank: Rank, job: Job) -> float:
-    """A job: the largest difference of an average of weights from that of the optimizer's float32 weights."""
-    spec = parse_objective(job.loss)
-    with laid_out(job.case):
-        student = megatron_engine(job, spec, autocast=torch.bfloat16).student
-        average = WeightAverage(student, decay=0.5)
-        engine = MegatronEngine(student, spec, train=TRAIN, average=average)
-        expected = float32_weights(engine)
-        for _ in range(2):
-            run(engine, job, steps=1)
-            expected = {name: expected[name].lerp(weight, 0.5) for name, weight in float32_weights(engine).items()}
-    return max(float((average.tensors[name] - weight).abs().max()) for name, weight in expected.items())
-
-
-def float32_weights(engine: MegatronEngine) -> dict[str, Tensor]:
-    return {
-        "{}.{}".format(*entry.key): entry.collect(entry.master.detach(), everywhere=True)
-        for entry in trained_parameters(engine.student.student, engine.optimizer)
     }
 
 
@@ -313,21 +255,21 @@ def values(engine: MegatronEngine) -> dict[str, Tensor]:
     return gather(chunks.models, chunks.table, shapes, lambda parameter: parameter)
 
 
-def run(engine: Engine, job: Job, steps: int = STEPS) -> tuple[list[Step], dict[str, Tensor]]:
-    """Return what each step logs, and the full gradients of the first step."""
-    logged: list[Step] = []
-    gradients: dict[str, Tensor] = {}
+def run(engine: Engine, job: Job, steps: int = STEPS) -> Trained:
+    trained = Trained([], {}, {})
     for number in range(steps):
         step = StepMicroBatches(micro_batches(number, job.uneven))
         shards = engine.student.shard(step)
-        held_out = engine.student.shard(step, training=False)
-        evaluation = engine.evaluate([(held_out, signals(engine, held_out, job))])
+        if number == steps - 1:
+            held_out = engine.student.shard(step, training=False)
+            trained.evaluation = engine.evaluate([(held_out, signals(engine, held_out, job))])
         output = engine.forward_backward(shards, signals(engine, shards, job), step.normalizer)
         sums = dict(output.sums)
-        if not gradients:
-            gradients = {name: gradient.clone() for name, gradient in engine.gradients() if gradient is not None}
-        logged.append(Step(sums, engine.update(LEARNING_RATE, output), evaluation))
-    return logged, gradients
+        if number == 0:
+            gradients = ((name, gradient) for name, gradient in engine.gradients() if gradient is not None)
+            trained.gradients = {name: gradient.clone() for name, gradient in gradients}
+        trained.steps.append(Step(sums, engine.update(LEARNING_RATE, output)))
+    return trained
 
 
 def signals(engine: Engine, micro_batches: Sequence[MicroBatch], job: Job) -> Any:

@@ -5,7 +5,8 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
-from kit.megatron_engine_jobs import LEARNING_RATE, TRAIN, Job, decoder, distance, micro_batches, values
+from kit.megatron_engine_jobs import LEARNING_RATE, TRAIN, Job, decoder, micro_batches, values
+from kit.megatron_precision_jobs import distance
 from torch import Tensor
 
 from stillhouse.data import StepMicroBatches

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from stillhouse.models.megatron import MultiTokenGPTModel
+from stillhouse.parallel import temporary_groups
 
 VOCABULARY, ROWS_V, B, S, CHUNK = 251, 252, 2, 40, 16
 LAYERS = 2
@@ -55,7 +56,7 @@ class Layout:
 @contextmanager
 def laid_out(layout: Layout) -> Iterator[None]:
     """Make Megatron's process groups over all ranks, and destroy them at the end."""
-    with cuda_is_cpu():
+    with temporary_groups(), cuda_is_cpu():
         parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, context_parallel_size=layout.context)
         try:
             yield

@@ -32,7 +32,7 @@ from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
 from stillhouse.objective.spec import parse_objective
-from stillhouse.parallel import Degrees
+from stillhouse.parallel import Degrees, temporary_groups
 
 B, S, MICRO_BATCHES = 2, 12, 2
 
@@ -130,7 +130,7 @@ def model_config(case: Case) -> PreTrainedConfig:
 @contextmanager
 def laid_out(case: Case) -> Iterator[None]:
     """Make Megatron's process groups over all ranks, and destroy them at the end."""
-    with cuda_is_cpu():
+    with temporary_groups(), cuda_is_cpu():
         parallel_state.initialize_model_parallel(**case.sizes, num_distributed_optimizer_instances=case.replicas)
         try:
             yield

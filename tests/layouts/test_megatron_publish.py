@@ -50,6 +50,8 @@ LONG = [
     Case("gpt_oss", tensor=2, expert=2, sequence=True),
     Case("gpt_oss", pipeline=2, expert=2, data=2),
 ]
+# in the order of the numbers of processes, so that cases share them
+LONG.sort(key=lambda case: case.processes)
 
 
 def save(folder: Path, case: Case) -> Path:

@@ -39,8 +39,7 @@ def test_the_configuration_is_the_recipe_of_its_page() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal", ["top_k", "hidden"])
-def test_the_command_trains_and_ends_its_servers(tmp_path: Path, signal: str) -> None:
+def test_the_command_trains_and_ends_its_servers(tmp_path: Path) -> None:
     write_on_policy_run(tmp_path)
     (tmp_path / "sitecustomize.py").write_text(RANKS_WITHOUT_CUDA)
     ports = {"WRITER_PORT": str(free_port()), "TEACHER_PORT": str(free_port())}
@@ -48,7 +47,7 @@ def test_the_command_trains_and_ends_its_servers(tmp_path: Path, signal: str) ->
     small = [
         *(f"data.train={tmp_path / 'train.jsonl'}", "data.max_tokens=37", f"out={tmp_path / 'out'}", "device=cpu"),
         *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=11"),
-        *("train.epochs=null", "train.steps=3", "parallel.pipeline=1", f"teacher.signal={signal}", "seed=3"),
+        *("train.epochs=null", "train.steps=3", "parallel.pipeline=1", "seed=3"),
     ]
     commands = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     python = {"PATH": commands, "PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
@@ -61,6 +60,10 @@ def test_the_command_trains_and_ends_its_servers(tmp_path: Path, signal: str) ->
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    # notices of Megatron-Core at its import, which other tests' ranks have from their fork server
+    assert not [line for line in ended.stderr.splitlines() if "/megatron/" in line or "DEPRECATED" in line], (
+        ended.stderr
+    )
     assert [line["rollout/staleness_max"] for line in rollout_figures(tmp_path / "out")] == [0, 1, 1]
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     wait_for(lambda: not any(answers(int(port)) for port in ports.values()), 20)
