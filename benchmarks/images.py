@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import digit_models
-from benchmarks.digit_models import TASK, exact_matches
+from benchmarks.digit_models import TASK, exact_matches, new_student, parameters
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import run_config
 from stillhouse.digit_strips import parquet_file
 from stillhouse.run.run import distill
 from stillhouse.tasks import TaskSpec
+from stillhouse.tools.demo import digit_models
 
 TEACHER_PICTURES, STUDENT_PICTURES, HELD_OUT = 16_000, 4_000, 600
 TEACHER_STEPS, STUDENT_STEPS = 600, 400
@@ -50,7 +50,6 @@ WAYS = {"distilled": "forward_kl", "SFT": "cross_entropy"}
 def run(out: Path, settings: dict[str, Any]) -> Path:
     """One run, unless it is complete; returns the folder of its last model."""
     distill(run_config(COMMON | settings | {"out": str(out)}))
-    digit_models.save_processor(out / "model")
     return out / "model"
 
 
@@ -64,7 +63,7 @@ def train_teacher(folder: Path) -> Path:
     """Train a new model on all its parts by cross-entropy, and return its folder."""
     start = folder / "new-teacher"
     if not start.exists():
-        digit_models.save(digit_models.new_teacher(0), start)
+        digit_models.save(digit_models.new_model(*digit_models.TEACHER, 0), start)
     settings = {
         "student.model": str(start),
         "student.train": ["language", "projector", "vision"],
@@ -80,7 +79,7 @@ def train_students(folder: Path, teacher: Path, seed: int) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     start = folder / "new-student"
     if not start.exists():
-        digit_models.save(digit_models.new_student(teacher, seed), start)
+        digit_models.save(new_student(teacher, seed), start)
     settings = {
         "student.model": str(start),
         "student.train": ["language", "projector"],
@@ -96,7 +95,7 @@ def train_students(folder: Path, teacher: Path, seed: int) -> dict[str, Path]:
 
 def figures_of(model: Path) -> dict[str, Any]:
     return {
-        "parameters": digit_models.parameters(model),
+        "parameters": parameters(model),
         "exact match": exact_matches(model, TASK, HELD_OUT),
         "black pictures": exact_matches(model, TASK, HELD_OUT, black=True),
     }

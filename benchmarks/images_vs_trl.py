@@ -34,7 +34,6 @@ import torch
 from PIL import Image as Pillow
 from transformers import Qwen3VLForConditionalGeneration
 
-from benchmarks import digit_models
 from benchmarks.measure import MAP_BLOCKS, in_fresh_process, resident_bytes
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import LOSS, run_config, values_of
@@ -43,6 +42,7 @@ from stillhouse.data.render.processors import load_processor
 from stillhouse.digit_strips import parquet_file, record
 from stillhouse.run.run import distill
 from stillhouse.tasks import TaskSpec
+from stillhouse.tools.demo import digit_models
 
 TASK = TaskSpec("digits", 4, 4)
 #: documents of a step, and tokens of each of them: the picture with its two borders, question and `=`, answer and end

@@ -65,13 +65,16 @@ _ADDED: dict[str, Any] = {
 
 #: the key in `RunIdentity.data` for the packing that determines the order of the documents: "rows", or absent
 ORDER = "packing"
+#: the beginning of a key in `RunIdentity.data` for a processor of images, before the key of its model's section. The
+#: documents' hashes include it, so it only says what has changed
+PROCESSOR = "processor/"
 
 
 @dataclass(frozen=True)
 class RunIdentity:
     """The hashes that must be the same when a run is resumed.
 
-    data: a hash of the documents, by split; also `ORDER`
+    data: a hash of the documents, by split; also `ORDER` and `PROCESSOR`
     models: a hash of the tokenizer, and a hash of each model's files
     """
 

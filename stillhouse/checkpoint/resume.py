@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import checkpoints, set_aside
-from stillhouse.checkpoint.identity import ORDER, RunIdentity, decisive_values
+from stillhouse.checkpoint.identity import ORDER, PROCESSOR, RunIdentity, decisive_values
 from stillhouse.checkpoint.integrity import IntactCheckpoint, verified
 from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
@@ -96,7 +96,16 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
             f"data.packing: this run has ordered its documents for '{order_before}', and would now order them for "
             f"'{order}': expected data.packing={order_before}, if the models allow it, or another folder as out"
         )
-    if changed := [f"data.{split}" for split in _changed(before.data, identity.data)]:
+    of_processors, of_processors_before = _processors(identity.data), _processors(before.data)
+    changed = sorted(dict(of_processors.items() ^ of_processors_before.items()))
+    if changed and of_processors and of_processors_before:  # earlier versions did not write them
+        sections = " and ".join(f"{name.removeprefix(PROCESSOR)}.model" for name in changed)
+        raise ValueError(
+            f"{sections}: the files of its processor of images have changed since {path} was written; restore them, "
+            "or choose another folder as out"
+        )
+    documents = {name: digest for name, digest in identity.data.items() if name not in of_processors}
+    if changed := [f"data.{split}" for split in _changed(before.data, documents)]:
         raise ValueError(
             f"{' and '.join(changed)}: the documents have changed since {path} was written; restore "
             "them, or choose another folder as out"
@@ -106,6 +115,10 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
             f"{' and '.join(changed)}: its files have changed since {path} was written; restore them, or choose "
             "another folder as out"
         )
+
+
+def _processors(data: Mapping[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in data.items() if name.startswith(PROCESSOR)}
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -41,6 +41,11 @@ OUT_OF_MEMORY = (
     "train.activation_checkpointing=true; `stillhouse check` shows the peak memory of one step"
 )
 LOST_CONTACT = "lost contact with another rank, which has ended or hangs and may have printed an error of its own"
+#: other tools' names of our commands
+_OTHER_NAMES = dict.fromkeys(("train", "run", "sft", "gkd"), "distill") | {
+    "eval": "evaluate",
+    "vllm-serve": "serve",
+}
 RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
@@ -175,17 +180,20 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     """Check that layouts change no gradient.
 
     Compares one step of a run, in float32, under every layout that is possible with these processes, with the same
-    step in one process, which has to hold both models.
+    step in one process, which has to hold both models. Names the keys that it does not compare, such as
+    train.compile.
 
     \b
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
     """
     config = load(arguments, flags)
     from stillhouse.parallel import destroy_process_group, is_first
-    from stillhouse.tools.parity import HEADER, line, parity
+    from stillhouse.tools.parity import HEADER, left_out, line, parity
 
     same = True
     if is_first():
+        if keys := left_out(config):
+            click.echo(f"not compared: {', '.join(keys)} (each step here is in float32, without these)")
         click.echo(HEADER)
     for row in parity(config):
         same &= bool(row.refused) or row.verdict == "same"
@@ -219,25 +227,44 @@ def verify(run_dir: Path) -> None:
 
 @cli.command()
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/demo"), show_default=True,
-    help="Folder for the demo's runs.",
+    "--out", type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the demo's runs. [default: runs/demo, or runs/image_demo with --write images]",
 )  # fmt: skip
-def demo(out: Path) -> None:
+@click.option(
+    "--write", type=click.Choice(["text", "images"]),
+    help="Only write models, data and a run.yaml to edit, and train nothing. images: for vision-language models.",
+)  # fmt: skip
+def demo(out: Path | None, write: str | None) -> None:
     """Distill a small model in a few minutes.
 
-    Distills a small student from the included teacher, and trains the same student without a teacher.
+    Distills a small student from the included teacher, and trains the same student without a teacher. Leaves a
+    run.yaml with these models and this text, to edit. Nothing is downloaded.
 
     \b
-    stillhouse demo --out runs/demo
+    stillhouse demo
+    stillhouse demo --write text --out runs/demo
+    stillhouse demo --write images --out runs/image_demo
     """
     quiet_libraries()
-    from stillhouse.tools.demo.demo import demo
+    folder = out or Path("runs/image_demo" if write == "images" else "runs/demo")
+    if write is None:
+        from stillhouse.tools.demo.demo import demo
 
-    demo(out)
+        demo(folder)
+        return
+    from stillhouse.tools.demo.run_files import write_image_run, write_text_run
+
+    configurations = list(write_image_run(folder)) if write == "images" else [write_text_run(folder)]
+    click.echo(
+        "\n".join([f"{folder} has models, data and:", *(f"  stillhouse distill {path}" for path in configurations)])
+    )
 
 
 def _usage(error: click.ClickException) -> str:
     message = _unknown_option(error) if isinstance(error, click.NoSuchOption) else error.format_message()
+    command = re.match("No such command '(.*?)'", message)
+    if command is not None and command[1] in _OTHER_NAMES:
+        message += f" Did you mean '{_OTHER_NAMES[command[1]]}'?"
     if isinstance(error, click.UsageError) and error.ctx is not None:
         message += f"\nsee `{error.ctx.command_path} --help`"
     return message

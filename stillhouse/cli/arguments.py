@@ -26,6 +26,8 @@ OPTIONS = {
 EXAMPLE = "--teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
 #: suffixes of data files; such a file is never a configuration
 _OF_DATA = (".jsonl", ".csv", ".parquet", ".gz", ".zst", ".arrow", ".txt")
+#: suffixes of configurations
+_OF_CONFIGURATIONS = (".yaml", ".yml")
 
 #: transformers and peft import the first three if they are installed; the others are Megatron-Core's
 _NOISY_LOGGERS = (
@@ -75,6 +77,8 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
     if files and Path(files[0]).suffix in _OF_DATA:
         raise misused(f"{files[0]} is data, not a configuration: write --data {files[0]}")
     if files and not Path(files[0]).exists():
+        if Path(files[0]).suffix in _OF_CONFIGURATIONS or "/" in files[0]:
+            raise misused(f"the file {files[0]} does not exist: expected a YAML file")
         raise misused(f"{files[0]!r} is neither a file nor an override: expected a YAML file or key=value")
     from stillhouse.config import load_config
 

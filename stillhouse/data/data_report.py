@@ -15,6 +15,11 @@ def piece_source(where: str, number: int, count: int) -> str:
     return f"{where} (piece {number + 1} of {count})" if count > 1 else where
 
 
+def documents_in_words(records: int, pieces: int) -> str:
+    """The number of documents, and of the pieces into which they are split, if they are."""
+    return f"{records:,} documents" + (f" in {pieces:,} pieces" if pieces > records else "")
+
+
 @dataclass
 class DataReport:
     """Counts of a source's records and documents. `read` = `kept` + `skipped` + `without_target`."""
@@ -59,9 +64,8 @@ class DataReport:
 
     def summary(self) -> str:
         """One line for the log, without the counts that are zero."""
-        pieces = f" in {self.documents:,} pieces" if self.documents > self.records else ""
         parts = [
-            (True, f"{self.records:,} documents{pieces}, {self.tokens:,} tokens"),
+            (True, f"{documents_in_words(self.records, self.documents)}, {self.tokens:,} tokens"),
             (self.target_tokens, f"{self.target_tokens:,} to predict"),
             (self.cut_documents, f"{self.cut_documents:,} cut at the limit ({self.cut_tokens:,} tokens lost)"),
             (self.without_target, f"{self.without_target:,} dropped with nothing to predict"),

@@ -8,25 +8,24 @@ token. The limit applies to a document together with its longest prefix for a te
 
 import functools
 import hashlib
-import io
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport, piece_source
 from stillhouse.data.document_pieces import of_piece, split_into_pieces
+from stillhouse.data.document_writer import DocumentWriter
 from stillhouse.data.documents import Documents
-from stillhouse.data.images import EncodedImage, ImageWriter, pillow_version
-from stillhouse.data.offsets import offsets_of
+from stillhouse.data.images import EncodedImage, pillow_version
 from stillhouse.data.read.data_source import local_files, read_records
 from stillhouse.data.read.foreign_columns import ForeignColumns, foreign_columns
-from stillhouse.data.read.image_columns import with_images
+from stillhouse.data.read.image_columns import MARK, with_images
 from stillhouse.data.record import (
     MAX_CHARACTERS,
     DataError,
@@ -43,8 +42,8 @@ from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.record_forms import template_for
 from stillhouse.data.render.teacher_images import TeacherImages, not_read
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
-from stillhouse.data.substitutions import Substitution, Substitutions
-from stillhouse.data.token_cache import IMAGES, TARGETS, TOKENS, cached_documents, entry_key
+from stillhouse.data.substitutions import Substitution
+from stillhouse.data.token_cache import cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
 _BATCH = 512  # records per call of the tokenizer
@@ -171,18 +170,9 @@ class _Loader:
         self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
         self.characters = 0  # the total length of the waiting records
-        # tokens and targets of all documents, in memory or in files
-        self.files: list[BinaryIO] = [
-            io.BytesIO() if folder is None else (folder / f"{name}.bin").open("wb") for name in (TOKENS, TARGETS)
-        ]
-        self.images = ImageWriter(None if folder is None else folder / IMAGES)
-        # one entry per document
-        self.lengths: list[int] = []
-        self.keys: list[int] = []
-        self.sources: list[str] = []
-        self.values: list[list[Any]] = []
-        self.substitutions: list[dict[str, list[Substitution]]] = []
-        self.records: list[dict[str, Any]] = []
+        self.writer = DocumentWriter(folder)
+        self.with_mark = 0  # the number of records without images whose text has the mark of one
+        self.first_with_mark = ""
 
     def add(self, record: Record) -> None:
         self.report.read += 1
@@ -207,56 +197,28 @@ class _Loader:
     def finish(self) -> Documents:
         if self.template is not None:
             self._encode(self.template)
-        if not self.lengths:
+        if not self.writer.sources:
             raise ValueError(self.report.why_empty(self.options.max_tokens))
-        tokens_N, targets_N = self._array(0, np.int32), self._array(1, np.bool_)
-        report = self.report.counted(self.sources, len(tokens_N), targets_N.sum())
+        tokens_N, targets_N = self.writer.arrays()
+        report = self.report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
         if self.options.targets != "none" and not self._stops(tokens_N, targets_N):
             report.warnings.append(
                 f"{report.source}: the end-of-sequence token {self.tokenizer.eos_token!r} is never a "
                 "target, so the student does not learn to stop with it (the chat template ends turns with "
                 "another token, or the limit cuts every document)"
             )
-        columns = map(list, zip(*self.values, strict=True))
-        images = self.images.finish()
-        return Documents(
-            tokens_N,
-            targets_N,
-            offsets_of(self.lengths),
-            np.asarray(self.keys, dtype=np.uint64),
-            self.sources,
-            report,
-            dict(zip(self.options.columns, columns, strict=True)),
-            self._substitutions(),
-            self.records,
-            images=images if len(images.table) else None,
-        )
-
-    def _substitutions(self) -> dict[str, Substitutions]:
-        """By the name of the teacher; without teachers that have neither a prefix nor other tokens of images."""
-        names = dict.fromkeys([*self.prefix_templates, *self.teachers])
-        of_teachers = {name: [of_document.get(name, []) for of_document in self.substitutions] for name in names}
-        return {
-            name: Substitutions.of(of_documents)
-            for name, of_documents in of_teachers.items()
-            if name in self.prefix_templates or any(of_documents)
-        }
+        if self.with_mark:
+            report.warnings.append(
+                f"{self.first_with_mark}: its text has {MARK}, and the record has no image, so that {MARK} is read "
+                f"as text; expected a column images if it marks the place of one (such records: {self.with_mark:,})"
+            )
+        return self.writer.documents(report, self.options.columns, self.prefix_templates, self.teachers)
 
     def __enter__(self) -> "_Loader":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.images.close()
-        for file in self.files:
-            if not isinstance(file, io.BytesIO):  # the arrays use the buffer of a BytesIO
-                file.close()
-
-    def _array(self, number: int, dtype: type[np.generic]) -> np.ndarray:
-        file = self.files[number]
-        if isinstance(file, io.BytesIO):
-            return np.frombuffer(file.getbuffer(), dtype=dtype)
-        file.flush()
-        return np.memmap(file.name, dtype=dtype, mode="r")
+        self.writer.close()
 
     def _template_for(self, first: Record) -> Template:
         """Choose the template and the conversion of columns by the first record. Raises RecordError for an error of
@@ -284,6 +246,9 @@ class _Loader:
         """own_fields: those of the record as it is in the source."""
         fields, options = record.fields, self.options
         rendered = template.render(fields)
+        if MARK in rendered.prompt + rendered.body and (rendered.encoded is None or not rendered.encoded.images):
+            self.with_mark += 1
+            self.first_with_mark = self.first_with_mark or record.where
         return _Waiting(
             rendered,
             record.where,
@@ -353,16 +318,9 @@ class _Loader:
         self.report.kept += 1
         self.report.joined_turns += encoded.joined_turns
         for number, piece in enumerate(pieces):
-            self.lengths.append(len(piece.ids))
-            for file, values in zip(self.files, (piece.ids, piece.targets), strict=True):
-                file.write(values.tobytes())
-            self.images.add(piece.images)
-            self.keys.append(waiting.key)
-            self.sources.append(piece_source(waiting.where, number, len(pieces)))
-            self.values.append(waiting.values)
-            self.substitutions.append(of_piece(prefixes, waiting.images, len(piece.ids), is_first=not number))
-            if waiting.record is not None:
-                self.records.append(waiting.record)
+            source = piece_source(waiting.where, number, len(pieces))
+            of_teachers = of_piece(prefixes, waiting.images, len(piece.ids), is_first=not number)
+            self.writer.add(piece, source, waiting.key, waiting.values, of_teachers, waiting.record)
 
     def _problem(self, encoded: Encoded, gains: dict[str, int], room: int) -> str:
         """The error of a document; "" if there is none. gains: how many tokens more each teacher reads. room: how

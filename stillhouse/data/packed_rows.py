@@ -94,7 +94,7 @@ def _teacher_tensors(
     images: dict[str, Tensor] = {}
     if image_inputs is not None and (of_teacher := image_inputs.of_teacher(teacher)) is not None:
         if of_teacher is not image_inputs:
-            images_M = of_teacher.tensors(documents, members, ids_M)
+            images_M = of_teacher.tensors(documents, members, ids_M, may_skip=True)
         images = of_teacher.processor.join(images_M)
         inputs |= _image_inputs(places, inputs, ids_M, images_M, of_teacher)
     shifts_M = []

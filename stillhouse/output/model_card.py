@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 
 import stillhouse
 from stillhouse.config import ParallelConfig, RunConfig, StudentConfig, TeacherConfig, TrainConfig
+from stillhouse.data.data_report import documents_in_words
 from stillhouse.libraries import reading
 from stillhouse.output.json_lines import read_object
 from stillhouse.output.metrics_file import parse_metrics
@@ -23,6 +24,7 @@ from stillhouse.output.progress import Progress
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SHORT = 16  # the number of characters of a fingerprint on the card
+_SPLITS = ("train", "dataset", "eval")
 _UNREADABLE = "{} cannot be read; restore it, or export without a model card (--no-card)"
 
 
@@ -125,6 +127,8 @@ def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherCo
         rows.append((section.replace("teachers.", "teacher "), _teacher_name(teacher), progress.models.get(section)))
     counts = quoted_file(run / "data.json")
     for name, mark in progress.data.items():
+        if name not in _SPLITS:  # the order of documents, and processors of images
+            continue
         rows.append((f"data, {name}", _counts(counts.get(name), run / "data.json"), mark))
     lines = [f"| {what} | {name} | {f'`{mark[:_SHORT]}`' if mark else 'none'} |" for what, name, mark in rows]
     head = ["| | | fingerprint |", "| --- | --- | --- |"]
@@ -187,10 +191,11 @@ def _counts(report: Any, path: Path) -> str:
     """The counts of one split. path: the file that contains `report`, for errors."""
     if not isinstance(report, dict):
         return "documents not counted"
-    documents, tokens = report.get("documents"), report.get("tokens")
-    if not isinstance(documents, int) or not isinstance(tokens, int):
+    pieces, tokens = report.get("documents"), report.get("tokens")
+    records = report.get("records", pieces)  # stillhouse 0.1.0 did not count them
+    if not isinstance(pieces, int) or not isinstance(tokens, int) or not isinstance(records, int):
         raise ValueError(f"{_UNREADABLE.format(path)}: expected numbers of documents and tokens")
-    return f"{documents:,} documents, {tokens:,} tokens"
+    return f"{documents_in_words(records, pieces)}, {tokens:,} tokens"
 
 
 def _is_hub_id(name: str) -> bool:

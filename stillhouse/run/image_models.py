@@ -20,11 +20,9 @@ from stillhouse.parallel import Runner
 from stillhouse.parallel.runner import reshard
 from stillhouse.parallel.runner_proof import probe_precision
 from stillhouse.parallel.staged_images import staged_models
-from stillhouse.run.inputs import RunData
+from stillhouse.run.inputs import NOT_WITH_IMAGES, RunData
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource, SignalStore
-
-_EXPECTED = "the data has images, which this cannot read yet: expected {}, or documents without images"
 
 
 def require_image_layout(setup: RunSetup, image_inputs: ImageInputs) -> None:
@@ -32,7 +30,7 @@ def require_image_layout(setup: RunSetup, image_inputs: ImageInputs) -> None:
     in the student's rows if the teacher has other rows.
     """
     for section in setup.own_layouts:
-        raise ConfigError(f"{section}.parallel", _EXPECTED.format("null"))
+        raise ConfigError(f"{section}.parallel", NOT_WITH_IMAGES.format("null"))
     degrees = setup.layout.degrees
     for axis in ("pipeline", "context"):
         if image_inputs.teachers and getattr(degrees, axis) > 1:
@@ -80,7 +78,7 @@ def with_images_proven(
         if getattr(degrees, axis) > 1 and source.decoders:
             raise ConfigError(
                 f"parallel.{axis}",
-                _EXPECTED.format("1, or one teacher in the student's layout, in a cache or on a server"),
+                NOT_WITH_IMAGES.format("1, or one teacher in the student's layout, in a cache or on a server"),
             )
     documents = inputs.processor.example_documents()
     positions = [document_positions(student.decoders[0], document) for document in documents]

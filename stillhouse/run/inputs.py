@@ -40,6 +40,9 @@ from stillhouse.libraries import reading
 from stillhouse.models.pretrained import require_model_folder
 from stillhouse.signals import SignalStore
 
+#: a mistake in a configuration whose data has images; `{}` is what was expected
+NOT_WITH_IMAGES = "the data has images, which this cannot read yet: expected {}, or documents without images"
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -51,6 +54,7 @@ class RunData:
     dataset: the documents with completions, in a run with rollouts that takes a share of each step from the dataset
     processor: the student's processor for images; None if it has none
     teacher_images: how teachers in this job read images, by their names, if they do not share the student's processor
+    processors: hashes of the processors that decide pixels, by their models' sections; `hashes` include them
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -61,6 +65,7 @@ class RunData:
     dataset: Documents | None = None
     processor: ImageProcessor | None = None
     teacher_images: Mapping[str, TeacherImages] = field(default_factory=dict)
+    processors: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_images(self) -> bool:
@@ -110,20 +115,19 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     for documents in splits.values():
         warnings = warnings + documents.report.warnings
     hashes = {which: documents.fingerprint() for which, documents in splits.items()}
-    image_inputs = None
+    image_inputs, processors = None, dict[str, str]()
     if processor is not None and any(documents.images is not None for documents in splits.values()):
         require_image_support(config)
         for documents in splits.values():
             processor.check_texts(documents)
         readers = {name: reader for name, reader in readers.items() if not reader.is_shared}
-        of_teachers = {
-            name: None if reader.processor is None else ImageInputs(reader.processor)
-            for name, reader in readers.items()
-        }
-        image_inputs = ImageInputs(processor, teachers=of_teachers)
+        image_inputs = _image_inputs(processor, readers)
         # pixels depend on it
         identity = [processor.identity(), *([name, reader.identity()] for name, reader in readers.items())]
         hashes = {which: json_hash([digest, identity]) for which, digest in hashes.items()}
+        identities = {"student": processor.identity()}
+        identities |= {reader.section: parts for reader in readers.values() if (parts := reader.identity())}
+        processors = {section: json_hash(parts) for section, parts in identities.items()}
     if held_out is not None and (shared := held_out.overlap(train)):
         warnings.append(
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
@@ -151,12 +155,21 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
         dataset,
         processor,
         {} if image_inputs is None else readers,
+        processors,
     )
+
+
+def _image_inputs(processor: ImageProcessor, readers: Mapping[str, TeacherImages]) -> ImageInputs:
+    """readers: how teachers read images that do not share the student's processor, by their names"""
+    of_teachers = {
+        name: None if reader.processor is None else ImageInputs(reader.processor) for name, reader in readers.items()
+    }
+    return ImageInputs(processor, teachers=of_teachers)
 
 
 def require_image_support(config: RunConfig) -> None:
     """Raise ConfigError for a part of the configuration that cannot be used with images."""
-    expected = "the data has images, which this cannot read yet: expected {}, or documents without images"
+    expected = NOT_WITH_IMAGES
     if config.rollout is not None and config.rollout.urls and not SERVERS[config.rollout.engine].reads_images:
         title = SERVERS[config.rollout.engine].title
         raise ConfigError(

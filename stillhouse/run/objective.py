@@ -115,7 +115,7 @@ class RunObjective:
             teachers = f" ← {_several_in_words(self.teachers, self.spec, stores)}"
         return (
             f"{self.loss_in_words()}, {over}temperature {self.spec.temperature:g}, "
-            f"mean over the target tokens of each step{self._targets_in_words()}: {self.student.model}{teachers}"
+            f"mean over the target tokens of each step ({self._targets_in_words()}): {self.student.model}{teachers}"
         )
 
     def loss_in_words(self) -> str:
@@ -124,12 +124,16 @@ class RunObjective:
         return f"minimise {self.spec.in_words()}{''.join(kind.in_words(sections) for kind in PARTS)}"
 
     def _targets_in_words(self) -> str:
-        """Describe which tokens are targets. Plain texts have no prompts, so all their tokens are targets."""
+        """Describe which tokens are targets."""
         rollout = self.rollout
         if rollout is None:
-            return " (prompts and all else)" if self.objective.tokens == "all" else " (texts, completions)"
-        share = "" if rollout.is_on_student_alone else f" ({rollout.share:.0%}; the others are the dataset's)"
-        return f" (completions), written by the {rollout.writer}{share}, schedule {rollout.schedule}"
+            if self.objective.tokens == "all":
+                return "all tokens, also those of prompts"
+            return "all tokens of texts, completions and assistant turns; none of prompts"
+        whose = f"by the {rollout.writer}"
+        if not rollout.is_on_student_alone:
+            whose = f"{rollout.share:.0%} of the completions {whose}, the others from the dataset"
+        return f"all tokens of the completions: {whose}, schedule {rollout.schedule}"
 
     def _sections(self, spec: ObjectiveSpec) -> LossSections:
         has_teacher = self.teacher is not None or self.teachers is not None

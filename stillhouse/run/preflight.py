@@ -10,9 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, TrainConfig, as_config_error
+from stillhouse.config import ConfigError, RolloutConfig, StudentConfig, TeacherConfig, TrainConfig, as_config_error
 from stillhouse.data import check_vocabulary
 from stillhouse.engine.optimizer import require_optimizer
+from stillhouse.generation import PromptPlan
 from stillhouse.generation.user_functions import require_functions
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.float8 import FP8, float8_problem
@@ -24,6 +25,8 @@ from stillhouse.run.setup import RunSetup
 
 #: a run with fewer steps causes a warning, unless the configuration has train.steps
 FEW_STEPS = 10
+#: steps of fewer prompts cause a warning, unless the configuration has rollout.prompts_per_step
+FEW_PROMPTS = 4
 #: train.min_learning_rate is a share of the peak. A value up to this one causes a warning, because the user may have
 #: meant a learning rate, as in other tools
 SMALL_FLOOR = 1e-4
@@ -151,6 +154,16 @@ def _require_offload(key: str, layout: Layout, device: torch.device) -> None:
     if degrees.processes > 1 and degrees.replicate * degrees.shard == 1:
         raise ConfigError(
             key, f"got true under {degrees}, which does not use FSDP: expected fsdp, replicate or context above 1"
+        )
+
+
+def prompt_warnings(train: TrainConfig, rollout: RolloutConfig, plan: PromptPlan, max_tokens: int) -> Iterator[str]:
+    """Yield a warning if steps have few prompts, and no key says so."""
+    if rollout.prompts_per_step is None and plan.prompts_per_step < FEW_PROMPTS:
+        yield (
+            f"prompts of a step: {plan.prompts_per_step}, because train.tokens_per_step={train.tokens_per_step:,} "
+            f"has room for no more, with {plan.samples_per_prompt} completions of data.max_tokens={max_tokens:,} "
+            "each; set rollout.prompts_per_step"
         )
 
 

@@ -25,7 +25,7 @@ from stillhouse.output.progress import Progress, folder_name
 from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.run.agreement import require_shared_folder
-from stillhouse.run.session import Session, build_session, data_reports
+from stillhouse.run.session import Session, build_session, data_reports, steps_in_words
 from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.signals import SignalsLostError
 
@@ -94,6 +94,7 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
     reports = data_reports(session)
     for split, report in reports.items():
         log_rank0(f"{split}: {report.summary()}")
+    log_rank0(f"steps: {steps_in_words(session)}")
     for warning in session.warnings:
         log_rank0(f"warning: {warning}")
     if session.ranks.size > 1:

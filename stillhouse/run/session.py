@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from stillhouse.checkpoint.identity import ORDER, RunIdentity, configuration_hash
+from stillhouse.checkpoint.identity import ORDER, PROCESSOR, RunIdentity, configuration_hash
 from stillhouse.config import RolloutConfig, RunConfig, TrainConfig
 from stillhouse.data import DataReport, tokenizer_fingerprint
 from stillhouse.display import escaped
@@ -21,11 +21,17 @@ from stillhouse.models.document_packing import ROWS
 from stillhouse.parallel import Layout, join, use_deterministic_algorithms, watchdog
 from stillhouse.run.image_models import require_image_layout, require_images_for_parts, with_images_proven
 from stillhouse.run.inputs import RunData
-from stillhouse.run.preflight import check_before_loading, check_data, check_models, schedule_warnings
+from stillhouse.run.preflight import (
+    check_before_loading,
+    check_data,
+    check_models,
+    prompt_warnings,
+    schedule_warnings,
+)
 from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.signals import SignalSource
 
-__all__ = ["Session", "build_session", "data_reports", "prepare"]
+__all__ = ["Session", "build_session", "data_reports", "prepare", "steps_in_words"]
 
 
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
@@ -62,12 +68,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     engine, source = setup.engine(models, layout)
     data = with_images_proven(data, engine, source, stores)
     by_length = _runs_rows(engine, source)
-    packed = data
-    if by_length and config.rollout is None:
-        data_ranks, stages = layout.degrees.data, layout.stages
-        capacity = micro_batch_capacity(config.train, config.data.max_tokens, data_ranks, stages)
-        held_out_capacity = max(config.data.max_tokens, config.eval.micro_batch_tokens or capacity)
-        packed = data.sorted_by_length(capacity, held_out_capacity)
+    packed = _by_length(data, config, layout) if by_length and config.rollout is None else data
     schedule, plan = _schedule(config.train, config.rollout, packed, layout, config.seed)
     session = Session(
         spec=spec,
@@ -79,9 +80,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         engine=engine,
         source=source,
         stores=stores,
-        identity=RunIdentity(
-            configuration_hash(setup.values), data.hashes | ({ORDER: ROWS} if by_length else {}), model_hashes
-        ),
+        identity=_identity(setup, data, model_hashes, by_length=by_length),
         train_config=config.train,
         eval_config=config.eval,
         checkpoint_config=config.checkpoint,
@@ -104,8 +103,24 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         *check_models({"student": session.student, **session.teachers}, models.self_teachers, data),
         *schedule_warnings(config.train, schedule.steps, data, on_policy=plan is not None),
     ]
+    if config.rollout is not None and plan is not None:
+        warnings += prompt_warnings(config.train, config.rollout, plan, config.data.max_tokens)
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
+
+
+def _by_length(data: RunData, config: RunConfig, layout: Layout) -> RunData:
+    """The same data in sequences of documents of similar lengths, each of which is a micro-batch."""
+    capacity = micro_batch_capacity(config.train, config.data.max_tokens, layout.degrees.data, layout.stages)
+    held_out_capacity = max(config.data.max_tokens, config.eval.micro_batch_tokens or capacity)
+    return data.sorted_by_length(capacity, held_out_capacity)
+
+
+def _identity(setup: RunSetup, data: RunData, model_hashes: dict[str, str], *, by_length: bool) -> RunIdentity:
+    hashes = data.hashes | {f"{PROCESSOR}{section}": digest for section, digest in data.processors.items()}
+    if by_length:
+        hashes[ORDER] = ROWS
+    return RunIdentity(configuration_hash(setup.values), hashes, model_hashes)
 
 
 def _runs_rows(engine: Engine, source: SignalSource) -> bool:
@@ -129,6 +144,21 @@ def _schedule(
         return make_step_schedule(train, len(data.train), max_tokens, layout.degrees.data, layout.stages), None
     prompts, dataset = len(data.train.documents), 0 if data.dataset is None else len(data.dataset)
     return make_on_policy_schedule(train, rollout, prompts, dataset, max_tokens, seed)
+
+
+def steps_in_words(session: Session) -> str:
+    """The number of steps, and what a step has."""
+    schedule, plan, rollout = session.step_schedule, session.plan, session.rollout_config
+    if plan is None or rollout is None:
+        return (
+            f"{schedule.steps:,} of {schedule.sequences_per_step} sequences (at most "
+            f"{session.train.max_tokens:,} tokens each), {schedule.rows_per_micro_batch} per micro-batch"
+        )
+    completions = plan.prompts_per_step * plan.samples_per_prompt
+    return (
+        f"{schedule.steps:,}; in each of them, prompts: {plan.prompts_per_step} (rollout.prompts_per_step), "
+        f"completions: {completions}, {plan.share:.0%} written by the {rollout.writer}"
+    )
 
 
 def data_reports(session: Session) -> dict[str, DataReport]:

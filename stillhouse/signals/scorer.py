@@ -126,7 +126,7 @@ class _RequestImages(ImageInputs):
         self._documents = documents
 
     def tensors(
-        self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray]
+        self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray], *, may_skip: bool = False
     ) -> list[dict[str, Tensor]]:
         images = (self._documents[member].images for member in members)
         return [{} if of_document is None else dict(of_document.tensors()) for of_document in images]

@@ -15,7 +15,7 @@ T tokens of a micro-batch.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -63,6 +63,18 @@ class TeacherBalance:
         for name, tokens in self._tokens.items():
             self.gradients[name] = math.sqrt(sums[f"{GRADIENT_SQUARE}/{name}"] / tokens) / self._factors[name]
 
+    def shares(self, step: StepMicroBatches) -> dict[str, tuple[float, float]]:
+        """Return, for each teacher of a step, its share of the target tokens and its share of their weights."""
+        factors, targets = self._of_documents(step), step.target_tokens()
+        tokens, weights = Counter[str](), defaultdict[str, float](float)
+        for document, count in targets.items():
+            name = str(step.value(document, self.route))
+            tokens[name] += count
+            weights[name] += factors[document] * count
+        return {
+            name: (tokens[name] / tokens.total(), weights[name] / sum(weights.values())) for name in sorted(tokens)
+        }
+
     def _of_documents(self, step: StepMicroBatches) -> dict[int, float]:
         """Return the factor of each document that has targets."""
         targets, total = step.target_tokens(), step.normalizer
@@ -77,10 +89,10 @@ class TeacherBalance:
         return {document: self._factors[name] for document, name in teachers.items()}
 
     def _of_teachers(self, tokens: Mapping[str, int]) -> dict[str, float]:
-        known = {name: count for name, count in tokens.items() if self.gradients.get(name)}
-        inverse = {name: 1 / (math.sqrt(count) * self.gradients[name]) for name, count in known.items()}
-        shared, weighted = sum(known.values()), sum(count * inverse[name] for name, count in known.items())
-        return {name: shared * inverse[name] / weighted if name in known else 1.0 for name in tokens}
+        measured = {name: count for name, count in tokens.items() if self.gradients.get(name)}
+        inverse = {name: 1 / (math.sqrt(count) * self.gradients[name]) for name, count in measured.items()}
+        shared, weighted = sum(measured.values()), sum(count * inverse[name] for name, count in measured.items())
+        return {name: shared * inverse[name] / weighted if name in measured else 1.0 for name in tokens}
 
 
 def _factors(batch: MicroBatch, factors: Mapping[int, float]) -> Tensor:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -22,7 +23,7 @@ from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
-from stillhouse.engine.engine import Engine
+from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.models import Decoder, element_count
@@ -31,8 +32,8 @@ from stillhouse.objective.divergence import weighted_parts
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
-from stillhouse.parallel import is_first
-from stillhouse.run.session import Session, data_reports, prepare
+from stillhouse.parallel import ShardedMicroBatches, is_first
+from stillhouse.run.session import Session, data_reports, prepare, steps_in_words
 
 #: the number of characters of the sample document that are shown
 _SAMPLE = 600
@@ -103,19 +104,9 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
         else:
             filling = f"{session.train.filled_share:.0%} full"
         yield _row("packing", f"{len(session.train):,} sequences, {filling}")
-        yield _row(
-            "steps",
-            f"{step_schedule.steps:,} of {step_schedule.sequences_per_step} sequences (at most "
-            f"{session.train.max_tokens:,} tokens each), {step_schedule.rows_per_micro_batch} per micro-batch",
-        )
-    else:
-        plan, rollout = session.plan, session.rollout_config
-        yield _row(
-            "steps",
-            f"{step_schedule.steps:,} of {plan.prompts_per_step * plan.samples_per_prompt} completions, "
-            f"{plan.samples_per_prompt} of each prompt; {plan.share:.0%} of them written by the "
-            f"{rollout.writer if rollout else 'student'}",
-        )
+    yield _row("steps", steps_in_words(session))
+    if session.plan is not None:
+        plan = session.plan
         if plan.dataset and plan.prompts_per_step * min(plan.share, 1 - plan.share) < 1 - 1e-6:
             yield _row(
                 "warning",
@@ -148,13 +139,14 @@ def _model_line(decoder: Decoder) -> str:
 
 
 def _image_lines(session: Session) -> Iterator[str]:
-    """Describe the first documents with images, and show the text of each."""
+    """Describe the first documents with images, and show the texts that have not been shown."""
     documents, processor = session.train.documents, session.processor
     if documents.images is None or processor is None:
         return
     for document in np.flatnonzero(np.diff(documents.images.offsets))[:_IMAGE_SAMPLES].tolist():
         yield _row("images", processor.in_words(documents, document))
-        yield _sample(session, documents, document)
+        if document:  # the first document is the sample above
+            yield _sample(session, documents, document)
 
 
 def _sample(session: Session, documents: Documents, document: int = 0) -> str:
@@ -193,6 +185,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     first = asked + trained
     norm = engine.gradient_norm()
     memory = peak_memory()
+    balance = _balance_row(session, micro_batches, output)
     if not math.isfinite(output.sums["loss"]) or not math.isfinite(norm):
         raise not_finite_error(session, folder.checkpoints, 1, micro_batches, output, norm)
     optimizer_bytes = 2 * sum(local(weight).numel() * weight.element_size() for weight in parameters)
@@ -204,6 +197,8 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     times = f"{seconds:.1f} s ({first:.1f} s the first time, when functions are compiled)"
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
+    if balance is not None:
+        yield balance
     losses = list(single_losses(engine))
     if len(losses) < 2:  # its gradient is that of the step
         return
@@ -217,6 +212,20 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     if (words := verdict(norms)) is not None:
         yield _row("verdict", words)
     engine.zero_grad()
+
+
+def _balance_row(session: Session, micro_batches: ShardedMicroBatches, output: StepOutput) -> str | None:
+    """Each teacher's share of the step with `teachers.balance`. output: of the step, which was weighed last."""
+    if session.balance is None:
+        return None
+    balance = deepcopy(session.balance)  # the session's own one does not change, so that the step can be repeated
+    balance.measure(output.sums)
+    shares = [
+        f"{name}: {tokens:.0%} of the step's target tokens, {weight:.0%} of their weight"
+        for name, (tokens, weight) in balance.shares(micro_batches.of_all_ranks).items()
+    ]
+    later = ", as its gradients would make it in the next step" if balance.kind == "gradient" else ""
+    return _row("balance", "; ".join(shares) + later)
 
 
 def verdict(norms: Mapping[str, float]) -> str | None:

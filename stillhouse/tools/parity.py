@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.config import RolloutConfig, RunConfig
+from stillhouse.config.read_config import dotted_values
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.engine import Engine
 from stillhouse.generation import PromptPlan, step_documents
@@ -38,6 +39,8 @@ from stillhouse.signals import NoTeacher, SignalSource, TeacherBalance
 
 #: the relative difference up to which two float32 gradients count as equal
 SAME = 1e-4
+#: keys that change how a layout computes, and that its step here does not have
+LEFT_OUT = ("train.compile", "train.residual_dtype", "parallel.gather_dtype", "parallel.offload")
 #: the number of the step's micro-batches per process; each has one packed sequence
 MICRO_BATCHES = 2
 
@@ -94,6 +97,12 @@ def megatron_layouts(processes: int, *, experts: bool = False) -> list[Layout]:
             choices = sequence if experts and sequence else [False, *sequence]
             result += [replace(layout, sequence=choice) for choice in choices]
     return result
+
+
+def left_out(config: RunConfig) -> list[str]:
+    """The keys of the configuration that are set, and that `parity` does not compare."""
+    values = dotted_values(config)
+    return [f"{key}={values[key]}" for key in LEFT_OUT if values[key]]
 
 
 def parity(config: RunConfig) -> Iterator[Row]:

@@ -190,6 +190,9 @@ def test_every_teacher_has_the_same_gradient_from_the_second_step_on(folder: Pat
         inverse = {name: 1 / (tokens[name] ** 0.5 * size) for name, size in sizes.items()}
         total = sum(tokens[name] * value for name, value in inverse.items())
         factors = {name: sum(tokens.values()) * value / total for name, value in inverse.items()}
+        all_tokens = sum(tokens.values())
+        shares = {name: (of / all_tokens, of * factors.get(name, 1.0) / all_tokens) for name, of in tokens.items()}
+        assert balance.shares(step) == {name: pytest.approx(pair, rel=1e-5) for name, pair in shares.items()}
         measured = sizes if number == 0 else None
         reference = expected(
             session,

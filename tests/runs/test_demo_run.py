@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from stillhouse import cli
+from stillhouse.config import load_config
+from stillhouse.data.render.processors import load_processor
 from stillhouse.tools.demo.corpus import Document, Split, collect_split
 from stillhouse.tools.demo.demo import LABELS, OBJECTIVES, demo, table
 from stillhouse.tools.demo.student import TEACHER
@@ -27,7 +30,7 @@ def short_split(split: Split) -> list[Document]:
 @pytest.mark.slow
 def test_the_distilled_student_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table has teacher, control and student. The students start equal; a second call adds nothing."""
-    monkeypatch.setattr("stillhouse.tools.demo.demo.collect_split", short_split)
+    monkeypatch.setattr("stillhouse.tools.demo.run_files.collect_split", short_split)
     rows = demo(tmp_path, steps=STEPS)
     assert [row["run"] for row in rows] == ["teacher", "cross_entropy", "distilled"]
     teacher, text_only, distilled = rows
@@ -47,5 +50,23 @@ def test_the_distilled_student_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     page = (tmp_path / "distilled" / "report.html").read_text()
     assert all(run in page for run in OBJECTIVES)
     before = (tmp_path / "distilled" / "metrics.jsonl").read_bytes()
+    trial = load_config(tmp_path / "run.yaml")  # with the same models and texts as the two runs
+    assert trial.data == load_config(tmp_path / "distilled" / "config.yaml").data
+    assert trial.student.model == str(tmp_path / "student")
+    (tmp_path / "run.yaml").write_text("changed by the user")
     assert demo(tmp_path, steps=STEPS) == rows
+    assert (tmp_path / "run.yaml").read_text() == "changed by the user"
     assert (tmp_path / "distilled" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_the_runs_of_the_image_demo_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its teacher trains from the written files alone, and its student from that teacher; here one step of each."""
+    monkeypatch.setattr("stillhouse.tools.demo.run_files.PICTURES", 40)
+    monkeypatch.setattr("stillhouse.tools.demo.run_files.HELD_OUT_PICTURES", 8)
+    assert cli.run(["demo", "--write", "images", "--out", str(tmp_path / "images")]) == 0
+    for name in ("teacher", "run"):
+        assert cli.run(["distill", str(tmp_path / "images" / f"{name}.yaml"), "train.steps=1"]) == 0
+    student = tmp_path / "images" / "first"
+    assert load_processor(str(student / "model")).image_token == "<|image_pad|>"
+    assert json.loads((student / "data.json").read_text())["train"]["documents"] == 40

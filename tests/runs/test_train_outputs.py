@@ -41,12 +41,13 @@ ENVIRONMENT_KEYS += ["threads", "device", "gpu", "commit", "date", "seed"]
         (
             {"objective.temperature": 2.0, "objective.loss": "cross_entropy + 0.5*reverse_kl"},
             "minimise cross-entropy + 0.5 × reverse_kl of teacher and student, over the full vocabulary, "
-            "temperature 2, mean over the target tokens of each step (texts, completions): {0}/student ← {0}/teacher",
+            "temperature 2, mean over the target tokens of each step (all tokens of texts, completions and assistant "
+            "turns; none of prompts): {0}/student ← {0}/teacher",
         ),
         (
             {"teacher": False},
-            "minimise cross-entropy, temperature 1, mean over the target tokens of each step (texts, completions): "
-            "{0}/student",
+            "minimise cross-entropy, temperature 1, mean over the target tokens of each step (all tokens of texts, "
+            "completions and assistant turns; none of prompts): {0}/student",
         ),
     ],
 )

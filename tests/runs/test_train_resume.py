@@ -14,10 +14,12 @@ from kit.runs import contents, run, write_run, write_texts
 from kit.signal_hooks import kill_at
 from kit.toy_tokenizer import toy_tokenizer
 
-from stillhouse.checkpoint.resume import candidates
+from stillhouse.checkpoint.identity import RunIdentity
+from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.output.folder import RunFolder
+from stillhouse.output.progress import Progress
 
 MODEL = "model/model.safetensors"
 CASES = {
@@ -145,6 +147,24 @@ def test_keys_that_change_weights_may_not_change(refusing: Path, key: str, chang
     config = load_config(refusing / "run.yaml", changes)
     with pytest.raises(ValueError, match=f"contains another run, with a different [^;]*{re.escape(key)}"):
         candidates(RunFolder(refusing / "out"), "auto", dotted_values(config))
+
+
+def test_a_changed_processor_of_images_is_named() -> None:
+    """The hashes of the documents change with it, too. Earlier versions did not write the hashes of processors."""
+    before = {"train": "a", "processor/student": "b", "processor/teacher": "c"}
+    for now, named in (
+        (before | {"train": "d", "processor/teacher": "e"}, "teacher.model"),
+        ({"train": "d", "processor/student": "b"}, "teacher.model"),
+        ({"train": "d", "processor/student": "e"}, "student.model and teacher.model"),
+    ):
+        identity = RunIdentity("", now, {})
+        with pytest.raises(
+            ValueError, match=f"^{named}: the files of its processor of images have changed since step"
+        ):
+            require_unchanged_sources(Path("step"), Progress(data=before), identity)
+        with pytest.raises(ValueError, match=r"^data\.train: the documents have changed"):
+            require_unchanged_sources(Path("step"), Progress(data={"train": "a"}), identity)
+    require_unchanged_sources(Path("step"), Progress(data={"train": "a"}), RunIdentity("", before, {}))
 
 
 def test_other_data_under_the_same_name_are_noticed(half: Path) -> None:

@@ -151,6 +151,14 @@ def test_a_stop_that_is_never_a_target_is_a_warning(tmp_path: Path) -> None:
     assert load_records(tmp_path, [{"messages": CHAT}], right).report.warnings == []
 
 
+def test_marks_of_images_without_images_are_one_warning(tmp_path: Path) -> None:
+    records = [{"text": "a"}, {"text": "b <image> c"}, {"text": "<image> d"}]
+    (warning,) = load_records(tmp_path, records).report.warnings
+    assert warning.startswith(f"{tmp_path}")
+    assert ".jsonl:2: its text has <image>, and the record has no image, so that <image> is read as text" in warning
+    assert "(such records: 2)" in warning
+
+
 @pytest.mark.parametrize("column", ["text", "answer"])
 def test_ids_beyond_a_head(tmp_path: Path, column: str) -> None:
     """Of a document, and of the prefix of a teacher that reads it."""

@@ -19,6 +19,7 @@ import stillhouse.objective
 from stillhouse import Decoder
 from stillhouse.config import load_config
 from stillhouse.models import processors
+from stillhouse.objective.formulas import DIVERGENCES
 from stillhouse.objective.spec import parse_objective
 from stillhouse.tools.demo.student import TEACHER, save_new_student
 
@@ -42,6 +43,12 @@ def test_the_numbers_of_mistakes_are_true() -> None:
     proofs = (ROOT / "docs" / "proofs.md").read_text()
     assert f"{in_processes} mistakes in configurations, objectives" in proofs
     assert f"{in_configurations} more in configurations" in proofs
+
+
+def test_the_number_of_divergences_is_true() -> None:
+    assert len(DIVERGENCES) == 8
+    assert "eight\n[divergences]" in README
+    assert "Eight divergences" in README
 
 
 def test_the_readme_fits_two_screens() -> None:

@@ -51,17 +51,21 @@ class ImageInputs:
         self.processor, self.axis_positions, self.teachers = processor, axis_positions, dict(teachers or {})
 
     def of_teacher(self, name: str) -> "ImageInputs | None":
-        """The inputs of a teacher; None if it reads no images."""
+        """The inputs of a teacher: these, unless `teachers` has others for it; None if it reads no images."""
         return self.teachers.get(name, self)
 
     def tensors(
-        self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray]
+        self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray], *, may_skip: bool = False
     ) -> list[dict[str, Tensor]]:
-        """The tensors of the images of each document. ids_M: the documents as the model reads them. A document
-        without a placeholder is one whose images the model does not read.
+        """The tensors of the images of each document. ids_M: the documents as the model reads them.
+
+        may_skip: a document without a placeholder is one that the model, a teacher, does not read. Otherwise, raises
+        DataError for images without placeholders.
         """
         return [
-            self.processor.tensors(documents, member, ids) if self.processor.count_placeholders(ids) else {}
+            {}
+            if may_skip and not self.processor.count_placeholders(ids)
+            else self.processor.tensors(documents, member, ids)
             for member, ids in zip(members, ids_M, strict=True)
         ]
 

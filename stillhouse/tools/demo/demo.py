@@ -21,14 +21,12 @@ from stillhouse.parallel import single_process_runner
 from stillhouse.run.run import distill
 from stillhouse.run.session import Session, prepare
 from stillhouse.signals import InStageTeacher
-from stillhouse.tools.demo.corpus import collect_split, write_jsonl
-from stillhouse.tools.demo.student import TEACHER, save_new_student
+from stillhouse.tools.demo.run_files import LEARNING_RATE, text_settings, write_text_run
+from stillhouse.tools.demo.student import TEACHER
 
 #: the two runs: folder name and objective; all other settings are the same
 OBJECTIVES = {"cross_entropy": "cross_entropy", "distilled": "forward_kl"}
 LABELS = {"teacher": "teacher", "cross_entropy": "student, text alone", "distilled": "student, distilled"}
-#: the best of 2e-3, 3e-3 and 4e-3 for the student that trains without a teacher (docs/log.md)
-LEARNING_RATE = 3e-3
 STEPS = 600
 
 Row = dict[str, Any]
@@ -36,10 +34,7 @@ Row = dict[str, Any]
 
 def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> list[Row]:
     """Execute both runs, print the table and the report's path, and return the table's rows."""
-    out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(collect_split("student"), out / "train.jsonl")
-    write_jsonl(collect_split("held_out"), out / "held_out.jsonl")
-    save_new_student(out / "student", seed)
+    trial = write_text_run(out, seed)
     configs = {name: demo_config(out, name, seed, steps, learning_rate) for name in OBJECTIVES}
     for config in configs.values():
         print()
@@ -50,32 +45,16 @@ def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float =
     distilled, text_only = (Path(configs[name].out) for name in ("distilled", "cross_entropy"))
     report = write_report(distilled, compare=[text_only], out=distilled / "report.html")
     print(f"\nreport: {report}")
+    print(f"a run of your own with these models, to edit: {trial}; then `stillhouse distill {trial}`")
     return rows
 
 
 def demo_config(out: Path, name: str, seed: int, steps: int, learning_rate: float) -> RunConfig:
     """Return the configuration of one of the two runs, as a user would write it."""
+    settings = text_settings(out, steps)
+    settings["train"]["learning_rate"] = learning_rate
     return load_config(
-        None,
-        settings={
-            "student": {"model": str(out / "student")},
-            "teacher": {"model": str(TEACHER), "dtype": "float32"},
-            "data": {"train": str(out / "train.jsonl"), "eval": str(out / "held_out.jsonl"), "max_tokens": 256},
-            "objective": {"loss": OBJECTIVES[name]},
-            "train": {
-                "tokens_per_step": 1024,
-                "micro_batch_tokens": 1024,
-                "steps": steps,
-                "learning_rate": learning_rate,
-                "warmup": 0.1,
-                "weight_decay": 0.1,
-                "precision": "fp32",
-            },
-            "eval": {"every": max(1, steps // 3), "micro_batch_tokens": 4096, "samples": 4},
-            "checkpoint": {"every": 0, "keep": 1},
-            "out": str(out / name),
-            "seed": seed,
-        },
+        None, settings=settings | {"objective": {"loss": OBJECTIVES[name]}, "out": str(out / name), "seed": seed}
     )
 
 
