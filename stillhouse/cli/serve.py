@@ -87,7 +87,8 @@ def serve(teacher: str, *, no_token: bool, generate: bool, **options: object) ->
     processes.
 
     With --generate, the server generates completions for on-policy runs: POST /inference/v1/generate accepts and
-    returns token ids as vLLM does. POST /v1/weights loads the weights of a published folder, between two batches.
+    returns token ids as vLLM does. POST /v1/weights loads the weights of a published folder, between two batches: a
+    whole model, or an adapter of the served one. With --quantize, it loads adapters alone.
 
     \b
     stillhouse serve Qwen/Qwen3-8B
@@ -102,8 +103,8 @@ def serve(teacher: str, *, no_token: bool, generate: bool, **options: object) ->
         raise ValueError(f"{', '.join(missing)} not installed; pip install 'stillhouse[serve]'")
     settle_offline([teacher])
     quiet_libraries()
-    if generate and options["quantize"] is not None:
-        raise click.UsageError("--quantize is for a teacher, and not with --generate")
+    if generate and options["quantize"] == "fp8":
+        raise click.UsageError("--quantize fp8 is for a teacher, and not with --generate: expected int8 or nf4")
     from stillhouse.serving.server import serve as run_server
 
     run_server(teacher, generate=generate, require_token=not no_token, **options)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from stillhouse.config.rule import FIELDS, NAMED, Rule, default, excludes, needs
 from stillhouse.config.schema import yaml_value
 from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
 from stillhouse.config.sections.run_section import RunConfig
-from stillhouse.config.servers import ADAPTER_ENGINES, ENGINES
+from stillhouse.config.servers import ENGINES
 from stillhouse.config.source_kinds import OF_WEIGHTS, SOURCES
 from stillhouse.display import enumerated
 
@@ -123,12 +123,6 @@ RULES: tuple[Rule, ...] = (
         ("rollout.url", "rollout.engine"),
         lambda url, engine: url is None and engine != "transformers",
         "the address of the server",
-    ),
-    Rule(
-        ("rollout.engine", "student.adapter", "rollout.writer"),
-        lambda engine, adapter, writer: engine not in ADAPTER_ENGINES and adapter is not None and writer == "student",
-        enumerated(ADAPTER_ENGINES, "or"),
-        "the others take whole models",
     ),
     Rule(
         ("rollout.timeout", "rollout.url", "rollout.reward"),

@@ -20,7 +20,6 @@ class ServerKind:
         "": this is true for every server of this kind, and its log-probabilities are over the whole vocabulary.
     over_all_tokens: for messages, a server whose log-probabilities at temperature 1 are over all tokens; may be "".
     rounds_as_here: whether float32 log-probabilities differ from those of this process only by float32 rounding.
-    takes_adapters: whether the server can load an adapter as a version of the student.
     reads_images: whether the pixels of the run's own processor can be sent to it.
     tells_tokenizer: whether the server's tokenizer can be compared with the student's.
     """
@@ -36,7 +35,6 @@ class ServerKind:
     after_temperature: str = ""
     over_all_tokens: str = ""
     rounds_as_here: bool = False
-    takes_adapters: bool = False
     reads_images: bool = False
     tells_tokenizer: bool = True
 
@@ -61,7 +59,6 @@ _KINDS = (
         hint="expected vLLM 0.30 or later, started with --enable-scale-out",
         after_temperature="a vLLM that was started with --logprobs-mode processed_logprobs",
         over_all_tokens="a vLLM that was started without --logprobs-mode processed_logprobs",
-        takes_adapters=True,
     ),
     ServerKind(
         "sglang",
@@ -76,7 +73,6 @@ _KINDS = (
 SERVERS = {kind.name: kind for kind in _KINDS}
 #: the engines that generate completions: the student in the job, or servers
 ENGINES = ("transformers", *(kind.name for kind in _KINDS if kind.generates))
-ADAPTER_ENGINES = tuple(name for name in ENGINES if name not in SERVERS or SERVERS[name].takes_adapters)
 
 if TYPE_CHECKING:
     ApiName = str

@@ -28,7 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.data import save_tokenizer
-from stillhouse.generation.published_folder import MANIFEST, VERSION_PREFIX, Manifest
+from stillhouse.generation.published_folder import MANIFEST, VERSION_PREFIX, AdapterBase, Manifest
 from stillhouse.hashing import file_hash
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
@@ -53,13 +53,15 @@ def publish(
     run: str = "",
     bucket_bytes: int = BUCKET_BYTES,
     tokenizer: Any = None,
+    base: AdapterBase | None = None,
 ) -> Path:
     """Write the student's present weights below `folder` as a new version; returns the version's path.
 
     All ranks must call this. Tensors are all-gathered one at a time. One rank of each pipeline stage collects tensors
     until it has `bucket_bytes` of them, and writes them as one file.
 
-    run: the identity of the publishing run; it is written into the manifest.
+    run: the identity of the publishing run. base: the model on which the student's adapter is trained; None: the
+    student has no adapter. Both are written into the manifest.
 
     This version and the previous one stay in the folder; all others are removed. Versions with a larger number are
     removed, too: they were published before the run resumed from an earlier checkpoint, and will be published again.
@@ -82,7 +84,7 @@ def publish(
         if student.ranks.is_first:
             if tokenizer is not None:
                 save_tokenizer(tokenizer, partial)
-            _write_manifest(partial, version, run, kind)
+            _write_manifest(partial, version, run, kind, base)
             if final.exists():  # published before the run resumed from an earlier checkpoint
                 shutil.rmtree(final)
             os.rename(partial, final)
@@ -246,7 +248,9 @@ def _require_all(partial: Path, files: Mapping[str, str], model: PreTrainedModel
         raise ValueError(f"{partial}: {len(missing)} tensors are missing or not the model's, first '{missing[0]}'")
 
 
-def _write_manifest(partial: Path, version: int, run: str, kind: Literal["model", "adapter"]) -> None:
+def _write_manifest(
+    partial: Path, version: int, run: str, kind: Literal["model", "adapter"], base: AdapterBase | None
+) -> None:
     tensors: dict[str, str] = {}
     dtypes: set[str] = set()
     for path in sorted(partial.glob("*.safetensors")):
@@ -256,9 +260,17 @@ def _write_manifest(partial: Path, version: int, run: str, kind: Literal["model"
                 dtypes.add(file.get_slice(name).get_dtype())
     files = {path.name: file_hash(path) for path in sorted(partial.iterdir())}
     manifest = Manifest(
-        version=version, run=run, kind=kind, dtypes=sorted(dtypes), tensors=tensors, files=files, complete=True
+        version=version,
+        run=run,
+        kind=kind,
+        dtypes=sorted(dtypes),
+        tensors=tensors,
+        files=files,
+        complete=True,
+        base=base,
     )
-    (partial / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    text = manifest.model_dump_json(indent=1, exclude={"base"} if base is None else None)
+    (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def _remove_others(folder: Path, version: int) -> None:

@@ -26,6 +26,20 @@ _PIECE = 2**20
 _AGAIN = "publish the weights again"
 
 
+class AdapterBase(BaseModel):
+    """The model on which an adapter was trained.
+
+    fingerprint: the hash of the model's files (`model_fingerprint`). dtype: that of its weights in the run. quantize:
+    the quantization of its linear layers; None if they are not quantized.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    fingerprint: str
+    dtype: str
+    quantize: str | None
+
+
 class Manifest(BaseModel):
     """The content of manifest.json.
 
@@ -36,6 +50,7 @@ class Manifest(BaseModel):
     tensors: for each tensor, the name of the file that contains it.
     files: the sha256 of each file except the manifest.
     complete: true; a manifest without this field was not written to its end.
+    base: of an adapter that is published for a server: the model on which it was trained.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -47,6 +62,7 @@ class Manifest(BaseModel):
     tensors: dict[str, str]
     files: dict[str, str]
     complete: Literal[True]
+    base: AdapterBase | None = None
 
 
 class PublishedFolder:

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.checkpoint.served_models import require_same_writer
-from stillhouse.config import RolloutConfig
+from stillhouse.config import RolloutConfig, StudentConfig
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
 from stillhouse.generation import (
     PromptPlan,
@@ -27,16 +27,18 @@ from stillhouse.generation import (
     step_documents,
 )
 from stillhouse.generation.publish_weights import publish
+from stillhouse.generation.published_folder import AdapterBase
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import open_engine
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
+from stillhouse.models import model_fingerprint
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
-from stillhouse.parallel import ShardedMicroBatches, is_first, watchdog
+from stillhouse.parallel import ShardedMicroBatches, is_first, local_folder, watchdog
 from stillhouse.preemption import OverdueError
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
@@ -64,9 +66,12 @@ class Rollouts:
         self.calls: CompletionCalls | None = None
         #: the run's identity in published weights, and their folder; runs that share rollout.weights have subfolders
         self.run, self.weights = "", folder.path / "weights"
+        self.base: AdapterBase | None = None
         if self.config.urls and self.config.writer == "student":
             self.run = self._on_first(folder.identity)
             self.weights = Path(self.config.weights) / self.run if self.config.weights else self.weights
+            if session.student_config.adapter is not None:
+                self.base = AdapterBase(**self._on_first(partial(_base_of, session.student_config)))
         self.engine = open_engine(session, self.config, self.run)
         self.schedule, prompts = RolloutSchedule.of(self.config, session.step_schedule.steps), session.train.documents
         if is_first():
@@ -108,8 +113,14 @@ class Rollouts:
                 timeline.span(number, "weights", publishing),
                 explained_write_errors(self.weights),
             ):
-                tokenizer = self.session.tokenizer
-                folder = publish(self.session.engine.student, self.weights, step, run=self.run, tokenizer=tokenizer)
+                folder = publish(
+                    self.session.engine.student,
+                    self.weights,
+                    step,
+                    run=self.run,
+                    tokenizer=self.session.tokenizer,
+                    base=self.base,
+                )
         with timeline.trainer(WAIT_FOR_COMPLETIONS):
             if self.schedule.in_order:
                 self._of_queue(lambda queue: queue.wait_for(step) if queue.has_requested(step) else None)
@@ -224,6 +235,12 @@ class Rollouts:
             return self.session.ranks.on_first(action, *kinds)
         except (ServerError, OverdueError) as error:
             raise SignalsLostError(str(error)) from error
+
+
+def _base_of(student: StudentConfig) -> dict[str, Any]:
+    """Return the fields of `AdapterBase` for the model of a student with an adapter."""
+    fingerprint = model_fingerprint(local_folder(student.model, student.revision))
+    return {"fingerprint": fingerprint, "dtype": student.dtype, "quantize": student.quantize}
 
 
 def first_rollouts(session: Session, folder: RunFolder) -> ShardedMicroBatches:

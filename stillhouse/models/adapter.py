@@ -53,7 +53,7 @@ def add_lora(
     from peft import LoraConfig
 
     model = decoder.pretrained
-    names = _target_names(decoder, targets)
+    names = target_names(decoder, targets)
     config = LoraConfig(
         r=r,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
@@ -143,12 +143,14 @@ def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os
     config: Any = copy.copy(decoder.pretrained.peft_config[_NAME])
     config.inference_mode = True  # peft's own saving sets it, too
     config.save_pretrained(os.fspath(folder))
-    inside = f"base_model.model.{decoder.backbone_name}."
-    named = {
-        inside + name.removeprefix("backbone.").replace(f".{_NAME}.", "."): matrix.contiguous()
-        for name, matrix in matrices.items()
-    }
+    named = {saved_lora_name(decoder, name): matrix.contiguous() for name, matrix in matrices.items()}
     save_file(named, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
+
+
+def saved_lora_name(decoder: Decoder, name: str) -> str:
+    """Return the name of a matrix in peft's files by its name in the decoder."""
+    inside = f"base_model.model.{decoder.backbone_name}."
+    return inside + name.removeprefix("backbone.").replace(f".{_NAME}.", ".")
 
 
 def merged(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrainedModel:
@@ -160,7 +162,7 @@ def merged(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrained
         return PeftModel.from_pretrained(model, os.fspath(folder), torch_device="cpu").merge_and_unload()
 
 
-def _target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
+def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
     """Return the full names of the linear layers that `targets` select.
 
     Raises ValueError for a target that selects no module, or a module that is the head, the input embedding or not

@@ -134,7 +134,7 @@ def add(campaign: Campaign, first: int, kind: str, details: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", help="configurations, data, images, models, published, or all")
+    parser.add_argument("subject", help="configurations, data, images, models, published, adapters, or all")
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
@@ -145,7 +145,8 @@ def main() -> None:
         with contextlib.suppress(BrokenPipeError):
             work(options.subject, options.seed, options.first, options.mutations)
         return
-    subjects = ["configurations", "data", "models", "published"] if options.subject == "all" else [options.subject]
+    every = ["configurations", "data", "models", "published", "adapters"]
+    subjects = every if options.subject == "all" else [options.subject]
     with ThreadPoolExecutor(len(subjects)) as pool:  # each thread waits for its worker
         campaigns = list(pool.map(lambda name: run(name, options.mutations, options.seed, options.first), subjects))
     if options.out is not None or options.subject == "all":

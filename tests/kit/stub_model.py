@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ def load_model(folder: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def load_adapter(folder: Path, adapter: Path) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_model(folder), adapter).eval()
+
+
 class StubModel:
     """The model behind a server.
 
@@ -33,7 +40,9 @@ class StubModel:
     (SGLang, Stillhouse). keeps_head: loading does not change the output head. device: the one that /server_info
     names; None: it names none. seconds: for each token. mixes_weights: a completion that is begun with later weights
     than the first ones has its second token when newer weights have come, or after five seconds. takes_adapters: as
-    with --enable-lora. progress: by the seed of a request, how many tokens of it have been written.
+    with --enable-lora. max_lora_rank: that of SGLang. adapters, paths: the adapters that are loaded, and the folders
+    of all that have been; uses: the number of requests that use each of them; unloading: those that are being
+    unloaded. progress: by the seed of a request, how many tokens of it have been written.
     """
 
     max_logprobs = 64
@@ -41,11 +50,15 @@ class StubModel:
     processed = after_temperature = keeps_head = mixes_weights = takes_adapters = False
     device: str | None = "cpu"
     seconds = 0.0
+    max_lora_rank = 64
 
     def __init__(self, folder: Path, **options: Any):
         self.model = load_model(folder)
         self.folder, self.label, self.paused, self.dead, self.aborted = folder, "default", False, False, 0
         self.adapters: dict[str, Any] = {}
+        self.paths: dict[str, Path] = {}
+        self.uses = Counter[str]()
+        self.unloading: set[str] = set()
         self.progress: dict[int, int] = {}
         self.first_label = ""
         self.changed = threading.Condition()
@@ -64,6 +77,12 @@ class StubModel:
         with self.changed:
             vars(self).update(state)
             self.changed.notify_all()
+
+    def use(self, adapter: str | None, count: int) -> None:
+        with self.changed:
+            if adapter is not None:
+                self.uses[adapter] += count
+                self.changed.notify_all()
 
     def load(self, folder: Path, *, half: bool = False) -> None:
         """half: only some of the tensors, as when a load fails in the middle."""

@@ -1,13 +1,18 @@
 """The routes of an SGLang, for `kit.stub_servers`."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kit.stub_model import entries
+from kit.stub_model import KilledError, entries, load_adapter
 from kit.stub_servers import StubHandler
 
 
 class Sglang(StubHandler):
+    """The routes of adapters are those of SGLang 0.5.23, from its source."""
+
     def get_get_model_info(self) -> None:
         self.reply(200, {"model_path": "t", "is_generation": True})
 
@@ -24,7 +29,11 @@ class Sglang(StubHandler):
             "stop_token_ids": sampling["stop_token_ids"],
             "logprobs": body["top_logprobs_num"],
         }
-        completion = self.model.write(tokens, options)
+        adapter = body.get("lora_path")
+        if adapter is not None and not self._has_adapter(adapter):
+            return
+        with self._using(adapter):
+            completion = self.model.write(tokens, options, adapter)
         reason: dict[str, Any] = {"type": completion["finish"]}
         if completion["finish"] == "stop":
             reason["matched"] = completion["ids"][-1]
@@ -59,6 +68,75 @@ class Sglang(StubHandler):
     def post_continue_generation(self, body: dict[str, Any]) -> None:
         self.model.change(paused=False)
         self.reply(200, {"status": "ok"})
+
+    def post_update_weight_version(self, body: dict[str, Any]) -> None:
+        aborted = self.model.aborted + body.get("abort_all_requests", True)
+        self.model.change(label=body["new_version"], aborted=aborted)
+        text = f"Weight version updated to {body['new_version']}"
+        self.reply(200, {"success": True, "message": text, "new_version": body["new_version"]})
+
+    def post_load_lora_adapter(self, body: dict[str, Any]) -> None:
+        name, path = body["lora_name"], Path(body["lora_path"])
+        if not self.model.takes_adapters:
+            self._answer_adapters("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+        elif name in self.model.adapters:
+            self._answer_adapters(f"Failed to load LoRA adapter {name} because it is already loaded")
+        elif (rank := json.loads((path / "adapter_config.json").read_text())["r"]) > self.model.max_lora_rank:
+            self._answer_adapters(
+                f"LoRA adapter {name} with rank {rank} is incompatible with the current LoRA memory pool "
+                "configuration. Please ensure that the LoRA adapter's rank is within the configured `--max-lora-rank`"
+            )
+        else:
+            self.model.adapters[name], self.model.paths[name] = load_adapter(self.model.folder, path), path
+            self._answer_adapters()
+
+    def post_unload_lora_adapter(self, body: dict[str, Any]) -> None:
+        """The adapter gets no new requests, and is freed when those that use it have ended."""
+        name, model = body["lora_name"], self.model
+        if name not in model.adapters or name in model.unloading:
+            self._answer_adapters(f"LoRA with name {name} does not exist. Loaded LoRAs: {model.adapters.keys()}")
+            return
+        model.unloading.add(name)
+        with model.changed:
+            model.changed.wait_for(lambda: not model.uses[name] or model.dead)
+            if model.dead:
+                raise KilledError
+            del model.adapters[name]
+            model.unloading.remove(name)
+        self._answer_adapters()
+
+    def _has_adapter(self, name: str) -> bool:
+        """Whether a request may use an adapter; an adapter that was unloaded is loaded again."""
+        model = self.model
+        if not model.takes_adapters:
+            problem = (
+                f"LoRA adapter '{name}' was requested, but LoRA is not enabled. Please launch the server with --"
+            )
+        elif name not in model.paths:
+            problem = (
+                f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {model.paths.keys()}."
+            )
+        elif not model.paths[name].is_dir():
+            problem = f"Failed to implicitly load LoRA adapter {name}: no such folder"
+        else:
+            if name not in model.adapters:
+                model.adapters[name] = load_adapter(model.folder, model.paths[name])
+            return True
+        self.reply(400, {"error": {"message": problem}})
+        return False
+
+    @contextmanager
+    def _using(self, adapter: str | None) -> Iterator[None]:
+        self.model.use(adapter, 1)
+        try:
+            yield
+        finally:
+            self.model.use(adapter, -1)
+
+    def _answer_adapters(self, problem: str = "") -> None:
+        loaded = {name: str(path) for name, path in self.model.paths.items() if name in self.model.adapters}
+        content = {"success": not problem, "error_message": problem, "loaded_adapters": loaded}
+        self.reply(400 if problem else 200, content)
 
     def post_update_weights_from_disk(self, body: dict[str, Any]) -> None:
         self.model.load(Path(body["model_path"]))

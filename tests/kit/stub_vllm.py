@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kit.stub_model import entries, load_model
+from kit.stub_model import entries, load_adapter
 from kit.stub_servers import StubHandler
 from transformers import AutoTokenizer
 
@@ -139,10 +139,7 @@ class Vllm(StubHandler):
         if not self.model.takes_adapters:
             self.reply(404, {"detail": "Not Found"})
             return
-        from peft import PeftModel
-
-        base = load_model(self.model.folder)
-        self.model.adapters[body["lora_name"]] = PeftModel.from_pretrained(base, body["lora_path"]).eval()
+        self.model.adapters[body["lora_name"]] = load_adapter(self.model.folder, Path(body["lora_path"]))
         self.reply(200, {})
 
     def post_v1_unload_lora_adapter(self, body: dict[str, Any]) -> None:

@@ -11,7 +11,9 @@ import random
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow
@@ -39,8 +41,15 @@ from stillhouse.data.render import chat_template
 from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.generation.publish_weights import BUCKET_BYTES, publish, version_folder
-from stillhouse.generation.published_folder import MANIFEST
-from stillhouse.models import Decoder, check_document_length, check_finite_weights
+from stillhouse.generation.published_folder import MANIFEST, AdapterBase
+from stillhouse.models import (
+    Decoder,
+    add_lora,
+    check_document_length,
+    check_finite_weights,
+    initialize_lora,
+    model_fingerprint,
+)
 from stillhouse.models.model_checks import check_saving
 from stillhouse.parallel import single_process_runner
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
@@ -175,16 +184,26 @@ def models(folder: Path) -> Load:
     return load
 
 
-def published(folder: Path) -> Load:
-    """What a server reads when it is told of new weights. After each refusal, it has the weights that it had."""
+def published(folder: Path, *, lora: bool = False) -> Load:
+    """What a server reads when it is told of new weights. After each refusal, it has the weights that it had.
+
+    lora: of adapters, in place of whole models.
+    """
     model = save_model(folder / "model", "qwen3_moe")
-    decoder, tokenizer = Decoder.from_pretrained(model), load_tokenizer(str(model))
-    runner, weights = single_process_runner(decoder, None), folder / "weights"
+    student, decoder = Decoder.from_pretrained(model), Decoder.from_pretrained(model)
+    if lora:
+        add_lora(student, r=2, targets=["q_proj", "o_proj"])
+        initialize_lora(student, 1, fresh=False)
+    base = AdapterBase(fingerprint=model_fingerprint(model), dtype="float32", quantize=None)
+    runner, tokenizer, weights = single_process_runner(student, None), load_tokenizer(str(model)), folder / "weights"
+    options: dict[str, Any] = {"run": "a", "tokenizer": tokenizer, "base": base if lora else None}
     versions = [
-        publish(runner, weights / str(size), number, run="a", bucket_bytes=size, tokenizer=tokenizer)
+        publish(runner, weights / str(size), number, bucket_bytes=size, **options)
         for number, size in enumerate((60_000, BUCKET_BYTES))
     ]
-    updates = WeightUpdates(decoder)
+    updates = WeightUpdates(decoder, base)
+    updates.submit(updates.read(versions[0]), "0")
+    updates.apply()
     before = {name: value.clone() for name, value in decoder.state_dict().items()}
     foreign = [path for version in versions for path in version.iterdir()]
 
@@ -292,4 +311,5 @@ SUBJECTS: dict[str, Callable[[Path], Load]] = {
     "images": images,
     "models": models,
     "published": published,
+    "adapters": partial(published, lora=True),
 }

@@ -21,6 +21,7 @@ from transformers import AutoModel, PreTrainedModel
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
 from stillhouse.engine.state_folder import WEIGHT, write_state
 from stillhouse.generation.publish_weights import publish
+from stillhouse.generation.published_folder import AdapterBase
 from stillhouse.models import Decoder
 from stillhouse.models.model_parts import HEAD_NAMES
 from stillhouse.parallel import Degrees, empty_decoder, load_weights, single_process_runner
@@ -105,7 +106,7 @@ def test_weights_are_read_and_written_as_by_transformers(tmp_path: Path, family:
     server = Decoder.from_pretrained(model, dtype="float32", verify=False)
     for parameter in server.parameters():
         torch.nn.init.zeros_(parameter)
-    updates = WeightUpdates(server)
+    updates = WeightUpdates(server, AdapterBase(fingerprint="", dtype="float32", quantize=None))
     updates.submit(updates.read(published), "1")
     updates.apply()
     require_same(server.state_dict(), loaded.state_dict())

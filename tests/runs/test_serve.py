@@ -320,7 +320,7 @@ def test_every_route_but_healthz_needs_the_token(folder: Path, options: tuple[st
         ({"host": "0.0.0.0"}, "host 0.0.0.0 is reachable from other machines and no token is set"),
         ({"token": "two words"}, "the token is empty or has characters that no HTTP header holds"),
         ({"port": "of another server"}, r"port \d+ cannot be used"),
-        ({"generate": True, "quantize": "int8"}, "quantize=int8 with generate"),
+        ({"generate": True, "quantize": "fp8"}, "quantize=fp8 with generate"),
         ({"batch_tokens": 40, "queue_tokens": 39}, "queue tokens 39: expected at least the 40 tokens of a batch"),
     ],
 )

@@ -17,7 +17,7 @@ from kit import slow
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import Command, run
-from kit.serving import Server, load_weights, publish_scaled
+from kit.serving import Server, load_nothing, load_weights, publish_scaled
 from kit.stub_servers import stub_server
 from kit.stub_vllm import Vllm
 from kit.weights_jobs import read_manifest
@@ -170,10 +170,6 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         other_tensors(lambda _, manifest: manifest["tensors"].pop(TENSOR)),
         "does not hold the tensors that its manifest names",
     ),
-    "an adapter": (
-        lambda target: edit(target, lambda manifest: manifest.update(kind="adapter")),
-        "has an adapter: expected a whole model",
-    ),
     "values that are not finite": (
         other_tensors(lambda tensors, _: tensors[TENSOR].fill_(torch.nan)),
         "has values that are NaN or infinite",
@@ -265,22 +261,6 @@ def cut_before_apply(path: str) -> None:
 
 
 # the trainer's proof
-
-
-def load_nothing() -> None:
-    """A load that is said to have succeeded, and has changed nothing."""
-    from stillhouse.serving.server.generate.weight_updates import WeightUpdates
-
-    apply = WeightUpdates.apply
-
-    def saying(updates: WeightUpdates) -> None:
-        values = {name: value.clone() for name, value in updates._decoder.state_dict().items()}
-        apply(updates)
-        with torch.no_grad():
-            for name, value in updates._decoder.state_dict().items():
-                value.copy_(values[name])
-
-    WeightUpdates.apply = saying  # type: ignore[method-assign]
 
 
 def older_under_newer_number() -> None:

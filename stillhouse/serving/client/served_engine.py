@@ -16,10 +16,10 @@ from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import escaped
 from stillhouse.generation.published_folder import published_folder
 from stillhouse.generation.sample import Completion, Ended, GenerationRequest, Sampling
-from stillhouse.serving.client.apis.server_api import Answer, Kind, Published, ServerApi, Span
-from stillhouse.serving.client.pool import AskAgainError, Call, ServerPool
+from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, Span
+from stillhouse.serving.client.pool import AskAgainError, Call, RefusedError, ServerPool
 from stillhouse.serving.client.request_bodies import RequestBodies
-from stillhouse.serving.client.served_weights import UNKNOWN_ADAPTER, UNKNOWN_WEIGHTS, ServedWeights, ServerState
+from stillhouse.serving.client.served_weights import UNKNOWN_WEIGHTS, ServedWeights, ServerState
 from stillhouse.serving.wire import JSON, SAFETENSORS
 
 #: the most requests that one server gets at a time; an engine batches as many as it can and queues the others
@@ -80,7 +80,8 @@ class ServedEngine:
         newest = self.weights.newest
         if newest is None:
             raise ValueError("the servers have no version of the student yet: expected update_weights first")
-        calls = [self._call(request, newest.kind) for request in requests]
+        names_adapter = self.weights.adapter_of(newest) is not None
+        calls = [self._call(request, names_adapter) for request in requests]
         return [self._pool.submit(call) for call in calls]
 
     def update_weights(self, version: int, folder: Path | None) -> None:
@@ -113,7 +114,7 @@ class ServedEngine:
     def close(self) -> None:
         self._pool.close()
 
-    def _call(self, request: GenerationRequest, kind: Kind) -> Call[Completion]:
+    def _call(self, request: GenerationRequest, names_adapter: bool) -> Call[Completion]:
         ids = request.prompt_ids
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._vocabulary:
             raise ValueError(
@@ -129,12 +130,13 @@ class ServedEngine:
             # if the weights have become unknown after this server was chosen, its answer will be discarded
             published = server.published or UNKNOWN_WEIGHTS
             attempt[:] = [(server, published)]
-            return self._bodies.encoded(server.model_of(published), request, self._sampling, limit)
+            model = self.weights.adapter_of(published) or server.model
+            return self._bodies.encoded(model, request, self._sampling, limit)
 
         def parse(response: httpx2.Response) -> Completion:
             return self._completion(response, *attempt[0], limit)
 
-        statuses = frozenset({200, UNKNOWN_ADAPTER}) if kind == "adapter" else frozenset({200})
+        statuses = frozenset({200, self._api.unknown_adapter} if names_adapter else {200})
         is_slow, hint = request.has_images, self._api.kind.hint
         kind_of_body = SAFETENSORS if is_slow else JSON
         return Call(self._api.path, content, kind_of_body, parse, len(ids) + limit, hint, statuses, is_slow)
@@ -145,12 +147,17 @@ class ServedEngine:
         """published: the server's version when the request was sent. Raises ValueError for a damaged answer, and
         AskAgainError if the server has generated it with other weights than the student's.
         """
-        if response.status_code == UNKNOWN_ADAPTER:
+        adapter = self.weights.adapter_of(published)
+        if response.status_code != 200:
+            if not self._api.lacks_adapter(response):
+                raise RefusedError(f"{response.url}: {response.status_code} {response.text.strip()[:500]}")
             self.weights.restore(server, published)
             raise AskAgainError
-        answer = self._api.parse(response, published.kind)
+        answer = self._api.parse(response, adapter)
         versions_N = token_versions(answer.spans, self.weights.versions, len(answer.ids))
-        has_changed = not self._api.marks_tokens and server.published is not published
+        # without a label of each token, an adapter's name or unchanged weights show which weights have generated it
+        is_marked = self._api.marks_tokens or adapter is not None
+        has_changed = not is_marked and server.published is not published
         is_unknown = versions_N is None or versions_N.min() < published.version or published is UNKNOWN_WEIGHTS
         if versions_N is None or is_unknown or has_changed:
             self.weights.restore(server, published)

@@ -7,6 +7,7 @@ label. Its answers are discarded, their requests are sent again, and the server 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,6 @@ from pathlib import Path
 import httpx2
 import numpy as np
 
-from stillhouse.config.servers import ADAPTER_ENGINES
-from stillhouse.display import enumerated
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, require
 from stillhouse.serving.client.engine_proof import (
@@ -33,8 +32,6 @@ from stillhouse.serving.client.request_bodies import RequestBodies
 PATIENCE = 10.0
 #: the most times in a row that a server may answer with other weights
 MAX_RESTORES = 10
-#: the status of an answer if the server does not know the adapter, because it was restarted
-UNKNOWN_ADAPTER = 404
 #: the version of a server whose weights have become unknown after it was chosen for a request
 UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
 _AGAIN = (
@@ -69,10 +66,6 @@ class ServerState:
 
     def has(self, published: Published) -> bool:
         return self.published is not None and self.published.label == published.label
-
-    def model_of(self, published: Published) -> str | None:
-        """The model name in a request for completions of a version: each adapter has its own name."""
-        return published.label if published.kind == "adapter" else self.model
 
 
 @dataclass(eq=False)
@@ -126,11 +119,6 @@ class ServedWeights:
     def update_all(self, published: Published) -> None:
         """See `ServedEngine.update_weights`."""
         assert not self.keep, "these servers keep their weights"
-        if published.kind == "adapter" and not self.api.kind.takes_adapters:
-            raise ValueError(
-                f"{self.api.kind.name} takes whole models, and the student is an adapter: expected the engine "
-                f"{enumerated(ADAPTER_ENGINES, 'or')}"
-            )
         before = self.newest
         self.versions[published.label], self.newest = published.version, published
         # a step must not wait again for a server that has not answered before
@@ -142,10 +130,14 @@ class ServedWeights:
                 raise next(iter(absent.values()))
         for url in absent:
             self._update_later(self.servers[url])
-        if before is not None:
+        if before is not None and (adapter := self.adapter_of(before)) is not None:
             for server in self.servers.values():
-                if not server.is_absent:
-                    self.api.forget(self.pool.asker(server.url, PATIENCE), before.label, before.kind)
+                if not server.is_absent:  # the server may wait for completions, and the trainer must not
+                    threading.Thread(target=self._forget, args=(server, adapter), daemon=True).start()
+
+    def adapter_of(self, published: Published) -> str | None:
+        """The name of a version's adapter in requests; None if requests name no adapter."""
+        return published.label if published.kind == "adapter" and self.api.names_adapters else None
 
     def restore(self, server: ServerState, published: Published) -> None:
         """Begin to load the newest version on a server, or give the server up if `keep`. Does nothing if the server
@@ -169,6 +161,10 @@ class ServedWeights:
         self.warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
         self._update_later(server)
 
+    def _forget(self, server: ServerState, adapter: str) -> None:
+        with suppress(ServerError):  # a server that does not answer is restarted, and then has no adapters
+            self.api.forget(self.pool.asker(server.url, PATIENCE), adapter)
+
     def _keep_weights(self, server: ServerState) -> None:
         """Accept the server's weights as version 0. Raises ValueError if another server has other weights."""
         answers = [self._greedy(server, ids) for ids in PROMPTS]
@@ -183,7 +179,7 @@ class ServedWeights:
 
     def _greedy(self, server: ServerState, ids: Sequence[int]) -> Answer:
         known = [token % self.vocabulary for token in ids]
-        return self.api.parse(self._one_token(server, known, _GREEDY), "model")
+        return self.api.parse(self._one_token(server, known, _GREEDY))
 
     def _top_log_probs(self, server: ServerState, ids: Sequence[int], sampling: Sampling) -> list[float]:
         return self.api.top_log_probs(self._one_token(server, ids, sampling, top=TOP))
@@ -233,12 +229,13 @@ class ServedWeights:
         Raises ServerError if the label is this version's, but the top tokens are not those of the proved server.
         """
         completions: list[Completion] = []
-        for response in self._probe_responses(ask, server.model_of(published)):
-            if response.status_code == UNKNOWN_ADAPTER and published.kind == "adapter":
+        adapter = self.adapter_of(published)
+        for response in self._probe_responses(ask, adapter or server.model):
+            if adapter is not None and self.api.lacks_adapter(response):
                 return False
             require(response, f"a completion with version {published.version}", self.api.kind.hint)
             try:
-                answer = self.api.parse(response, published.kind)
+                answer = self.api.parse(response, adapter)
                 if {span.label for span in answer.spans} != {published.label}:
                     return False
                 completions.append(answer.completion(np.full(len(answer.ids), published.version, np.int32)))

@@ -71,14 +71,18 @@ class ModelOptions:
     quantize: str | None = None
     images: bool = False
 
-    def load(self, source: str, device: torch.device, what: str) -> Decoder:
-        """Load the model of the folder `source`, frozen. Raises ValueError, naming `what`, if it is damaged."""
+    def load(self, source: str, device: torch.device, what: str, *, takes_adapters: bool = False) -> Decoder:
+        """Load the model of the folder `source`, frozen. Raises ValueError, naming `what`, if it is damaged.
+
+        takes_adapters: quantized layers compute as in a run that trains an adapter on them.
+        """
         decoder = Decoder.from_pretrained(
             source,
             dtype=self.dtype,
             attention=self.attention,
             device=device,
             quantize=self.quantize,
+            trained=takes_adapters,
             images=self.images,
             activations=activations_for(self.attention, device),
         )

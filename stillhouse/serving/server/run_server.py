@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from stillhouse.models.float8 import FP8
 from stillhouse.parallel import (
     destroy_process_group,
     is_first,
@@ -73,10 +74,8 @@ def serve(
             f"--generate under {process_count()} processes: expected one process, which has the whole model; start a "
             "server for each GPU, or vLLM for a model that does not fit on one"
         )
-    if generate and quantize is not None:
-        raise ValueError(
-            f"quantize={quantize} with generate: expected None, since weights are updated in their dtype"
-        )
+    if generate and quantize == FP8:
+        raise ValueError(f"quantize={quantize} with generate: expected int8 or nf4, whose layers take adapters")
     if deterministic:
         use_deterministic_algorithms()
     queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens

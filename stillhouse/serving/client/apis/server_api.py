@@ -111,12 +111,17 @@ class ServerApi(Protocol):
 
     path: the path of requests for completions.
     marks_tokens: whether an answer has the label of each token, or only one label for the completion.
+    names_adapters: whether a request names the adapter of its version, which the server keeps beside others. If not,
+        an adapter replaces the server's adapter, as a model replaces its weights.
+    unknown_adapter: the status of an answer if the server does not have the adapter that a request names.
     is_tied: whether the student's head is tied to its embedding and the server gets full models, not adapters.
     """
 
     kind: ClassVar[ServerKind]
     path: ClassVar[str]
     marks_tokens: ClassVar[bool] = True
+    names_adapters: ClassVar[bool] = True
+    unknown_adapter: ClassVar[int] = 404
     is_tied: bool
 
     def __init__(self, *, is_tied: bool = False):
@@ -147,10 +152,17 @@ class ServerApi(Protocol):
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
     ) -> dict[str, Any]:
-        """A request for one completion. top: the number of top tokens whose log-probabilities are requested."""
+        """A request for one completion. model: the model's name on the server, or the adapter's name.
 
-    def parse(self, response: httpx2.Response, kind: Kind) -> Answer:
-        """Raises ValueError for an answer that cannot be read."""
+        top: the number of top tokens whose log-probabilities are requested.
+        """
+
+    def parse(self, response: httpx2.Response, adapter: str | None = None) -> Answer:
+        """Raises ValueError for an answer that cannot be read. adapter: the adapter that the request names."""
+
+    def lacks_adapter(self, response: httpx2.Response) -> bool:
+        """Whether the server does not have the adapter that the request names, because it was restarted."""
+        return response.status_code == self.unknown_adapter
 
     def top_log_probs(self, response: httpx2.Response) -> list[float]:
         """All log-probabilities that the answer has for the first token, in descending order."""
@@ -170,8 +182,8 @@ class ServerApi(Protocol):
         load the version. Until a later call succeeds, it generates no tokens, or tokens with another label.
         """
 
-    def forget(self, ask: Ask, label: str, kind: Kind) -> None:
-        """Free the server's memory of an earlier version."""
+    def forget(self, ask: Ask, adapter: str) -> None:
+        """Free the server's memory of an earlier version. The server may first finish the completions that use it."""
 
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str

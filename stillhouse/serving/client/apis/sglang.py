@@ -8,6 +8,11 @@ Requests for signals have max_new_tokens=0. Hidden states are JSON lists, and ne
 update first aborts the completions in progress. If a request was sent before the update and is answered after it, the
 answer is discarded and the request is sent again. Log-probabilities of completions are those after the temperature,
 over the full vocabulary, unless the server was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
+
+If the student has an adapter, `/load_lora_adapter` loads each version under a name, which requests then name (as in
+the source of SGLang 0.5.23). The server must be started with --enable-lora, --max-lora-rank and
+--lora-target-modules. A completion in progress keeps its adapter, and `/unload_lora_adapter` waits for it. Answers do
+not name the adapter. So the label of the base weights is set to one of this engine, which is lost in a restart.
 """
 
 from collections.abc import Sequence
@@ -22,7 +27,6 @@ from stillhouse.generation.sample import Sampling
 from stillhouse.serving.client.apis.score_tensors import top_k_tensors
 from stillhouse.serving.client.apis.server_api import (
     Answer,
-    Kind,
     Published,
     Scores,
     ServerApi,
@@ -36,6 +40,11 @@ from stillhouse.serving.client.apis.server_api import (
 )
 from stillhouse.serving.client.pool import Ask, Call
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
+
+_LORA = (
+    "expected an SGLang that was started with --enable-lora, --max-lora-rank of at least the adapter's r, and "
+    "--lora-target-modules all or those of the adapter"
+)
 
 #: an entry has a log-probability, an id and a text
 _PromptEntry = tuple[float | None, int, Any]
@@ -77,6 +86,7 @@ class SglangApi(ServerApi):
     kind = SERVERS["sglang"]
     path = "/generate"
     marks_tokens = False
+    unknown_adapter = 400
 
     # signals
 
@@ -109,7 +119,9 @@ class SglangApi(ServerApi):
             "stop": list(sampling.stop),
             "no_stop_trim": True,
         }
+        named = {} if model is None else {"lora_path": model}
         return {
+            **named,
             "input_ids": list(ids),
             "sampling_params": parameters,
             "return_logprob": True,
@@ -117,7 +129,7 @@ class SglangApi(ServerApi):
             "top_logprobs_num": top,
         }
 
-    def parse(self, response: httpx2.Response, kind: Kind) -> Answer:
+    def parse(self, response: httpx2.Response, adapter: str | None = None) -> Answer:
         generated = _generated(response)
         meta = generated.meta_info
         ids = [token for _, token, _ in meta.output_token_logprobs]
@@ -125,7 +137,13 @@ class SglangApi(ServerApi):
         if generated.output_ids is not None and generated.output_ids != ids:
             raise ValueError("the ids of the completion and of its log-probabilities differ")
         stop = meta.finish_reason.matched if isinstance(meta.finish_reason.matched, str) else None
-        return Answer(ids, log_probs, [Span(meta.weight_version, 0, len(ids))], meta.finish_reason.type, stop)
+        label = meta.weight_version
+        if adapter is not None:
+            label = adapter if label == _engine_label(adapter) else None
+        return Answer(ids, log_probs, [Span(label, 0, len(ids))], meta.finish_reason.type, stop)
+
+    def lacks_adapter(self, response: httpx2.Response) -> bool:
+        return super().lacks_adapter(response) and "LoRA adapter" in response.text
 
     def top_log_probs(self, response: httpx2.Response) -> list[float]:
         rows = _generated(response).meta_info.output_top_logprobs
@@ -133,6 +151,13 @@ class SglangApi(ServerApi):
         return sorted({token: log_prob for log_prob, token, _ in first}.values(), reverse=True)
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
+        if published.kind == "adapter":
+            answer = ask("/load_lora_adapter", {"lora_name": published.label, "lora_path": str(published.folder)})
+            if answer.status_code != 200 and "already loaded" not in answer.text:
+                require(answer, "loading the adapter", _LORA)
+            label = {"new_version": _engine_label(published.label), "abort_all_requests": False}
+            require(ask("/update_weight_version", label), "/update_weight_version", self.kind.hint)
+            return True
         require(ask("/pause_generation", {"mode": "abort"}), "/pause_generation", self.kind.hint)
         body = {"model_path": str(published.folder), "weight_version": published.label, "flush_cache": True}
         response = ask("/update_weights_from_disk", body)
@@ -141,6 +166,14 @@ class SglangApi(ServerApi):
             refuse(response, "loading the weights", str(content)[:500], "the server stays paused")
         require(ask("/continue_generation", {}), "/continue_generation")
         return True
+
+    def forget(self, ask: Ask, adapter: str) -> None:
+        ask("/unload_lora_adapter", {"lora_name": adapter})
+
+
+def _engine_label(label: str) -> str:
+    """The part of a version's label that all versions of an engine have in common."""
+    return label.partition("-")[0]
 
 
 def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:

@@ -58,6 +58,7 @@ class StillhouseApi(VllmApi):
     """The server loads a version between two batches, so that all tokens of a completion have the same version."""
 
     kind = SERVERS["stillhouse"]
+    names_adapters = False
 
     # signals
 

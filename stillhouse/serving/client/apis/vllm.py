@@ -31,7 +31,6 @@ from stillhouse.libraries import reading
 from stillhouse.serving.client.apis.score_tensors import id_tensors, next_tokens, top_k_tensors
 from stillhouse.serving.client.apis.server_api import (
     Answer,
-    Kind,
     Published,
     Scores,
     ServerApi,
@@ -178,14 +177,14 @@ class VllmApi(ServerApi):
         named = {} if model is None else {"model": model}
         return {**named, "token_ids": list(ids), "sampling_params": parameters}
 
-    def parse(self, response: httpx2.Response, kind: Kind) -> Answer:
+    def parse(self, response: httpx2.Response, adapter: str | None = None) -> Answer:
         generated = _generated(response)
         [choice] = generated.choices
         tokens = choice.tokens
         if [token.token_id for token in tokens] != choice.token_ids:
             raise ValueError("the ids of the completion and of its log-probabilities differ")
         spans = [Span(span.version, span.start, span.end) for span in choice.weight_versions or []]
-        if kind == "adapter":  # the label is the model's name, because `weight_versions` names the base weights
+        if adapter is not None:  # the label is the model's name, because `weight_versions` names the base weights
             spans = [Span(generated.model, 0, len(tokens))]
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         log_probs = [token.logprob for token in tokens]
@@ -232,9 +231,8 @@ class VllmApi(ServerApi):
         at = next((at for at, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), -1)
         return f"it makes {len(ids)} ids of a text of {len(expected)}, which differ from id {at} on"
 
-    def forget(self, ask: Ask, label: str, kind: Kind) -> None:
-        if kind == "adapter":
-            ask("/v1/unload_lora_adapter", {"lora_name": label})
+    def forget(self, ask: Ask, adapter: str) -> None:
+        ask("/v1/unload_lora_adapter", {"lora_name": adapter})
 
 
 def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:

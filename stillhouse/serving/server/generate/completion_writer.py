@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import check_vocabulary, load_tokenizer
 from stillhouse.generation.generate import Generator, check_generation
+from stillhouse.generation.published_folder import AdapterBase
 from stillhouse.generation.sample import Completion, Sampling
 from stillhouse.generation.token_sampler import stop_texts
-from stillhouse.models import Decoder, NotFiniteError
+from stillhouse.models import Decoder, NotFiniteError, model_fingerprint
 from stillhouse.parallel import choose_device, local_folder
 from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
 from stillhouse.serving.server.application import Application
@@ -25,7 +26,10 @@ from stillhouse.serving.server.role import ModelOptions, longest_sequence, model
 
 @dataclass(eq=False)
 class CompletionWriter:
-    """Generates the completions of a batch (a `Role`). Each request of a batch may have its own `Sampling`."""
+    """Generates the completions of a batch (a `Role`). Each request of a batch may have its own `Sampling`.
+
+    base: what the decoder is, for adapters that were trained on it.
+    """
 
     name: str
     info: dict[str, Any]
@@ -35,10 +39,11 @@ class CompletionWriter:
     tokenizer: PreTrainedTokenizerBase
     batch_tokens: int
     images: AcceptedImages
+    base: AdapterBase
     survives_failures: bool = True
 
     def __post_init__(self) -> None:
-        self._updates = WeightUpdates(self.decoder)
+        self._updates = WeightUpdates(self.decoder, self.base)
 
     def add_routes(self, application: Application) -> None:
         add_generate_route(application, self.info["eos_token_ids"])
@@ -87,7 +92,8 @@ class CompletionWriter:
 
     def description(self) -> list[str]:
         return [
-            f"model {self.name}: vocabulary of {self.limits.vocabulary:,} rows, {self.info['dtype']} on "
+            f"model {self.name}: vocabulary of {self.limits.vocabulary:,} rows, "
+            f"{self.base.quantize or self.info['dtype']} on "
             f"{self.device.type}; completions of at most {self.limits.max_tokens:,} tokens with their prompt",
             *self.images.description(),
         ]
@@ -102,7 +108,7 @@ def load_writer(options: ModelOptions, batch_tokens: int) -> CompletionWriter:
     """Load a model in this process. Raises ValueError if it cannot be loaded, is damaged, or cannot generate."""
     device, source = choose_device(options.device), local_folder(options.name, options.revision)
     tokenizer = load_tokenizer(source)
-    decoder = options.load(source, device, "model")
+    decoder = options.load(source, device, "model", takes_adapters=True)
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "model")
     images = AcceptedImages()
     if options.images:
@@ -119,4 +125,5 @@ def load_writer(options: ModelOptions, batch_tokens: int) -> CompletionWriter:
         "max_tokens": longest,
         **images.info,
     }
-    return CompletionWriter(options.name, info, limits, decoder, device, tokenizer, batch_tokens, images)
+    base = AdapterBase(fingerprint=model_fingerprint(source), dtype=info["dtype"], quantize=options.quantize)
+    return CompletionWriter(options.name, info, limits, decoder, device, tokenizer, batch_tokens, images, base)

@@ -84,9 +84,9 @@ def add_weights_route(application: Application, updates: WeightUpdates) -> None:
             raise busy("other weights are being loaded: try again")
         async with lock:
             try:
-                tensors = await run_in_threadpool(updates.read, Path(body.folder), body.manifest)
+                read = await run_in_threadpool(updates.read, Path(body.folder), body.manifest)
             except ValueError as error:
                 raise refused(str(error), "folder") from error
-            await asyncio.wrap_future(updates.submit(tensors, body.version))
+            await asyncio.wrap_future(updates.submit(read, body.version))
         application.role.info["version"] = body.version
         return JSONResponse({"version": body.version})

@@ -3,48 +3,66 @@
 An HTTP thread reads a version into host memory, and checks it against the folder's hashes and the model. The model's
 thread copies it into the model between two batches. So all tokens of a completion have one version, and a folder that
 is refused or changes later has no effect. Until the copy, host memory holds the new weights in addition.
+
+A version is a whole model, or an adapter of the model that the server was started with. The first adapter adds LoRA
+layers to the model; later ones replace their matrices. A server takes models or adapters until it ends, because
+a model would replace the base of an adapter.
 """
 
 import threading
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
 import torch
-from safetensors.torch import load
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from stillhouse.display import escaped
-from stillhouse.generation.published_folder import OTHER_BYTES, PublishedFolder, published_folder
-from stillhouse.libraries import reading
-from stillhouse.models import Decoder
-from stillhouse.models.checkpoint_names import StoredNames, parts_of_stack, saved_names
-from stillhouse.models.model_checks import describe
+from stillhouse.generation.published_folder import AdapterBase, published_folder
+from stillhouse.models import Decoder, add_lora
+from stillhouse.models.adapter import is_lora
+from stillhouse.models.saved_lora import LoraOptions
+from stillhouse.parallel import log_rank0
+from stillhouse.serving.server.generate.published_tensors import AdapterReader, ModelReader
 from stillhouse.serving.server.request_errors import ENDING, RequestError
 
 #: the version of the weights that the server was started with; vLLM has the same name for it
 FIRST_VERSION = "default"
-#: the most bytes of the headers of all safetensors files together
-_HEADER_BYTES = 64 * 2**20
+_ANEW = "a server takes whole models or adapters until it ends: start the server anew"
+
+
+@dataclass(frozen=True, eq=False)
+class NewWeights:
+    """tensors: by their names in the decoder. lora: the options of the adapter that they are; None: a whole model."""
+
+    tensors: Mapping[str, Tensor]
+    lora: LoraOptions | None = None
 
 
 class WeightUpdates:
-    """version: the label of the current weights. Only the model's thread may call `apply` and `close`."""
+    """version: the label of the current weights. Only the model's thread may call `apply` and `close`.
 
-    def __init__(self, decoder: Decoder):
+    base: the model that the decoder is, without an adapter.
+    """
+
+    def __init__(self, decoder: Decoder, base: AdapterBase):
         self.version = FIRST_VERSION
-        self._decoder, self._model = decoder, describe(decoder.pretrained)
-        self._expected = _expected(decoder)
-        self._bytes = _HEADER_BYTES + sum(tensor.nbytes for tensor in self._expected.values())
-        self._waiting: deque[tuple[Mapping[str, Tensor], str, Future[None]]] = deque()
+        self._decoder, self._base = decoder, base
+        # the weights of a quantized model cannot be replaced
+        self._models = ModelReader(decoder) if base.quantize is None else None
+        self._adapters = AdapterReader(decoder, base)
+        #: what was submitted first
+        self._lora: LoraOptions | None = None
+        self._has_model = False
+        self._waiting: deque[tuple[NewWeights, str, Future[None]]] = deque()
         self._lock = threading.Lock()
         self._closed = False
 
-    def read(self, folder: Path, manifest: str | None = None) -> dict[str, Tensor]:
-        """Read the weights of a folder, by their names in the model. manifest: the manifest's expected sha256.
+    def read(self, folder: Path, manifest: str | None = None) -> NewWeights:
+        """Read the weights of a folder. manifest: the manifest's expected sha256.
 
         Raises ValueError unless the folder is complete and has this manifest, each tensor fits the model, and all
         values are finite.
@@ -58,36 +76,39 @@ class WeightUpdates:
                     f"{shown} has another manifest than its run has published: the server sees an older or another "
                     "folder there; expected the folder that the run writes to, on a file system that shows new files"
                 )
-            if published.manifest.kind != "model":
+            if published.manifest.kind == "adapter":
+                if self._has_model:
+                    raise ValueError(f"{shown} has an adapter, and the server has a whole model of a run; {_ANEW}")
+                return NewWeights(*self._adapters.read(shown, published, self._lora))
+            if self._lora is not None:
+                raise ValueError(f"{shown} has a whole model, and the server has an adapter of a run; {_ANEW}")
+            if self._models is None:
                 raise ValueError(
-                    f"{shown} has an adapter: expected a whole model; write completions of a student with an "
-                    "adapter in its own process (rollout.engine=transformers) or with vLLM"
+                    f"{shown} has a whole model, and the server's is quantized ({self._base.quantize}): expected an "
+                    "adapter, or a server without --quantize"
                 )
-            stored = self._tensors(published)
-        self._compare(shown, stored)
-        tensors, buffers = self._by_model_names(stored), {name for name, _ in self._decoder.named_buffers()}
-        for name, tensor in tensors.items():
-            if bool((tensor.isnan() if name in buffers else ~tensor.isfinite()).any()):  # buffers can be limits
-                raise ValueError(f"{shown}: '{name}' has values that are NaN or infinite: expected a model")
-        return tensors
+            return NewWeights(self._models.read(shown, published))
 
-    def submit(self, tensors: Mapping[str, Tensor], version: str) -> "Future[None]":
+    def submit(self, weights: NewWeights, version: str) -> "Future[None]":
         """Request new weights. The future is done when they are in use. version: the label of the new weights."""
         done: Future[None] = Future()
         with self._lock:
             if self._closed:
                 done.set_exception(_ending())
             else:
-                self._waiting.append((tensors, version, done))
+                self._lora, self._has_model = weights.lora, weights.lora is None
+                self._waiting.append((weights, version, done))
         return done
 
     def apply(self) -> None:
         """Copy all submitted weights into the model. Called between two batches."""
         while self._waiting:
-            tensors, version, done = self._waiting.popleft()
+            weights, version, done = self._waiting.popleft()
+            if weights.lora is not None and self._decoder.lora is None:
+                self._add_layers(weights.lora, done)
             state = self._decoder.state_dict()
             with torch.no_grad():
-                for name, tensor in tensors.items():
+                for name, tensor in weights.tensors.items():
                     state[name].copy_(tensor)
             self.version = version
             done.set_result(None)
@@ -98,68 +119,17 @@ class WeightUpdates:
         for _, _, done in self._waiting:
             done.set_exception(_ending())
 
-    def _tensors(self, published: PublishedFolder) -> dict[str, Tensor]:
-        """Read the tensors of a folder, and compare every file with its hash."""
-        weight_bytes, other_bytes = self._bytes, OTHER_BYTES
-        all_tensors, files = dict[str, Tensor](), dict[str, str]()
-        for name in sorted(published.manifest.files):
-            if not name.endswith(".safetensors"):
-                other_bytes -= published.compare(name, other_bytes)
-                continue
-            content = published.read(name, weight_bytes)
-            weight_bytes -= len(content)
-            with reading(f"{published.path / escaped(name)[:200]}"):
-                tensors = load(content)
-            all_tensors |= tensors
-            files |= dict.fromkeys(tensors, name)
-        if files != published.manifest.tensors:
-            raise ValueError(
-                f"{published.path} does not hold the tensors that its manifest names: publish the weights again"
-            )
-        return all_tensors
-
-    def _compare(self, shown: str, stored: Mapping[str, Tensor]) -> None:
-        for name in sorted(stored.keys() | self._expected.keys()):
-            here, there = (_shown(tensors.get(name)) for tensors in (self._expected, stored))
-            if here != there:
-                raise ValueError(
-                    f"{shown} does not fit {self._model}: '{escaped(name)}' is {there} there and {here} in the "
-                    "server; expected the same model with the same dtype (--dtype)"
-                )
-
-    def _by_model_names(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by their names in the decoder, which may stack or join several of the stored ones."""
-        state, names = self._decoder.state_dict(), StoredNames(self._decoder, stored)
-        tensors = {}
-        for name, in_model in saved_names(self._decoder).items():
-            tensors[name] = self._tensor(in_model, len(state[name]) if state[name].dim() else 1, names, stored)
-            assert tensors[name].shape == state[name].shape, name
-        return tensors
-
-    def _tensor(self, name: str, experts: int, names: StoredNames, stored: dict[str, Tensor]) -> Tensor:
-        if (key := names.get(name)) is not None:
-            return stored[key]
-        if parts := parts_of_stack(self._decoder, name):
-            of_experts = ([part.replace("*", str(number)) for part in parts] for number in range(experts))
-            # `pop` frees the experts' tensors, so that the host memory never has all experts twice
-            return torch.stack(
-                [torch.cat([stored.pop(names.get(part) or part) for part in expert]) for expert in of_experts]
-            )
-        converted = names.converted(name, stored.__getitem__)
-        assert converted is not None, name
-        return converted
+    def _add_layers(self, lora: LoraOptions, done: "Future[None]") -> None:
+        """Add the layers of the first adapter. An error ends the server, whose model may have some of the layers."""
+        try:
+            added = add_lora(self._decoder, r=lora.r, alpha=lora.alpha, targets=list(lora.targets))
+        except (ValueError, RuntimeError) as error:
+            done.set_exception(error)
+            raise
+        self._decoder.requires_grad_(False).eval()
+        matrices = sum(matrix.nbytes for name, matrix in self._decoder.named_parameters() if is_lora(name))
+        log_rank0(f"adapter: {lora}: {added.layers} layers, {matrices / 2**20:,.2f} MiB beside the model")
 
 
 def _ending() -> RequestError:
     return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING)
-
-
-def _expected(decoder: Decoder) -> dict[str, Tensor]:
-    """Each tensor that transformers would save for the model, on the meta device."""
-    state = decoder.state_dict()
-    empty = {saved: torch.empty_like(state[name], device="meta") for name, saved in saved_names(decoder).items()}
-    return dict(revert_weight_conversion(decoder.pretrained, empty))
-
-
-def _shown(tensor: Tensor | None) -> str:
-    return "absent" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"

@@ -1,0 +1,210 @@
+"""Adapters for a server that generates: the student's model to the bit, and no adapter of another base or form."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import first_is_quick, slow
+from kit.families import build
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stillhouse.generation.publish_weights import publish, version_folder
+from stillhouse.generation.published_folder import MANIFEST, AdapterBase
+from stillhouse.models import Decoder
+from stillhouse.models.adapter import add_lora, initialize_lora
+from stillhouse.models.saved_lora import ADAPTER_CONFIG
+from stillhouse.parallel import single_process_runner
+from stillhouse.serving.server.generate.weight_updates import WeightUpdates
+
+BASE = AdapterBase(fingerprint="ab" * 32, dtype="float32", quantize=None)
+WEIGHTS = "adapter_model.safetensors"
+TENSOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+IDS = torch.arange(2, 14)[None]
+
+
+def decoder_of(family: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(build(family).to(dtype).eval(), verify=False)
+
+
+class Student:
+    """A student with an adapter; `publish` gives it other matrices and publishes them."""
+
+    def __init__(self, folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **options: Any):
+        self.decoder, self.folder = decoder_of(family, dtype), folder
+        add_lora(self.decoder, **{"r": 4, "alpha": 8} | options)
+        self.decoder.eval()
+
+    def publish(self, version: int, base: AdapterBase | None = BASE) -> Path:
+        initialize_lora(self.decoder, version, fresh=False)
+        return publish(single_process_runner(self.decoder, None), self.folder, version, base=base)
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        return self.decoder(IDS)
+
+
+def load(updates: WeightUpdates, folder: Path, version: str) -> None:
+    done = updates.submit(updates.read(folder), version)
+    updates.apply()
+    done.result(0)
+    assert updates.version == version
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
+@pytest.mark.parametrize("family", first_is_quick(["llama", "gpt2", "qwen3_moe"]))
+@torch.no_grad()
+def test_a_server_with_an_adapter_is_the_student_to_the_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    student, server = Student(tmp_path, family, dtype, dropout=0.1), decoder_of(family, dtype)
+    frozen = {name: weight.clone() for name, weight in server.state_dict().items()}
+    base = AdapterBase(fingerprint=BASE.fingerprint, dtype=str(dtype).removeprefix("torch."), quantize=None)
+    updates, before = WeightUpdates(server, base), server(IDS)
+    for version in (1, 2):
+        load(updates, student.publish(version, base), str(version))
+        assert server(IDS).equal(student.logits())
+        assert not server(IDS).equal(before)
+    assert not any(parameter.requires_grad for parameter in server.parameters())
+    for name, weight in server.state_dict().items():
+        if ".lora_" not in name:
+            assert weight.equal(frozen[name.replace(".base_layer.", ".")])
+
+
+def test_an_adapter_is_what_is_published(tmp_path: Path) -> None:
+    whole = publish(single_process_runner(decoder_of("llama"), None), tmp_path / "model", 1)
+    adapter = Student(tmp_path / "adapter", targets=["q_proj", "v_proj"]).publish(1)
+    sizes = [sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in (whole, adapter)]
+    assert json.loads((adapter / MANIFEST).read_text())["base"] == BASE.model_dump()
+    assert "base" not in json.loads((whole / MANIFEST).read_text())
+    assert sizes[1] < sizes[0] / 10
+
+
+# what is refused
+
+Edit = Callable[[Path], object]
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest, whose hashes are then those of the files."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    for name in manifest["files"]:
+        manifest["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def base(**changes: Any) -> Edit:
+    return lambda folder: edit(folder, lambda manifest: manifest["base"].update(changes))
+
+
+def config(**changes: Any) -> Edit:
+    def change(folder: Path) -> None:
+        path = folder / ADAPTER_CONFIG
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        edit(folder, lambda manifest: None)
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Edit:
+    def make(folder: Path) -> None:
+        stored = load_file(folder / WEIGHTS)
+        change(stored)
+        save_file(stored, folder / WEIGHTS)
+        edit(folder, lambda manifest: manifest.update(tensors=dict.fromkeys(stored, WEIGHTS)))
+
+    return make
+
+
+def cut(name: str) -> Edit:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+
+
+def without_config(folder: Path) -> None:
+    edit(folder, lambda manifest: manifest["files"].pop(ADAPTER_CONFIG))
+
+
+ANOTHER = "trained on another base than the server's"
+REFUSED: dict[str, tuple[Edit, str]] = {
+    "another base": (base(fingerprint="cd" * 32), f"{ANOTHER}: the hash of its files is cdcdcdcdcdcd, and abababab"),
+    "another dtype": (base(dtype="bfloat16"), f"{ANOTHER}.*expected --dtype bfloat16"),
+    "a quantized base": (
+        base(quantize="nf4"),
+        f"{ANOTHER}.*its quantization is nf4 there and None here; expected --quantize nf4",
+    ),
+    "no base": (
+        lambda folder: edit(folder, lambda manifest: manifest.pop("base")),
+        "does not name the model on which its adapter was trained",
+    ),
+    "half-written": (cut(WEIGHTS), "is not what was published"),
+    "a stale configuration": (cut(ADAPTER_CONFIG), "is not what was published"),
+    "no configuration": (without_config, f"has no {ADAPTER_CONFIG}"),
+    "another version's number": (
+        lambda folder: edit(folder, lambda manifest: manifest.update(version=8)),
+        "holds version 8",
+    ),
+    "no LoRA": (config(r="4"), "describes no LoRA: r: Input should be a valid integer"),
+    "an endless rank": (config(r=2**15), "the adapter is larger than the model"),
+    "DoRA": (config(use_dora=True), "has use_dora=True: expected False"),
+    "rsLoRA": (config(use_rslora=True), "has use_rslora=True: expected False"),
+    "ranks of layers": (config(rank_pattern={"q_proj": 8}), "has rank_pattern="),
+    "changed first weights": (config(init_lora_weights="pissa"), "has init_lora_weights=pissa"),
+    "an unknown option": (config(of_next_year=3), "has of_next_year=3: expected None"),
+    "the head": (config(target_modules=["lm_head"]), "'lm_head' is the output head"),
+    "unknown targets": (config(target_modules=["qkv"]), "no module is called 'qkv'"),
+    "fewer targets": (config(target_modules=["q_proj"]), "lora_A.weight' is float32 of shape .* there and absent in"),
+    "another rank": (config(r=2), r"is float32 of shape \[4, .*\] there and float32 of shape \[2, "),
+    "a matrix is missing": (tensors(lambda stored: stored.pop(TENSOR)), "is absent there"),
+    "a matrix too many": (tensors(lambda stored: stored.update(more=torch.zeros(1))), "'more' is float32"),
+    "not finite": (tensors(lambda stored: stored[TENSOR].fill_(torch.inf)), "has values that are NaN or infinite"),
+    "half precision": (tensors(lambda stored: stored.update({TENSOR: stored[TENSOR].half()})), "is float16 of shape"),
+}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Student(tmp_path_factory.mktemp("weights")).publish(7)
+
+
+@pytest.fixture(scope="module")
+def updates() -> WeightUpdates:
+    return WeightUpdates(decoder_of("llama"), BASE)
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_an_adapter_is_refused_and_the_next_one_is_loaded(
+    updates: WeightUpdates, published: Path, tmp_path: Path, kind: str, has_adapter: bool
+) -> None:
+    if has_adapter:
+        load(updates, published, "7")
+    make, message = REFUSED[kind]
+    target = version_folder(tmp_path, 7)
+    shutil.copytree(published, target)
+    make(target)
+    with pytest.raises(ValueError, match=message if updates.version == "default" else f"{message}|start the server"):
+        updates.read(target)
+
+
+def test_models_and_adapters_take_no_turns(updates: WeightUpdates, published: Path, tmp_path: Path) -> None:
+    """A whole model would replace the base, and another form of adapter would need other layers."""
+    model = publish(single_process_runner(decoder_of("llama"), None), tmp_path / "model", 1)
+    load(updates, published, "7")
+    with pytest.raises(ValueError, match=r"has a whole model, and the server has an adapter of a run; .* anew"):
+        updates.read(model)
+    other = Student(tmp_path / "other", r=2).publish(1)
+    with pytest.raises(
+        ValueError, match=r"an adapter with r 2, alpha 8 on .*, and the server has r 4, .*: start the"
+    ):
+        updates.read(other)
+    with_model = WeightUpdates(decoder_of("llama"), BASE)
+    load(with_model, model, "1")
+    with pytest.raises(ValueError, match=r"has an adapter, and the server has a whole model of a run; .* anew"):
+        with_model.read(published)
+    of_bits = WeightUpdates(decoder_of("llama"), AdapterBase(**BASE.model_dump() | {"quantize": "int8"}))
+    with pytest.raises(ValueError, match=r"the server's is quantized \(int8\): expected an adapter"):
+        of_bits.read(model)
