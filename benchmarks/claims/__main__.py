@@ -10,6 +10,7 @@ only with --again and an empty folder.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -31,6 +32,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - CLAIMS.keys():
         parser.error(f"got {', '.join(sorted(unknown))}, expected names of {', '.join(CLAIMS)}")
+    if arguments.divisor != 1 and "BENCHMARK_RESULTS" not in os.environ:
+        parser.error("the results of a rehearsal have no meaning: set BENCHMARK_RESULTS to a folder for them")
     torch.set_num_threads(1)
     for claim in CLAIMS.values():
         measured = claim.result_file(RESULTS) is not None and not arguments.again

@@ -29,7 +29,8 @@ given in our words.
 **The rule.** {RULE}
 The margins were chosen before the three seeds were measured, except those of the last four claims, whose results
 existed. Two settings in which nothing was learned (brackets in the first claim, reversal with many prompts in the
-second) were replaced by longer training. Figures are the mean over the seeds, with each seed's in brackets.
+second) were replaced by longer training; and so was one in which nothing could be balanced, because every step had
+documents of a single task (several teachers). Figures are the mean over the seeds, with each seed's in brackets.
 """
 
 

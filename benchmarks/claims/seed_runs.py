@@ -65,7 +65,7 @@ class SeedRuns:
             task_models.train(
                 model.task,
                 out,
-                steps=self._part(model.steps),
+                steps=self.part(model.steps),
                 rows=model.rows,
                 width=model.width,
                 layers=model.layers,
@@ -83,7 +83,7 @@ class SeedRuns:
         path = self.folder / f"{task}-{count}{'-held-out' if held_out else ''}{only_length or ''}.jsonl"
         spec, records = TaskSpec.parse(task), []
         number = 0
-        while len(records) < (self._part(count) if count > 1 else 1):
+        while len(records) < (self.part(count) if count > 1 else 1):
             item = problem(spec, self.seed, number, held_out=held_out)
             number += 1
             if only_length in (0, item.length):
@@ -117,10 +117,10 @@ class SeedRuns:
             "data.max_tokens": max_tokens,
             "train.tokens_per_step": max_tokens * rows,
             "train.micro_batch_tokens": max_tokens * 128,
-            "train.steps": self._part(steps),
+            "train.steps": self.part(steps),
             "eval.tasks": tasks,
             "eval.task_tokens": max_tokens // 2,
-            "eval.task_count": self._part(HELD_OUT),
+            "eval.task_count": self.part(HELD_OUT),
             "seed": self.seed,
             "out": str(self.folder / name),
         }
@@ -131,5 +131,6 @@ class SeedRuns:
             if "eval/cross_entropy" in line
         ]
 
-    def _part(self, count: int) -> int:
+    def part(self, count: int) -> int:
+        """A number of steps or of problems, divided in a rehearsal."""
         return max(2, count // self.divisor)
