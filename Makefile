@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # in the environment, so that the constraints also hold for the build of the package
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python keeps what it compiles, whatever the environment says, because the tests start many processes
+export PYTHONDONTWRITEBYTECODE :=
 # two test workers with one thread each, for a machine with two cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml=.results/quick.xml
 

@@ -21,8 +21,8 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-#: modules that share processes, folders or compiled functions, by the group that one worker runs; every other module
-#: is a group of its own, so that what its tests share is made once
+#: modules that share processes, folders, compiled functions or imported model families, by the group that one worker
+#: runs; every other module is a group of its own, so that what its tests share is made once
 TOGETHER = {
     "test_objective_compiled": "compiled",
     "test_parity": "ranks of parity",
@@ -39,6 +39,10 @@ TOGETHER = {
     "test_checkpoints": "faults of checkpoints",
     "test_origins": "faults of checkpoints",
     "test_ranks_agree": "faults of checkpoints",
+    "test_export_families": "families",
+    "test_causal_families": "families",
+    "test_model_table": "families",
+    "test_families": "families",
     "test_teacher_served": "served",
     "test_teacher_served_layouts": "served",
 }
@@ -46,7 +50,10 @@ TOGETHER = {
 #: the modules that take longest, in this order. They begin first, so that two workers end at about the same time
 LONGEST = (
     *("test_parity", "test_chaos", "test_train_layouts", "test_objective_close", "test_gpu_rehearsal"),
+    *("test_megatron_engine", "test_megatron_weights", "test_megatron_signals", "test_megatron_runs"),
     *("test_objective_compiled", "test_objective_shards", "test_parallel_loading", "test_checkpoints"),
+    *("test_export_families", "test_causal_families", "test_model_table", "test_families"),
+    *("test_image_served", "test_megatron_publish", "test_plan_images", "test_recipes"),
     *("test_demo_run", "test_trainer_examples", "test_train_mtp", "test_several_teachers_layouts"),
     *("test_teacher_served", "test_rollout_faults", "test_train_adapter", "test_signals", "test_on_policy"),
     *("test_serve_hostile", "test_train_bad_input", "test_serve_connections", "test_hung_rank"),

@@ -71,12 +71,7 @@ QUICK = [
 #: Each pair of a layout and an option, such as a tied head (llama) or recomputed layers, occurs in at least one case;
 #: a case has several options where they can be combined.
 SLOW = [
-    Case(layout(fsdp=2)),
     Case(layout(pipeline=2), "llama", teacher=layout(context=2), other_tokens=True),
-    Case(layout(pipeline=2), hidden=HIDDEN),
-    Case(layout(pipeline=2), top_k=8),
-    Case(layout(pipeline=2), mtp="teacher"),
-    Case(layout(fsdp=2), optimizer="muon"),
     Case(layout(pipeline=2), "llama", optimizer="adafactor"),
     # models in rows, packed with masks, and with layers of unlike kinds; test_refused_layouts has the other layouts
     *(
@@ -143,9 +138,8 @@ SLOW = [
         )
     ),
     Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
-    Case(layout(fsdp=2), waiting_teacher=True),
+    Case(layout(fsdp=2), waiting_teacher=True, spec=parse_objective("reverse_kl")),
     Case(layout(tensor=2), top_k=8),
-    Case(layout(fsdp=2), spec=parse_objective("reverse_kl")),
     Case(layout(pipeline=2), spec=parse_objective("cross_entropy + 1e-2*z_loss")),
     # losses between hidden states
     Case(layout(replicate=2), "llama", hidden=HIDDEN, checkpointing=True),
