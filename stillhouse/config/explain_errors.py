@@ -171,11 +171,11 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
     all keys of the section.
     """
     values = value_fields(model)
-    known = {**values, **model.model_fields}
+    all_fields = {**values, **model.model_fields}
     parent, _, name = key.rpartition(".")
-    list_field = known.get(re.sub(r"\.\d+$", "", parent))
+    list_field = all_fields.get(re.sub(r"\.\d+$", "", parent))
     item = None if list_field is None else item_section(list_field)
-    is_elsewhere = any(other.rpartition(".")[2] == name for other in known)
+    is_elsewhere = any(other.rpartition(".")[2] == name for other in all_fields)
     # the section may be a part of another tool's name: eval.steps for eval_steps
     joined = key.replace(".", "_") if "." in key else ""
     siblings = [other.removeprefix(f"{parent}.") for other in values if other.startswith(f"{parent}.")]
@@ -183,7 +183,7 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
         problem = f"the keys of {parent} are: {', '.join(item.model_fields)}"
     elif hint := peer_hint(key, with_section=is_elsewhere) or peer_hint(joined):
         problem = hint
-    elif similar := nearest(key, known):
+    elif similar := nearest(key, all_fields):
         problem = f"did you mean {' or '.join(similar)}?"
     else:
         problem = f"the keys{f' of {parent}' if siblings else ''} are: {', '.join(siblings or model.model_fields)}"
@@ -193,12 +193,12 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
 def override_hint(option: str, model: type[Section]) -> str:
     """The override that replaces an unknown option such as --learning-rate; "" for an unknown name."""
     name = option.lstrip("-").replace("-", "_")
-    known = value_fields(model)
-    if keys := [name] if name in known else [key for key in known if key.rpartition(".")[2] == name]:
+    fields = value_fields(model)
+    if keys := [name] if name in fields else [key for key in fields if key.rpartition(".")[2] == name]:
         return f"; an override has no dashes: {_overrides(keys)}"
     if hint := peer_hint(name):
         return f"; {hint}" if NO_KEY in hint else f"; {hint}; write key=value, without dashes"
-    if keys := nearest(name, known):
+    if keys := nearest(name, fields):
         return f"; did you mean the override {_overrides(keys)}?"
     return ""
 
@@ -207,11 +207,11 @@ def _overrides(keys: Iterable[str]) -> str:
     return " or ".join(f"{key}=..." for key in keys if ANY_NAME not in key)
 
 
-def nearest(key: str, known: Iterable[str]) -> list[str]:
-    """At most three of the known keys that are most similar to `key`; empty if none is similar enough."""
+def nearest(key: str, candidates: Iterable[str]) -> list[str]:
+    """At most three of the candidates that are most similar to `key`; empty if none is similar enough."""
     if key.rpartition(".")[2].startswith("_"):  # no key begins with _: Hydra's _target_ is not a misspelling
         return []
-    similarity = {candidate: _similarity(key, candidate) for candidate in known}
+    similarity = {candidate: _similarity(key, candidate) for candidate in candidates}
     best = max(similarity.values())
     return [name for name, score in similarity.items() if score == best][:3] if best[0] >= CLOSE_ENOUGH else []
 

@@ -251,7 +251,7 @@ class Documents:
         if substitutions and is_beyond_N.any():
             of_teachers = [of_teacher.is_substituted(self.offsets) for of_teacher in substitutions.values()]
             is_beyond_N &= ~np.logical_and.reduce(of_teachers)
-        found = [
+        beyond = [
             (int(np.searchsorted(self.offsets, at, side="right")) - 1, self.tokens_N[at], "")
             for at in np.flatnonzero(is_beyond_N)[:1]
         ]
@@ -261,7 +261,7 @@ class Documents:
                 document = int(np.searchsorted(of_teacher.parts, part, side="right")) - 1
                 what = "images" if np.diff(of_teacher.spans_P2[part]) else "prefix"
                 where = f" of the {what} of teacher {name!r}" if name else f" of the teacher's {what}"
-                found.append((document, of_teacher.tokens_N[at], where))
-        for document, token, where in found[:1]:
+                beyond.append((document, of_teacher.tokens_N[at], where))
+        for document, token, where in beyond[:1]:
             reason = f"token id {token}{where} has no row in the {which}'s head of {rows} rows"
             raise DataError(self.sources[document], reason)

@@ -185,5 +185,5 @@ def named_metrics(outputs: Sequence[ObjectiveOutput]) -> list[tuple[str, Tensor]
 def _temperature(signal: Signal) -> float:
     """Return the temperature of a held-out divergence: that of a sparse signal, if it is known; otherwise 1."""
     sparse = signal.first if isinstance(signal, SpanSignal) else signal
-    known = sparse.temperature if isinstance(sparse, SparseSignal) else None
-    return 1.0 if known is None else known
+    temperature = sparse.temperature if isinstance(sparse, SparseSignal) else None
+    return 1.0 if temperature is None else temperature

@@ -37,12 +37,12 @@ class EvaluationContext:
 
 
 def callback_metrics(
-    paths: Sequence[str], context: EvaluationContext, known: Mapping[str, float]
+    paths: Sequence[str], context: EvaluationContext, others: Mapping[str, float]
 ) -> dict[str, float]:
     """Call the user's functions in this process and return their metrics, named `eval/<name>`.
 
     paths: the names of the functions, as in eval.callbacks.
-    known: the other metrics of this evaluation, whose names a callback must not use.
+    others: the other metrics of this evaluation, whose names a callback must not use.
 
     Raises ValueError if a callback raises an error or returns anything but a dict of names and finite numbers, and
     OverdueError if a callback does not return after a signal.
@@ -50,11 +50,11 @@ def callback_metrics(
     metrics: dict[str, float] = {}
     for path in paths:
         function = user_function(CALLBACKS, path)
-        metrics |= checked_metrics(function, function(context), {*known, *metrics})
+        metrics |= checked_metrics(function, function(context), {*others, *metrics})
     return metrics
 
 
-def checked_metrics(function: object, returned: Any, known: set[str]) -> dict[str, float]:
+def checked_metrics(function: object, returned: Any, others: set[str]) -> dict[str, float]:
     """Return a callback's metrics under their keys. Raises ValueError (see `callback_metrics`)."""
     if not isinstance(returned, Mapping):
         raise ValueError(f"{function} gives {shown(returned)}: expected a dict of names and numbers")
@@ -65,7 +65,7 @@ def checked_metrics(function: object, returned: Any, known: set[str]) -> dict[st
         number = None if isinstance(value, bool | np.bool_) else finite_number(value)
         if number is None:
             raise ValueError(f"{function} gives {shown(value)} for {name!r}: expected a finite number")
-        if f"eval/{name}" in known:
+        if f"eval/{name}" in others:
             raise ValueError(f"{function} gives {name!r}, but this evaluation has an eval/{name} already")
         metrics[f"eval/{name}"] = number
     return metrics

@@ -50,13 +50,18 @@ class GreedyEvaluation:
         self._prompts = prompts
         self._session, self._folder, self._engine, self._file = session, folder, engine, file
 
-    def evaluate(self, step: int, known: dict[str, float]) -> dict[str, float]:
+    @property
+    def prompt_hashes(self) -> dict[str, str]:
+        """See `PromptEvaluation.hashes`; empty without such an evaluation."""
+        return {} if self._prompts is None else self._prompts.hashes
+
+    def evaluate(self, step: int, others: dict[str, float]) -> dict[str, float]:
         """Return the metrics of tasks and callbacks, the same on all ranks, and show completions of held-out prompts.
 
         A collective of all processes. Raises ValueError on all ranks if a callback fails, and SignalsLostError if a
         callback does not return after a signal.
 
-        known: the other metrics of this evaluation, whose names a callback must not use.
+        others: the other metrics of this evaluation, whose names a callback must not use.
         """
         session, settings = self._session, self._session.eval_config
         watchdog.enter("the evaluation of tasks")
@@ -70,7 +75,7 @@ class GreedyEvaluation:
                 metrics |= self._prompts.evaluate(step)
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
             return metrics | session.ranks.on_first(
-                lambda: callback_metrics(settings.callbacks, context, known | metrics), ValueError, OverdueError
+                lambda: callback_metrics(settings.callbacks, context, others | metrics), ValueError, OverdueError
             )
         except OverdueError as error:
             raise SignalsLostError(str(error)) from error

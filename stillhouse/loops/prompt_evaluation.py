@@ -14,6 +14,7 @@ from stillhouse.data import Documents, LoadOptions, load_documents
 from stillhouse.generation import GenerationRequest, Sample, Sampling, TargetRules, step_documents
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.user_functions import user_function
+from stillhouse.hashing import json_hash
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.rollouts import StepPacker
 from stillhouse.loops.session_objects import Session
@@ -22,6 +23,9 @@ from stillhouse.objective import Signals, reverse_kl
 from stillhouse.parallel import ShardedMicroBatches, watchdog
 from stillhouse.preemption import OverdueError
 from stillhouse.user_code.functions import EVAL_REWARD, checked_reward
+
+#: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
+PROMPTS = "eval.prompts/"
 
 
 class PromptEvaluation:
@@ -40,6 +44,13 @@ class PromptEvaluation:
         budget = session.eval_config.micro_batch_tokens or session.train_config.micro_batch_tokens
         self._packer = StepPacker(packed, budget, session.by_length)
         self._documents_at_once = max(1, budget // packed.max_tokens)
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """A hash of the prompts, under a key for the settings that choose them."""
+        settings = self._settings
+        chosen = json_hash([settings.data, settings.count, settings.max_new_tokens])
+        return {f"{PROMPTS}{chosen}": self._prompts.fingerprint()}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics `eval/prompts/…`, the same on all ranks; a collective of all processes.

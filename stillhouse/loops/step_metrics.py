@@ -66,13 +66,13 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Return the metrics of some held-out documents. temperatures: the temperatures of the teachers' signals."""
     sums_by_depth = by_depth(sums)
-    known = means(sums_by_depth[0], objective, mixes_temperatures=len(temperatures) > 1)
+    averages = means(sums_by_depth[0], objective, mixes_temperatures=len(temperatures) > 1)
     metrics: dict[str, float] = {}
     for suffix in ("", *(f"/{teacher}" for teacher in objective.teachers)):
-        if f"continuation{suffix}" in known:  # the forward KL of spans at the rows of their later tokens
-            known[f"forward_kl{suffix}"] += known[f"continuation{suffix}"]
+        if f"continuation{suffix}" in averages:  # the forward KL of spans at the rows of their later tokens
+            averages[f"forward_kl{suffix}"] += averages[f"continuation{suffix}"]
         names = (name + suffix for name in _EVALUATED)
-        metrics |= {f"eval/{name}": known[name] for name in names if name in known}
+        metrics |= {f"eval/{name}": averages[name] for name in names if name in averages}
     for depth, of_depth in sums_by_depth.items():
         if depth and of_depth["tokens"]:
             tokens = of_depth["tokens"]

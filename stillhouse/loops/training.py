@@ -17,6 +17,7 @@ from stillhouse.generation import RolloutQueue
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
 from stillhouse.loops.held_out_metrics import evaluate
+from stillhouse.loops.prompt_evaluation import PROMPTS
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.models import NotFiniteError
@@ -181,6 +182,9 @@ def training(
         # the first evaluation, or an evaluation that was interrupted
         is_due = _evaluation_is_due(session, progress.step) and not progress.metrics
         greedy = stack.enter_context(greedy_evaluation(session, folder, progress.step - is_due))
+        if greedy is not None:
+            require_same_prompts(progress.data, greedy.prompt_hashes)
+            progress.data = progress.data | greedy.prompt_hashes
         run = Training(session, folder, progress, log, queue, greedy)
         if is_due:
             run.evaluate()
@@ -208,13 +212,26 @@ def _progress(
                 f"{checkpoint.path} is at step {progress.step}, and this run ends at {steps}: nothing to train"
             )
         if not folder.owns(checkpoint.path):  # a checkpoint of another run, which has a log of its own
-            progress = replace(progress, started_from=str(checkpoint.path.resolve()), log_bytes=0)
+            progress = replace(progress, started_from=str(checkpoint.path.resolve()), log_bytes=0, data={})
+    prompts = {name: digest for name, digest in progress.data.items() if name.startswith(PROMPTS)}
     return replace(
         progress,
-        data=session.identity.data,
+        data=session.identity.data | prompts,
         models=session.identity.models,
         configuration=session.identity.configuration,
     )
+
+
+def require_same_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise ValueError if the prompts of an evaluation have changed under the same settings of eval.prompts.
+
+    before: `Progress.data` of the checkpoint. now: see `PromptEvaluation.hashes`.
+    """
+    if any(before.get(name, digest) != digest for name, digest in now.items()):
+        raise ValueError(
+            "eval.prompts.data: the prompts have changed since the run's last checkpoint, so that its evaluations "
+            "could not be compared; restore them, or give them another name"
+        )
 
 
 def _restore_queue(session: Session, checkpoint: IntactCheckpoint, step: int, queue: RolloutQueue | None) -> None:

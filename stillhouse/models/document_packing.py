@@ -244,19 +244,10 @@ def backbone_inputs(
     documents with images are exact.
     """
     images = images or {}
-    if images and not packing.reads_images and packing.name != ROWS:
-        raise ValueError(
-            f"{describe(model)} got images, and it is not proven that their documents can be "
-            f"{_IN_WORDS[packing.name]}: expected prove_images before, or data.packing: rows"
-        )
     of_tokens = {key: value for key, value in inputs.items() if value is not None}
     name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
     shape_BS = of_tokens[name].shape[:2]
-    if others := [key for key, value in of_tokens.items() if getattr(value, "shape", ())[:2] != shape_BS]:
-        raise ValueError(
-            f"{describe(model)} got {name_list(others)} with position_ids: expected tensors of the tokens, "
-            f"{list(shape_BS)}, and those of images in `images`"
-        )
+    _require_inputs(model, packing, of_tokens, shape_BS, images)
     placeholder_BS = is_placeholder(model, of_tokens)  # also on later pipeline stages, which get no images
     if name == "input_ids" and placeholder_BS is not None and is_padding_BS is not None:
         of_tokens[name] = padded_with_text(of_tokens[name], placeholder_BS, is_padding_BS)
@@ -286,6 +277,26 @@ def backbone_inputs(
         )
         arguments |= _lengths(laid_out_BS, packing.length_names, lengths)
     return arguments, layout
+
+
+def _require_inputs(
+    model: PreTrainedModel,
+    packing: Packing,
+    of_tokens: Mapping[str, Any],
+    shape_BS: Sequence[int],
+    images: Mapping[str, Tensor],
+) -> None:
+    """Raise ValueError for images that are not proven, and for tensors that are not those of tokens."""
+    if images and not packing.reads_images and packing.name != ROWS:
+        raise ValueError(
+            f"{describe(model)} got images, and it is not proven that their documents can be "
+            f"{_IN_WORDS[packing.name]}: expected prove_images before, or data.packing: rows"
+        )
+    if others := [key for key, value in of_tokens.items() if getattr(value, "shape", ())[:2] != shape_BS]:
+        raise ValueError(
+            f"{describe(model)} got {name_list(others)} with position_ids: expected tensors of the tokens, "
+            f"{list(shape_BS)}, and those of images in `images`"
+        )
 
 
 def _lengths(position_ids_BS: Tensor, names: Sequence[str], lengths: DocumentLengths | None = None) -> dict[str, Any]:

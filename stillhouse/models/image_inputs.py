@@ -85,10 +85,10 @@ def model_positions(position_ids_BS: Tensor, axes_BSA: Tensor | None, *, separat
 def is_placeholder(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor | None:
     """Return which tokens stand for features of images, bool [B, S]; None if neither ids nor kinds say it."""
     ids_BS = inputs.get("input_ids")
-    found = [inputs[name] != 0 for name in TOKEN_TYPES if inputs.get(name) is not None]
+    marks = [inputs[name] != 0 for name in TOKEN_TYPES if inputs.get(name) is not None]
     if ids_BS is not None:
-        found += [ids_BS == number for number in placeholder_ids(model)]
-    return reduce(or_, found) if found else None
+        marks += [ids_BS == number for number in placeholder_ids(model)]
+    return reduce(or_, marks) if marks else None
 
 
 def placeholder_ids(model: PreTrainedModel) -> list[int]:

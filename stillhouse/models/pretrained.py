@@ -8,6 +8,7 @@ these cases raise a ValueError before transformers reads anything. For a damaged
 
 import json
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -96,12 +97,10 @@ def load_causal_lm(
                 output_loading_info=True,
                 **options,
             )
-        if quantize == FP8:
-            model.to(device)
-            with prefixed(failure):
-                round_to_float8(model)
         if quantize is not None:
             with prefixed(failure):
+                if quantize == FP8:
+                    round_to_float8(model.to(device))
                 require_quantized(model, quantize, name_or_path, revision)
             if trained:
                 keep_gradients(model)
@@ -109,16 +108,21 @@ def load_causal_lm(
         if isinstance(error.__cause__, OSError):
             raise ValueError(_not_found(what, name_or_path, revision, error.__cause__)) from error
         raise
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
-        raise ValueError(
-            f"{what} lacks {len(names)} of the weights of a {type(model).__name__}, first '{names[0]}': "
-            "expected the checkpoint of a whole causal language model, head included"
-        )
+    _require_all_weights(what, model, report["missing_keys"])
     # tests check the buffers of transformers' own families
     if type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
         initialize_buffers(model, model)
     return model if quantize is not None or device is None else model.to(device)
+
+
+def _require_all_weights(what: str, model: PreTrainedModel, missing: Collection[str]) -> None:
+    """Raise ValueError if the files of `what` lack weights of the model."""
+    if missing:
+        names = sorted(missing)
+        raise ValueError(
+            f"{what} lacks {len(names)} of the weights of a {type(model).__name__}, first '{names[0]}': "
+            "expected the checkpoint of a whole causal language model, head included"
+        )
 
 
 def read_configuration(

@@ -28,10 +28,10 @@ def train_parts(decoder: Any, parts: Collection[str]) -> None:
     """
     of_parts = _image_parts(decoder)
     if missing := [part for part in parts if part != LANGUAGE and not of_parts.get(part)]:
-        found = [LANGUAGE, *(part for part in (PROJECTOR, VISION) if of_parts.get(part))]
+        present = [LANGUAGE, *(part for part in (PROJECTOR, VISION) if of_parts.get(part))]
         raise ValueError(
             f"{describe(decoder.pretrained)} has no part that is its {name_list(missing)}: expected some of "
-            f"{name_list(found)}"
+            f"{name_list(present)}"
         )
     trained = {id(parameter) for part in parts for parameter in of_parts.get(part, ())}
     outside = {id(parameter) for parameter in image_parameters(decoder)}

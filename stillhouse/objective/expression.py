@@ -112,9 +112,9 @@ def unknown_name(name: str, others: Mapping[str, Iterable[str]] | None = None, p
 
     others: known names that are not divergences, each with the synonyms that other projects use.
     """
-    synonyms = {known: kind.definition.synonyms for known, kind in DIVERGENCES.items()} | dict(others or {})
+    synonyms = {known_name: kind.definition.synonyms for known_name, kind in DIVERGENCES.items()} | dict(others or {})
     known_names = sorted(synonyms)
-    near = [known for known in known_names if name.lower() in synonyms[known]]
+    near = [known_name for known_name in known_names if name.lower() in synonyms[known_name]]
     near = near or difflib.get_close_matches(name, known_names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return ValueError(f"unknown name {name!r}{hint} (known: {', '.join(known_names)}){place}")

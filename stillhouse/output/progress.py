@@ -33,7 +33,7 @@ class Progress:
 
     step, tokens, seconds: the steps done, the target tokens trained on, and the time spent.
     metrics: the evaluation after this step, or empty.
-    data: a hash of each split's documents.
+    data: a hash of each split's documents, and of what else decides them or an evaluation's prompts.
     models: a hash of the tokenizer and of each model's files.
     configuration: a hash of the values that affect the weights.
     log_bytes, log_sha256: the length and the hash of metrics.jsonl.

@@ -19,7 +19,7 @@ B rows, S columns, D width.
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,18 @@ from stillhouse.models.lm_head import PassThrough, input_embedding
 from stillhouse.models.model_parts import layer_list, shared_states, text_config
 from stillhouse.models.pretrained import auto_class
 from stillhouse.models.trained_parts import beside_language_model
+from stillhouse.parallel.backbone_recording import (
+    IDS_BS,
+    UNCUT,
+    DependenceError,
+    LayerRecorder,
+    RandomEmbedding,
+    RecordedRun,
+    children_of_language_model,
+    copy_attributes,
+    embedding_ids,
+)
 from stillhouse.parallel.sharded_loading import make_buffers
-
-#: the advice in error messages for models that cannot be cut into stages
-UNCUT = "expected pipeline=1, and no separate layout for a teacher"
-_IDS_BS = torch.arange(3, 15).view(3, 4)
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class AbsentLayer(PassThrough):
 
     def __init__(self, layer: nn.Module, returns_tuple: bool):
         super().__init__()
-        _copy_attributes(layer, self)
+        copy_attributes(layer, self)
         self.returns_tuple = returns_tuple
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -85,7 +92,7 @@ def require_cuttable(config: PreTrainedConfig) -> BackboneCut:
         try:
             with torch.random.fork_rng(devices=[]):
                 return _cut(config, name, returns_tuple)
-        except _DependenceError:
+        except DependenceError:
             raise
         except ValueError as error:
             errors.append(error)
@@ -123,10 +130,6 @@ def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
     first_layer.register_forward_pre_hook(insert, with_kwargs=True)
 
 
-class _DependenceError(ValueError):
-    """A layer needs something that another stage has or computes."""
-
-
 def _cut(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCut:
     config = copy.deepcopy(config)
     if text_config(config)._attn_implementation == VARLEN:
@@ -138,33 +141,33 @@ def _cut(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCu
     embedding, layers = _children(decoder, name)
     images = tuple(beside_language_model(decoder))
     _require_separate_weights(decoder, name)
-    dtype, run = backbone.get_submodule(embedding).weight.dtype, _Run(name, returns_tuple)
+    dtype, run = backbone.get_submodule(embedding).weight.dtype, RecordedRun(name, returns_tuple)
     for path in images:
         remove_part(backbone, path)
     _replace_weights(decoder, layers, run)
     options: dict[str, Any] = {"use_cache": False, "return_dict": True}
     if "position_ids" in inspect.signature(backbone.forward).parameters:
-        options["position_ids"] = torch.arange(_IDS_BS.shape[1])[None]
-    with torch.enable_grad(), reading(f"{name} cannot run without its layers: {UNCUT}", passes=_DependenceError):
-        output = backbone(input_ids=_IDS_BS, **options).last_hidden_state
+        options["position_ids"] = torch.arange(IDS_BS.shape[1])[None]
+    with torch.enable_grad(), reading(f"{name} cannot run without its layers: {UNCUT}", passes=DependenceError):
+        output = backbone(input_ids=IDS_BS, **options).last_hidden_state
     run.require_chain(output, decoder.width)
     states = _kept_states(config, run)
     first, last = run.parts(decoder, embedding)
     set_part(backbone, embedding, PassThrough())
     for path in (*first, *last):
         remove_part(backbone, path)
-    later = _Run(name, returns_tuple)
+    later = RecordedRun(name, returns_tuple)
     recorders: Any = backbone.get_submodule(layers)
     for recorder in recorders:
         recorder.run = later
-    hidden_BSD = torch.rand(*_IDS_BS.shape, decoder.width, dtype=dtype)
-    with torch.enable_grad(), reading(f"{name} cannot run without its embeddings: {UNCUT}", passes=_DependenceError):
+    hidden_BSD = torch.rand(*IDS_BS.shape, decoder.width, dtype=dtype)
+    with torch.enable_grad(), reading(f"{name} cannot run without its embeddings: {UNCUT}", passes=DependenceError):
         if input_embedding(decoder.pretrained) is not None:
-            raise _DependenceError(f"{name} finds its embedding in another place than '{embedding}': {UNCUT}")
+            raise DependenceError(f"{name} finds its embedding in another place than '{embedding}': {UNCUT}")
         output = backbone(input_ids=None, inputs_embeds=hidden_BSD.requires_grad_(), **options).last_hidden_state
     run.require_same(later)
     if not torch.equal(output, later.outputs[-1]):
-        raise _DependenceError(
+        raise DependenceError(
             f"{name} changes its hidden states after its last layer, and every stage would repeat that: {UNCUT}"
         )
     return BackboneCut(embedding, layers, first, last, images, returns_tuple, states)
@@ -179,7 +182,7 @@ def remove_part(backbone: nn.Module, path: str) -> None:
         # a plain attribute, which a family may initialise
         setattr(backbone.get_submodule(parent), leaf, torch.empty(0))
     else:
-        is_embedding = isinstance(part, nn.Embedding | _RandomEmbedding)
+        is_embedding = isinstance(part, nn.Embedding | RandomEmbedding)
         set_part(backbone, path, _AbsentEmbedding(part) if is_embedding else PassThrough())
 
 
@@ -197,128 +200,8 @@ class _AbsentEmbedding(nn.Module):
         self.width, self.dtype = embedding.weight.shape[1], embedding.weight.dtype
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        ids = _ids(arguments, options)
+        ids = embedding_ids(arguments, options)
         return torch.zeros(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
-
-
-class _Run:
-    """What a backbone passes to its layers in a run.
-
-    inputs: by layer, the hidden states. arguments: by layer, all other arguments. outputs: by layer, random values.
-    events: the numbers of layers and the names of parts with weights, in the order in which they ran.
-    embeddings: the outputs of embeddings.
-    """
-
-    def __init__(self, name: str, returns_tuple: bool):
-        self.name, self.returns_tuple = name, returns_tuple
-        self.inputs: list[Tensor] = []
-        self.arguments: list[dict[str, Any]] = []
-        self.outputs: list[Tensor] = []
-        self.events: list[int | str] = []
-        self.embeddings: list[Tensor] = []
-
-    def layer(self, number: int, hidden_BSD: Tensor, arguments: dict[str, Any]) -> Any:
-        self.events.append(number)
-        self.inputs.append(hidden_BSD)
-        self.arguments.append(arguments)
-        self.outputs.append(torch.rand_like(hidden_BSD).requires_grad_())
-        output = self.outputs[-1].clone()  # some backbones add to it in place
-        # the second element stands for anything that a layer could hand to the next one
-        return (output, torch.zeros((), requires_grad=True)) if self.returns_tuple else output
-
-    def require_chain(self, output: Tensor, width: int) -> None:
-        """Raise ValueError unless the layers ran in order, and each one read only the output of the one before."""
-        numbers = [event for event in self.events if isinstance(event, int)]
-        if numbers != list(range(len(numbers))) or not numbers:
-            raise ValueError(f"{self.name} runs its layers in the order {numbers}: {UNCUT}")
-        if (shape := tuple(self.inputs[0].shape)) != (*_IDS_BS.shape, width):
-            raise _DependenceError(
-                f"the layers of {self.name} pass several hidden states per token (shape {list(shape)} for a batch of "
-                f"{list(_IDS_BS.shape)} tokens and hidden states of width {width}): {UNCUT}"
-            )
-        for number, (before, after) in enumerate(zip(self.outputs, self.inputs[1:], strict=False), start=1):
-            if before.shape != after.shape or not torch.equal(before, after):
-                raise ValueError(f"layer {number} of {self.name} does not read the output of the one before: {UNCUT}")
-        for number, arguments in enumerate(self.arguments):
-            for key, value in arguments.items():
-                if any(tensor.requires_grad for tensor in _tensors(value)):
-                    raise _DependenceError(
-                        f"layer {number} of {self.name} reads '{key}', which is computed from embeddings or by "
-                        f"another layer: {UNCUT}"
-                    )
-        others = [*self.embeddings, *self.outputs[:-1]]
-        gradients = torch.autograd.grad(output.float().sum(), others, allow_unused=True)
-        if any(gradient is not None for gradient in gradients):
-            raise _DependenceError(f"{self.name} reads more than its last layer's output after the layers: {UNCUT}")
-
-    def parts(self, decoder: Decoder, embedding: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the `first` and the `last` parts (`BackboneCut`).
-
-        embedding: the name of the token embedding, which is left out.
-        """
-        places = [place for place, event in enumerate(self.events) if isinstance(event, int)]
-        before, after = (
-            dict.fromkeys(str(event) for event in events if event != embedding)
-            for events in (self.events[: places[0]], self.events[places[-1] + 1 :])
-        )
-        weighted = {path for path, child in _children_of_language_model(decoder) if _has_weights(child)}
-        clear = before.keys() ^ after.keys()
-        if unclear := {path for path in weighted if path not in clear and path != embedding}:
-            raise _DependenceError(
-                f"{self.name} runs {name_list(unclear)} between its layers, or before and after them: {UNCUT}"
-            )
-        return tuple(path for path in before if path in weighted), tuple(path for path in after if path in clear)
-
-    def require_same(self, later: "_Run") -> None:
-        """Raise ValueError unless the layers of a later stage get the same arguments."""
-        for number, (arguments, of_later) in enumerate(zip(self.arguments, later.arguments, strict=True)):
-            for key in arguments:
-                values, of_stage = _tensors(arguments[key]), _tensors(of_later.get(key))
-                pairs = zip(values, of_stage, strict=False)
-                if len(values) != len(of_stage) or not all(torch.equal(*pair) for pair in pairs):
-                    raise _DependenceError(
-                        f"layer {number} of {self.name} reads '{key}', which only the first stage can compute: "
-                        f"{UNCUT}"
-                    )
-
-
-class _Recorder(PassThrough):
-    """Replaces a layer in the runs of the proof."""
-
-    def __init__(self, layer: nn.Module, number: int, run: _Run):
-        super().__init__()
-        _copy_attributes(layer, self)
-        self.names = list(inspect.signature(layer.forward).parameters)
-        self.number, self.run = number, run
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        named = dict(zip(self.names, arguments, strict=False)) | options
-        return self.run.layer(self.number, named.pop(self.names[0]), named)
-
-
-class _RandomEmbedding(nn.Module):
-    """Replaces an embedding in the run of the first stage."""
-
-    def __init__(self, embedding: nn.Embedding, run: _Run):
-        super().__init__()
-        self.run = run
-        # some backbones read the row of padding; all rows share one number, which transformers cannot initialise
-        weight: Any = torch.zeros((), dtype=embedding.weight.dtype).expand(embedding.weight.shape)
-        weight._is_hf_initialized = True
-        self.weight = weight
-
-    def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        ids = _ids(arguments, options)
-        random = torch.rand(*ids.shape, self.weight.shape[1], dtype=self.weight.dtype)
-        self.run.embeddings.append(random.requires_grad_())
-        return self.run.embeddings[-1].clone()  # some backbones scale it in place
-
-
-def _children_of_language_model(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children of the language model, with their names in the backbone."""
-    (prefix,) = (path for path, module in decoder.backbone.named_modules() if module is decoder.language_model)
-    for path, child in decoder.language_model.named_children():
-        yield f"{prefix}.{path}" if prefix else path, child
 
 
 def _children(decoder: Decoder, name: str) -> tuple[str, str]:
@@ -336,11 +219,11 @@ def _children(decoder: Decoder, name: str) -> tuple[str, str]:
     names = {
         part: path
         for part, module in wanted.items()
-        for path, child in _children_of_language_model(decoder)
+        for path, child in children_of_language_model(decoder)
         if child is module
     }
     if missing := wanted.keys() - names.keys():
-        raise _DependenceError(
+        raise DependenceError(
             f"the language model of {name} does not itself have {name_list(missing)}, but perhaps in another part: "
             f"{UNCUT}"
         )
@@ -352,34 +235,29 @@ def _require_separate_weights(decoder: Decoder, name: str) -> None:
     for number, layer in enumerate(decoder.layers()):
         for parameter in layer.parameters():
             if (owner := owners.setdefault(id(parameter), number)) != number:
-                raise _DependenceError(f"layers {owner} and {number} of {name} share weights: {UNCUT}")
+                raise DependenceError(f"layers {owner} and {number} of {name} share weights: {UNCUT}")
 
 
 @torch.no_grad()
-def _replace_weights(decoder: Decoder, layers: str, run: _Run) -> None:
+def _replace_weights(decoder: Decoder, layers: str, run: RecordedRun) -> None:
     """Replace layers and embeddings by recorders, and give random values to all other weights of the backbone."""
     backbone = decoder.backbone
     modules: Any = backbone.get_submodule(layers)
     for number, layer in enumerate(modules):
-        modules[number] = _Recorder(layer, number, run)
+        modules[number] = LayerRecorder(layer, number, run)
     for path, module in list(backbone.named_modules()):
         if isinstance(module, nn.Embedding):
-            backbone.set_submodule(path, _RandomEmbedding(module, run))
+            backbone.set_submodule(path, RandomEmbedding(module, run))
     decoder.keep_part(first=False, last=False)
     decoder.to_empty(device="cpu")
     for parameter in backbone.parameters():
         parameter.uniform_(0.5, 1.0)
     make_buffers(decoder)
-    for path, child in _children_of_language_model(decoder):
+    for path, child in children_of_language_model(decoder):
         child.register_forward_pre_hook(lambda *_, path=path: run.events.append(path))
 
 
-def _has_weights(module: nn.Module) -> bool:
-    is_embedding = any(isinstance(part, _RandomEmbedding) for part in module.modules())
-    return is_embedding or next(module.parameters(), None) is not None
-
-
-def _kept_states(config: PreTrainedConfig, run: _Run) -> dict[int, int]:
+def _kept_states(config: PreTrainedConfig, run: RecordedRun) -> dict[int, int]:
     """Return, by layer, the earlier layer whose keys and values it reads.
 
     Raises ValueError if layers get a dict in which they can keep such states, but their numbers are not known.
@@ -394,23 +272,5 @@ def _kept_states(config: PreTrainedConfig, run: _Run) -> dict[int, int]:
         return {}
     states = shared_states(config)
     if states is None:
-        raise _DependenceError(f"the layers of {run.name} share states in {name_list(keys)}: {UNCUT}")
+        raise DependenceError(f"the layers of {run.name} share states in {name_list(keys)}: {UNCUT}")
     return states
-
-
-def _ids(arguments: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Return the integers among the arguments of an embedding, which may also get a mask."""
-    return next(tensor for tensor in _tensors([*arguments, options]) if tensor.dtype == torch.int64)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
-
-
-def _copy_attributes(layer: nn.Module, into: nn.Module) -> None:
-    """Copy the attributes of a layer that are neither private nor modules, such as its kind."""
-    vars(into).update({name: value for name, value in vars(layer).items() if not name.startswith("_")})

@@ -1,6 +1,6 @@
 """Loads the tokenizers and the data of a run, before the models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from stillhouse.config import (
     ObjectiveConfig,
     RolloutConfig,
     RunConfig,
-    StudentConfig,
-    TeacherConfig,
     TeachersConfig,
     as_config_error,
 )
@@ -24,20 +22,15 @@ from stillhouse.data import (
     LoadOptions,
     NoSourceError,
     PackedSequences,
-    check_same_tokenizer,
     load_documents,
-    load_tokenizer,
 )
-from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.teacher_images import TeacherImages
 from stillhouse.data.token_cache import user_folder
-from stillhouse.display import first_line
 from stillhouse.hashing import json_hash
-from stillhouse.libraries import reading
-from stillhouse.models.pretrained import require_model_folder
+from stillhouse.run.tokenizers import load_tokenizers
 from stillhouse.signals import SignalStore
 
 #: a mistake in a configuration whose data has images; `{}` is what was expected
@@ -115,13 +108,9 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     for documents in splits.values():
         warnings = warnings + documents.report.warnings
     hashes = {which: documents.fingerprint() for which, documents in splits.items()}
-    image_inputs, processors = None, dict[str, str]()
-    if processor is not None and any(documents.images is not None for documents in splits.values()):
-        require_image_support(config)
-        for documents in splits.values():
-            processor.check_texts(documents)
-        readers = {name: reader for name, reader in readers.items() if not reader.is_shared}
-        image_inputs = _image_inputs(processor, readers)
+    processors: dict[str, str] = {}
+    image_inputs, readers = _image_inputs(config, processor, readers, splits.values())
+    if processor is not None and image_inputs is not None:
         # pixels depend on it
         identity = [processor.identity(), *([name, reader.identity()] for name, reader in readers.items())]
         hashes = {which: json_hash([digest, identity]) for which, digest in hashes.items()}
@@ -133,38 +122,53 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
             "held-out metrics will look better than they are"
         )
-
-    def pack(documents: Documents, *, shuffle: bool) -> PackedSequences:
-        return PackedSequences(
-            documents,
-            max_tokens=config.data.max_tokens,
-            seed=config.seed,
-            shuffle=shuffle,
-            gaps=_teachers_in_job(config, stores) if fits_teachers else (),
-            together=route,
-            weights=[source.weight for source in config.data.weighted_sources] or None if shuffle else None,
-            image_inputs=image_inputs,
-        )
-
+    gaps = _teachers_in_job(config, stores) if fits_teachers else []
     return RunData(
         tokenizer,
-        pack(train, shuffle=True),
-        None if held_out is None else pack(held_out, shuffle=False),
+        _packed(config, train, gaps, image_inputs, shuffle=True),
+        None if held_out is None else _packed(config, held_out, gaps, image_inputs, shuffle=False),
         hashes,
         warnings,
         dataset,
         processor,
-        {} if image_inputs is None else readers,
+        readers,
         processors,
     )
 
 
-def _image_inputs(processor: ImageProcessor, readers: Mapping[str, TeacherImages]) -> ImageInputs:
-    """readers: how teachers read images that do not share the student's processor, by their names"""
+def _packed(
+    config: RunConfig, documents: Documents, gaps: Sequence[str], image_inputs: ImageInputs | None, *, shuffle: bool
+) -> PackedSequences:
+    """gaps: the names of teachers for whose tokens sequences have room"""
+    return PackedSequences(
+        documents,
+        max_tokens=config.data.max_tokens,
+        seed=config.seed,
+        shuffle=shuffle,
+        gaps=gaps,
+        together=None if config.teachers is None else config.teachers.route,
+        weights=[source.weight for source in config.data.weighted_sources] or None if shuffle else None,
+        image_inputs=image_inputs,
+    )
+
+
+def _image_inputs(
+    config: RunConfig,
+    processor: ImageProcessor | None,
+    readers: Mapping[str, TeacherImages],
+    splits: Collection[Documents],
+) -> tuple[ImageInputs | None, dict[str, TeacherImages]]:
+    """The inputs from images (None without images), and the readers that do not share the student's processor."""
+    if processor is None or all(documents.images is None for documents in splits):
+        return None, {}
+    require_image_support(config)
+    for documents in splits:
+        processor.check_texts(documents)
+    readers = {name: reader for name, reader in readers.items() if not reader.is_shared}
     of_teachers = {
         name: None if reader.processor is None else ImageInputs(reader.processor) for name, reader in readers.items()
     }
-    return ImageInputs(processor, teachers=of_teachers)
+    return ImageInputs(processor, teachers=of_teachers), readers
 
 
 def require_image_support(config: RunConfig) -> None:
@@ -198,98 +202,6 @@ def _processor(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImagePr
             trust_remote_code=student.trust_remote_code,
             most_pixels=config.data.image_pixels,
             template_is_set=config.data.chat_template is not None,
-        )
-
-
-def load_tokenizers(
-    student: StudentConfig,
-    teachers: Mapping[str, TeacherConfig],
-    chat_template: str | None,
-    stores: Mapping[str, SignalStore],
-) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Load the student's tokenizer. Returns the tokenizer and warnings.
-
-    teachers, stores: by the keys of the teachers' sections
-    Raises ValueError if a teacher has another tokenizer. Stores without a tokenizer are not compared here.
-    """
-    tokenizer, warnings = _tokenizer_of("student", student), list[str]()
-    if chat_template is not None:
-        with as_config_error("data.chat_template"):
-            _set_chat_template(tokenizer, chat_template)
-    for section, teacher in teachers.items():
-        store = stores.get(section)
-        if store is not None:
-            warnings += store.warnings
-            if store.teacher_folder is None:
-                continue
-            other = load_tokenizer(str(store.teacher_folder))
-        elif teacher.model is not None:
-            other = _tokenizer_of(section, teacher)
-        else:  # the teacher is the student itself
-            continue
-        try:
-            warnings += check_same_tokenizer(tokenizer, other)
-        except ValueError as error:
-            if store is not None:
-                raise
-            approximate = f"or set {section}.cross_tokenizer to gold or uld, which are approximations"
-            raise ValueError(f"{error}, {approximate}") from error
-        if store is not None and store.same_conversation:
-            _require_same_conversation(tokenizer, other, teacher.accept, f"{section}.accept")
-    return tokenizer, warnings
-
-
-def _tokenizer_of(section: str, model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:
-    """Raises ConfigError with the model's key if the model has no tokenizer."""
-    with as_config_error(f"{section}.model"):
-        require_model_folder(str(model.model))
-        return load_tokenizer(str(model.model), model.revision, model.trust_remote_code)
-
-
-def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Set the chat template of a tokenizer. source: a file with a template, or another tokenizer
-
-    Raises ValueError if there is no template, or if the template cannot render a conversation.
-    """
-    path = Path(source)
-    template: str | dict[str, str] | None
-    if path.is_file():
-        with reading(f"{source} cannot be read"):
-            template = path.read_text(encoding="utf-8")
-    elif path.suffix in (".jinja", ".jinja2", ".j2", ".txt"):
-        raise ValueError(f"got {source}, but there is no such file")
-    else:
-        require_model_folder(source)
-        template = load_tokenizer(source).chat_template
-    if not template:
-        raise ValueError(f"got {source}, which has no chat template: expected a Jinja file or a tokenizer with one")
-    tokenizer.chat_template = template
-    try:
-        ChatTemplate(tokenizer, ("messages",), "all").render({"messages": [{"role": "user", "content": "a"}]})
-    except ValueError as error:
-        raise ValueError(f"got {source}: {first_line(error)}") from error
-
-
-def _require_same_conversation(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str], key: str
-) -> None:
-    """Raise ConfigError if student and teacher have different chat templates or end-of-sequence tokens.
-
-    The teacher would score conversations in a format on which it was not trained.
-    accepted: the differences that the user allows: the value of `key` in the configuration
-    """
-    if "eos" not in accepted and student.eos_token != teacher.eos_token:
-        raise ConfigError(
-            key,
-            f"the end-of-sequence token is {student.eos_token!r} for the student and {teacher.eos_token!r} for the "
-            "teacher: expected the same one, or eos in this list if the difference is meant",
-        )
-    templates = [student.chat_template, teacher.chat_template]
-    if "chat_template" not in accepted and None not in templates and templates[0] != templates[1]:
-        raise ConfigError(
-            key,
-            "student and teacher have different chat templates, and the data is written with the student's: expected "
-            "the same template, or chat_template in this list if the difference is meant",
         )
 
 
@@ -339,23 +251,10 @@ def load_data(
     teachers: if given, the column of the route and the teachers' prefixes are read, too
     rollout: if given, the training documents are prompts with their records; the held-out records stay the same
     """
-    named = {} if teachers is None else teachers.named
-    route = None if teachers is None else teachers.route
     cache = user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache)
 
     def load(key: str, source: str, rollout: RolloutConfig | None = None) -> Documents:
-        options = LoadOptions(
-            max_tokens=data.max_tokens - (0 if rollout is None else rollout.max_new_tokens),
-            tokens=objective.tokens,
-            on_error=data.on_error,
-            columns=() if route is None else (route,),
-            allowed={} if route is None else {route: list(named)},
-            prefixes={name: teacher.prefix for name, teacher in named.items() if teacher.prefix},
-            reader=route,
-            prompts=rollout is not None,
-            keep_records=rollout is not None,
-            fits_teachers=fits_teachers,
-        )
+        options = _load_options(data, objective, teachers, rollout, fits_teachers=fits_teachers)
         try:
             return load_documents(source, tokenizer, options, cache, processor, readers)
         except NoSourceError as error:
@@ -383,6 +282,30 @@ def load_data(
             f" with completions ({error})",
         ) from error
     return _split(train, data.eval)[0], _split(documents, data.eval)[1]
+
+
+def _load_options(
+    data: DataConfig,
+    objective: ObjectiveConfig,
+    teachers: TeachersConfig | None,
+    rollout: RolloutConfig | None,
+    *,
+    fits_teachers: bool,
+) -> LoadOptions:
+    named = {} if teachers is None else teachers.named
+    route = None if teachers is None else teachers.route
+    return LoadOptions(
+        max_tokens=data.max_tokens - (0 if rollout is None else rollout.max_new_tokens),
+        tokens=objective.tokens,
+        on_error=data.on_error,
+        columns=() if route is None else (route,),
+        allowed={} if route is None else {route: list(named)},
+        prefixes={name: teacher.prefix for name, teacher in named.items() if teacher.prefix},
+        reader=route,
+        prompts=rollout is not None,
+        keep_records=rollout is not None,
+        fits_teachers=fits_teachers,
+    )
 
 
 def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:

@@ -1,5 +1,6 @@
 """Prepares a run: builds a session from the sections of the configuration."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -101,12 +102,18 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         *setup.warnings,
         *data.warnings,
         *check_models({"student": session.student, **session.teachers}, models.self_teachers, data),
-        *schedule_warnings(config.train, schedule.steps, data, on_policy=plan is not None),
+        *_schedule_warnings(config, schedule, plan, data),
     ]
-    if config.rollout is not None and plan is not None:
-        warnings += prompt_warnings(config.train, config.rollout, plan, config.data.max_tokens)
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
+
+
+def _schedule_warnings(
+    config: RunConfig, schedule: StepSchedule, plan: PromptPlan | None, data: RunData
+) -> Iterator[str]:
+    yield from schedule_warnings(config.train, schedule.steps, data, on_policy=plan is not None)
+    if config.rollout is not None and plan is not None:
+        yield from prompt_warnings(config.train, config.rollout, plan, config.data.max_tokens)
 
 
 def _by_length(data: RunData, config: RunConfig, layout: Layout) -> RunData:

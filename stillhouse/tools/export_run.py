@@ -150,8 +150,8 @@ def _chosen(path: Path, step: str | None) -> Path:
     steps = {int(checkpoint.name.rpartition("-")[2]): checkpoint for checkpoint in every}
     number = int(str(step)) if str(step).isdecimal() else -1
     if number not in steps:
-        known = ", ".join(map(str, steps))
-        raise ValueError(f"--step: got {step}, expected best, last or one of the steps that {path} has: {known}")
+        listed = ", ".join(map(str, steps))
+        raise ValueError(f"--step: got {step}, expected best, last or one of the steps that {path} has: {listed}")
     return steps[number]
 
 

@@ -200,10 +200,10 @@ def cache_documents(data: RunData) -> Iterator[CacheEntry]:
         for number, source in enumerate(documents.sources):
             tokens, rows = documents.tokens(number), target_rows(documents.targets(number))
             images = None if inputs is None else inputs.of(documents, number)
-            known = seen.setdefault(document_id(tokens, images), rows)
-            if known is rows and len(rows):
+            rows_before = seen.setdefault(document_id(tokens, images), rows)
+            if rows_before is rows and len(rows):
                 yield CacheEntry(split, number, DocumentRows(tokens, rows, source=source, images=images))
-            elif known != rows:
+            elif rows_before != rows:
                 raise ValueError(
                     f"{source} has the tokens of another document and other targets: expected "
                     "objective.tokens=all, or data without such pairs"

@@ -1,5 +1,6 @@
 """eval.prompts: the student completes held-out prompts, and the teacher scores its completions."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,15 @@ def test_the_same_prompts_and_seeds_each_time(tmp_path: Path) -> None:
     found = evaluations(out)
     assert list(found) == [0, 2, 4]
     assert found[0] == found[2] == found[4]
+
+    for ended in (out / "model", out / "checkpoints" / "step-00000004"):
+        shutil.rmtree(ended)
+    prompts = (tmp_path / "held_out.jsonl").read_text()
+    (tmp_path / "held_out.jsonl").write_text(prompts.replace("Three", "Four"))
+    with pytest.raises(ValueError, match=r"^eval\.prompts\.data: the prompts have changed since"):
+        distill(write_run(tmp_path, **options))
+    (tmp_path / "held_out.jsonl").write_text(prompts)
+    assert evaluations(distill(write_run(tmp_path, **options))) == found
 
 
 @pytest.mark.parametrize("data", [[{"text": "no prompt"}], None])

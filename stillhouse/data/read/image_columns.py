@@ -68,10 +68,10 @@ def with_images(record: Record) -> Record:
 
 def _listed(fields: Fields) -> list[Any]:
     """The images of the record's column of images; empty without such a column."""
-    found = {name: fields[name] for name in _COLUMNS if fields.get(name) not in (None, [], "")}
-    if len(found) > 1:
-        raise RecordError(f"both {name_list(found)} have images: expected one of these columns")
-    value: Any = next(iter(found.values()), [])
+    columns = {name: fields[name] for name in _COLUMNS if fields.get(name) not in (None, [], "")}
+    if len(columns) > 1:
+        raise RecordError(f"both {name_list(columns)} have images: expected one of these columns")
+    value: Any = next(iter(columns.values()), [])
     return value if isinstance(value, list) else [value]
 
 

@@ -90,8 +90,8 @@ class Turns:
             return len(shortened)
         if count + prompt >= len(self.messages):
             return None
-        known = self._heading(count) if prompt else self._end_marker(count, shortened)
-        return len(known) if known and shortened.startswith(known) and complete.startswith(known) else None
+        common = self._heading(count) if prompt else self._end_marker(count, shortened)
+        return len(common) if common and shortened.startswith(common) and complete.startswith(common) else None
 
     def _heading(self, count: int) -> str:
         """The text between the content of message number `count` (from 1) and the content of the next message."""

@@ -165,9 +165,9 @@ def _without_added_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _writes_spaces(decoder: dict[str, Any] | None) -> bool:
     """Whether a decoder only turns "▁" into a space and byte-fallback tokens into bytes, and strips a space."""
-    known = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
+    types = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
     parts = _parts(decoder)
-    return all(part["type"] in known for part in parts) and any(_replaces_space(part) for part in parts)
+    return all(part["type"] in types for part in parts) and any(_replaces_space(part) for part in parts)
 
 
 def _replaces_space(part: dict[str, Any]) -> bool:

@@ -137,9 +137,9 @@ def find_layers(model: PreTrainedModel) -> None:
     Without this call, transformers finds only layers with the numbers of the released models (GLM-4.5: 46 and 92).
     It does not find the layers of a model of another size, or of a second depth.
     """
-    known = model._keys_to_ignore_on_load_unexpected
+    ignored = model._keys_to_ignore_on_load_unexpected
     places = {prefix.replace(".", r"\.") for prefix in mtp_prefixes(model.config)}
-    model._keys_to_ignore_on_load_unexpected = {*(known or ()), *places}
+    model._keys_to_ignore_on_load_unexpected = {*(ignored or ()), *places}
 
 
 def _require_structure(model: PreTrainedModel) -> Any:

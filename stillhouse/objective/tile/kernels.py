@@ -274,14 +274,14 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
     """Return what the kernels compute with a larger error than the plain functions; empty if nothing."""
     tiles_BV = hard_tiles(plan.tiles, columns, device)
     exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
-    known = statistics(plan, raw_sums(plan, tiles_BV)[None])
+    plain = statistics(plan, raw_sums(plan, tiles_BV)[None])
     # not compiled, because a run compiles another function of the pieces, and compiling takes seconds
     of_pieces = piece_sums(plan, tiles_BV).transpose(0, 1)
     of_kernel = statistics(plan, merged_pieces(plan, of_pieces)[None])
     exact = statistics(plan, raw_sums(plan, exact_tiles_BV)[None])
-    if not _is_as_exact(_numbers(of_kernel), _numbers(known), _numbers(exact)):
+    if not _is_as_exact(_numbers(of_kernel), _numbers(plain), _numbers(exact)):
         return "the sums of the kernels differ from those of the plain functions"
-    normalizers_BX = known.normalizers()
+    normalizers_BX = plain.normalizers()
     if plan.two_sweep:
         results = (
             kernel_normalized_sums(plan, tiles_BV, normalizers_BX),
@@ -323,13 +323,13 @@ def hard_tiles(tiles: int, columns: int, device: torch.device) -> list[Tensor]:
     return [student_BV.to(device), teacher_BV.to(device)][:tiles]
 
 
-def _numbers(known: RowStatistics) -> Tensor:
+def _numbers(of_rows: RowStatistics) -> Tensor:
     """Return the numbers of all rows, [B, X]."""
-    columns = [*known.references, *known.student_log_mass, *known.student_entropy, *known.teacher_log_mass]
-    columns += [*known.teacher_entropy, *known.both_top, *known.values.values()]
+    columns = [*of_rows.references, *of_rows.student_log_mass, *of_rows.student_entropy, *of_rows.teacher_log_mass]
+    columns += [*of_rows.teacher_entropy, *of_rows.both_top, *of_rows.values.values()]
     # a mass ratio is added to log(q/p), so its absolute error counts: 1e-8 here
-    columns += [1 + 1e3 * mass_ratio_B for mass_ratio_B in known.mass_ratio]
-    columns += [] if known.mean_log_prob is None else [known.mean_log_prob]
+    columns += [1 + 1e3 * mass_ratio_B for mass_ratio_B in of_rows.mass_ratio]
+    columns += [] if of_rows.mean_log_prob is None else [of_rows.mean_log_prob]
     return torch.stack(columns, 1)
 
 

@@ -163,14 +163,14 @@ class Tile:
     def gradient_rows(self) -> Tensor:
         """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""
         zero_C = torch.zeros_like(self._known.references[0])
-        known = self._coefficients | {("counted", 0): self.counted_C.to(zero_C.dtype)}
+        columns = self._coefficients | {("counted", 0): self.counted_C.to(zero_C.dtype)}
         for at in range(len(self._plan.buckets)):
-            known["outside_reference", at] = self._known.outside_reference[at]
-            known["outside_log_mass", at] = self._known.outside_log_mass[at]
+            columns["outside_reference", at] = self._known.outside_reference[at]
+            columns["outside_log_mass", at] = self._known.outside_log_mass[at]
         for at, of_pair in self._known.acceptances.items():
-            known["log_acceptance", at] = of_pair.log_rate
-            known["above", at], known["below", at] = of_pair.above, of_pair.below
-        coefficients = [known.get(column, zero_C) for column in self._pointwise.coefficients]
+            columns["log_acceptance", at] = of_pair.log_rate
+            columns["above", at], columns["below", at] = of_pair.above, of_pair.below
+        coefficients = [columns.get(column, zero_C) for column in self._pointwise.coefficients]
         return torch.cat([self._known.normalizers(), torch.stack(coefficients, 1)], 1)
 
     def gradient_at_ids(self, rows_CX: Tensor, dtype: torch.dtype) -> list[Tensor]:

@@ -171,8 +171,8 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
     for draft in filter(None, map(DRAFTS.fullmatch, keys)):
         sides = {"greedy": draft[0], "sampled": draft[0].replace("/acceptance", "/sampled_acceptance")}
         charts.append(_held_out(f"Accepted drafts, depth {draft[1]}", "of tokens", sides, percent=True))
-    known = {key for chart in charts for key in chart.keys.values()} | {TOTAL}
-    return charts + [Chart("Other", key, "", {"": key}) for key in keys if key not in known]
+    shown = {key for chart in charts for key in chart.keys.values()} | {TOTAL}
+    return charts + [Chart("Other", key, "", {"": key}) for key in keys if key not in shown]
 
 
 def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:

@@ -60,8 +60,8 @@ class Trackers:
         """Send the finite values to each tracker, except values that an earlier process has already sent."""
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
         for name, tracker in list(self._trackers.items()):
-            known = self._state.sent.get(name, {})
-            if new := {key: value for key, value in finite.items() if step > known.get(key, -1)}:
+            sent = self._state.sent.get(name, {})
+            if new := {key: value for key, value in finite.items() if step > sent.get(key, -1)}:
                 self._use(name, f"at step {step}", partial(tracker.log, step, new))
         self._logged |= dict.fromkeys(metrics, step)
 

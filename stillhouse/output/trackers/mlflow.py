@@ -43,8 +43,8 @@ def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any
             state.mlflow = client.create_run(_experiment(client), run_name=state.name).info.run_id
         else:
             client.update_run(state.mlflow, status="RUNNING")
-        known = client.get_run(state.mlflow).data.params  # a parameter cannot be changed
-        params = [mlflow.entities.Param(key, text) for key, text in texts.items() if key not in known]
+        logged = client.get_run(state.mlflow).data.params  # a parameter cannot be changed
+        params = [mlflow.entities.Param(key, text) for key, text in texts.items() if key not in logged]
         for start in range(0, len(params), _BATCH):
             client.log_batch(state.mlflow, params=params[start : start + _BATCH])
     return MlflowRun(mlflow, client, state.mlflow)

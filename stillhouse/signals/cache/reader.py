@@ -109,9 +109,9 @@ class SignalCache(SignalStore):
             if place is None or not place.has(target_rows(documents.targets(number)))
         ]
         if missing:
-            known = stored[missing[0]] is not None
-            why = "rows of it are missing; was it written for other target tokens?" if known else "it is absent"
-            if documents.has_images and not known:
+            is_stored = stored[missing[0]] is not None
+            why = "rows of it are missing; was it written for other target tokens?" if is_stored else "it is absent"
+            if documents.has_images and not is_stored:
                 why = "it is absent; was an image changed after the cache was written?"
             raise ValueError(
                 f"{self.folder} lacks {len(missing):,} of the {len(documents):,} documents of {what}, the first is "

@@ -97,7 +97,7 @@ def _candidates(config: RunConfig, machine: Machine, rough: "Rough") -> list[Can
     max_tokens = config.data.max_tokens
     sequences = max(1, config.train.tokens_per_step // max_tokens)
     contexts = _divisors(machine.gpus_per_node) if max_tokens >= LONG else [1]
-    found = []
+    candidates = []
     for pipeline in _divisors(machine.ranks):
         for tensor in _divisors(min(machine.gpus_per_node, machine.ranks // pipeline)):
             for context in contexts:
@@ -106,8 +106,8 @@ def _candidates(config: RunConfig, machine: Machine, rough: "Rough") -> list[Can
                     continue
                 for rows in (rows for rows in (1, 2, 4, _ROWS) if rows * fsdp * pipeline <= sequences):
                     shape = (pipeline, fsdp, context, tensor, rows)
-                    found += [Candidate(*shape, recompute, max_tokens, sequences) for recompute in (False, True)]
-    return found
+                    candidates += [Candidate(*shape, recompute, max_tokens, sequences) for recompute in (False, True)]
+    return candidates
 
 
 def _divisors(number: int) -> list[int]:
