@@ -168,13 +168,23 @@ def prompt_warnings(train: TrainConfig, rollout: RolloutConfig, plan: PromptPlan
 
 
 def schedule_warnings(train: TrainConfig, steps: int, data: RunData, *, on_policy: bool) -> Iterator[str]:
-    """Yield warnings for a run of few steps, a warm-up that lasts the whole run, and a small `min_learning_rate`."""
+    """Yield warnings for a run of few steps, steps with documents of a single teacher, a warm-up that lasts the whole
+    run, and a small `min_learning_rate`.
+
+    data: in the sequences that the run trains on.
+    """
     tokens = len(data.train.documents.tokens_N)
     if train.steps is None and not on_policy and steps < FEW_STEPS:
         yield (
             f"the run has only {steps} optimizer step{'s' * (steps > 1)}, because train.tokens_per_step is "
             f"{train.tokens_per_step:,} and the data have {tokens:,} tokens; lower train.tokens_per_step, or raise "
             "train.epochs"
+        )
+    if data.train.together is not None and not on_policy and train.tokens_per_step < 2 * data.train.max_tokens:
+        yield (
+            "every step trains documents of one teacher alone, because it has only one sequence of up to "
+            f"{data.train.max_tokens:,} tokens, and with teachers.route a sequence has documents of one teacher; "
+            "lower train.micro_batch_tokens, or raise train.tokens_per_step"
         )
     if train.warmup >= max(steps, 2):
         yield (

@@ -102,7 +102,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         *setup.warnings,
         *data.warnings,
         *check_models({"student": session.student, **session.teachers}, models.self_teachers, data),
-        *_schedule_warnings(config, schedule, plan, data),
+        *_schedule_warnings(config, schedule, plan, packed),
     ]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session

@@ -129,6 +129,7 @@ def of_equals(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
 
 
 ROUTE = {"teachers.route": "subject"}
+ONE_TEACHER = "every step trains documents of one teacher alone"
 DISTRIBUTIONS = {"teachers.sum": "distributions", "objective.temperature": 2.0}
 OF_CODE: dict[str, Any] = {"weight": 0.5, "temperature": 2.0}
 SERVED = {"url": "that of the server"}
@@ -175,6 +176,14 @@ def test_every_document_has_the_same_share(folder: Path, rows: int) -> None:
     named_and_loss = {"loss": torch.tensor(output.sums["loss"])} | named_gradients(session.student.pretrained)
     assert_same_as_float64(named_and_loss, reference)
     session.close()
+
+
+def test_steps_of_a_single_teacher_are_warned_of(folder: Path) -> None:
+    """With documents in rows, a micro-batch has documents of one teacher."""
+    settings = ROUTE | named(folder, {}, OF_CODE) | {"data.packing": "rows", "train.tokens_per_step": 4 * MAX_TOKENS}
+    for rows, count in ((2, 0), (4, 1)):
+        session = session_with(folder, **settings, **{"train.micro_batch_tokens": rows * MAX_TOKENS})
+        assert [warning.partition(",")[0] for warning in session.warnings] == [ONE_TEACHER] * count
 
 
 def test_every_teacher_has_the_same_gradient_from_the_second_step_on(folder: Path) -> None:
