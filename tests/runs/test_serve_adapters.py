@@ -69,9 +69,10 @@ def test_a_run_is_that_of_one_process_also_when_the_server_is_killed(
     )
 
 
-@pytest.mark.parametrize("kind", [slow("nf4"), slow("int8")])
-def test_a_quantized_server_has_the_base_of_a_quantized_student(tmp_path: Path, kind: str) -> None:
+@pytest.mark.slow
+def test_a_quantized_server_has_the_base_of_a_quantized_student(tmp_path: Path) -> None:
     """As above with `student.quantize`; a server with the weights that were not rounded is refused."""
+    kind = "nf4"
     save_teacher(tmp_path / "student")
     write_on_policy_run(tmp_path, **SETTINGS, **{"student.quantize": kind})
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'in_process'}")

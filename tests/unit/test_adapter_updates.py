@@ -11,6 +11,7 @@ import pytest
 import torch
 from kit import first_is_quick, slow
 from kit.families import build
+from kit.low_bit import save_teacher
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,8 +36,8 @@ def decoder_of(family: str, dtype: torch.dtype = torch.float32) -> Decoder:
 class Student:
     """A student with an adapter; `publish` gives it other matrices and publishes them."""
 
-    def __init__(self, folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **options: Any):
-        self.decoder, self.folder = decoder_of(family, dtype), folder
+    def __init__(self, folder: Path, decoder: Decoder | None = None, **options: Any):
+        self.decoder, self.folder = decoder or decoder_of("llama"), folder
         add_lora(self.decoder, **{"r": 4, "alpha": 8} | options)
         self.decoder.eval()
 
@@ -60,18 +61,30 @@ def load(updates: WeightUpdates, folder: Path, version: str) -> None:
 @pytest.mark.parametrize("family", first_is_quick(["llama", "gpt2", "qwen3_moe"]))
 @torch.no_grad()
 def test_a_server_with_an_adapter_is_the_student_to_the_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    student, server = Student(tmp_path, family, dtype, dropout=0.1), decoder_of(family, dtype)
-    frozen = {name: weight.clone() for name, weight in server.state_dict().items()}
     base = AdapterBase(fingerprint=BASE.fingerprint, dtype=str(dtype).removeprefix("torch."), quantize=None)
+    server = decoder_of(family, dtype)
+    frozen = {name: weight.clone() for name, weight in server.state_dict().items()}
+    assert_becomes_student(server, Student(tmp_path, decoder_of(family, dtype), dropout=0.1), base)
+    assert not any(parameter.requires_grad for parameter in server.parameters())
+    for name, weight in server.state_dict().items():
+        if ".lora_" not in name:
+            assert weight.equal(frozen[name.replace(".base_layer.", ".")])
+
+
+@pytest.mark.parametrize("kind", [slow("nf4"), slow("int8")])
+def test_a_quantized_server_is_the_quantized_student_to_the_bit(tmp_path: Path, kind: str) -> None:
+    model, base = save_teacher(tmp_path / "model"), AdapterBase(**BASE.model_dump() | {"quantize": kind})
+    server, student = (Decoder.from_pretrained(model, quantize=kind, trained=True) for _ in range(2))
+    assert_becomes_student(server, Student(tmp_path / "weights", student), base)
+
+
+@torch.no_grad()
+def assert_becomes_student(server: Decoder, student: Student, base: AdapterBase) -> None:
     updates, before = WeightUpdates(server, base), server(IDS)
     for version in (1, 2):
         load(updates, student.publish(version, base), str(version))
         assert server(IDS).equal(student.logits())
         assert not server(IDS).equal(before)
-    assert not any(parameter.requires_grad for parameter in server.parameters())
-    for name, weight in server.state_dict().items():
-        if ".lora_" not in name:
-            assert weight.equal(frozen[name.replace(".base_layer.", ".")])
 
 
 def test_an_adapter_is_what_is_published(tmp_path: Path) -> None:
