@@ -175,8 +175,24 @@ def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """The dotted keys with different values; short values are added to their key."""
+    before, after = _with_items(before), _with_items(after)
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return [f"{key}{_both(before.get(key), after.get(key))}" for key in keys]
+
+
+def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with a key for each value in a list of sections or in a section of this list, such as
+    data.train[1].weight."""
+    items: dict[str, Any] = {}
+    for key, value in values.items():
+        is_section = isinstance(value, Mapping) and "[" in key
+        if is_section:
+            items |= _with_items({f"{key}.{name}": inner for name, inner in value.items()})
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            items |= _with_items({f"{key}[{number}]": item for number, item in enumerate(value)})
+        else:
+            items[key] = value
+    return items
 
 
 def _both(before: Any, after: Any) -> str:

@@ -7,11 +7,11 @@ from stillhouse.config.errors import ConfigError, MissingKeyError, as_config_err
 from stillhouse.config.explain_errors import override_hint
 from stillhouse.config.read_config import dump_config, load_config
 from stillhouse.config.sections.checkpoint_section import CheckpointConfig
-from stillhouse.config.sections.data_section import DataConfig
+from stillhouse.config.sections.data_section import DataConfig, SourceConfig
 from stillhouse.config.sections.eval_section import EvalConfig, EvalPromptsConfig
 from stillhouse.config.sections.objective_section import ObjectiveConfig, TokenGateConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig
-from stillhouse.config.sections.rollout_section import RolloutConfig
+from stillhouse.config.sections.rollout_section import RolloutConfig, sampling_temperatures
 from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.sections.student_section import AdapterConfig, MtpConfig, StudentConfig
 from stillhouse.config.sections.teacher_section import NamedTeacherConfig, TeacherConfig, TeachersConfig
@@ -31,6 +31,7 @@ __all__ = [
     "ParallelConfig",
     "RolloutConfig",
     "RunConfig",
+    "SourceConfig",
     "StudentConfig",
     "TeacherConfig",
     "TeachersConfig",
@@ -40,4 +41,5 @@ __all__ = [
     "dump_config",
     "load_config",
     "override_hint",
+    "sampling_temperatures",
 ]

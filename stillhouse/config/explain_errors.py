@@ -11,7 +11,16 @@ from pydantic_core import ErrorDetails
 
 from stillhouse.config.errors import ConfigError, MissingKeyError, listed
 from stillhouse.config.other_tools import NO_KEY, peer_hint, peer_value
-from stillhouse.config.schema import ANY_NAME, Schema, describe, inner_section, item_section, section_of, value_fields
+from stillhouse.config.schema import (
+    ANY_NAME,
+    Schema,
+    describe,
+    inner_section,
+    item_section,
+    section_at,
+    section_of,
+    value_fields,
+)
 from stillhouse.config.section import Section
 from stillhouse.display import name_list
 
@@ -30,7 +39,10 @@ def explain(error: ValidationError, content: Mapping[str, Any], model: type[Sect
     for detail in error.errors()[:MOST]:
         for mistake in _mistakes(detail, content, model):
             mistakes.setdefault(mistake.key, mistake)
-    return listed(list(mistakes.values()), more=max(0, error.error_count() - MOST))
+    # a list that may also be a text has a second error, which says that it is no text
+    in_items = {key.partition("[")[0] for key in mistakes if key is not None and "[" in key}
+    kept = [mistake for key, mistake in mistakes.items() if key not in in_items]
+    return listed(kept, more=max(0, error.error_count() - MOST))
 
 
 def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Section]) -> Iterator[ConfigError]:
@@ -40,13 +52,28 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
     elif error is not None:
         yield ConfigError(_field(detail["loc"], model)[0], str(error))
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
-        yield from _unknown(".".join(map(str, detail["loc"])), detail["input"], model)
+        yield from _unknown(_dotted(detail["loc"], content), detail["input"], model)
     else:
         key, owner, name = _field(detail["loc"], model)
-        if detail["type"] == "missing" and len(detail["loc"]) == key.count(".") + 1:
+        if detail["type"] == "missing" and name == detail["loc"][-1] and owner is section_at(_parent(key), model):
             yield from _missing(key, owner, name)
         else:
             yield _wrong_value(key, owner, name, content)
+
+
+def _dotted(location: Sequence[int | str], content: Any) -> str:
+    """The key of a pydantic location, such as data.train[1].weight, without the names of members of unions."""
+    key = ""
+    for part in location:
+        if isinstance(content, list) and isinstance(part, int):
+            key, content = f"{key}[{part}]", content[part]
+        elif isinstance(content, Mapping):
+            key, content = f"{key}.{part}", content.get(part)
+    return key.removeprefix(".")
+
+
+def _parent(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def _unknown(key: str, value: Any, model: type[Section]) -> Iterator[ConfigError]:
@@ -72,15 +99,21 @@ def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, 
 
     Parts of the location after the key are ignored: they are members of unions and items of lists.
     """
-    name, *rest = map(str, location)
+    name, rest = str(location[0]), location[1:]
     section = inner_section(model, name)
+    numbers = [at for at, part in enumerate(location) if at and isinstance(part, int)]
+    field = model.model_fields.get(name)
+    item = None if field is None else item_section(field)
+    if item is not None and numbers and location[numbers[0] + 1 :]:
+        key, owner, last = _field(location[numbers[0] + 1 :], item)
+        return f"{name}[{location[numbers[0]]}].{key}", owner, last
     if (
         section is None
         or not rest
-        or (rest[0] not in section.model_fields and inner_section(section, rest[0]) is None)
+        or (rest[0] not in section.model_fields and inner_section(section, str(rest[0])) is None)
     ):
         return name, model, name
-    key, owner, last = _field(tuple(rest), section)
+    key, owner, last = _field(rest, section)
     return f"{name}.{key}", owner, last
 
 
@@ -98,8 +131,8 @@ def _missing(key: str, owner: type[Section], name: str) -> Iterator[MissingKeyEr
 
 def _wrong_value(key: str, owner: type[Section], name: str, content: Mapping[str, Any]) -> ConfigError:
     value: Any = content
-    for part in key.split("."):
-        value = value[part]
+    for part in re.findall(r"[^.[\]]+", key):
+        value = value[int(part) if isinstance(value, list) else part]
     expected, hint = _expected(owner, name), ""
     if name in owner.model_fields and inner_section(owner, name) is None:
         field = owner.model_fields[name]
@@ -115,9 +148,10 @@ def _expected(owner: type[Section], name: str) -> str:
     if section is not None:
         keys = f", or one of the keys {', '.join(owner.model_fields)}" if name not in owner.model_fields else ""
         return f"a section with the keys {', '.join(section.model_fields)}{keys}"
-    if name in owner.model_fields and (item := item_section(owner.model_fields[name])):
+    schema = owner.model_json_schema()["properties"][name]
+    if "anyOf" not in schema and (item := item_section(owner.model_fields[name])):
         return f"a list of sections with the keys {', '.join(item.model_fields)}"
-    return describe(owner.model_json_schema()["properties"][name])
+    return describe(schema)
 
 
 def _shown(value: Any) -> str:
@@ -173,14 +207,14 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
     values = value_fields(model)
     all_fields = {**values, **model.model_fields}
     parent, _, name = key.rpartition(".")
-    list_field = all_fields.get(re.sub(r"\.\d+$", "", parent))
-    item = None if list_field is None else item_section(list_field)
+    item = section_at(parent, model) if "[" in parent else None
     is_elsewhere = any(other.rpartition(".")[2] == name for other in all_fields)
     # the section may be a part of another tool's name: eval.steps for eval_steps
     joined = key.replace(".", "_") if "." in key else ""
     siblings = [other.removeprefix(f"{parent}.") for other in values if other.startswith(f"{parent}.")]
     if item is not None:
-        problem = f"the keys of {parent} are: {', '.join(item.model_fields)}"
+        near = nearest(name, item.model_fields)
+        problem = f"did you mean {near[0]}?" if near else f"the keys of {parent} are: {', '.join(item.model_fields)}"
     elif hint := peer_hint(key, with_section=is_elsewhere) or peer_hint(joined):
         problem = hint
     elif similar := nearest(key, all_fields):

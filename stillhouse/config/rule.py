@@ -8,12 +8,14 @@ from typing import Any
 from stillhouse.config.errors import ConfigError
 from stillhouse.config.schema import ANY_NAME, value_fields, yaml_value
 from stillhouse.config.section import Section
+from stillhouse.config.sections.rollout_section import PromptConfig
 from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.sections.teacher_section import TeachersConfig
 
 #: in a rule, `teacher.` means all teachers, and this prefix means only the teachers under `teachers`
 NAMED = f"teachers.{ANY_NAME}."
 _OF_A_TEACHER = re.compile(rf"\bteacher\.|{re.escape(NAMED)}")
+_OF_A_SOURCE = re.compile(r"data\.train\[\d+\]\.")
 FIELDS = value_fields(RunConfig)
 
 
@@ -25,19 +27,46 @@ class Rule:
     refuses: returns whether the values of the keys break the rule. A value is None if its section is absent.
     expected: the expected configuration, in words.
     because: the reason, or "".
+    has_no_effect: whether the rule refuses a key without effect. With several sources of prompts, a key of the
+        section rollout is then refused only if it has no effect on any of them.
     """
 
     keys: tuple[str, ...]
     refuses: Callable[..., bool]
     expected: str
     because: str = ""
+    has_no_effect: bool = False
 
     def mistakes(self, config: RunConfig) -> Iterator[ConfigError]:
-        """The errors of a configuration that breaks this rule; there may be one error per teacher."""
+        """The errors of a configuration that breaks this rule; there may be one per teacher and source of prompts."""
         for rule in self._of_teachers(config):
-            values = [getattr(_owner(config, key), key.rpartition(".")[2], None) for key in rule.keys]
-            if _owner(config, rule.keys[0]) is not None and rule.refuses(*values):
-                yield ConfigError(rule.keys[0], rule._problem(*values))
+            by_source = [
+                (of_source.keys[0], list(of_source._mistake(variant)))
+                for of_source, variant in rule._of_sources(config)
+            ]
+            of_section = [mistakes for key, mistakes in by_source if key == rule.keys[0]]
+            if self.has_no_effect and not all(of_section):
+                by_source = [(key, mistakes) for key, mistakes in by_source if key != rule.keys[0]]
+            yield from (mistake for _, mistakes in by_source for mistake in mistakes)
+
+    def _mistake(self, config: RunConfig) -> Iterator[ConfigError]:
+        values = [getattr(_owner(config, key), key.rpartition(".")[2], None) for key in self.keys]
+        if _owner(config, self.keys[0]) is not None and self.refuses(*values):
+            yield ConfigError(self.keys[0], self._problem(*values))
+
+    def _of_sources(self, config: RunConfig) -> list[tuple["Rule", RunConfig]]:
+        """For each source of prompts, the rule with the keys that the source sets, and the source's configuration.
+
+        Only the rule itself, if it has no key that a source can set, or if there are no such sources.
+        """
+        if not any(key.removeprefix("rollout.") in PromptConfig.model_fields for key in self.keys):
+            return [(self, config)]
+        variants = []
+        for number, rollout in enumerate(config.rollouts):
+            prefixes = [config.data.rollout_prefix(number, key.removeprefix("rollout.")) for key in self.keys]
+            keys = tuple(prefix + key for prefix, key in zip(prefixes, self.keys, strict=True))
+            variants.append((replace(self, keys=keys), config.model_copy(update={"rollout": rollout})))
+        return variants or [(self, config)]
 
     def _of_teachers(self, config: RunConfig) -> list["Rule"]:
         """A copy of the rule for each teacher, with the key of the teacher's section in place of `teacher.`."""
@@ -93,6 +122,7 @@ def needs(key: str, *others: str) -> Rule:
         lambda value, *values: value != default(key) and all(other is None for other in values),
         yaml_value(default(key)),
         f"it has an effect only with {' or '.join(others)}",
+        has_no_effect=True,
     )
 
 
@@ -104,6 +134,7 @@ def default(key: str) -> Any:
 def _owner(config: RunConfig, key: str) -> Any:
     """The section that has a key; None if it is absent."""
     owner: Any = config
+    key = _OF_A_SOURCE.sub("", key)
     for name in key.split(".")[:-1]:
         owner = owner.named.get(name) if isinstance(owner, TeachersConfig) else getattr(owner, name, None)
     return owner

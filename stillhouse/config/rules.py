@@ -14,6 +14,7 @@ from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.rule import FIELDS, NAMED, Rule, default, excludes, needs
 from stillhouse.config.schema import yaml_value
 from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
+from stillhouse.config.sections.data_section import is_source_name
 from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.servers import ENGINES
 from stillhouse.config.source_kinds import OF_WEIGHTS, SOURCES
@@ -134,6 +135,7 @@ RULES: tuple[Rule, ...] = (
         ),
         yaml_value(default("rollout.timeout")),
         "it has an effect only with rollout.url or a server in rollout.reward",
+        has_no_effect=True,
     ),
     needs("rollout.weights", "rollout.url"),
     excludes("rollout.weights", "rollout.writer=teacher", because="only the student's weights change"),
@@ -145,6 +147,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "0",
         "it has an effect only with a function in rollout.reward, or with rollout.environment",
+        has_no_effect=True,
     ),
     excludes(
         "rollout.worker_timeout", "rollout.workers=0", expected="60, or rollout.workers", because="it limits them"
@@ -185,11 +188,17 @@ RULES: tuple[Rule, ...] = (
     ),
     excludes("objective.loss", "objective.by_origin", because="it has no effect beside it"),
     excludes("objective.by_origin", "teachers", because="metrics are named by origins or by teachers"),
-    Rule(
-        ("objective.by_origin.dataset", "rollout.share"),
-        lambda loss, share: share is not None and (loss is None) != (share == 1),
-        "an objective with rollout.share below 1, and null with rollout.share=1",
-        "the other completions of a step are the dataset's",
+    *(
+        Rule(
+            ("objective.by_origin.dataset", "rollout.share"),
+            lambda loss, share, is_given=is_given: (
+                share is not None and (loss is not None) == is_given and (share == 1) == is_given
+            ),
+            "an objective with rollout.share below 1, and null with rollout.share=1",
+            "the other completions of a step are the dataset's",
+            has_no_effect=is_given,
+        )
+        for is_given in (True, False)
     ),
     *(
         Rule(
@@ -202,9 +211,26 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("data.train", "rollout"),
-        lambda source, rollout: isinstance(source, list) and rollout is not None,
-        "one source",
-        "prompts are drawn evenly, without weights",
+        lambda sources, rollout: (
+            isinstance(sources, list)
+            and rollout is None
+            and any(source.name is not None or source.rollout is not None for source in sources)
+        ),
+        "sources without name and rollout, or the section rollout",
+        "they are of prompts",
+    ),
+    Rule(
+        ("data.train", "rollout"),
+        lambda sources, rollout: (
+            isinstance(sources, list)
+            and rollout is not None
+            and (
+                len({source.shown_name for source in sources}) < len(sources)
+                or not all(is_source_name(source.shown_name) for source in sources)
+            )
+        ),
+        "a different name for every source (letters, digits, _ and -, a letter first, not reward)",
+        "metrics are named by sources, and a file's own name is not always enough",
     ),
     # a share of the tokens
     excludes("objective.token_gate", "student.mtp"),

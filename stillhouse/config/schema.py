@@ -25,9 +25,22 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def item_section(field: FieldInfo) -> type[Section] | None:
-    """The class of the items if a field is a list of sections, otherwise None."""
-    kinds = get_args(field.annotation) if get_origin(field.annotation) is list else ()
+    """The class of the items if a field is or may be a list of sections, otherwise None."""
+    lists = [kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is list]
+    kinds = [kind for of_list in lists for kind in get_args(of_list)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def section_at(key: str, model: type[Section]) -> type[Section] | None:
+    """The class of the section with this dotted key, such as data.train[1]; None if there is none."""
+    section: type[Section] | None = model
+    for part in key.split(".") if key else ():
+        name, bracket, _ = part.partition("[")
+        if section is None:
+            return None
+        field = section.model_fields.get(name)
+        section = inner_section(section, name) if not bracket else None if field is None else item_section(field)
+    return section
 
 
 def named_sections(model: type[Section]) -> type[Section] | None:

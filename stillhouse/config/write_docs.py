@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.config.other_tools import PEERS, peer_entries
-from stillhouse.config.schema import ANY_NAME, describe, named_sections, section_of, yaml_value
+from stillhouse.config.schema import ANY_NAME, describe, item_section, named_sections, section_of, yaml_value
 from stillhouse.config.section import Section
 from stillhouse.config.sections.run_section import RunConfig
 
@@ -116,6 +116,8 @@ def _tables(key: str, section: type[Section]) -> list[str]:
     for name, field in section.model_fields.items():
         if (inner := section_of(field)) is not None:
             tables += _tables(f"{key}.{name}", inner)
+        if (item := item_section(field)) is not None:
+            tables.append(_table(f"`{key}.{name}[n]`", f"{key}.{name}[n].", item, set(item.model_fields)))
     if (named := named_sections(section)) is not None:
         # the keys of the base class are already in a table
         names = set(named.model_fields) - set(named.__mro__[1].model_fields)  # type: ignore[attr-defined]

@@ -4,11 +4,12 @@ They depend only on the step's number, so a resumed run needs no saved state of 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stillhouse.config import RolloutConfig, TrainConfig
 from stillhouse.data import PackedMicroBatches, PackedSequences
-from stillhouse.generation import PromptPlan
+from stillhouse.generation import PromptPlan, PromptSource
 
 #: the schedule wsd (warm-up, stable, decay) decays in this last share of the steps after the warm-up
 WSD_DECAY = 0.2
@@ -57,26 +58,24 @@ def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 
 
 
 def make_on_policy_schedule(
-    train: TrainConfig,
-    rollout: RolloutConfig,
-    prompts: int,
-    dataset: int,
-    max_tokens: int,
-    seed: int,
+    train: TrainConfig, rollout: RolloutConfig, sources: Sequence[PromptSource], max_tokens: int, seed: int
 ) -> tuple[StepSchedule, PromptPlan]:
     """Return the step schedule, in which a sequence is one sampled completion, and the prompt plan.
 
-    `StepPacker` forms the micro-batches. prompts, dataset: numbers of documents with prompts and with completions.
+    `StepPacker` forms the micro-batches. An epoch has as many generated prompts as all sources together.
     """
-    samples = rollout.samples_per_prompt
-    per_step = rollout.prompts_per_step or max(1, train.tokens_per_step // (max_tokens * samples))
+    weights = sum(source.weight for source in sources)
+    samples = round(sum(source.weight * source.samples_per_prompt for source in sources) / weights, 6)
+    share = sum(source.weight * source.share for source in sources) / weights
+    per_step = rollout.prompts_per_step or max(1, int(train.tokens_per_step // (max_tokens * samples)))
     if train.steps is not None:
         steps = train.steps
     else:
         assert train.epochs is not None
-        steps = math.ceil(round(max(1.0, train.epochs * prompts) / (per_step * rollout.share), 6))
-    plan = PromptPlan(prompts, dataset, per_step, samples, seed, rollout.share)
-    return StepSchedule(steps, steps * per_step * samples, per_step * samples, 1), plan
+        prompts = sum(source.prompts for source in sources)
+        steps = math.ceil(round(max(1.0, train.epochs * prompts) / (per_step * share), 6))
+    completions = round(per_step * samples)
+    return StepSchedule(steps, steps * completions, completions, 1), PromptPlan(sources, per_step, seed)
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:

@@ -1,6 +1,6 @@
 """Rollouts: completions that a model generates, from an engine in this process or from servers, and their rewards."""
 
-from stillhouse.generation.prompt_plan import PromptPlan
+from stillhouse.generation.prompt_plan import PromptPlan, PromptSource
 from stillhouse.generation.rollout_engines import RolloutEngine
 from stillhouse.generation.rollout_queue import RolloutQueue, require_versions, staleness
 from stillhouse.generation.rollout_queue_state import QueueState
@@ -11,6 +11,7 @@ from stillhouse.generation.sample import (
     Sampling,
 )
 from stillhouse.generation.sample_generator import SampleGenerator
+from stillhouse.generation.source_settings import SourceSettings
 from stillhouse.generation.step_documents import POLICY_VERSION, TargetRules, step_documents
 
 __all__ = [
@@ -18,12 +19,14 @@ __all__ = [
     "Completion",
     "GenerationRequest",
     "PromptPlan",
+    "PromptSource",
     "QueueState",
     "RolloutEngine",
     "RolloutQueue",
     "Sample",
     "SampleGenerator",
     "Sampling",
+    "SourceSettings",
     "TargetRules",
     "require_versions",
     "staleness",

@@ -96,7 +96,8 @@ class Generator:
         return [completions_by_number[at] for at in range(len(requests))]
 
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
-        """Divide requests into batches of similar lengths. A batch is a list of positions in `requests`.
+        """Divide requests into batches of similar lengths and the same sampling. A batch is a list of positions in
+        `requests`.
 
         least: the number of processes that share the batches. A batch has at most len(requests) / least requests,
             rounded up.
@@ -104,15 +105,21 @@ class Generator:
         prompts = [len(request.prompt_ids) for request in requests]
         equal_lengths = bool(row_windows(self.decoder.config))  # padding on the left would move these windows
         limits = [self._limit(request) for request in requests]
+        samplings = [self._sampling(request) for request in requests]
+        kinds = list(dict.fromkeys(samplings))
         most_rows = max(1, -(-len(requests) // least))
         batches: list[list[int]] = []
         prompt = limit = 0
-        for at in sorted(range(len(requests)), key=lambda at: (prompts[at], limits[at], at)):
+        for at in sorted(
+            range(len(requests)), key=lambda at: (kinds.index(samplings[at]), prompts[at], limits[at], at)
+        ):
             # each row of a batch takes the tokens of its longest prompt and its largest max_new_tokens
             prompt, limit = max(prompt, prompts[at]), max(limit, limits[at])
             rows = len(batches[-1]) + 1 if batches else 0
             fits = rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens
-            if batches and fits and (not equal_lengths or prompts[batches[-1][0]] == prompts[at]):
+            of_last = batches[-1][0] if batches else at
+            fits = fits and samplings[of_last] == samplings[at]
+            if batches and fits and (not equal_lengths or prompts[of_last] == prompts[at]):
                 batches[-1].append(at)
             else:
                 batches.append([at])
@@ -147,10 +154,11 @@ class Generator:
             mask_BS[row, width - len(request.prompt_ids) :] = 1
         seeds = [request.seed for request in requests]
         never = self.image_prompts.never
-        sampler = TokenSampler(self.sampling, seeds, max(limits), self._vocabulary, self.device, self._counted, never)
+        sampling = self._sampling(requests[0])  # of all requests of the batch
+        sampler = TokenSampler(sampling, seeds, max(limits), self._vocabulary, self.device, self._counted, never)
         images = self.image_prompts.arguments(requests, width, self.device)
         listener = None if ended is None else on_end
-        end = EndOfCompletion(self.sampling, limits, width, self._tokenizer, self.device, listener)
+        end = EndOfCompletion(sampling, limits, width, self._tokenizer, self.device, listener)
         with errors:
             self._run(ids_BS, mask_BS, max(limits), sampler, end, images)
         return self._completions(sampler, end, version, range(len(requests)))
@@ -189,6 +197,8 @@ class Generator:
         rows = model.get_input_embeddings().weight.shape[0]
         for request in requests:
             ids = request.prompt_ids
+            if self._sampling(request).stop and self._tokenizer is None:
+                raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
             if len(ids) == 0 or self._limit(request) < 1:
                 raise ValueError(
                     f"request {request.number}: {len(ids)} tokens of a prompt and at most {self._limit(request)} new "
@@ -202,8 +212,11 @@ class Generator:
         longest = max((len(request.prompt_ids) + self._limit(request) for request in requests), default=0)
         check_document_length(model, longest, describe(model))
 
+    def _sampling(self, request: GenerationRequest) -> Sampling:
+        return self.sampling if request.sampling is None else request.sampling
+
     def _limit(self, request: GenerationRequest) -> int:
-        most = self.sampling.max_new_tokens
+        most = self._sampling(request).max_new_tokens
         return most if request.max_new_tokens is None else min(most, request.max_new_tokens)
 
     def _completions(

@@ -166,9 +166,9 @@ class RolloutQueue:
 
     def _keep(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            group = sample.number // self.plan.samples_per_prompt
+            group = self.plan.group_of(sample.number)
             self._samples[group][sample.number] = sample
-            if len(self._samples[group]) == self.plan.samples_per_prompt:
+            if len(self._samples[group]) == len(self.plan.samples(group)):
                 self._finished.append(group)
 
     def _is_ready(self, step: int) -> bool:

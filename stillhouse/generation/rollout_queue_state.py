@@ -44,7 +44,8 @@ def require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedul
         )
     earliest, latest = max(0, step - schedule.max_staleness), schedule.last_requested(step)
     for group, at in requested_at.items():
-        due = plan.step_of(group)
+        is_planned = 0 <= group < plan.groups(latest).stop  # the plan must not be made for any number
+        due = plan.step_of(group) if is_planned else -1
         if not (earliest <= due <= latest and max(0, due - ahead, earliest) <= at <= min(due, step)):
             raise ValueError(
                 f"group {group}, asked for at step {at}: after {step} steps, expected a group of the steps "
@@ -90,9 +91,11 @@ def require_samples(
     plan, seen = generator.plan, set[int]()
     vocabulary = max(generator.tokenizer.get_vocab().values()) + 1
     for sample in samples:
-        group = sample.number // plan.samples_per_prompt
+        group = plan.group_of(sample.number)
         if group not in requested_at:
             raise ValueError(f"sample {sample.number} is of group {group}, which was not asked for or is trained")
+        if sample.number not in plan.samples(group):
+            raise ValueError(f"sample {sample.number}: expected one of {plan.samples(group)}, those of its group")
         if sample.number in seen:
             raise ValueError(f"sample {sample.number} is there more than once")
         seen.add(sample.number)
@@ -107,13 +110,14 @@ def require_samples(
 
 def _problem(sample: Sample, generator: SampleGenerator, vocabulary: int, versions: range) -> str:
     ids_N, versions_N = sample.completion.ids_N, sample.completion.versions_N
-    if len(ids_N) > generator.max_new_tokens:
-        return f"has {len(ids_N)} tokens: expected at most rollout.max_new_tokens, {generator.max_new_tokens}"
+    settings = generator.settings_of(sample.number)
+    if len(ids_N) > settings.max_new_tokens:
+        return f"has {len(ids_N)} tokens: expected at most rollout.max_new_tokens, {settings.max_new_tokens}"
     if ids_N.min() < 0 or ids_N.max() >= vocabulary:
         return f"has the ids {ids_N.min()} to {ids_N.max()}: expected 0 to {vocabulary - 1}"
     if (sample.is_generated_N != (versions_N != NOT_GENERATED)).any() or not sample.is_generated_N.any():
         return "has tokens with a version that no model wrote, or tokens of a model without one"
-    if generator.environment is None and not sample.is_generated_N.all():
+    if settings.environment is None and not sample.is_generated_N.all():
         return "has tokens of an environment: this run has no rollout.environment"
     generated_N = versions_N[sample.is_generated_N]
     oldest, newest = generated_N.min(), generated_N.max()
@@ -122,7 +126,7 @@ def _problem(sample: Sample, generator: SampleGenerator, vocabulary: int, versio
             f"has tokens of versions {oldest} to {newest}: expected versions {versions.start} to "
             f"{versions.stop - 1}, in this order"
         )
-    if sample.reward is not None and generator.reward is None:
+    if sample.reward is not None and settings.reward is None:
         return f"has the reward {sample.reward}: this run has no rollout.reward"
     if sample.reward is not None and not math.isfinite(sample.reward):
         return f"has the reward {sample.reward}: expected a finite number"

@@ -4,7 +4,7 @@ N tokens of a completion.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -15,7 +15,7 @@ from stillhouse.data.images import EncodedImage
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling settings of all completions of a run.
+    """The sampling settings of completions.
 
     max_new_tokens: the maximum number of tokens of a completion, including its end of sequence.
     temperature: divides the logits; 0 means greedy decoding.
@@ -33,6 +33,11 @@ class Sampling:
     stop: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] = ()
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """values: those of `asdict`, sent as JSON."""
+        return cls(**dict(values) | {name: tuple(values[name]) for name in ("stop", "eos_ids")})
+
     @property
     def samples_all_tokens(self) -> bool:
         """Whether no filter removes tokens. Tokens are then sampled from the recorded log-probabilities."""
@@ -49,6 +54,7 @@ class GenerationRequest:
     max_new_tokens: a smaller limit than that of `Sampling`. None: the limit of `Sampling`.
     images: the images of the prompt, whose placeholder tokens `prompt_ids` has.
     image_tensors: in place of `images`, what a client's processor has made of them; only for this process.
+    sampling: None: the engine's.
     """
 
     number: int
@@ -57,6 +63,7 @@ class GenerationRequest:
     max_new_tokens: int | None = None
     images: Sequence[EncodedImage] = ()
     image_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    sampling: Sampling | None = None
 
     @property
     def has_images(self) -> bool:
@@ -64,13 +71,15 @@ class GenerationRequest:
 
     def as_json(self) -> list[Any]:
         images = [image.as_stored.as_json() for image in self.images]
-        return [self.number, self.prompt_ids.tolist(), self.seed, self.max_new_tokens, images]
+        sampling = None if self.sampling is None else asdict(self.sampling)
+        return [self.number, self.prompt_ids.tolist(), self.seed, self.max_new_tokens, images, sampling]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        number, ids, seed, max_new_tokens, images = values
+        number, ids, seed, max_new_tokens, images, sampling = values
         encoded = [EncodedImage.from_json(image) for image in images]
-        return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens, encoded)
+        of_request = None if sampling is None else Sampling.from_json(sampling)
+        return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens, encoded, sampling=of_request)
 
 
 @dataclass(frozen=True, eq=False)

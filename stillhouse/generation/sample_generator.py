@@ -19,7 +19,8 @@ from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation.prompt_plan import PromptPlan
 from stillhouse.generation.rollout_engines import RolloutEngine
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
-from stillhouse.generation.user_functions import EnvironmentCall, Reward, RewardCall
+from stillhouse.generation.source_settings import SourceSettings
+from stillhouse.generation.user_functions import Reward
 from stillhouse.user_code.episodes import Episode
 
 #: the version of a token that no model generated
@@ -71,10 +72,7 @@ class _Open:
 class SampleGenerator:
     """Requests samples from an engine, and returns the finished ones.
 
-    max_new_tokens: the maximum number of tokens of a sample: all turns of the model and all replies together.
-    reward, environment: see `user_functions.py`. If one of them is set, `prompts` must have the records of the data.
-    calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn has ended, also while
-        the engine generates others. Otherwise, `finished` requests it.
+    sources: the settings of each source of `plan`.
     placeholders: the ids of the tokens that stand for features of images, which a reply must not have.
     """
 
@@ -84,18 +82,13 @@ class SampleGenerator:
         prompts: Documents,
         plan: PromptPlan,
         tokenizer: PreTrainedTokenizerBase,
-        max_new_tokens: int,
+        sources: Sequence[SourceSettings],
         *,
-        reward: RewardCall | None = None,
-        environment: EnvironmentCall | None = None,
-        calls_from_any_thread: bool = False,
-        max_turns: int = 1,
         placeholders: Sequence[int] = (),
     ):
         self.engine, self.prompts, self.plan, self.tokenizer = engine, prompts, plan, tokenizer
-        self.max_new_tokens, self.max_turns = max_new_tokens, max_turns
-        self.reward, self.environment, self.placeholders = reward, environment, frozenset(placeholders)
-        self._calls_early = calls_from_any_thread
+        self.sources, self.placeholders = list(sources), frozenset(placeholders)
+        self._max_turns = max(source.max_turns for source in sources)
         self._futures: dict[Future[Completion], _Open] = {}
         self._rounds: list[list[_Open]] = []  # samples that go on together after the replies to them
         self._rewards: dict[int, Future[Reward]] = {}
@@ -103,6 +96,10 @@ class SampleGenerator:
         self._lock = threading.RLock()
         #: for each finished sample, by its number: the times of its first request and of its last completion
         self.times: dict[int, tuple[float, float]] = {}
+
+    def settings_of(self, sample: int) -> SourceSettings:
+        """The settings of the source to which the prompt of a sample belongs. sample: the sample's number."""
+        return self.sources[self.plan.source_of(self.plan.group_of(sample))]
 
     @property
     def under_way(self) -> list[int]:
@@ -153,7 +150,7 @@ class SampleGenerator:
 
         Raises ValueError if the reward is invalid.
         """
-        if self.reward is None or sample.reward is not None:
+        if self.settings_of(sample.number).reward is None or sample.reward is not None:
             return sample
         future = self._reward_of(sample)
         while not wait([future], SECONDS_BETWEEN_LOOKS).done:
@@ -164,7 +161,7 @@ class SampleGenerator:
 
     def has_reward(self, sample: Sample) -> bool:
         """Whether `rewarded` needs not wait. A sample of a checkpoint may have no reward; it is then requested."""
-        if self.reward is None or sample.reward is not None:
+        if self.settings_of(sample.number).reward is None or sample.reward is not None:
             return True
         return self._reward_of(sample).done()
 
@@ -181,8 +178,9 @@ class SampleGenerator:
         They have no rewards yet. A sample remains under way if there is an environment.
         """
         samples: list[Sample] = []
-        for future in [future for future in self._futures if future.done() and not future.cancelled()]:
-            if future.exception() is None and self.environment is None:
+        for future, sample in [*self._futures.items()]:
+            is_done = future.done() and not future.cancelled() and future.exception() is None
+            if is_done and self.settings_of(sample.number).environment is None:
                 samples.append(self._sample(self._completed(future)))
         return samples
 
@@ -205,14 +203,15 @@ class SampleGenerator:
         with self._lock:
             if turn in sample.reply_futures or turn < sample.turns:  # a callback may run after `salvage`
                 return
-            parts = [*sample.parts, completion]
-            if self.environment is not None and completion.finish != "length" and turn + 1 < self.max_turns:
+            parts, settings = [*sample.parts, completion], self.settings_of(sample.number)
+            is_last = completion.finish == "length" or turn + 1 >= settings.max_turns
+            if settings.environment is not None and not is_last:
                 turns = [self._text(part) for part in parts if part.versions_N[0] != NOT_GENERATED]
                 episode = Episode(sample.number, tuple(turns), tuple(sample.replies))
-                sample.reply_futures[turn] = self.environment(*self._texts(sample.prompt, parts), episode)
+                sample.reply_futures[turn] = settings.environment(*self._texts(sample.prompt, parts), episode)
                 return
             sample.reply_futures[turn] = None
-            if self.reward is not None:
+            if settings.reward is not None:
                 self._request_reward(sample.number, sample.prompt, parts)
 
     def _end_rounds(self) -> list[Sample]:
@@ -228,16 +227,17 @@ class SampleGenerator:
             self._end(sample)
             self.times[sample.number] = sample.requested_at, sample.ended_at[sample.turns - 1]
             samples.append(self._sample(sample))
-            if self.reward is not None:
+            if self.settings_of(sample.number).reward is not None:
                 self._reward_of(samples[-1])
         self._ask(next_turns)
         return samples
 
     def _end(self, sample: _Open) -> None:
         """Let the environment drop its object of a sample. Raises the errors of objects that were dropped before."""
-        if self.environment is None:
+        environment = self.settings_of(sample.number).environment
+        if environment is None:
             return
-        self._dropped.append(self.environment(*self._texts(sample.prompt, sample.parts), Episode(sample.number)))
+        self._dropped.append(environment(*self._texts(sample.prompt, sample.parts), Episode(sample.number)))
         for dropped in [dropped for dropped in self._dropped if dropped.done()]:
             self._dropped.remove(dropped)
             dropped.result()
@@ -247,11 +247,12 @@ class SampleGenerator:
             return
         requests = [
             GenerationRequest(
-                sample.number * self.max_turns + sample.turns,
+                sample.number * self._max_turns + sample.turns,
                 np.concatenate([self.prompts.tokens(sample.prompt), *(part.ids_N for part in sample.parts)]),
                 self.plan.sample_seed(sample.number, sample.turns),
-                self.max_new_tokens - sample.tokens,
+                self.settings_of(sample.number).max_new_tokens - sample.tokens,
                 self.prompts.images_of(sample.prompt),
+                sampling=self.settings_of(sample.number).sampling,
             )
             for sample in samples
         ]
@@ -271,12 +272,12 @@ class SampleGenerator:
     def _ended(self, sample: _Open, turn: int, completion: Completion) -> None:
         """Record when a turn has ended, and make the calls about it that are possible in any thread."""
         sample.ended_at.setdefault(turn, time.monotonic())
-        if self._calls_early:
+        if self.settings_of(sample.number).calls_from_any_thread:
             self._call_about(sample, turn, completion)
 
     def _goes_on(self, sample: _Open, reply: str | None) -> bool:
         """Add the environment's reply to a sample; returns whether the model generates another turn."""
-        room = self.max_new_tokens - sample.tokens
+        room = self.settings_of(sample.number).max_new_tokens - sample.tokens
         ids = self._reply_ids(reply, room) if reply else []
         if not self.placeholders.isdisjoint(ids):
             raise ValueError(
@@ -306,10 +307,11 @@ class SampleGenerator:
 
     def _request_reward(self, number: int, prompt: int, parts: Sequence[Completion]) -> Future[Reward]:
         """Request the reward of a sample, unless it is requested already."""
-        assert self.reward is not None
+        reward = self.settings_of(number).reward
+        assert reward is not None
         with self._lock:
             if number not in self._rewards:
-                self._rewards[number] = self.reward(*self._texts(prompt, parts))
+                self._rewards[number] = reward(*self._texts(prompt, parts))
             return self._rewards[number]
 
     def _texts(self, prompt: int, parts: Sequence[Completion]) -> tuple[str, str, Any, str]:

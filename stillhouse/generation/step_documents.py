@@ -14,7 +14,7 @@ import numpy as np
 from stillhouse.data import DataReport, Documents
 from stillhouse.data.offsets import offsets_of
 from stillhouse.generation.sample import Sample
-from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION
+from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION, SAMPLING
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,18 @@ class TargetRules:
     mask_truncated: whether completions that were cut at max_new_tokens have no targets.
     position_decay: token n of a completion (from 0) has the weight position_decay ** n.
     by_student: whether the student generated the samples; otherwise a teacher did.
+    temperature_numbers: for each source of prompts, the number of its sampling temperature (see `SAMPLING`). If all
+        are equal, the documents have no such number.
     """
 
     mask_truncated: bool = False
     position_decay: float = 1.0
     by_student: bool = True
+    temperature_numbers: Sequence[int] = ()
+
+    @property
+    def has_several_temperatures(self) -> bool:
+        return len(set(self.temperature_numbers)) > 1
 
 
 def step_documents(
@@ -55,6 +62,11 @@ def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRule
     targets_N, weights_N, advantages_N, log_probs_N, versions_N = map(np.concatenate, zip(*columns, strict=True))
     ids = [np.concatenate([prompts.tokens(sample.prompt), sample.completion.ids_N]) for sample in samples]
     prompts_of_samples = prompts.select([sample.prompt for sample in samples])
+    numbers = dict[str, np.ndarray]()
+    if rules.has_several_temperatures:
+        assert prompts_of_samples.set_D is not None
+        of_samples = np.array(rules.temperature_numbers, dtype=np.float32)[prompts_of_samples.set_D]
+        numbers[SAMPLING] = np.repeat(of_samples, [len(ids_N) for ids_N in ids])
     return replace(
         prompts_of_samples,
         tokens_N=np.concatenate(ids).astype(np.int32),
@@ -69,6 +81,7 @@ def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRule
             OLD_LOG_PROBS: log_probs_N,
             IS_SAMPLED: np.full(len(targets_N), float(rules.by_student), np.float32),
             POLICY_VERSION: versions_N,
+            **numbers,
         },
         weights_N=weights_N,
     )
@@ -98,6 +111,7 @@ def _of_dataset(documents: Documents, rules: TargetRules) -> Documents:
     weights_N = np.concatenate(weights)
     zeros_N = np.zeros(len(documents.tokens_N), dtype=np.float32)
     per_token = {ADVANTAGES: zeros_N, OLD_LOG_PROBS: zeros_N, IS_SAMPLED: zeros_N, POLICY_VERSION: zeros_N - 1}
+    per_token |= {SAMPLING: zeros_N} if rules.has_several_temperatures else {}
     return replace(documents, per_token=per_token, weights_N=weights_N)
 
 

@@ -1,7 +1,7 @@
 """The user's functions that the configuration names."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -37,23 +37,33 @@ class Reward(NamedTuple):
 RewardCall = Callable[[str, str, Mapping[str, Any], str], "Future[Reward]"]
 
 
-def user_function(key: str, path: str) -> UserFunction:
-    """Import a function (see `load_function`). Raises ConfigError if it cannot be used."""
-    with as_config_error(key):
+def user_function(key: str, path: str, full_key: str | None = None) -> UserFunction:
+    """Import a function (see `load_function`). Raises ConfigError if it cannot be used.
+
+    full_key: the key for this error; None: `key`, which is the kind of the function.
+    """
+    with as_config_error(full_key or key):
         return load_function(key, path, function_hint(path))
 
 
-def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> None:
-    """Raise ConfigError if a function that these sections name cannot be used (see `load_function`)."""
+def require_functions(
+    evaluation: EvalConfig, rollouts: Sequence[RolloutConfig], rollout_key: Callable[[int, str], str]
+) -> None:
+    """Raise ConfigError if a function that these sections name cannot be used (see `load_function`).
+
+    rollouts: the section rollout for each source of prompts. rollout_key: returns the full key of a source's key.
+    """
     paths: list[tuple[str, str | None]] = [(CALLBACKS, path) for path in evaluation.callbacks]
     if evaluation.prompts is not None:
         paths.append((EVAL_REWARD, evaluation.prompts.reward))
-    if rollout is not None:
-        paths += [(REWARD, part.name) for part in reward_parts(rollout.reward) if not part.is_server]
-        paths.append((ENVIRONMENT, rollout.environment))
     for key, path in paths:
         if path is not None:
             user_function(key, path)
+    for number, rollout in enumerate(rollouts):
+        of_source = [(REWARD, part.name) for part in reward_parts(rollout.reward) if not part.is_server]
+        of_source += [] if rollout.environment is None else [(ENVIRONMENT, rollout.environment)]
+        for kind, path in of_source:
+            user_function(kind, path, rollout_key(number, kind.removeprefix("rollout.")))
 
 
 def called_here(function: UserFunction) -> Callable[..., Future[Any]]:

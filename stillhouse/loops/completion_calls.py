@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from stillhouse.config import RolloutConfig
@@ -23,17 +24,32 @@ from stillhouse.user_code.functions import ENVIRONMENT, REWARD, about_completion
 from stillhouse.user_code.worker_pool import WorkerPool
 
 
+@dataclass(frozen=True)
+class SourceCalls:
+    """The calls about completions of one source of prompts.
+
+    run_elsewhere: whether the calls may be made from any thread, because they only start something elsewhere.
+    """
+
+    reward: RewardCall | None
+    environment: EnvironmentCall | None
+    run_elsewhere: bool
+
+
 class CompletionCalls:
-    """The reward and the environment of a run's completions: where they run, and their calls.
+    """The rewards and the environments of a run's completions: where they run, and their calls.
+
+    sources: the calls of each source of prompts.
 
     With `rollout.workers`, functions run in processes of their own, many calls at once. Otherwise they run in this
     process, in the thread that calls them, and their futures are done at once. A reward may also be a server.
     """
 
-    def __init__(self, rollout: RolloutConfig):
-        rewards, environment = reward_parts(rollout.reward), rollout.environment
+    def __init__(self, rollouts: Sequence[RolloutConfig]):
+        """rollouts: the section rollout for each source of prompts."""
+        rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         paths = [(REWARD, part.name) for part in rewards if not part.is_server]
-        paths += [] if environment is None else [(ENVIRONMENT, environment)]
+        paths += [(ENVIRONMENT, source.environment) for source in rollouts if source.environment is not None]
         functions = {(key, path): user_function(key, path) for key, path in paths}
         self._pool: WorkerPool | None = None
         if rollout.workers and functions:
@@ -45,18 +61,30 @@ class CompletionCalls:
             name: called_here(function) if self._pool is None else self._pool.caller(*name)
             for name, function in functions.items()
         }
-        for part in rewards:
-            if part.is_server:
-                server = RewardServer(part.name, f"{REWARD}: {part.name}", rollout.timeout, _warn)
-                self._servers.append(server)
-                calls[REWARD, part.name] = server.call
-        self.reward = weighted_sum([(part.weight, calls[REWARD, part.name]) for part in rewards]) if rewards else None
-        self.environment: EnvironmentCall | None = None
-        if environment is not None:
-            named = ENVIRONMENT, environment
-            self.environment = environment_call(functions[named], calls[named])
-        #: whether the calls may be made from any thread, because they only start something elsewhere
-        self.run_elsewhere = self._pool is not None or not functions
+        for name in dict.fromkeys(part.name for part in rewards if part.is_server):
+            server = RewardServer(name, f"{REWARD}: {name}", rollout.timeout, _warn)
+            self._servers.append(server)
+            calls[REWARD, name] = server.call
+        environments = {
+            path: environment_call(function, calls[key, path])
+            for (key, path), function in functions.items()
+            if key == ENVIRONMENT
+        }
+        self.sources = [self._of_source(source, calls, environments) for source in rollouts]
+
+    def _of_source(
+        self,
+        rollout: RolloutConfig,
+        calls: Mapping[tuple[str, str], Callable[..., Future[Any]]],
+        environments: Mapping[str, EnvironmentCall],
+    ) -> SourceCalls:
+        rewards, environment = reward_parts(rollout.reward), rollout.environment
+        has_functions = environment is not None or not all(part.is_server for part in rewards)
+        return SourceCalls(
+            weighted_sum([(part.weight, calls[REWARD, part.name]) for part in rewards]) if rewards else None,
+            None if environment is None else environments[environment],
+            run_elsewhere=self._pool is not None or not has_functions,
+        )
 
     def close(self) -> None:
         """End the worker processes and the requests to servers; calls under way may never end."""

@@ -24,7 +24,7 @@ _PROBES = 16
 
 
 def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> RolloutEngine | None:
-    """Return the engine; None on ranks that get the completions from rank 0.
+    """Return the engine; None on ranks that get the completions from rank 0. Requests have samplings of their own.
 
     run: the identity of the run that publishes weights for the servers.
 
@@ -33,10 +33,8 @@ def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> Roll
     if rollout.urls:
         return _served(session, rollout, run)
     if rollout.writer == "student":
-        return in_job_engine(session, sampling_of(rollout, eos_ids(session.tokenizer, session.student)))
-    teacher = _writing_teacher(session)
-    sampling = sampling_of(rollout, eos_ids(session.tokenizer, teacher))
-    return InJobEngine(_generator(session, sampling, teacher))
+        return in_job_engine(session, samplings(session)[0])
+    return InJobEngine(_generator(session, samplings(session)[0], _writing_teacher(session)))
 
 
 def in_job_engine(session: Session, sampling: Sampling) -> InJobEngine:
@@ -64,12 +62,13 @@ def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine
 
 def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: int) -> ServedEngine:
     prompts, student = session.train.documents, session.student
+    sampling, *others = samplings(session)
     # with an adapter, a server gets only the adapter and keeps its own base model
     takes_models = rollout.writer == "student" and student.lora is None
     try:
         engine = ServedEngine(
             rollout.urls,
-            sampling_of(rollout, eos_ids(session.tokenizer, student)),
+            sampling,
             server_api(rollout.engine, is_tied=student.tied and takes_models),
             vocabulary=vocabulary,
             timeout=rollout.timeout,
@@ -81,6 +80,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             ],
             run=run,
             processor=session.image_processor,
+            other_samplings=others,
         )
         if rollout.writer == "teacher":
             ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])
@@ -88,6 +88,15 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
     except (ValueError, ServerError) as error:
         raise ConfigError("rollout.url", str(error)) from error
     return engine
+
+
+def samplings(session: Session) -> list[Sampling]:
+    """Return how completions of the prompts of each source are sampled."""
+    writer = session.student
+    if session.rollouts[0].writer == "teacher" and not session.rollouts[0].urls:
+        writer = _writing_teacher(session)
+    eos = eos_ids(session.tokenizer, writer)
+    return [sampling_of(rollout, eos) for rollout in session.rollouts]
 
 
 def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:

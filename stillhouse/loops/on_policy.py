@@ -14,6 +14,7 @@ from stillhouse.generation import Sample
 from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
 from stillhouse.loops.rollouts import Rollouts
 from stillhouse.loops.session_objects import Session
+from stillhouse.loops.source_metrics import source_metrics
 from stillhouse.loops.training import training
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
@@ -34,7 +35,8 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
         plan,
         session.ranks,
         by_student=rollout.writer == "student",
-        reward_names=part_names(rollout.reward),
+        # the parts of different rewards are metrics of the sources
+        reward_names=part_names(rollout.reward) if len({source.reward for source in session.rollouts}) == 1 else (),
     )
     source = session.source_for(engine)
     with (
@@ -77,6 +79,8 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             seconds, waited = timeline.end_step()
             log.write(shown)
             measured = metrics.of(step, samples, micro_batches, output, seconds, waited)
+            if session.prompt_sources:
+                measured |= source_metrics(session, step, samples, micro_batches, output)
             run.end(step, micro_batches, output, measured, seconds)
     return run.progress
 

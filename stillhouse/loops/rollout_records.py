@@ -189,6 +189,8 @@ def _divergences(
 
 def _shown(session: Session, step: int, sample: Sample, divergences: dict[int, float]) -> records.Sample:
     assert session.rollout_config is not None
+    assert session.plan is not None
+    source = session.plan.source_of(session.plan.group_of(sample.number))
     completion, tokenizer = sample.completion, session.tokenizer
     prompt_ids = session.train.documents.tokens(sample.prompt)
     by_student = session.rollout_config.writer == "student"
@@ -212,9 +214,10 @@ def _shown(session: Session, step: int, sample: Sample, divergences: dict[int, f
         tokens=tokens,
         length=len(tokens),
         reward=sample.reward,
-        reward_parts=dict(zip(part_names(session.rollout_config.reward), sample.reward_parts, strict=False)),
+        reward_parts=dict(zip(part_names(session.rollouts[source].reward), sample.reward_parts, strict=False)),
         advantage=None if sample.reward is None else sample.advantage,
         finish=completion.finish,
         source="student" if by_student else "teacher",
         staleness=step - oldest if by_student else 0,
+        prompt_source=session.prompt_sources[source].shown_name if session.prompt_sources else None,
     )

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.checkpoint.served_models import require_same_writer
-from stillhouse.config import RolloutConfig, StudentConfig
+from stillhouse.config import RolloutConfig, StudentConfig, sampling_temperatures
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
 from stillhouse.generation import (
     PromptPlan,
@@ -22,6 +22,8 @@ from stillhouse.generation import (
     RolloutQueue,
     Sample,
     SampleGenerator,
+    Sampling,
+    SourceSettings,
     TargetRules,
     require_versions,
     step_documents,
@@ -31,7 +33,7 @@ from stillhouse.generation.published_folder import AdapterBase
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.loops.completion_calls import CompletionCalls
-from stillhouse.loops.completion_engine import open_engine
+from stillhouse.loops.completion_engine import open_engine, samplings
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
 from stillhouse.models import model_fingerprint
@@ -77,9 +79,10 @@ class Rollouts:
         if is_first():
             assert self.engine is not None
             processor = session.image_processor
-            self.calls = CompletionCalls(self.config)
+            self.calls = CompletionCalls(session.rollouts)
             self.queue = make_queue(
-                self.config,
+                session.rollouts,
+                samplings(session),
                 self.schedule,
                 self.engine,
                 prompts,
@@ -155,7 +158,7 @@ class Rollouts:
     def micro_batches(self, step: int, samples: Sequence[Sample]) -> ShardedMicroBatches:
         """Return this process's part of a step on these samples and on the dataset's completions."""
         dataset, numbers = self.session.dataset, self.plan.from_dataset(step)
-        prompts, rules = self.session.train.documents, target_rules(self.config)
+        prompts, rules = self.session.train.documents, target_rules(self.session.rollouts)
         return self._shard(step_documents(prompts, samples, rules, dataset, numbers))
 
     def _shard(self, documents: Documents) -> ShardedMicroBatches:
@@ -263,7 +266,8 @@ class _ServerWatch(SignalWatch):
 
 
 def make_queue(
-    rollout: RolloutConfig,
+    rollouts: Sequence[RolloutConfig],
+    samplings: Sequence[Sampling],
     schedule: RolloutSchedule,
     engine: RolloutEngine,
     prompts: Documents,
@@ -273,19 +277,23 @@ def make_queue(
     *,
     placeholders: Sequence[int] = (),
 ) -> RolloutQueue:
-    """Return the queue of samples, whose rewards and replies come from `calls`."""
-    generator = SampleGenerator(
-        engine,
-        prompts,
-        plan,
-        tokenizer,
-        rollout.max_new_tokens,
-        reward=calls.reward,
-        environment=calls.environment,
-        calls_from_any_thread=calls.run_elsewhere,
-        max_turns=rollout.max_turns if rollout.environment is not None else 1,
-        placeholders=placeholders,
-    )
+    """Return the queue of samples, whose rewards and replies come from `calls`.
+
+    rollouts, samplings: the section rollout, and how tokens are sampled, for each source of prompts.
+    """
+    sources = [
+        SourceSettings(
+            rollout.max_new_tokens,
+            sampling,
+            of_source.reward,
+            of_source.environment,
+            of_source.run_elsewhere,
+            rollout.max_turns if rollout.environment is not None else 1,
+        )
+        for rollout, sampling, of_source in zip(rollouts, samplings, calls.sources, strict=True)
+    ]
+    generator = SampleGenerator(engine, prompts, plan, tokenizer, sources, placeholders=placeholders)
+    rollout = rollouts[0]
     return RolloutQueue(
         generator,
         plan,
@@ -297,12 +305,14 @@ def make_queue(
     )
 
 
-def target_rules(rollout: RolloutConfig) -> TargetRules:
-    """Return the rules for the targets of completions, and for the weights of these targets."""
+def target_rules(rollouts: Sequence[RolloutConfig]) -> TargetRules:
+    """Return the rules for the targets of completions. rollouts: the section rollout for each source of prompts."""
+    rollout, temperatures = rollouts[0], sampling_temperatures(rollouts)
     return TargetRules(
         mask_truncated=rollout.truncated == "mask",
         position_decay=rollout.position_decay,
         by_student=rollout.writer == "student",
+        temperature_numbers=[temperatures.index(source.temperature) for source in rollouts],
     )
 
 

@@ -1,6 +1,6 @@
 """A run that is ready to start: the objects that the loops work with. `run/session.py` builds them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from stillhouse.config import (
     CheckpointConfig,
     EvalConfig,
     RolloutConfig,
+    SourceConfig,
     StudentConfig,
     TeacherConfig,
     TrainConfig,
@@ -40,6 +41,8 @@ class Session:
     identity: the hashes that must be the same when the run is resumed.
     student_source: the source of the student's weights, for a copy of the student that generates completions.
     teacher_configs: the sections of all teachers, by their keys.
+    rollouts: the section rollout for the prompts of each source of data.train.
+    prompt_sources: with rollouts, the sources of data.train; empty for a single source.
     processor: the student's processor for images; None if it has none.
     teacher_images: how teachers in this job read images, if they do not share it, by their names.
     balance: weighs the documents of several teachers; None: each target token counts once.
@@ -63,6 +66,8 @@ class Session:
     student_config: StudentConfig
     teacher_configs: Mapping[str, TeacherConfig]
     rollout_config: RolloutConfig | None = None
+    rollouts: Sequence[RolloutConfig] = ()
+    prompt_sources: Sequence[SourceConfig] = ()
     by_length: bool = False
     seed: int = 0
     track: list[str] = field(default_factory=list)

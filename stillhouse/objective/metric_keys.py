@@ -24,6 +24,8 @@ KEPT = "kept"
 ADVANTAGES = "advantages"
 #: the log-probability of the token when it was sampled, at the sampling temperature
 OLD_LOG_PROBS = "old_log_probs"
+#: the number of the token's sampling temperature among `ObjectiveSpec.sampling_temperatures`
+SAMPLING = "sampling"
 #: 1 if the student's policy sampled the token, 0 if it comes from the dataset or a teacher
 IS_SAMPLED = "is_sampled"
 #: the factor that `teachers.balance` gives to the weight of a row

@@ -17,7 +17,8 @@ from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.importance_correction import Correction
 from stillhouse.objective.metric_keys import unique_names
 from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL
+from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures
+from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL, SampledTerm
 from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal, SparseSignal, teacher_tail
 from stillhouse.objective.sorted_l1 import SortedL1, sorted_l1
 from stillhouse.objective.spans import Continuation
@@ -83,7 +84,8 @@ def _logits(hidden: Tensor, head: OutputHead, vocabulary: int, dtype: torch.dtyp
 
 
 def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
-    log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
+    temperature: Temperatures = term.temperatures if isinstance(term, SampledTerm) else term.temperature
+    log_q_TV = torch.log_softmax(logits_TV / _column(temperature), 1)
     match term:
         case CrossEntropy():
             return _cross_entropy(term, logits_TV)
@@ -104,12 +106,21 @@ def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
             value_T = _at_sampled(term, log_q_T[has_label_T], has_label_T)
             if isinstance(term, SampledKL) and term.old_log_probs_T is not None:
                 sampling = term.temperature if term.sampling_temperature is None else term.sampling_temperature
-                sampled_log_q_T = _at_labels(torch.log_softmax(logits_TV / sampling, 1), term.labels_T)[has_label_T]
+                at_sampling_TV = torch.log_softmax(logits_TV / _column(sampling), 1)
+                sampled_log_q_T = _at_labels(at_sampling_TV, term.labels_T)[has_label_T]
                 value_T = _correction(term.correction, sampled_log_q_T, term.old_log_probs_T[has_label_T]) * value_T
             return torch.zeros_like(log_q_T).index_put((has_label_T,), value_T)
         case _:
             raise TypeError(f"no reference for {type(term).__name__}")
     return value_T * term.factor
+
+
+def _column(temperature: Temperatures) -> float | Tensor:
+    """Return the divisor of logits [T, V]."""
+    if not isinstance(temperature, RowTemperatures):
+        return temperature
+    values = torch.tensor(temperature.values, dtype=torch.float64, device=temperature.number_T.device)
+    return values[temperature.number_T.long()][:, None]
 
 
 def _gate_statistic(gate: TokenGate, log_q_TV: Tensor, logits_TV: Tensor, vocabulary: int) -> Tensor:

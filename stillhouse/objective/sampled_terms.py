@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
 from stillhouse.objective.numerics import expect
+from stillhouse.objective.row_temperatures import OnTile, RowTemperatures, Temperatures, distinct
 from stillhouse.objective.signals import check_temperature
 from stillhouse.objective.terms import LabelTerm, check_labels, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
@@ -31,23 +32,37 @@ Surrogate = Literal["clip", "cispo", "corrected"]
 
 
 class SampledTerm(LabelTerm):
-    """A term with the value φ(log q) at the labels."""
+    """A term with the value φ(log q) at the labels.
+
+    row_temperatures: the temperature of each row, in place of `temperature`.
+    """
+
+    row_temperatures: RowTemperatures | None = None
+
+    @property
+    def temperatures(self) -> Temperatures:
+        return self.temperature if self.row_temperatures is None else self.row_temperatures
+
+    def request(self, plan: Plan) -> None:
+        for value in distinct(self.temperatures):
+            plan.softmax(value)
+        plan.logits_at(self.labels_T)
+
+    def log_probs(self, tile: Tile) -> Tensor:
+        return OnTile(tile, self.temperatures).log_probs(self.labels_T)
 
     @abstractmethod
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return φ, φ' and further statistics for the metrics, [C] each."""
-
-    def per_logit(self, weights_C: Tensor) -> Tensor:
-        """Return the factor of φ' in the gradient of the logits: weights_C / τ, if not overridden."""
-        return weights_C / self.temperature
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         label_C, has_label_C, log_q_C = self.read_labels(tile)
         value_C, slope_C, statistics = self.of(tile, log_q_C)
         if tile.needs_gradient and self.scale:
             # a row of weight 0 may contain any values, and its slope may be infinite
-            weighted_C = expect(self.per_logit(weights_C * has_label_C), slope_C)
-            tile.add_probability(self.temperature, -weighted_C)
+            on_tile = OnTile(tile, self.temperatures)
+            weighted_C = expect(on_tile.divided(weights_C * has_label_C), slope_C)
+            on_tile.add_probability(-weighted_C)
             tile.add_at(label_C[:, None], weighted_C[:, None])
         statistics = {name: values_C.masked_fill(~has_label_C, 0.0) for name, values_C in statistics.items()}
         return TermResult(value_C.masked_fill(~has_label_C, 0.0), statistics)
@@ -63,8 +78,9 @@ class SampledKL(SampledTerm):
 
     teacher_log_probs_T: log p(y) at the term's temperature.
     correction: multiplies each value by a constant weight, computed from ρ = q(y) / q_old(y). This needs
-        old_log_probs_T: log q_old(y) at `sampling_temperature` (None: the term's temperature). The correction adds
-        the statistics `ratio`, which is ρ, and `clipped`, which is 1 where the limit changed the weight.
+        old_log_probs_T: log q_old(y) at `sampling_temperature`, of all rows or of each row (None: the term's
+        temperature). The correction adds the statistics `ratio`, which is ρ, and `clipped`, which is 1 where the
+        limit changed the weight.
     `label`: as in `Distill`.
     """
 
@@ -77,7 +93,7 @@ class SampledKL(SampledTerm):
     weights_T: Tensor | None = None
     correction: Correction = NO_CORRECTION
     old_log_probs_T: Tensor | None = None
-    sampling_temperature: float | None = None
+    sampling_temperature: Temperatures | None = None
     label: str | None = None
 
     def __post_init__(self) -> None:
@@ -90,7 +106,8 @@ class SampledKL(SampledTerm):
             )
         per_token = {"teacher_log_probs_T": self.teacher_log_probs_T, "old_log_probs_T": self.old_log_probs_T}
         check_sampled_tokens(self.labels_T, **per_token)
-        check_temperature(self._sampling_temperature)
+        for value in distinct(self._sampling_temperature):
+            check_temperature(value)
 
     @property
     def descends(self) -> str:
@@ -104,7 +121,8 @@ class SampledKL(SampledTerm):
     def request(self, plan: Plan) -> None:
         super().request(plan)
         if self.correction.kind != "none":
-            plan.softmax(self._sampling_temperature)
+            for value in distinct(self._sampling_temperature):
+                plan.softmax(value)
 
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         r_C = tile.take(self.teacher_log_probs_T).to(log_q_C.dtype) - log_q_C
@@ -112,14 +130,14 @@ class SampledKL(SampledTerm):
         if self.correction.kind == "none":
             return value_C, slope_C, {}
         assert self.old_log_probs_T is not None
-        sampled_log_q_C = tile.log_probs_at(self.labels_T, self._sampling_temperature)[:, 0]
+        sampled_log_q_C = OnTile(tile, self._sampling_temperature).log_probs(self.labels_T)
         ratio_C = (sampled_log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).exp()
         weight_C, is_limited_C = self.correction.weights(ratio_C)
         statistics = {"ratio": ratio_C, "clipped": is_limited_C.to(log_q_C.dtype)}
         return expect(weight_C, value_C), expect(weight_C, slope_C), statistics
 
     @property
-    def _sampling_temperature(self) -> float:
+    def _sampling_temperature(self) -> Temperatures:
         return self.temperature if self.sampling_temperature is None else self.sampling_temperature
 
 
@@ -168,6 +186,7 @@ class PolicyGradient(SampledTerm):
     surrogate: Surrogate = "clip"
     correction: Correction = NO_CORRECTION
     sequence_ratios_T: Tensor | None = None
+    row_temperatures: RowTemperatures | None = None
 
     name = "policy_gradient"
 
@@ -249,6 +268,7 @@ class LogRatio(SampledTerm):
     temperature: float = 1.0
     _: KW_ONLY
     weights_T: Tensor | None = None
+    row_temperatures: RowTemperatures | None = None
 
     name = "log_ratio"
     scale = 0.0
@@ -271,6 +291,7 @@ class LogProb(SampledTerm):
     _: KW_ONLY
     weights_T: Tensor | None = None
     scale: float = 1.0
+    row_temperatures: RowTemperatures | None = None
 
     name = "log_prob"
 

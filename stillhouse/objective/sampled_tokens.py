@@ -16,7 +16,8 @@ from torch import Tensor
 
 from stillhouse.objective.fused import linear_objective
 from stillhouse.objective.head import OutputHead, common_vocabulary, detached
-from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
+from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures, at_rows, distinct, term_options
 from stillhouse.objective.sampled_terms import LogProb
 from stillhouse.objective.signals import Signal, check_per_token
 from stillhouse.objective.teacher_log_probs import teacher_log_probs
@@ -80,6 +81,10 @@ class SampledTokens:
         """The sampled tokens, and −1 at other rows."""
         return self.labels_T.masked_fill(~self.is_sampled_T, -1)
 
+    def temperatures(self, values: tuple[float, ...]) -> Temperatures:
+        """Return the sampling temperatures of the rows. values: one temperature, or those that `SAMPLING` numbers."""
+        return values[0] if len(values) == 1 else RowTemperatures(values, self.at_sampled(SAMPLING))
+
     def log_probs(self, signal: Signal, temperature: float) -> Tensor:
         """Return the teacher's log p of the sampled tokens, 0 elsewhere."""
         student = self.student
@@ -92,6 +97,11 @@ class SampledTokens:
             valid_index=self.valid_index,
         )
 
+    def log_probs_at(self, signals: Sequence[Signal], temperatures: Temperatures) -> Tensor:
+        """Return the same at the temperatures of the rows. signals: the signal for each of `distinct`."""
+        pairs = zip(signals, distinct(temperatures), strict=True)
+        return at_rows(temperatures, [self.log_probs(signal, value) for signal, value in pairs])
+
     def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
         """Return, for each sampled token, the discounted sum of log p − log q_old over it and later tokens, [T]."""
         ratio_T = (log_p_T - self.require(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_sampled_T, 0.0)
@@ -102,11 +112,11 @@ class SampledTokens:
         return discounted_sum(ratio_T, self.document_T, discount)
 
     @torch.no_grad()
-    def sequence_ratios(self, temperature: float) -> Tensor:
+    def sequence_ratios(self, temperatures: Temperatures) -> Tensor:
         """Return `sequence_ratios` of the student's present and old log-probabilities of the sampled tokens, [T].
 
         This projects the hidden states once more, without a gradient. Over a sharded head, each chunk takes one
-        all-gather. temperature: the sampling temperature.
+        all-gather. temperatures: the sampling temperatures.
         """
         if self.hidden_TD is None or self.student is None or self.document_T is None:
             raise ValueError(
@@ -117,7 +127,7 @@ class SampledTokens:
         output = linear_objective(
             self.hidden_TD.detach(),
             head,
-            [LogProb(self.sampled_labels_T, temperature)],
+            [LogProb(self.sampled_labels_T, **term_options(temperatures))],
             weights_T=self.is_sampled_T.to(self.hidden_TD.dtype),
             valid_index=self.valid_index,
         )

@@ -1,49 +1,28 @@
-"""A run's objective as one expression: `0.3*cross_entropy + 0.7*jsd(0.5) + 1e-4*z_loss`.
+"""A run's objective, and its terms for one batch. `spec_expression.py` has the grammar of its expression."""
 
-The grammar is that of `parse_divergence` with more names: `cross_entropy(label_smoothing=…)`, `z_loss`, `entropy` (an
-entropy bonus has a negative coefficient) and `uld` (`sorted_l1.py`). All divergences of the sum become one term, so
-that they share one pass over the tile; the term's name in metrics is the divergences' expression.
-
-Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
-`policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `policy.py`. There, cross-entropy and z-loss
-count at the other tokens. Divergences and the entropy count at all tokens and need no importance correction: they are
-exact for any token.
-"""
-
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, weighted_parts
-from stillhouse.objective.expression import Summand, parse_sum, unknown_name, weighted_sum
-from stillhouse.objective.formulas import DIVERGENCES
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
 from stillhouse.objective.metric_keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.origins import origin_masks, terms_of_origin
-from stillhouse.objective.policy import PolicySettings, policy_fields
-from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL, check_estimator
+from stillhouse.objective.policy import PolicySettings
+from stillhouse.objective.row_temperatures import Temperatures, distinct, term_options
+from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL
 from stillhouse.objective.sampled_tokens import SampledTokens
 from stillhouse.objective.signals import Signal, Signals
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
+from stillhouse.objective.spec_expression import expression_fields
 from stillhouse.objective.spec_in_words import in_words
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 from stillhouse.objective.token_gate import GateThreshold, TokenGate, TokenGateSettings
-
-#: the names in the grammar that are not divergences, and other projects' names for them
-OTHERS: dict[str, tuple[str, ...]] = {
-    "cross_entropy": ("ce", "nll", "sft", "xent", "hard_loss"),
-    "z_loss": (),
-    "entropy": (),
-    "uld": (),
-    "sampled_kl": ("k1", "k2", "k3"),
-    "policy_gradient": (),
-}
 
 
 @dataclass(frozen=True)
@@ -71,6 +50,8 @@ class ObjectiveSpec:
         0: only the token's own log-ratio.
     correction: the importance correction of sampled_kl, and of policy_gradient with the surrogate "corrected".
     sampling_temperature: the temperature at which the student samples tokens.
+    sampling_temperatures: if tokens of a batch are sampled at different temperatures, these temperatures, in place of
+        `sampling_temperature`; `per_token[SAMPLING]` has the number of each row's temperature.
     by_origin: the objective of each origin (`origins.py`), in place of the coefficients above; all other settings are
         the same in all of them. Rows of an origin that is absent have no loss.
     token_gate: the share of the tokens that are trained, and the statistic that chooses them; None: all tokens.
@@ -93,6 +74,7 @@ class ObjectiveSpec:
     discount: float = 0.0
     correction: Correction = NO_CORRECTION
     sampling_temperature: float = 1.0
+    sampling_temperatures: tuple[float, ...] = ()
     teachers: Mapping[str, TeacherShare] = field(default_factory=dict)
     is_mixture: bool = False
     by_origin: Mapping[str, "ObjectiveSpec"] = field(default_factory=dict)
@@ -108,6 +90,7 @@ class ObjectiveSpec:
             temperature=first.temperature,
             scale_by_temperature_squared=first.scale_by_temperature_squared,
             sampling_temperature=first.sampling_temperature,
+            sampling_temperatures=first.sampling_temperatures,
             by_origin=dict(by_origin),
         )
 
@@ -189,7 +172,8 @@ class ObjectiveSpec:
         terms = self._terms_by_origin(tokens, signals) if self.by_origin else self._terms(tokens, signals)
         if OLD_LOG_PROBS in tokens.per_token and tokens.weights_T is not None:
             old_T = tokens.at_sampled(OLD_LOG_PROBS)
-            terms.append(LogRatio(labels_T, old_T, self.sampling_temperature, weights_T=tokens.weights_T))
+            temperatures = term_options(self._temperatures(tokens))
+            terms.append(LogRatio(labels_T, old_T, weights_T=tokens.weights_T, **temperatures))
         if self.token_gate is not None:
             terms.append(TokenGate.of(self.token_gate, terms, labels_T, threshold))
         return terms
@@ -291,7 +275,7 @@ class ObjectiveSpec:
                 weights_T=tokens.weights_T,
                 correction=self.correction,
                 old_log_probs_T=old_T,
-                sampling_temperature=self.sampling_temperature,
+                sampling_temperature=None if old_T is None else self._temperatures(tokens),
                 label=label,
             )
             for label, signal, weight, temperature in self._shares(signals, self.temperature)
@@ -302,13 +286,15 @@ class ObjectiveSpec:
         old_T = tokens.at_sampled(OLD_LOG_PROBS)
         has_rewards = self.needs_rewards or ADVANTAGES in tokens.per_token
         advantages_T = tokens.at_sampled(ADVANTAGES) if has_rewards else None
-        reference_T, temperature = None, self.sampling_temperature
+        reference_T, temperatures = None, self._temperatures(tokens)
         if self.teacher_kl or self.policy.kl_scale:
-            shares = self._shares(signals, temperature)
+            # for each teacher, its signal at each of the temperatures
+            shares = list(zip(*(self._shares(signals, value) for value in distinct(temperatures)), strict=True))
             if self.policy.kl_scale and len(shares) > 1:
                 raise ValueError(f"kl_scale={self.policy.kl_scale} with {len(shares)} teachers: expected one")
-            for _, signal, weight, _ in shares:
-                reference_T = tokens.log_probs(signal, temperature)
+            for at_temperatures in shares:
+                weight = at_temperatures[0][2]
+                reference_T = tokens.log_probs_at([signal for _, signal, *_ in at_temperatures], temperatures)
                 if self.teacher_kl:
                     of_teacher_T = self.teacher_kl * weight * tokens.log_ratio(reference_T, self.discount)
                     advantages_T = of_teacher_T if advantages_T is None else advantages_T + of_teacher_T
@@ -319,11 +305,14 @@ class ObjectiveSpec:
             old_T,
             reference_T if self.policy.kl_scale else None,
             scale=scale,
-            temperature=temperature,
             weights_T=tokens.weights_T,
-            sequence_ratios_T=tokens.sequence_ratios(temperature) if self.policy.ratio == "sequence" else None,
+            sequence_ratios_T=tokens.sequence_ratios(temperatures) if self.policy.ratio == "sequence" else None,
+            **term_options(temperatures),
             **self.policy.options(self.correction),
         )
+
+    def _temperatures(self, tokens: SampledTokens) -> Temperatures:
+        return tokens.temperatures(self.sampling_temperatures or (self.sampling_temperature,))
 
     def in_words(self) -> str:
         """Return the objective in words, for the first lines of a run's output."""
@@ -331,70 +320,6 @@ class ObjectiveSpec:
 
 
 def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> ObjectiveSpec:
-    """Return the objective of an expression.
-
-    Raises ValueError for an unknown or repeated name, and for a coefficient that is not finite or, except for
-    `entropy`, not positive.
-    """
-    others: dict[str, Summand] = {}
-    divergences: list[Summand] = []
-    for summand in parse_sum(text, TAKE_WORDS):
-        if summand.name in DIVERGENCES:
-            divergences.append(summand)
-        elif summand.name not in OTHERS:
-            raise unknown_name(summand.name, OTHERS, summand.place)
-        elif summand.name in others:
-            raise ValueError(f"{summand.name} comes twice in {text!r}; expected one coefficient for it")
-        else:
-            others[summand.name] = summand
-    _check_coefficients(others, text)
-    fields: dict[str, Any] = {name: summand.coefficient for name, summand in others.items()}
-    if divergences:
-        fields |= _of_divergences(divergences)
-    for name, of_arguments in ARGUMENTS.items():
-        if name in others:
-            fields |= others[name].call(of_arguments)
+    """Return the objective of an expression (`spec_expression.py`). Raises ValueError as `expression_fields` does."""
+    fields = expression_fields(text)
     return ObjectiveSpec(**fields, temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared)
-
-
-def _check_coefficients(others: dict[str, Summand], text: str) -> None:
-    for name, summand in others.items():
-        if not math.isfinite(summand.coefficient):
-            raise ValueError(f"{summand.coefficient:g}*{name} in {text!r}: expected a finite coefficient")
-        if name != "entropy" and not summand.coefficient > 0:
-            raise ValueError(f"{summand.coefficient:g}*{name} in {text!r}: expected a positive coefficient")
-        if name not in ARGUMENTS and (summand.arguments or summand.keywords):
-            raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
-    if "z_loss" in others and "cross_entropy" not in others:
-        raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
-
-
-def _of_divergences(summands: list[Summand]) -> dict[str, Any]:
-    """Return one divergence and its scale.
-
-    A single divergence keeps its coefficient as the scale, so that its reported value is unscaled; a sum has scale 1.
-    """
-    total = weighted_sum(summands)  # raises ValueError for a coefficient that is not positive
-    (scale, first), *others = weighted_parts(total)
-    return {"divergence": total} if others else {"divergence": first, "divergence_scale": scale}
-
-
-def _cross_entropy(label_smoothing: float = 0.0) -> dict[str, Any]:
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"cross_entropy(label_smoothing={label_smoothing}): expected 0 ≤ label_smoothing < 1")
-    return {"label_smoothing": label_smoothing}
-
-
-def _sampled_kl(estimator: str = "k2") -> dict[str, Any]:
-    check_estimator(estimator)
-    return {"estimator": estimator}
-
-
-#: the names that take arguments, each with a function that turns the arguments into fields of `ObjectiveSpec`
-ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
-    "cross_entropy": _cross_entropy,
-    "sampled_kl": _sampled_kl,
-    "policy_gradient": policy_fields,
-}
-#: the arguments that are words (see `parse_sum`)
-TAKE_WORDS = {"sampled_kl": ("*", "estimator"), "policy_gradient": ("surrogate", "ratio")}

@@ -116,8 +116,11 @@ class LabelTerm(Term):
         """Return the labels, a mask of rows with a label, and log q of the labels (0 without a label), [C] each."""
         label_C = tile.take(self.labels_T)
         has_label_C = label_C >= 0
-        log_q_C = tile.log_probs_at(self.labels_T, self.temperature)[:, 0]
-        return label_C, has_label_C, log_q_C.masked_fill(~has_label_C, 0.0)
+        return label_C, has_label_C, self.log_probs(tile).masked_fill(~has_label_C, 0.0)
+
+    def log_probs(self, tile: Tile) -> Tensor:
+        """Return log q of the labels, [C]; undefined without a label."""
+        return tile.log_probs_at(self.labels_T, self.temperature)[:, 0]
 
 
 class SignalTerm(Term):

@@ -69,6 +69,7 @@ class Sample:
     reward, advantage: None without a reward.
     reward_parts: of a reward that is a weighted sum, the parts by their names, without their weights.
     staleness: the number of optimizer steps after the weights that generated the completion.
+    prompt_source: the name of the prompt's source, if the run has several.
     """
 
     step: _Count
@@ -82,6 +83,7 @@ class Sample:
     source: Literal["student", "dataset", "teacher"]
     staleness: _Count
     reward_parts: dict[str, FiniteFloat | None] = field(default_factory=dict)
+    prompt_source: str | None = None
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,10 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     readers = {} if processor is None else _teacher_images(config, processor, stores)
     sections = config.data, config.objective, tokenizer, config.teachers
     images: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
-    train, held_out = load_data(*sections, config.rollout, **images)
+    train, held_out = load_data(*sections, config.rollouts, **images)
     dataset = None
-    if config.rollout is not None and not config.rollout.is_on_student_alone:
-        dataset, _ = load_data(*sections, **images)
+    if not all(rollout.is_on_student_alone for rollout in config.rollouts):
+        dataset, _ = load_data(_of_dataset(config.data, config.rollouts), *sections[1:], **images)
     route = None if config.teachers is None else config.teachers.route
     if route is not None and (unused := [name for name in config.several if name not in train.columns[route]]):
         raise ConfigError(
@@ -140,6 +140,8 @@ def _packed(
     config: RunConfig, documents: Documents, gaps: Sequence[str], image_inputs: ImageInputs | None, *, shuffle: bool
 ) -> PackedSequences:
     """gaps: the names of teachers for whose tokens sequences have room"""
+    # with rollouts, weights are shares of the prompts
+    weights = [source.weight for source in config.data.weighted_sources] if config.rollout is None else []
     return PackedSequences(
         documents,
         max_tokens=config.data.max_tokens,
@@ -147,7 +149,7 @@ def _packed(
         shuffle=shuffle,
         gaps=gaps,
         together=None if config.teachers is None else config.teachers.route,
-        weights=[source.weight for source in config.data.weighted_sources] or None if shuffle else None,
+        weights=weights or None if shuffle else None,
         image_inputs=image_inputs,
     )
 
@@ -237,7 +239,7 @@ def load_data(
     objective: ObjectiveConfig,
     tokenizer: PreTrainedTokenizerBase,
     teachers: TeachersConfig | None = None,
-    rollout: RolloutConfig | None = None,
+    rollouts: Sequence[RolloutConfig] = (),
     processor: ImageProcessor | None = None,
     readers: Mapping[str, TeacherImages] | None = None,
     *,
@@ -249,7 +251,8 @@ def load_data(
     readers: how teachers in this job read images, by their names. fits_teachers: see `LoadOptions`
 
     teachers: if given, the column of the route and the teachers' prefixes are read, too
-    rollout: if given, the training documents are prompts with their records; the held-out records stay the same
+    rollouts: the section rollout for each source; if given, the training documents are prompts with their records,
+        and the held-out records stay the same
     """
     cache = user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache)
 
@@ -261,8 +264,15 @@ def load_data(
             share = " (a share is written as a number, such as 0.05)" if source.endswith("%") else ""
             raise ConfigError(key, f"{error}{share}") from error
 
-    weighted = {item.source: load("data.train", item.source, rollout) for item in data.weighted_sources}
-    train = Documents.joined(weighted) if weighted else load("data.train", str(data.train), rollout)
+    def load_train(rollouts: Sequence[RolloutConfig] = ()) -> Documents:
+        none: list[RolloutConfig | None] = [None] * max(1, len(data.weighted_sources))
+        of_sources = [*rollouts] or none
+        if not data.weighted_sources:
+            return load("data.train", str(data.train), of_sources[0])
+        pairs = zip(data.weighted_sources, of_sources, strict=True)
+        return Documents.joined({item.source: load("data.train", item.source, rollout) for item, rollout in pairs})
+
+    train = load_train(rollouts)
     if data.eval_sets:
         sets = {name: load(f"data.eval.{name}", source) for name, source in data.eval_sets.items()}
         return train, Documents.joined(sets)
@@ -271,10 +281,10 @@ def load_data(
     assert isinstance(data.eval, float)
     if not data.eval:
         return train, None
-    if rollout is None:
+    if not rollouts:
         return _split(train, data.eval)
     try:
-        documents = load("data.train", str(data.train))
+        documents = load_train()
     except ValueError as error:
         raise ConfigError(
             "data.eval",
@@ -306,6 +316,15 @@ def _load_options(
         keep_records=rollout is not None,
         fits_teachers=fits_teachers,
     )
+
+
+def _of_dataset(data: DataConfig, rollouts: Sequence[RolloutConfig]) -> DataConfig:
+    """The section with only the sources of which a share of the completions is the dataset's."""
+    sources = data.weighted_sources
+    if not sources:
+        return data
+    kept = [source for source, rollout in zip(sources, rollouts, strict=True) if not rollout.is_on_student_alone]
+    return data.model_copy(update={"train": kept})
 
 
 def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:

@@ -1,6 +1,6 @@
 """The objective of a run: parses its expressions, checks them against other sections, and describes them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from stillhouse.config import (
     TeachersConfig,
     TokenGateConfig,
     as_config_error,
+    sampling_temperatures,
 )
 from stillhouse.engine.parts import PARTS, LossPart, LossSections
 from stillhouse.objective.importance_correction import Correction
@@ -27,13 +28,18 @@ BY_ORIGIN = "objective.by_origin"
 
 @dataclass(frozen=True)
 class RunObjective:
-    """The sections that decide what a run minimises."""
+    """The sections that decide what a run minimises.
+
+    rollouts: the section rollout for each source of prompts; empty without it.
+    rollout_key: returns the full key that sets a key of rollout for a source of prompts.
+    """
 
     objective: ObjectiveConfig
     student: StudentConfig
     teacher: TeacherConfig | None
     teachers: TeachersConfig | None
-    rollout: RolloutConfig | None
+    rollouts: Sequence[RolloutConfig] = ()
+    rollout_key: Callable[[int, str], str] = lambda source, name: f"rollout.{name}"
 
     @cached_property
     def spec(self) -> ObjectiveSpec:
@@ -125,14 +131,15 @@ class RunObjective:
 
     def _targets_in_words(self) -> str:
         """Describe which tokens are targets."""
-        rollout = self.rollout
-        if rollout is None:
+        if not self.rollouts:
             if self.objective.tokens == "all":
                 return "all tokens, also those of prompts"
             return "all tokens of texts, completions and assistant turns; none of prompts"
+        rollout, shares = self.rollouts[0], sorted({rollout.share for rollout in self.rollouts})
         whose = f"by the {rollout.writer}"
-        if not rollout.is_on_student_alone:
-            whose = f"{rollout.share:.0%} of the completions {whose}, the others from the dataset"
+        if shares != [1.0]:
+            share = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))
+            whose = f"{share} of the completions {whose}, the others from the dataset"
         return f"all tokens of the completions: {whose}, schedule {rollout.schedule}"
 
     def _sections(self, spec: ObjectiveSpec) -> LossSections:
@@ -164,15 +171,16 @@ class RunObjective:
 
         key, loss: of the expression, which is the run's, or that of one origin.
         """
-        rollout = self.rollout
-        by_student = rollout is not None and rollout.writer == "student"
+        by_student = bool(self.rollouts) and self.rollouts[0].writer == "student"
         if spec.needs_rollouts and not by_student:
             raise ConfigError(key, f"got '{loss}', which needs the student's own completions: set rollout")
-        if rollout is None:
+        if not self.rollouts:
             return spec
+        rollout, temperatures = self.rollouts[0], sampling_temperatures(self.rollouts)
         if key != f"{BY_ORIGIN}.{DATASET}":  # the dataset's objective has no terms of completions
-            _require_rewards(key, loss, spec, rollout)
-        if spec.cross_entropy is not None and rollout.is_on_student_alone and by_student:
+            self._require_rewards(key, loss, spec)
+        is_on_student_alone = all(source.is_on_student_alone for source in self.rollouts)
+        if spec.cross_entropy is not None and is_on_student_alone and by_student:
             raise ConfigError(
                 key,
                 f"got '{loss}' with rollout.share=1: cross_entropy counts on the dataset's completions, and there are"
@@ -183,7 +191,22 @@ class RunObjective:
             correction=Correction(rollout.correction, rollout.limit),
             discount=rollout.discount,
             sampling_temperature=rollout.temperature,
+            sampling_temperatures=tuple(temperatures) if len(temperatures) > 1 else (),
         )
+
+    def _require_rewards(self, key: str, loss: str, spec: ObjectiveSpec) -> None:
+        """Raise ConfigError if the objective and the rewards of all sources, or the discount, do not fit."""
+        without = [number for number, rollout in enumerate(self.rollouts) if rollout.reward is None]
+        if spec.needs_rewards and without:
+            is_of_all = len(without) == len(self.rollouts)
+            reward_key = "rollout.reward" if is_of_all else f"data.train[{without[0]}].rollout.reward"
+            raise ConfigError(reward_key, f"expected a function, because {key} is '{loss}'")
+        for number, rollout in enumerate(self.rollouts):
+            if rollout.reward is not None and spec.policy_gradient is None:
+                reward_key = self.rollout_key(number, "reward")
+                raise ConfigError(reward_key, f"has no effect with {key} '{loss}': expected policy_gradient in it")
+        if self.rollouts[0].discount and not (spec.policy_gradient and spec.teacher_kl):
+            raise ConfigError("rollout.discount", f"has an effect only with policy_gradient(teacher_kl=…) in {key}")
 
 
 def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
@@ -203,16 +226,6 @@ def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
         )
     if spec.uld is not None:
         raise ConfigError(key, f"got '{loss}': expected it without uld, which rollouts do not have")
-
-
-def _require_rewards(key: str, loss: str, spec: ObjectiveSpec, rollout: RolloutConfig) -> None:
-    """Raise ConfigError if the objective and the section's reward and discount do not fit."""
-    if spec.needs_rewards and rollout.reward is None:
-        raise ConfigError("rollout.reward", f"expected a function, because {key} is '{loss}'")
-    if rollout.reward is not None and spec.policy_gradient is None:
-        raise ConfigError("rollout.reward", f"has no effect with {key} '{loss}': expected policy_gradient in it")
-    if rollout.discount and not (spec.policy_gradient and spec.teacher_kl):
-        raise ConfigError("rollout.discount", f"has an effect only with policy_gradient(teacher_kl=…) in {key}")
 
 
 def _shares(teachers: TeachersConfig) -> dict[str, TeacherShare]:

@@ -43,7 +43,9 @@ def check_before_loading(setup: RunSetup) -> None:
     config = setup.config
     require_trackers(config.track)
     require_adapters(config.student)
-    require_functions(config.eval, config.rollout)  # on all ranks, although only rank 0 calls them
+    require_functions(
+        config.eval, config.rollouts, config.rollout_key
+    )  # on all ranks, although only rank 0 calls them
     require_optimizer(config.train, setup.layout)
     device = setup.ranks.device
     require_attention(config.student, setup.teachers, device)
@@ -162,7 +164,7 @@ def prompt_warnings(train: TrainConfig, rollout: RolloutConfig, plan: PromptPlan
     if rollout.prompts_per_step is None and plan.prompts_per_step < FEW_PROMPTS:
         yield (
             f"prompts of a step: {plan.prompts_per_step}, because train.tokens_per_step={train.tokens_per_step:,} "
-            f"has room for no more, with {plan.samples_per_prompt} completions of data.max_tokens={max_tokens:,} "
+            f"has room for no more, with {plan.numbers_per_group} completions of data.max_tokens={max_tokens:,} "
             "each; set rollout.prompts_per_step"
         )
 

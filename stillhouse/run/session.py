@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from stillhouse.checkpoint.identity import ORDER, PROCESSOR, RunIdentity, configuration_hash
-from stillhouse.config import RolloutConfig, RunConfig, TrainConfig
-from stillhouse.data import DataReport, tokenizer_fingerprint
+from stillhouse.config import RunConfig
+from stillhouse.data import DataReport, Documents, tokenizer_fingerprint
 from stillhouse.display import escaped
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.schedule import (
@@ -16,7 +17,7 @@ from stillhouse.engine.schedule import (
     make_step_schedule,
     micro_batch_capacity,
 )
-from stillhouse.generation import PromptPlan
+from stillhouse.generation import PromptPlan, PromptSource
 from stillhouse.loops.session_objects import Session
 from stillhouse.models.document_packing import ROWS
 from stillhouse.parallel import Layout, join, use_deterministic_algorithms, watchdog
@@ -70,7 +71,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     data = with_images_proven(data, engine, source, stores)
     by_length = _runs_rows(engine, source)
     packed = _by_length(data, config, layout) if by_length and config.rollout is None else data
-    schedule, plan = _schedule(config.train, config.rollout, packed, layout, config.seed)
+    schedule, plan = _schedule(config, packed, layout)
     session = Session(
         spec=spec,
         tokenizer=data.tokenizer,
@@ -88,6 +89,8 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         student_config=config.student,
         teacher_configs=setup.teachers,
         rollout_config=config.rollout,
+        rollouts=config.rollouts,
+        prompt_sources=config.data.weighted_sources if config.rollout is not None else [],
         by_length=by_length,
         seed=config.seed,
         track=list(config.track),
@@ -143,14 +146,33 @@ def _enter(phase: str, announce: bool) -> None:
         print(f"{phase} …", flush=True)
 
 
-def _schedule(
-    train: TrainConfig, rollout: RolloutConfig | None, data: RunData, layout: Layout, seed: int
-) -> tuple[StepSchedule, PromptPlan | None]:
-    max_tokens = data.train.max_tokens
+def _schedule(config: RunConfig, data: RunData, layout: Layout) -> tuple[StepSchedule, PromptPlan | None]:
+    train, rollout, max_tokens = config.train, config.rollout, data.train.max_tokens
     if rollout is None:
         return make_step_schedule(train, len(data.train), max_tokens, layout.degrees.data, layout.stages), None
-    prompts, dataset = len(data.train.documents), 0 if data.dataset is None else len(data.dataset)
-    return make_on_policy_schedule(train, rollout, prompts, dataset, max_tokens, seed)
+    sources = prompt_sources(config, data.train.documents, data.dataset)
+    return make_on_policy_schedule(train, rollout, sources, max_tokens, config.seed)
+
+
+def prompt_sources(config: RunConfig, prompts: Documents, dataset: Documents | None) -> list[PromptSource]:
+    """Return the sources of an on-policy run. prompts, dataset: their documents with prompts and with completions."""
+    rollouts, weights = config.rollouts, [source.weight for source in config.data.weighted_sources] or [1.0]
+    of_dataset = iter([] if dataset is None else _set_sizes(dataset))
+    return [
+        PromptSource(
+            size,
+            rollout.samples_per_prompt,
+            0 if rollout.is_on_student_alone else next(of_dataset),
+            rollout.share,
+            weight,
+        )
+        for size, rollout, weight in zip(_set_sizes(prompts), rollouts, weights, strict=True)
+    ]
+
+
+def _set_sizes(documents: Documents) -> list[int]:
+    """The number of documents of each set, which follow each other."""
+    return [len(documents)] if documents.set_D is None else np.bincount(documents.set_D).tolist()
 
 
 def steps_in_words(session: Session) -> str:
@@ -161,10 +183,11 @@ def steps_in_words(session: Session) -> str:
             f"{schedule.steps:,} of {schedule.sequences_per_step} sequences (at most "
             f"{session.train.max_tokens:,} tokens each), {schedule.rows_per_micro_batch} per micro-batch"
         )
-    completions = plan.prompts_per_step * plan.samples_per_prompt
+    shares = sorted({source.share for source in plan.sources})
+    share = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))
     return (
         f"{schedule.steps:,}; in each of them, prompts: {plan.prompts_per_step} (rollout.prompts_per_step), "
-        f"completions: {completions}, {plan.share:.0%} written by the {rollout.writer}"
+        f"completions: {schedule.sequences_per_step}, {share} written by the {rollout.writer}"
     )
 
 

@@ -51,9 +51,8 @@ class RunSetup:
         self.teachers = config.teacher_sections
         self.values = dotted_values(config)
         self.warnings: list[str] = []
-        self.objective = RunObjective(
-            config.objective, config.student, config.teacher, config.teachers, config.rollout
-        )
+        sections = config.objective, config.student, config.teacher, config.teachers
+        self.objective = RunObjective(*sections, config.rollouts, config.rollout_key)
 
     @cached_property
     def device(self) -> torch.device:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -134,8 +134,8 @@ def require_signals(
         with ranks.all_raise(ConfigError), _store_errors(section, teacher, (ValueError, OSError)):
             train = _documents_of(section, route, data.train.documents)
             store.require(train, "data.train", image_inputs)
-            if objective.rollout is not None:
-                longest = _with_completion(train, objective.rollout.max_new_tokens)
+            if objective.rollouts:
+                longest = _with_completion(train, [rollout.max_new_tokens for rollout in objective.rollouts])
                 what = "the longest prompt of data.train with rollout.max_new_tokens"
                 store.require(longest, what, image_inputs)
             if data.dataset is not None:
@@ -148,9 +148,12 @@ def require_signals(
                 prove_store(section, teacher, train, data.tokenizer, store, ranks.device, image_inputs)
 
 
-def _with_completion(documents: Documents, tokens: int) -> Documents:
-    """The longest document, extended by `tokens` tokens."""
-    longest = documents.select([int(documents.lengths_D.argmax())])
+def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> Documents:
+    """The longest document, extended by the tokens of its source."""
+    set_D = np.zeros(len(documents), dtype=np.int64) if documents.set_D is None else documents.set_D
+    added_D = np.array(tokens_of_sources)[set_D]
+    number = int((documents.lengths_D + added_D).argmax())
+    longest, tokens = documents.select([number]), int(added_D[number])
     tokens_N = np.concatenate([longest.tokens_N, np.repeat(longest.tokens_N[-1:], tokens)])
     targets_N = np.zeros(len(tokens_N), dtype=bool)
     return replace(longest, tokens_N=tokens_N, targets_N=targets_N, offsets=np.array([0, len(tokens_N)]))

@@ -34,6 +34,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
 from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.run.session import Session, data_reports, prepare, steps_in_words
+from stillhouse.tools.check_prompts import prompt_rows
 
 #: the number of characters of the sample document that are shown
 _SAMPLE = 600
@@ -74,7 +75,7 @@ def _state(session: Session, folder: RunFolder) -> str:
 
 
 def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
-    student, step_schedule = session.student_config, session.step_schedule
+    student = session.student_config
     yield _row("student", _model_line(session.student))
     for section, teacher in session.teachers.items():
         yield _row(section.removeprefix("teachers."), _model_line(teacher))
@@ -106,17 +107,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
         yield _row("packing", f"{len(session.train):,} sequences, {filling}")
     yield _row("steps", steps_in_words(session))
     if session.plan is not None:
-        plan = session.plan
-        if plan.dataset and plan.prompts_per_step * min(plan.share, 1 - plan.share) < 1 - 1e-6:
-            yield _row(
-                "warning",
-                f"prompts of a step: {plan.prompts_per_step}; all completions of a prompt have one origin, so "
-                "not every step has both origins; raise rollout.prompts_per_step or train.tokens_per_step",
-            )
-        if plan.dataset:
-            completions = sum(len(plan.from_dataset(step)) for step in range(step_schedule.steps))
-            of_it = f"the dataset's, which has {plan.dataset:,}: {completions / plan.dataset:.2f} passes over it"
-            yield _row("dataset", f"{completions:,} of the completions are {of_it}")
+        yield from (_row(*row) for row in prompt_rows(session, session.plan))
     yield _row("device", f"{session.device}, {session.train_config.precision}")
     yield _row("run folder", f"{session.values['out']}: {state}")
     if session.plan is None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from stillhouse.config import RolloutConfig, RunConfig
+from stillhouse.config import RunConfig
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.engine import Engine
@@ -34,6 +34,7 @@ from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.run.image_models import with_images_proven
 from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import require_adapters, require_attention
+from stillhouse.run.session import prompt_sources
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import NoTeacher, SignalSource, TeacherBalance
 
@@ -137,7 +138,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     else:
         count, micro_batch_tokens = MICRO_BATCHES * processes, config.train.micro_batch_tokens
         packer = StepPacker(data.train, micro_batch_tokens)
-        step = _generated(config.rollout, packer, data, reference, count, config.seed)
+        step = _generated(config, packer, data, reference, count)
     expected = _gradient(reference, source, step, config.seed, setup.balance)
     gradients = {name: gradient.cpu() for name, gradient in reference.gradients() if gradient is not None}
     total = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
@@ -163,12 +164,14 @@ def parity(config: RunConfig) -> Iterator[Row]:
 
 
 def _generated(
-    rollout: RolloutConfig, packer: StepPacker, data: RunData, engine: Engine, sequences: int, seed: int
+    config: RunConfig, packer: StepPacker, data: RunData, engine: Engine, sequences: int
 ) -> StepMicroBatches:
     """A step on completions that the student generates in this process; they are the same in all processes."""
-    (student,), prompts = engine.student.decoders, data.train.documents
+    (student,), prompts, rollouts = engine.student.decoders, data.train.documents, config.rollouts
+    eos = eos_ids(data.tokenizer, student)
+    samplings = [sampling_of(rollout, eos) for rollout in rollouts]
     generator = make_generator(
-        sampling_of(rollout, eos_ids(data.tokenizer, student)),
+        samplings[0],
         student,
         data.tokenizer,
         engine.student.device,
@@ -177,12 +180,13 @@ def _generated(
         key="rollout.engine",
         processor=data.processor,
     )
-    plan = PromptPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, seed)
-    schedule = RolloutSchedule.of(rollout, steps=1)
-    with closing(CompletionCalls(rollout)) as calls:
-        queue = make_queue(rollout, schedule, InJobEngine(generator), prompts, plan, data.tokenizer, calls)
+    sources = [replace(source, share=1.0) for source in prompt_sources(config, prompts, data.dataset)]
+    plan, schedule = PromptPlan(sources, sequences, config.seed), RolloutSchedule.of(rollouts[0], steps=1)
+    with closing(CompletionCalls(rollouts)) as calls:
+        engine_in_job = InJobEngine(generator)
+        queue = make_queue(rollouts, samplings, schedule, engine_in_job, prompts, plan, data.tokenizer, calls)
         queue.ask(0)
-        documents = step_documents(prompts, queue.take(0), target_rules(rollout))
+        documents = step_documents(prompts, queue.take(0), target_rules(rollouts))
     return packer.micro_batches(documents, parts=sequences)
 
 

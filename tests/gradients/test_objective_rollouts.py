@@ -14,6 +14,7 @@ from kit.rollout_cases import (
     SAMPLING,
     SPECS,
     Batch,
+    at,
     fused,
     make_batch,
     plain_loss,
@@ -36,7 +37,10 @@ from stillhouse.objective import (
     linear_objective,
 )
 from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import SAMPLING as NUMBER
+from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.objective.tile import chunks
 from stillhouse.objective.tile.tile import Tile
 from stillhouse.parallel.pair import distill_targets
 
@@ -44,7 +48,7 @@ from stillhouse.parallel.pair import distill_targets
 def plain(spec: ObjectiveSpec, leaves: Leaves, batch: Batch, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
 
-    def log_p(temperature: float) -> Tensor:
+    def log_p(temperature: float | Tensor) -> Tensor:
         return torch.log_softmax(logits_TV / temperature, 1)
 
     loss = plain_loss(spec, Leaves(fresh["hidden"], fresh["weight"], fresh.get("bias")), log_p, batch)
@@ -70,6 +74,65 @@ def test_as_in_plain_autograd(case: str, dtype: str) -> None:
         assert gradient.norm() > 1e-4
         assert gradients[name].dtype == DTYPES[dtype]
         assert distance(gradients[name], gradient) < WITHIN[dtype], name
+
+
+#: sampling temperatures of two sources; the third one is of no row
+SEVERAL = (0.8, 1.3, 2.0)
+
+
+def with_two_temperatures(batch: Batch, vocabulary: int = V) -> Batch:
+    """The documents of a batch have the temperatures in turn, and their tokens were sampled at these."""
+    number_T = (batch.document_T % 2).to(batch.weights_T.dtype)
+    leaves = make_leaves(len(number_T), vocabulary)
+    logits_TV = OutputHead(leaves.weight, leaves.bias).logits(leaves.hidden)
+    at_first, at_second = (at(torch.log_softmax(logits_TV / value, 1), batch.labels_T) for value in SEVERAL[:2])
+    old_T = batch.per_token[OLD_LOG_PROBS] + torch.where(number_T == 0, 0.0, at_second - at_first)
+    number_T = number_T.masked_fill(~batch.is_sampled_T, math.nan)  # undefined, as everything of these rows
+    return replace(batch, per_token=batch.per_token | {OLD_LOG_PROBS: old_T, NUMBER: number_T})
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_rows_at_two_sampling_temperatures_as_in_plain_autograd(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal, logits_TV = teacher()
+    spec, leaves = replace(spec_of(case), sampling_temperatures=SEVERAL), make_leaves()
+    batch = with_two_temperatures(make_batch())
+    loss, expected = plain(spec, leaves, batch, logits_TV)
+    plain_ratio = float(fused(replace(spec, sampling_temperatures=()), leaves, batch, signal)[0].metrics["log_ratio"])
+    for devices in (set(), {"cpu"}):  # also with the work on rows that is compiled on a GPU
+        monkeypatch.setattr(chunks, "ROW_DEVICES", devices)
+        output, gradients = fused(spec, leaves, batch, signal, chunk_tokens=5)
+        assert distance(output.loss, loss) < WITHIN["float64"]
+        assert float(output.metrics["log_ratio"]) != pytest.approx(plain_ratio, rel=1e-3)
+        for name, gradient in expected.items():
+            assert distance(gradients[name], gradient) < WITHIN["float64"], name
+
+
+@pytest.mark.parametrize("case", ["k2, truncated", "rewards, masked", "penalty"])
+def test_rows_at_two_sampling_temperatures_in_the_reference(case: str) -> None:
+    signal, logits_TV = teacher()
+    spec, leaves = replace(spec_of(case), sampling_temperatures=SEVERAL), make_leaves()
+    batch = with_two_temperatures(make_batch())
+    terms = spec.terms(batch.labels_T, {TEACHER: signal}, batch.per_token)
+    head = OutputHead(leaves.weight, leaves.bias)
+    output = dense_objective(leaves.hidden, head, terms, weights_T=batch.weights_T, normalizer=NORMALIZER)
+    assert distance(output.loss, plain(spec, leaves, batch, logits_TV)[0]) < WITHIN["float64"]
+
+
+def test_rows_of_one_temperature_are_the_plain_objective_to_the_bit() -> None:
+    signal, _ = teacher()
+    batch = make_batch()
+    for case in SPECS:
+        output, gradients = fused(spec_of(case), make_leaves(), batch, signal)
+        several = replace(spec_of(case), sampling_temperatures=(SAMPLING, 2.0))
+        zeros = replace(batch, per_token=batch.per_token | {NUMBER: torch.zeros(T, dtype=torch.float64)})
+        same, same_gradients = fused(several, make_leaves(), zeros, signal)
+        assert torch.equal(output.loss, same.loss), case
+        assert all(torch.equal(gradients[name], same_gradients[name]) for name in gradients), case
+    with pytest.raises(ValueError, match="sampling is missing in per_token"):
+        fused(several, make_leaves(), batch, signal)
+    beyond = replace(batch, per_token=batch.per_token | {NUMBER: torch.full((T,), 2.0, dtype=torch.float64)})
+    with pytest.raises(ValueError, match="up to 2: expected whole numbers from 0 to 1"):
+        fused(several, make_leaves(), beyond, signal)
 
 
 # which rows count

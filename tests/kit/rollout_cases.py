@@ -16,6 +16,7 @@ from stillhouse.engine.loss import StepLoss
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, Correction, FullVocab, ObjectiveOutput, OutputHead, Signal, Signals
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import SAMPLING as SAMPLING_NUMBER
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 NORMALIZER = 23.0
@@ -104,14 +105,19 @@ def at(values_TV: Tensor, labels_T: Tensor) -> Tensor:
     return values_TV.gather(1, labels_T.clamp_min(0)[:, None])[:, 0]
 
 
-def plain_loss(spec: ObjectiveSpec, leaves: Leaves, log_p: Callable[[float], Tensor], batch: Batch) -> Tensor:
+def plain_loss(spec: ObjectiveSpec, leaves: Leaves, log_p: Callable[[Any], Tensor], batch: Batch) -> Tensor:
     """log_p: the teacher's log-probabilities [T, V] at a temperature. Of divergences, only reverse KL."""
     logits_TV = OutputHead(leaves.weight, leaves.bias).logits(leaves.hidden)
 
-    def log_q(temperature: float) -> Tensor:
+    def log_q(temperature: float | Tensor) -> Tensor:
         return torch.log_softmax(logits_TV / temperature, 1)
 
-    labels_T, tau, sampling = batch.labels_T, spec.temperature, spec.sampling_temperature
+    labels_T, tau = batch.labels_T, spec.temperature
+    sampling: float | Tensor = spec.sampling_temperature
+    if spec.sampling_temperatures:
+        numbers = batch.per_token[SAMPLING_NUMBER].nan_to_num(0).long().tolist()
+        by_row = [spec.sampling_temperatures[number] for number in numbers]
+        sampling = torch.tensor(by_row, dtype=torch.float64)[:, None]
     sampled_T = batch.is_sampled_T
     total_T = torch.zeros_like(batch.weights_T)
     if spec.cross_entropy is not None:

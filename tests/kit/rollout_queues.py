@@ -17,6 +17,7 @@ from stillhouse.generation import (
     PromptPlan,
     RolloutQueue,
     SampleGenerator,
+    SourceSettings,
 )
 from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.generation.sample import Ended
@@ -65,7 +66,7 @@ def prompts() -> Documents:
 
 
 def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1.0, slack: int = 0) -> RolloutQueue:
-    plan = PromptPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
-    generator = SampleGenerator(engine, prompts(), plan, toy_tokenizer(), 8)
+    plan = PromptPlan.of_one(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
+    generator = SampleGenerator(engine, prompts(), plan, toy_tokenizer(), [SourceSettings(8)])
     schedule = RolloutSchedule(ahead, in_order, ahead + slack, STEPS - 1)
     return RolloutQueue(generator, plan, schedule, alive=engine.answer)

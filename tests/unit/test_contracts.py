@@ -42,7 +42,7 @@ CONTRACTS = {
     "PolicyGradient": (
         "labels_T, advantages_T, old_log_probs_T, reference_log_probs_T=None, clip_low=0.2, clip_high=0.2, "
         "kl_scale=0.0, scale=1.0, temperature=1.0, *, weights_T=None, dual_clip=None, surrogate='clip', "
-        "correction=Correction(kind='none', limit=2.0), sequence_ratios_T=None"
+        "correction=Correction(kind='none', limit=2.0), sequence_ratios_T=None, row_temperatures=None"
     ),
     "Entropy": "scale, temperature=1.0, *, weights_T=None, label=None",
     "linear_objective": (

@@ -144,7 +144,7 @@ def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> 
 
 
 def test_each_epoch_has_every_prompt_once() -> None:
-    plan = PromptPlan(PROMPTS, 5, 4, SAMPLES, seed=3)
+    plan = PromptPlan.of_one(PROMPTS, 5, 4, SAMPLES, seed=3)
     for epoch in range(3):
         groups = range(epoch * PROMPTS, (epoch + 1) * PROMPTS)
         assert sorted(map(plan.prompt_of, groups)) == list(range(PROMPTS))
@@ -155,7 +155,7 @@ def test_each_epoch_has_every_prompt_once() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 1.0])
 def test_the_share_is_exact_over_many_steps_and_each_step_has_as_many_completions(share: float) -> None:
-    plan = PromptPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
+    plan = PromptPlan.of_one(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
     generated_groups = sum(len(plan.groups(step)) for step in range(100))
     assert generated_groups == pytest.approx(400 * share)
     for step in range(100):
@@ -165,12 +165,12 @@ def test_the_share_is_exact_over_many_steps_and_each_step_has_as_many_completion
 
 
 def test_seeds_differ_by_sample_and_turn_and_are_those_of_the_run() -> None:
-    plan = PromptPlan(PROMPTS, 0, 4, SAMPLES, seed=3)
+    plan = PromptPlan.of_one(PROMPTS, 0, 4, SAMPLES, seed=3)
     seeds = [plan.sample_seed(sample, turn) for sample in range(50) for turn in range(3)]
     assert len(set(seeds)) == 150
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert plan.sample_seed(7, 1) == PromptPlan(1, 0, 9, 2, seed=3).sample_seed(7, 1)
-    assert plan.sample_seed(7, 1) != PromptPlan(PROMPTS, 0, 4, SAMPLES, seed=4).sample_seed(7, 1)
+    assert plan.sample_seed(7, 1) == PromptPlan.of_one(1, 0, 9, 2, seed=3).sample_seed(7, 1)
+    assert plan.sample_seed(7, 1) != PromptPlan.of_one(PROMPTS, 0, 4, SAMPLES, seed=4).sample_seed(7, 1)
 
 
 def sample(

@@ -16,7 +16,7 @@ from kit.toy_tokenizer import toy_tokenizer
 from kit.user_functions import control_c, counts, half, remembers
 
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.generation import Completion, PromptPlan, SampleGenerator
+from stillhouse.generation import Completion, PromptPlan, SampleGenerator, SourceSettings
 from stillhouse.generation.sample_generator import _Open
 from stillhouse.generation.user_functions import called_here, environment_call, user_function
 from stillhouse.user_code.functions import ENVIRONMENT, UserFunction, checked_reply, checked_reward
@@ -209,11 +209,9 @@ def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(
     generator = SampleGenerator(
         None,  # type: ignore[arg-type]
         prompts(),
-        PromptPlan(7, 0, 1, 1, 0),
+        PromptPlan.of_one(7, 0, 1, 1, 0),
         tokenizer,
-        512,
-        environment=environment,
-        max_turns=9,
+        [SourceSettings(512, environment=environment, max_turns=9)],
     )
     turn = Completion(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     sample = _Open(0, 0, [])

@@ -1,11 +1,12 @@
 """The source of the documents, and their maximum length."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
 from stillhouse.config.section import PathText, Section, Share
+from stillhouse.config.sections.rollout_section import SourceRolloutConfig
 
 #: a valid name of an evaluation set. mtp_1, … are excluded, because they name MTP depths in the keys of metrics
 _NAME = re.compile(r"(?!mtp_\d+$)[A-Za-z][A-Za-z0-9_-]*")
@@ -14,13 +15,47 @@ _METRICS = {"cross_entropy", "forward_kl", "agreement", "student_entropy", "teac
 _METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
 
 
-class SourceConfig(Section):
-    """One source of a mixture, and its share of the tokens that are trained on."""
+def is_name(name: str) -> bool:
+    """Whether this can be the name of an evaluation set or a source in the keys of metrics."""
+    return _NAME.fullmatch(name) is not None
 
-    source: PathText
+
+def is_source_name(name: str) -> bool:
+    """Whether this can be the name of a source: rollout/reward/… are the parts of a reward."""
+    return is_name(name) and name != "reward"
+
+
+def _checked_name(name: str) -> str:
+    if not is_source_name(name):
+        raise ValueError(f"got {name!r}, expected letters, digits, _ and -, a letter first, and not reward")
+    return name
+
+
+class SourceConfig(Section):
+    """One source of a mixture, and its share of the tokens that are trained on or, with rollout, of the prompts."""
+
+    source: PathText = Field(examples=["data/train.jsonl"])
     """A source, in the same form as a single source of data.train."""
     weight: float = Field(default=1.0, gt=0)
-    """The share of the tokens, after all weights are divided by their sum."""
+    """The share, after all weights are divided by their sum."""
+    name: Annotated[str, AfterValidator(_checked_name)] | None = None
+    """With rollout: the name of the source in metrics. null: its file or folder without an ending."""
+    rollout: SourceRolloutConfig | None = None
+    """With rollout: its keys for the prompts of this source."""
+
+    @property
+    def shown_name(self) -> str:
+        """The name of the source in metrics."""
+        path = self.source.partition("@")[0].rstrip("/")
+        last = re.split(r"[/\\:]", path)[-1]
+        return self.name or last.partition(".")[0]
+
+    @model_serializer(mode="wrap")
+    def _set_keys(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the keys of rollouts that are null, so that runs of earlier versions can be resumed."""
+        return {
+            key: value for key, value in write(self).items() if key not in ("name", "rollout") or value is not None
+        }
 
 
 def _checked_sources(train: str | list[SourceConfig]) -> str | list[SourceConfig]:
@@ -36,7 +71,7 @@ def _checked_sets(sets: str | float | dict[str, str]) -> str | float | dict[str,
     if sets == {}:
         raise ValueError("got no sets: expected one name and source or more, or 0 for no evaluation")
     for name in sets if isinstance(sets, dict) else ():
-        if not _NAME.fullmatch(name) or name in _METRICS:
+        if not is_name(name) or name in _METRICS:
             raise ValueError(
                 f"got the name {name!r}: expected letters, digits, _ and -, a letter first, and not the name of a"
                 " metric or of a depth such as mtp_1"
@@ -51,7 +86,8 @@ class DataConfig(Section):
         examples=["data/train.jsonl"]
     )
     """JSONL, JSON, CSV or Parquet file, folder or glob of such files, saved dataset, or hub id (name:config@split). A
-    mixture is a list of {source, weight}; weight is the share of the tokens."""
+    mixture is a list of {source, weight}; weight is the share of the tokens or, with rollout, of the prompts. With
+    rollout, a source may also have a name and keys of rollout of its own: {source, weight, name, rollout: {…}}."""
     eval: Annotated[PathText | Share | dict[str, PathText], AfterValidator(_checked_sets)] = 0.02
     """Held-out documents: a source of the same kinds as train, or the share of train's documents to hold out, chosen
     by a hash of their content. 0: no evaluation. {name: source, …}: several sets, each also with metrics of its own,
@@ -81,6 +117,11 @@ class DataConfig(Section):
     def weighted_sources(self) -> list[SourceConfig]:
         """The sources with weights; empty if data.train is a single source."""
         return [] if isinstance(self.train, str) else self.train
+
+    def rollout_prefix(self, source: int, name: str) -> str:
+        """What precedes `rollout.` in the key that sets a key of rollout for a source; "" for the section rollout."""
+        rollout = None if isinstance(self.train, str) else self.train[source].rollout
+        return f"data.train[{source}]." if rollout is not None and name in rollout.model_fields_set else ""
 
     @property
     def eval_sets(self) -> dict[str, str]:

@@ -1,23 +1,21 @@
 """On-policy training: who generates the completions, how tokens are sampled, and how old the weights may be."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from stillhouse.config.reward_sum import RewardText
 from stillhouse.config.section import FunctionPath, PathText, Section, Text, Urls, url_list
 from stillhouse.config.servers import EngineName
 
 
-class RolloutConfig(Section):
-    """On-policy training: in each step, the student generates completions of prompts and is trained on them."""
+class PromptConfig(Section):
+    """The keys of rollout that a source of data.train may set for its prompts."""
 
     share: float = Field(default=1.0, gt=0, le=1)
     """Share of the completions that are the student's own (λ of GKD), in whole prompts: all completions of a prompt
     have one origin. The others are the dataset's; cross_entropy in objective.loss counts on them alone."""
-    prompts_per_step: int | None = Field(default=None, ge=1)
-    """Prompts of one optimizer step, each with samples_per_prompt completions. null: as many as train.tokens_per_step
-    holds if every completion is data.max_tokens long with its prompt."""
     samples_per_prompt: int = Field(default=4, ge=1)
     """Completions of each prompt."""
     max_new_tokens: int = Field(default=512, ge=1)
@@ -32,6 +30,44 @@ class RolloutConfig(Section):
     """Tokens below this share of the largest probability are not sampled. 0: all tokens."""
     stop: list[Text] = Field(default=[])
     """Texts that end a completion, in addition to the end-of-sequence tokens."""
+    reward: RewardText | None = Field(default=None, examples=["mypkg.rewards:exact"])
+    """package.module:function, called as function(prompt, completion, record) for every completion. It gives a
+    number, the reward of policy_gradient. Or the address of a server, which gets a POST request with {"prompt": …,
+    "completion": …, "record": …} for every completion and answers {"reward": number}. Or a weighted sum, such as
+    0.5*mypkg.rewards:exact + 2*http://127.0.0.1:9000/reward, with spaces around the +. null: no reward."""
+    environment: FunctionPath | None = Field(default=None, examples=["mypkg.tools:calculator"])
+    """package.module:function, called as function(prompt, completion, record) when a turn of the student has ended.
+    It gives the text that follows, which is not a target, or None at the end. Or package.module:Class, of which each
+    sample has an object, with the methods reset(prompt, record) and step(turn). null: one turn."""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of the student with an environment."""
+
+    @property
+    def is_on_student_alone(self) -> bool:
+        """Whether the run trains only on completions of the student."""
+        return self.share == 1
+
+
+def sampling_temperatures(rollouts: Sequence[PromptConfig]) -> list[float]:
+    """The different temperatures of several sources of prompts."""
+    return list(dict.fromkeys(rollout.temperature for rollout in rollouts))
+
+
+class SourceRolloutConfig(PromptConfig):
+    """Keys of rollout for the prompts of one source. A key that is not set has the value of the section rollout."""
+
+    @model_serializer(mode="wrap")
+    def _set_keys(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write only the keys that are set, because null is a value of some keys."""
+        return {name: value for name, value in write(self).items() if name in self.model_fields_set}
+
+
+class RolloutConfig(PromptConfig):
+    """On-policy training: in each step, the student generates completions of prompts and is trained on them."""
+
+    prompts_per_step: int | None = Field(default=None, ge=1)
+    """Prompts of one optimizer step, each with samples_per_prompt completions. null: as many as train.tokens_per_step
+    holds if every completion is data.max_tokens long with its prompt."""
     engine: EngineName = "transformers"
     """What generates completions. transformers: the student in the job. The others: servers at url."""
     url: Urls = Field(default=None, examples=["http://127.0.0.1:8001"])
@@ -56,23 +92,12 @@ class RolloutConfig(Section):
     (IcePop). none: 1. Divergences need none: they are exact whichever token was sampled."""
     limit: float = Field(default=2.0, gt=1)
     """The limit of correction."""
-    reward: RewardText | None = Field(default=None, examples=["mypkg.rewards:exact"])
-    """package.module:function, called as function(prompt, completion, record) for every completion. It gives a
-    number, the reward of policy_gradient. Or the address of a server, which gets a POST request with {"prompt": …,
-    "completion": …, "record": …} for every completion and answers {"reward": number}. Or a weighted sum, such as
-    0.5*mypkg.rewards:exact + 2*http://127.0.0.1:9000/reward, with spaces around the +. null: no reward."""
     advantage: Literal["normalized", "centered"] = "normalized"
     """The advantage of a completion among those of its prompt. normalized: reward minus mean, divided by the standard
     deviation (GRPO). centered: reward minus mean."""
     deviation: Literal["population", "sample"] = "population"
     """The standard deviation of advantage=normalized, of n completions: population divides the sum of squares by n,
     sample by n - 1, as TRL and verl do."""
-    environment: FunctionPath | None = Field(default=None, examples=["mypkg.tools:calculator"])
-    """package.module:function, called as function(prompt, completion, record) when a turn of the student has ended.
-    It gives the text that follows, which is not a target, or None at the end. Or package.module:Class, of which each
-    sample has an object, with the methods reset(prompt, record) and step(turn). null: one turn."""
-    max_turns: int = Field(default=8, ge=1)
-    """Turns of the student with an environment."""
     workers: int = Field(default=0, ge=0, le=1024)
     """Processes beside rank 0 in which reward and environment run, many completions at once. 0: in the process of
     rank 0, one completion at a time. The run's results are the same."""
@@ -97,7 +122,8 @@ class RolloutConfig(Section):
     def urls(self) -> list[str]:
         return url_list(self.url)
 
-    @property
-    def is_on_student_alone(self) -> bool:
-        """Whether the run trains only on completions of the student."""
-        return self.share == 1
+    def of_source(self, source: SourceRolloutConfig | None) -> "RolloutConfig":
+        """The section with the keys that a source of prompts sets."""
+        if source is None:
+            return self
+        return self.model_copy(update={name: getattr(source, name) for name in source.model_fields_set})

@@ -57,6 +57,18 @@ class RunConfig(Section):
         single = {} if self.teacher is None else {"teacher": self.teacher}
         return single | {f"teachers.{name}": teacher for name, teacher in self.several.items()}
 
+    @property
+    def rollouts(self) -> list[RolloutConfig]:
+        """The section rollout for the prompts of each source of data.train; empty without this section."""
+        if self.rollout is None:
+            return []
+        of_sources = [self.rollout.of_source(source.rollout) for source in self.data.weighted_sources]
+        return of_sources or [self.rollout]
+
+    def rollout_key(self, source: int, name: str) -> str:
+        """The full key that sets a key of rollout for the prompts of a source of data.train, from 0."""
+        return f"{self.data.rollout_prefix(source, name)}rollout.{name}"
+
     @model_validator(mode="before")
     @classmethod
     def _rollouts_minimise_reverse_kl(cls, content: Any) -> Any:

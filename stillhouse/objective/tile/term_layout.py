@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stillhouse.objective.row_temperatures import RowTemperatures
 from stillhouse.objective.signals import Signal
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.logits_provider import LogitsProvider
@@ -28,7 +29,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Object:
-    """A term or a signal. number: the same object has the same number wherever it is used."""
+    """A term, a signal or temperatures. number: the same object has the same number wherever it is used."""
 
     number: int
     kind: type
@@ -106,10 +107,10 @@ def _described(value: Any, plan: Plan, numbers: dict[int, int], slots: dict[Tens
         return _Slot(slots.setdefault(value, len(slots)), tuple(value.shape[1:]), value.dtype)
     if isinstance(value, tuple):
         return tuple(_described(member, plan, numbers, slots) for member in value)
-    if not isinstance(value, Term | Signal):
+    if not isinstance(value, Term | Signal | RowTemperatures):
         return value
     number = numbers.setdefault(id(value), len(numbers))
-    if value in plan.signals:  # terms read a dense signal's tile, and not its tensors
+    if isinstance(value, Signal) and value in plan.signals:  # terms read a dense signal's tile, and not its tensors
         return _Object(number, Signal, ())
     entries = [(name, _described(entry, plan, numbers, slots)) for name, entry in vars(value).items()]
     return _Object(number, type(value), tuple(entries))

@@ -130,6 +130,16 @@ ROLLOUTS = (
 )
 
 
+#: for each of several sources of prompts, after rollout/<name>/
+OF_SOURCES = (
+    _rollouts("Reward", "mean of the source's completions of a step", {"": "reward"}),
+    _rollouts("Completion length", "tokens, mean", {"": "completion_tokens"}),
+    _rollouts("Cut completions", "of completions", {"": "truncated"}, percent=True),
+    _rollouts("Completions", "of the source, in a step", {"": "completions"}),
+)
+SOURCE = re.compile(rf"(?!{REWARD_PART})rollout/([^/]+)/(.+)")
+
+
 def draw(runs: Sequence[Run]) -> list[Drawing]:
     """Return the charts of these runs in the page's order, without charts that have no value."""
     drawings = []
@@ -167,6 +177,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
         *TRAINING,
         *ROLLOUTS,
         *(_reward_part(key) for key in keys if key.startswith(REWARD_PART)),
+        *_charts_of_sources(keys),
     ]
     for draft in filter(None, map(DRAFTS.fullmatch, keys)):
         sides = {"greedy": draft[0], "sampled": draft[0].replace("/acceptance", "/sampled_acceptance")}
@@ -186,6 +197,22 @@ def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:
         for name in names
         for chart in HELD_OUT
     ]
+
+
+def _charts_of_sources(keys: Iterable[str]) -> Iterator[Chart]:
+    """The charts of each source of prompts: its completions, and the terms of the loss at its tokens."""
+    matches = [match for match in map(SOURCE.fullmatch, keys) if match]
+    for name in dict.fromkeys(match[1] for match in matches):
+        group, prefix = f"Prompts: {name}", f"rollout/{name}/"
+        for chart in OF_SOURCES:
+            yield replace(chart, group=group, keys={"": prefix + chart.keys[""]})
+        for match in matches:
+            if match[1] == name and match[2].startswith("reward/"):
+                title = f"Reward: {match[2].removeprefix('reward/')}"
+                yield Chart(group, title, "mean, without its weight", {"": match[0]})
+            if match[1] == name and match[2].endswith("_nats_per_token"):
+                title = f"Loss: {match[2].removesuffix('_nats_per_token')}"
+                yield Chart(group, title, NATS, {"": match[0]}, log=True)
 
 
 def _task(key: str) -> Chart:

@@ -51,6 +51,8 @@ def shown_step(step: int, samples: Sequence[Sample]) -> ShownStep:
 def _sample(sample: Sample) -> ShownSample:
     ended = "ended by itself" if sample.finish == "stop" else "cut at the limit"
     facts = [f"{sample.source}'s", f"{sample.length:,} tokens, {ended}"]
+    if sample.prompt_source is not None:
+        facts.insert(1, f"prompt of {sample.prompt_source}")
     if sample.reward is not None:
         parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.reward_parts.items() if value is not None)
         facts.append(f"reward {sample.reward:.4g}" + (f" ({parts})" if parts else ""))

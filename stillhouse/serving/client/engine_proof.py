@@ -59,6 +59,11 @@ def probe_sampling(sampling: Sampling) -> Sampling:
     return Sampling(min(PROBE_TOKENS, sampling.max_new_tokens), eos_ids=sampling.eos_ids)
 
 
+def log_probs_sampling(sampling: Sampling) -> Sampling:
+    """The part of a sampling on which the log-probabilities of a server may depend."""
+    return replace(sampling, max_new_tokens=1, stop=(), eos_ids=())
+
+
 def same_weights(
     before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]], most: float = ROUNDED
 ) -> bool:

@@ -40,6 +40,7 @@ class ServedEngine:
         score these completions (`weights.probed`, `weights.set_proved`).
     processor: that of the prompts' images; None for prompts without images.
     run: the identity of the run that published weights must have; empty: of any run.
+    other_samplings: those of requests that have their own; log-probabilities are proved for them, too.
 
     The constructor raises ValueError for a server whose log-probabilities cannot be used for training. With
     keep_weights, log-probabilities are not checked, but all servers must have the same weights.
@@ -58,6 +59,7 @@ class ServedEngine:
         probes: Sequence[GenerationRequest] = (GenerationRequest(0, np.zeros(1, np.int32), 0),),
         run: str = "",
         processor: ImageProcessor | None = None,
+        other_samplings: Sequence[Sampling] = (),
     ):
         self._sampling, self._api, self._vocabulary = sampling, api, vocabulary
         self._run, self._prefix = run, secrets.token_hex(4)
@@ -65,7 +67,7 @@ class ServedEngine:
         self._pool = ServerPool(urls, timeout, warn, model="student", answer_seconds=timeout, in_flight=in_flight)
         self._bodies = RequestBodies(api, processor)
         self.weights = ServedWeights(
-            self._pool, api, self._bodies, sampling, vocabulary, probes, warn, keep=keep_weights
+            self._pool, api, self._bodies, (sampling, *other_samplings), vocabulary, probes, warn, keep=keep_weights
         )
         with ExitStack() as stack:
             stack.callback(self._pool.close)
@@ -121,7 +123,8 @@ class ServedEngine:
                 f"completion {request.number}: its prompt has {len(ids)} tokens, expected at least one, each from 0 "
                 f"to {self._vocabulary - 1}"
             )
-        limit = self._sampling.max_new_tokens
+        sampling = self._sampling if request.sampling is None else request.sampling
+        limit = sampling.max_new_tokens
         limit = limit if request.max_new_tokens is None else min(limit, request.max_new_tokens)
         attempt: list[tuple[ServerState, Published]] = []
 
@@ -131,10 +134,10 @@ class ServedEngine:
             published = server.published or UNKNOWN_WEIGHTS
             attempt[:] = [(server, published)]
             model = self.weights.adapter_of(published) or server.model
-            return self._bodies.encoded(model, request, self._sampling, limit)
+            return self._bodies.encoded(model, request, sampling, limit)
 
         def parse(response: httpx2.Response) -> Completion:
-            return self._completion(response, *attempt[0], limit)
+            return self._completion(response, *attempt[0], sampling, limit)
 
         statuses = frozenset({200, self._api.unknown_adapter} if names_adapter else {200})
         is_slow, hint = request.has_images, self._api.kind.hint
@@ -142,7 +145,7 @@ class ServedEngine:
         return Call(self._api.path, content, kind_of_body, parse, len(ids) + limit, hint, statuses, is_slow)
 
     def _completion(
-        self, response: httpx2.Response, server: ServerState, published: Published, limit: int
+        self, response: httpx2.Response, server: ServerState, published: Published, sampling: Sampling, limit: int
     ) -> Completion:
         """published: the server's version when the request was sent. Raises ValueError for a damaged answer, and
         AskAgainError if the server has generated it with other weights than the student's.
@@ -164,25 +167,25 @@ class ServedEngine:
             raise AskAgainError
         if (np.diff(versions_N) < 0).any():
             raise ValueError(f"the versions of a completion's tokens decrease: {versions_N.tolist()[:20]}")
-        self._require_requested(answer, limit)
+        self._require_requested(answer, sampling, limit)
         server.restored = 0
         completion = answer.completion(versions_N)
         # SGLang reports "length" if the last possible token is an end of sequence
-        return replace(completion, finish="stop") if answer.ids[-1] in self._sampling.eos_ids else completion
+        return replace(completion, finish="stop") if answer.ids[-1] in sampling.eos_ids else completion
 
-    def _require_requested(self, answer: Answer, limit: int) -> None:
+    def _require_requested(self, answer: Answer, sampling: Sampling, limit: int) -> None:
         ids = answer.ids
         if not ids or len(ids) > limit:
             raise ValueError(f"a completion of {len(ids)} tokens: expected 1 to {limit}")
         if min(ids) < 0 or max(ids) >= self._vocabulary:
             raise ValueError(f"the ids {min(ids)} to {max(ids)}: expected 0 to {self._vocabulary - 1}")
-        ends = set(self._sampling.eos_ids)
+        ends = set(sampling.eos_ids)
         if ends & set(ids[:-1]):
             raise ValueError("a completion that goes on after its end of sequence")
-        if answer.finish == "stop" and ids[-1] not in ends and answer.stop not in self._sampling.stop:
+        if answer.finish == "stop" and ids[-1] not in ends and answer.stop not in sampling.stop:
             raise ValueError(
                 f"a completion that ends with token {ids[-1]} at {answer.stop!r}: expected the end of sequence "
-                f"{sorted(ends)}, among its tokens, or one of the texts {list(self._sampling.stop)}"
+                f"{sorted(ends)}, among its tokens, or one of the texts {list(sampling.stop)}"
             )
 
 

@@ -21,6 +21,7 @@ from stillhouse.serving.client.engine_proof import (
     PROMPTS,
     TOP,
     Probe,
+    log_probs_sampling,
     probe_sampling,
     prove_log_probs,
     same_weights,
@@ -72,14 +73,15 @@ class ServerState:
 class ServedWeights:
     """versions: version numbers by label. newest: the version that all servers should have.
 
-    keep: the servers keep the weights that they have. top_tokens: if `keep`, the top tokens after a few prompts and
-    their log-probabilities, which identify the weights. The other arguments are those of `ServedEngine`.
+    samplings: those of the requests. keep: the servers keep the weights that they have. top_tokens: if `keep`, the
+    top tokens after a few prompts and their log-probabilities, which identify the weights. The other arguments are
+    those of `ServedEngine`.
     """
 
     pool: ServerPool
     api: ServerApi
     bodies: RequestBodies
-    sampling: Sampling
+    samplings: Sequence[Sampling]
     vocabulary: int
     probes: Sequence[GenerationRequest]
     warn: Callable[[str], None]
@@ -114,7 +116,8 @@ class ServedWeights:
                 self._keep_weights(server)
             elif self.api.kind.after_temperature:
                 top = partial(self._top_log_probs, server)
-                prove_log_probs(self.api.kind, server.url, top, self.sampling, self.vocabulary)
+                for sampling in dict.fromkeys(map(log_probs_sampling, self.samplings)):
+                    prove_log_probs(self.api.kind, server.url, top, sampling, self.vocabulary)
 
     def update_all(self, published: Published) -> None:
         """See `ServedEngine.update_weights`."""
@@ -257,7 +260,7 @@ class ServedWeights:
         bodies = [
             self.bodies.for_ask(model, replace(probe, seed=seed), sampling, sampling.max_new_tokens)
             for seed, probe in enumerate(self.probes)
-            for sampling in (probe_sampling(self.sampling), _GREEDY)
+            for sampling in (probe_sampling(self.samplings[0]), _GREEDY)
         ]
         with ThreadPoolExecutor(len(bodies)) as threads:  # the server computes concurrent requests as one batch
             return list(threads.map(partial(ask, self.api.path), bodies))

@@ -1,0 +1,26 @@
+"""How samples of the prompts of one source are generated."""
+
+from dataclasses import dataclass
+
+from stillhouse.generation.sample import Sampling
+from stillhouse.generation.user_functions import EnvironmentCall, RewardCall
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """How samples of the prompts of one source are generated.
+
+    max_new_tokens: the maximum number of tokens of a sample: all turns of the model and all replies together.
+    sampling: how tokens are sampled; None: as the engine does without it.
+    reward, environment: see `user_functions.py`. If one of them is set, the prompts need the records of the data.
+    calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn has ended, also while
+        the engine generates others. Otherwise, `SampleGenerator.finished` requests it.
+    max_turns: the maximum number of turns of the model.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling | None = None
+    reward: RewardCall | None = None
+    environment: EnvironmentCall | None = None
+    calls_from_any_thread: bool = False
+    max_turns: int = 1

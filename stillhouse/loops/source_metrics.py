@@ -1,0 +1,136 @@
+"""The metrics of a step for each of several sources of prompts.
+
+rollout/math/reward, rollout/math/completion_tokens, rollout/math/truncated
+                                         means over the source's completions of the step
+rollout/math/reward/exact                the same of a part of a reward that is a weighted sum
+rollout/math/completions                 their number
+rollout/math/reverse_kl_nats_per_token   a term of the objective: the mean over the source's target tokens, unscaled
+
+D documents of a step: its samples, then documents of the dataset. T rows of a micro-batch.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from stillhouse.config.reward_sum import part_names
+from stillhouse.engine.engine import StepOutput
+from stillhouse.generation import PromptPlan, Sample
+from stillhouse.generation.advantages import mean_and_deviation
+from stillhouse.loops.session_objects import Session
+from stillhouse.objective.metric_keys import GATE
+from stillhouse.objective.origins import origin_masks
+from stillhouse.parallel import ShardedMicroBatches
+
+#: values per token that are no terms of the objective
+_NO_TERMS = ("log_ratio", GATE)
+#: the key of the number of target tokens of a source
+_TOKENS = "tokens"
+
+
+def source_metrics(
+    session: Session,
+    step: int,
+    samples: Sequence[Sample],
+    micro_batches: ShardedMicroBatches,
+    output: StepOutput,
+) -> dict[str, float]:
+    """Return the metrics of the sources that have documents in this step. A collective of all processes.
+
+    Terms are absent if the objective has a token gate, whose choice the values per token do not contain.
+    """
+    plan = session.plan
+    assert plan is not None
+    metrics: dict[str, float] = {}
+    sums = _sums_by_source(session, step, samples, micro_batches, output)
+    for number, settings in enumerate(session.prompt_sources):
+        of_source = [sample for sample in samples if _source_of(plan, sample) == number]
+        values = _of_samples(of_source, part_names(session.rollouts[number].reward)) if of_source else {}
+        values |= {f"{kind}_nats_per_token": mean for kind, mean in _means(session, sums[number]).items()}
+        metrics |= {f"rollout/{settings.shown_name}/{name}": value for name, value in values.items()}
+    return metrics
+
+
+def _source_of(plan: PromptPlan, sample: Sample) -> int:
+    return plan.source_of(plan.group_of(sample.number))
+
+
+def _of_samples(samples: Sequence[Sample], reward_names: Sequence[str]) -> dict[str, float]:
+    values = {
+        "completions": float(len(samples)),
+        "completion_tokens": statistics.fmean(len(sample.completion.ids_N) for sample in samples),
+        "truncated": statistics.fmean(sample.completion.finish == "length" for sample in samples),
+    }
+    if rewards := [sample.reward for sample in samples if sample.reward is not None]:
+        values["reward"], _ = mean_and_deviation(rewards)
+        # samples of a checkpoint of an earlier version have no parts
+        if all(len(sample.reward_parts) == len(reward_names) for sample in samples):
+            parts = zip(*(sample.reward_parts for sample in samples), strict=True)
+            values |= {
+                f"reward/{name}": mean_and_deviation(results)[0]
+                for name, results in zip(reward_names, parts, strict=True)
+            }
+    return values
+
+
+def _sums_by_source(
+    session: Session,
+    step: int,
+    samples: Sequence[Sample],
+    micro_batches: ShardedMicroBatches,
+    output: StepOutput,
+) -> list[dict[str, float]]:
+    """For each source, the sum of each term's values over its target tokens, and the number of these tokens.
+
+    With an objective by origin, also the number of the target tokens of each origin. Processes that hold copies of a
+    row all add it, to the sums and to the numbers.
+    """
+    plan, spec = session.plan, session.spec
+    assert plan is not None
+    source_D = torch.tensor(
+        [_source_of(plan, sample) for sample in samples]
+        + [plan.source_of_document(document) for document in plan.from_dataset(step)]
+    )
+    sums = [dict[str, float]() for _ in plan.sources]
+    outputs = [] if spec.token_gate is not None else output.outputs
+    for micro_batch, of_micro_batch in zip(micro_batches, outputs, strict=False):
+        rows = micro_batch.weights_T.nonzero()[:, 0]
+        weights_R = micro_batch.weights_T[rows].double().cpu()
+        source_R = source_D[micro_batch.document_T[rows].cpu()]
+        counted = {_TOKENS: torch.ones_like(weights_R)}
+        masks = origin_masks(micro_batch.labels_T, micro_batch.per_token) if spec.by_origin else {}
+        counted |= {f"{_TOKENS}/{origin}": mask_T[rows].double().cpu() for origin, mask_T in masks.items()}
+        for name, value_T in of_micro_batch.per_token.items():
+            if name not in _NO_TERMS:
+                counted[name] = value_T.detach()[rows].double().cpu() * weights_R
+        for name, value_R in counted.items():
+            of_sources = torch.bincount(source_R, weights=value_R, minlength=len(sums)).tolist()
+            for of_source, value in zip(sums, of_sources, strict=True):
+                of_source[name] = of_source.get(name, 0.0) + value
+    totals = [dict[str, float]() for _ in plan.sources]
+    for of_rank in session.ranks.gather(sums):
+        for total, of_source in zip(totals, of_rank, strict=True):
+            for name, value in of_source.items():
+                total[name] = total.get(name, 0.0) + value
+    return totals
+
+
+def _means(session: Session, sums: dict[str, float]) -> dict[str, float]:
+    """Return the means of the terms of one source over its target tokens, of several teachers or origins together.
+
+    As in `step_metrics.means`: with the teachers' weights unless each document has one teacher; a term of some
+    origins is a mean over the tokens of these origins.
+    """
+    spec, averages, tokens = session.spec, dict[str, float](), dict[str, float]()
+    for name, value in sums.items():
+        kind, _, label = name.partition("/")
+        if kind == _TOKENS:
+            continue
+        is_weighted = label in spec.teachers and session.train.together is None
+        averages[kind] = averages.get(kind, 0.0) + value * (spec.teachers[label].weight if is_weighted else 1.0)
+        if label in spec.by_origin:
+            tokens[kind] = tokens.get(kind, 0.0) + sums[f"{_TOKENS}/{label}"]
+        else:
+            tokens[kind] = sums[_TOKENS]
+    return {kind: value / tokens[kind] for kind, value in averages.items() if tokens[kind]}

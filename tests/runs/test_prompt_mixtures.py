@@ -1,0 +1,259 @@
+"""On-policy runs with several weighted sources of prompts, each with its own reward, sampling and share."""
+
+import json
+import math
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.on_policy_runs import rollout_figures, write_on_policy_run
+from kit.ranks import run_ranks
+from kit.runs import Command, contents, run, write_records
+from kit.serving import Server
+from kit.signal_hooks import signal_at
+from kit.teacher_gradients import assert_same_as_float64, named_gradients
+from transformers import AutoModelForCausalLM
+
+from stillhouse.config import ConfigError, RunConfig
+from stillhouse.loops.rollouts import Rollouts
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.rollout_log import Timeline
+from stillhouse.run.run import distill
+from stillhouse.run.session import prepare
+
+HOOKS = """
+def length(prompt, completion, record):
+    assert "completion" in record and "number" not in record
+    return float(len(completion))
+
+def short(prompt, completion, record):
+    assert "number" in record
+    return -float(len(completion))
+
+def echo(prompt, completion, record):
+    assert "number" in record
+    return None if completion.count("!") >= 2 else " no!"
+"""
+#: what the second source sets
+OF_COUNTS = {"reward": "hooks:short", "temperature": 0.6, "max_new_tokens": 7, "samples_per_prompt": 3}
+LOSS = "policy_gradient(teacher_kl=0.3) + reverse_kl"
+
+
+@pytest.fixture
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hooks", raising=False)
+
+
+def write_mixture(
+    folder: Path, of_counts: dict[str, Any] = OF_COUNTS, weight: float = 0.25, **settings: Any
+) -> RunConfig:
+    """A run with two sources: `train`, with three quarters of the prompts, and `counts`."""
+    folder.mkdir(exist_ok=True)
+    records = [{"prompt": f"Say {number} and", "number": number} for number in range(9)]
+    write_records(folder / "counts.jsonl", records)
+    sources: list[dict[str, Any]] = [
+        {"source": str(folder / "train.jsonl"), "weight": 1 - weight},
+        {"source": str(folder / "counts.jsonl"), "weight": weight, "rollout": of_counts},
+    ]
+    defaults = {"rollout.reward": "hooks:length", "objective.loss": LOSS, "data.train": sources}
+    return write_on_policy_run(folder, **defaults | settings)
+
+
+def shown(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("hooks")
+def test_every_source_has_a_reward_sampling_and_curves(tmp_path: Path) -> None:
+    """Steps have few completions, so that samples.jsonl has all of them."""
+    settings = {"rollout.prompts_per_step": 1, "train.steps": 8, "rollout.samples_per_prompt": 4}
+    out = distill(write_mixture(tmp_path, OF_COUNTS | {"stop": ["a", "e"]}, **settings))
+    figures, samples = rollout_figures(out), shown(out)
+    by_step = [[sample for sample in samples if sample["step"] == line["step"]] for line in figures]
+    assert Counter(of_step[0]["prompt_source"] for of_step in by_step) == {"train": 6, "counts": 2}
+    for line, of_step in zip(figures, by_step, strict=True):
+        name = of_step[0]["prompt_source"]
+        assert all(sample["prompt"].startswith("<s>Two" if name == "train" else "<s>Say") for sample in of_step)
+        keys = {key.split("/")[2] for key in line if key.startswith(f"rollout/{name}/")}
+        assert not any(key.startswith(f"rollout/{'counts' if name == 'train' else 'train'}/") for key in line)
+        assert keys == {
+            *("completions", "completion_tokens", "truncated", "reward"),
+            *("reverse_kl_nats_per_token", "policy_gradient_nats_per_token"),
+        }
+        of_source = {key: line[f"rollout/{name}/{key}"] for key in keys}
+        assert of_source["completions"] == len(of_step) == (4 if name == "train" else 3)
+        rewards = [sample["reward"] for sample in of_step]
+        assert min(rewards) >= 0 if name == "train" else max(rewards) <= 0
+        assert of_source["reward"] == pytest.approx(statistics.fmean(rewards))
+        assert of_source["completion_tokens"] == statistics.fmean(sample["length"] for sample in of_step)
+        assert of_source["truncated"] == statistics.fmean(sample["finish"] == "length" for sample in of_step)
+        assert max(sample["length"] for sample in of_step) <= (11 if name == "train" else 7)
+        divergences = [token["divergence"] for sample in of_step for token in sample["tokens"]]
+        assert of_source["reverse_kl_nats_per_token"] == pytest.approx(statistics.fmean(divergences), rel=1e-5)
+        # with the source's own temperature, the log-probabilities of training are those of the engine
+        assert line["rollout/log_ratio_max"] < 1e-4
+    assert any(sample["finish"] == "stop" for sample in samples if sample["prompt_source"] == "counts")
+
+
+@pytest.mark.usefixtures("hooks")
+def test_a_step_has_the_metrics_of_both_sources(tmp_path: Path) -> None:
+    """`train` has a share of the dataset's completions, too, and `counts` an environment."""
+    of_counts = OF_COUNTS | {"share": 1.0, "environment": "hooks:echo", "max_turns": 2, "stop": ["a", "e", "i"]}
+    loss = "policy_gradient + reverse_kl + 0.5*cross_entropy"
+    settings = {"rollout.share": 0.5, "rollout.prompts_per_step": 8, "train.steps": 3, "objective.loss": loss}
+    out = distill(write_mixture(tmp_path, of_counts, weight=0.5, **settings))
+    for line in rollout_figures(out):
+        assert (line["rollout/train/completions"], line["rollout/counts/completions"]) == (4, 12)
+        assert line["rollout/share"] == 16 / 20
+        assert line["rollout/log_ratio_max"] < 1e-4
+        means = [line[f"rollout/{name}/reverse_kl_nats_per_token"] for name in ("train", "counts")]
+        assert min(means) < line["loss/reverse_kl_nats_per_token"] < max(means)
+        assert (
+            line["rollout/counts/cross_entropy_nats_per_token"]
+            == 0
+            < line["rollout/train/cross_entropy_nats_per_token"]
+        )
+    replies = [
+        not token["target"] for sample in shown(out) for token in sample["tokens"] if "Say" in sample["prompt"]
+    ]
+    assert any(replies)
+
+
+@pytest.mark.usefixtures("hooks")
+def test_the_completions_of_a_source_are_those_of_a_run_with_it_alone(tmp_path: Path) -> None:
+    """Seeds of the second source differ from those of a run with it alone, so its completions are greedy here."""
+    of_counts = OF_COUNTS | {"samples_per_prompt": 2, "top_k": 1}
+    settings = {"train.steps": 1, "objective.loss": LOSS}
+    mixed = shown(distill(write_mixture(tmp_path, of_counts, 0.5, **settings | {"rollout.prompts_per_step": 2})))
+    for name, keys in (("train", {"reward": "hooks:length"}), ("counts", of_counts)):
+        of_one = {f"rollout.{key}": value for key, value in keys.items()} | {"rollout.prompts_per_step": 1}
+        paths = {"data.train": str(tmp_path / f"{name}.jsonl"), "out": str(tmp_path / name)}
+        expected = shown(distill(write_on_policy_run(tmp_path, **settings | of_one | paths)))
+        of_source = [sample for sample in mixed if sample["prompt_source"] == name]
+        for sample, same in zip(of_source, expected, strict=True):
+            for key in ("prompt", "completion", "reward", "advantage", "finish"):
+                assert sample[key] == same[key], key
+        assert len(of_source) == 2
+
+
+@pytest.mark.usefixtures("hooks")
+def test_the_gradients_of_a_step_are_those_of_plain_autograd(tmp_path: Path) -> None:
+    config = write_mixture(tmp_path, weight=0.5)
+    session, timeline = prepare(config, announce=False), Timeline(time.monotonic)
+    with closing(session), closing(Rollouts(session, RunFolder(tmp_path / "out"))) as rollouts:
+        rollouts.ask(0, timeline)
+        samples = rollouts.take(0, timeline)
+        session.forward_backward(rollouts.micro_batches(0, samples))
+        gradients = {name: gradient.clone() for name, gradient in named_gradients(session.student).items()}
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64) for name in ("student", "teacher")
+    )
+    assert session.plan is not None
+    losses, tokens = [], 0
+    for sample in samples:
+        source = session.plan.source_of(session.plan.group_of(sample.number))
+        group = [other for other in samples if other.number // 3 == sample.number // 3]
+        assert len(group) == (2, 3)[source]
+        rewards = [other.reward for other in group]
+        advantage = (sample.reward - statistics.fmean(rewards)) / (statistics.pstdev(rewards) or math.inf)
+        prompt = session.train.documents.tokens(sample.prompt)
+        ids = torch.tensor([*prompt.tolist(), *sample.completion.ids_N.tolist()])
+        logits, of_teacher = (model(ids[None]).logits[0, len(prompt) - 1 : -1] for model in (student, teacher))
+        temperature, labels = (1.0, 0.6)[source], ids[len(prompt) :, None]
+        log_q, log_p = (
+            values.div(temperature).log_softmax(-1).gather(1, labels)[:, 0] for values in (logits, of_teacher)
+        )
+        old = torch.from_numpy(sample.completion.log_probs_N).double()
+        assert (log_q - old).abs().max() < 1e-5
+        weight = (log_q - old).exp().clamp(max=2).detach()
+        advantages = advantage + 0.3 * (log_p - old).detach()
+        q, p = logits.log_softmax(-1), of_teacher.log_softmax(-1)
+        losses.append((q.exp() * (q - p)).sum() - (weight * advantages * log_q).sum())
+        tokens += len(labels)
+    (torch.stack(losses).sum() / tokens).backward()
+    here = {"lm_head.weight": "head.linear.weight"}
+    expected = named_gradients(student)
+    assert_same_as_float64(
+        gradients, {here.get(name, name.replace("model", "backbone", 1)): expected[name] for name in expected}
+    )
+
+
+@pytest.mark.usefixtures("hooks")
+def test_a_source_without_a_reward_and_a_function_that_is_missing_are_refused_by_their_full_keys(
+    tmp_path: Path,
+) -> None:
+    for of_counts, key in (
+        ({"reward": None}, "data.train[1].rollout.reward"),
+        ({"reward": "hooks:missing"}, "data.train[1].rollout.reward"),
+        ({"environment": "hooks:none"}, "data.train[1].rollout.environment"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            prepare(
+                write_mixture(tmp_path, OF_COUNTS | of_counts, **{"objective.loss": "policy_gradient"}),
+                announce=False,
+            )
+        assert raised.value.key == key
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hooks")
+def test_two_processes_have_the_figures_of_one(tmp_path: Path) -> None:
+    expected = rollout_figures(distill(write_mixture(tmp_path, out=str(tmp_path / "one"))))
+    run_ranks(2, "distill", tmp_path / "run.yaml", "parallel.fsdp=2", f"out={tmp_path / 'two'}")
+    for line, same in zip(rollout_figures(tmp_path / "two"), expected, strict=True):
+        assert line.keys() == same.keys()
+        for key in (key for key in same if key.startswith(("rollout/train/", "rollout/counts/", "loss/"))):
+            assert line[key] == pytest.approx(same[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hooks")
+def test_a_killed_run_goes_on_to_the_bit_and_not_with_other_sources(tmp_path: Path) -> None:
+    settings = {"rollout.schedule": "async", "rollout.max_staleness": 4, "checkpoint.every": 2}
+    undisturbed = distill(write_mixture(tmp_path, **settings, out=str(tmp_path / "undisturbed")))
+    config = write_mixture(tmp_path, **settings)
+    out, run_yaml = Path(config.out), tmp_path / "run.yaml"
+    command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
+    assert command.wait() == -signal.SIGKILL, command.err
+    hotter = OF_COUNTS | {"temperature": 0.7}
+    for of_counts, weight, key in (
+        (OF_COUNTS, 0.5, "data.train[0].weight (0.75 there, 0.5 here)"),
+        (hotter, 0.25, "data.train[1].rollout.temperature (0.6 there, 0.7 here)"),
+    ):
+        with pytest.raises(ValueError, match="contains another run") as raised:
+            distill(write_mixture(tmp_path, of_counts, weight, **settings))
+        assert key in str(raised.value)
+    write_mixture(tmp_path, **settings)
+    run("distill", run_yaml)
+    assert rollout_figures(out) == rollout_figures(undisturbed)
+    assert shown(out) == shown(undisturbed)
+    assert contents(out / "model") == contents(undisturbed / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hooks")
+def test_a_server_writes_with_the_sampling_of_every_source(tmp_path: Path) -> None:
+    """A run with a server, killed and resumed, has the completions of a run in one process."""
+    of_counts, settings = OF_COUNTS | {"stop": ["a", "e"], "top_p": 0.9}, {"checkpoint.every": 2}
+    expected = shown(distill(write_mixture(tmp_path, of_counts, **settings, out=str(tmp_path / "one"))))
+    with Server(tmp_path / "student", "--generate") as server:
+        served = ["rollout.engine=stillhouse", f"rollout.url={server.url}", f"out={tmp_path / 'served'}"]
+        arguments = ("distill", tmp_path / "run.yaml", *served)
+        command = Command(*arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
+        assert command.wait() == -signal.SIGKILL, command.err
+        run(*arguments)
+    completions, same = (
+        [sample["completion"] for sample in samples] for samples in (shown(tmp_path / "served"), expected)
+    )
+    assert completions == same
+    assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(tmp_path / "served"))
