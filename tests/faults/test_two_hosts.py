@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+import torch
 from kit.hosts import Host, enter, two_hosts
-from kit.on_policy_runs import SAME, assert_same_rollouts, write_on_policy_run
+from kit.on_policy_runs import SAME, assert_same_figures, write_on_policy_run
 from kit.run_logs import last_step
 from kit.runs import run, wait_for
 from kit.serving import Server
+from safetensors.torch import load_file
+from torch import Tensor
 
 pytestmark = pytest.mark.slow
 #: `train.timeout`, and the seconds for which a cable may be pulled without an end of the run
@@ -77,6 +80,10 @@ def served(host: Host, folder: Path, *options: str) -> Server:
     return Server(folder, *address, *options, hook=enter, hook_arguments=(host.path,))
 
 
+def flat_weights(folder: Path) -> Tensor:
+    return torch.cat([weight.flatten() for _, weight in sorted(load_file(folder / "model.safetensors").items())])
+
+
 def test_cables_are_pulled(tmp_path: Path) -> None:
     """Each rank has one server on its own host, and one on the other host.
 
@@ -116,4 +123,8 @@ def test_cables_are_pulled(tmp_path: Path) -> None:
         assert last_step(out) < 12
         with Job((first, second), tmp_path / "second start", *arguments) as job:
             assert job.wait() == [0, 0], job.err
-    assert_same_rollouts(out, expected, SAME, "loss/total_nats_per_token")
+    assert_same_figures(out, expected, SAME, "loss/total_nats_per_token")
+    begin, end, expected_end = map(flat_weights, (tmp_path / "student", out / "model", expected / "model"))
+    # not element by element: AdamW moves an element whose gradient is nearly 0 by its rounding. One step of twelve is
+    # about 8 % of the update, and another size of micro-batches changes the update by 0.04 %
+    assert (end - expected_end).norm() < 0.01 * (expected_end - begin).norm()

@@ -47,13 +47,17 @@ def rollout_figures(out: Path) -> list[dict[str, float]]:
     ]
 
 
+def assert_same_figures(out: Path, expected_out: Path, keys: Sequence[str], loss: str) -> None:
+    for figures, expected in zip(rollout_figures(out), rollout_figures(expected_out), strict=True):
+        assert {key: figures[key] for key in keys} == {key: expected[key] for key in keys}
+        assert figures[loss] == pytest.approx(expected[loss], rel=1e-5)
+
+
 def assert_same_rollouts(out: Path, expected_out: Path, keys: Sequence[str], loss: str) -> None:
     """Compare two runs whose completions were written in different batches.
 
     keys: of the figures that are equal; loss: the key of a loss, which differs by rounding, as the weights do.
     """
-    for figures, expected in zip(rollout_figures(out), rollout_figures(expected_out), strict=True):
-        assert {key: figures[key] for key in keys} == {key: expected[key] for key in keys}
-        assert figures[loss] == pytest.approx(expected[loss], rel=1e-5)
+    assert_same_figures(out, expected_out, keys, loss)
     for name, weight in weights(expected_out).items():
         assert weights(out)[name].sub(weight).abs().max() < 1e-4, name
