@@ -19,9 +19,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from stillhouse.tools.plan.hooks import load_hooks
 
@@ -64,8 +66,7 @@ def counted(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield and print the entries of the cases that run. The error of another case is on stderr."""
     from fake_cases import CASES
 
-    import stillhouse.tools.plan.rank_step  # noqa: F401 (once, not in each process)
-
+    fill_caches(CASES["fsdp × tensor"])
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             result = Path(folder) / "entry.json"
@@ -75,6 +76,19 @@ def counted(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
             entry = json.loads(result.read_text())
             print(json.dumps({name: entry}), flush=True)
             yield name, entry
+
+
+class Stop(Exception):
+    """Ends a case before its backward pass."""
+
+
+def fill_caches(case: Any) -> None:
+    """Run a case up to its backward pass, so that copies of this process inherit what torch has prepared for it.
+
+    A process that has run a backward pass on a device cannot be copied.
+    """
+    with patch("torch.Tensor.backward", side_effect=Stop), suppress(Stop):
+        entry_of(case)
 
 
 def in_a_process(function: Callable[[], Any]) -> int:

@@ -24,7 +24,7 @@ from kit.megatron_runs import without_cuda
 from kit.ranks import Ranks
 from kit.runs import save_model, write_run
 
-STEPS, EVERY = 12, 3
+STEPS, EVERY = 8, 2
 #: seconds in which a rank must answer
 TIMEOUT = 6
 #: the text of an error after which the run resumes from the previous checkpoint; it must end bit-equal, too
