@@ -5,18 +5,20 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from uuid import uuid4
 
 from stillhouse.generation.generate import Generator, at_positions
 from stillhouse.generation.sample import Completion, Ended, GenerationRequest, Sampling
 from stillhouse.generation.student_copy import StudentCopy
-from stillhouse.parallel import ONE_PROCESS
+from stillhouse.parallel import ONE_PROCESS, EarlyMessages
 
 Result = TypeVar("Result")
 
-_GENERATE = "generate"
+_GENERATE, _BOX = "generate", "box"
 
 
 class RolloutEngine(Protocol):
@@ -28,8 +30,8 @@ class RolloutEngine(Protocol):
         An engine in this process generates the completions before it returns. A future raises ServerError if no
         server answers in time, and ValueError if an answer is invalid.
 
-        ended: called in this thread for completions that end before this method returns, while others are still
-            generated. Not every engine calls it; the futures tell of all completions.
+        ended: called for completions that end before this method returns, while others are still generated, in this
+            or another thread. Not every engine calls it; the futures tell of all completions.
         """
         ...
 
@@ -85,20 +87,23 @@ class InJobEngine:
         while _GENERATE in message:
             # an error on one rank is raised on all ranks; only the first rank reports it
             with suppress(ValueError):
-                self._generate([GenerationRequest.from_json(values) for values in message[_GENERATE]])
+                requests = [GenerationRequest.from_json(values) for values in message[_GENERATE]]
+                self._generate(requests, None if message[_BOX] is None else partial(self._tell, message[_BOX]))
             message = self._ranks.from_first(None)
         return self._ranks.outcome(message, *kinds)
 
     def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
-        """Generate completions; `ended` is called for those that this rank generates.
+        """Generate completions. If one rank fails, all ranks raise the ValueError of `Generator.generate`.
 
-        If one rank fails, all ranks raise the ValueError of `Generator.generate`.
-
-        Within `lead`, only the first rank calls this. Outside `lead`, all ranks call it with the same requests.
+        Within `lead`, only the first rank calls this, and `ended` is also called for completions of the other ranks,
+        in another thread. Outside `lead`, all ranks call it with the same requests, and `ended` is called for those
+        that this rank generates.
         """
+        box: str | None = None
         if self._is_leading:
-            self._ranks.from_first({_GENERATE: [request.as_json() for request in requests]})
-        return [_done(completion) for completion in self._generate(requests, ended)]
+            box = None if ended is None or self._ranks.size == 1 else f"completions {uuid4().hex}"
+            self._ranks.from_first({_GENERATE: [request.as_json() for request in requests], _BOX: box})
+        return [_done(completion) for completion in self._generate(requests, ended, box)]
 
     def update_weights(self, version: int, folder: Path | None) -> None:
         """Use the student's present weights from now on; all ranks must call this. `folder` has no effect."""
@@ -109,7 +114,10 @@ class InJobEngine:
     def close(self) -> None:
         """Do nothing: no request is under way after `generate` has returned."""
 
-    def _generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Completion]:
+    def _generate(
+        self, requests: Sequence[GenerationRequest], ended: Ended | None = None, box: str | None = None
+    ) -> list[Completion]:
+        """box: on the first rank, that of messages about the other ranks' completions; see `EarlyMessages`."""
         if self._ranks.size == 1:
             return self.generator.generate(requests, self.version, ended)
         self.generator.check(requests)
@@ -118,9 +126,18 @@ class InJobEngine:
         def generate_share() -> list[Any]:
             return [pair for batch in batches for pair in self._numbered(requests, batch, ended)]
 
-        of_ranks = self._ranks.gather_results(generate_share, ValueError)
+        others = len(requests) - sum(map(len, batches))
+        with nullcontext() if box is None else self._messages.received(box, others, _pass_on(ended)):
+            of_ranks = self._ranks.gather_results(generate_share, ValueError)
         by_number = dict(pair for of_rank in of_ranks for pair in of_rank)
         return [Completion.from_json(by_number[at]) for at in range(len(requests))]
+
+    def _tell(self, box: str, at: int, completion: Completion) -> None:
+        self._messages.send(box, [at, completion.as_json()])
+
+    @cached_property
+    def _messages(self) -> EarlyMessages:
+        return EarlyMessages()
 
     def _numbered(
         self, requests: Sequence[GenerationRequest], batch: Sequence[int], ended: Ended | None
@@ -129,6 +146,12 @@ class InJobEngine:
         of_batch = [requests[at] for at in batch]
         completions = self.generator.batch(of_batch, self.version, ended=at_positions(ended, batch))
         return [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
+
+
+def _pass_on(ended: Ended | None) -> Callable[[Sequence[Any]], None]:
+    """Return a function that calls `ended` with the contents of a message."""
+    assert ended is not None
+    return lambda message: ended(message[0], Completion.from_json(message[1]))
 
 
 def _done(completion: Completion) -> Future[Completion]:

@@ -256,9 +256,12 @@ class SampleGenerator:
             )
             for sample in samples
         ]
-        futures = self.engine.generate(
-            requests, lambda at, completion: self._ended(samples[at], samples[at].turns, completion)
-        )
+
+        def ended(at: int, completion: Completion) -> None:
+            self._ended(samples[at], samples[at].turns, completion)
+
+        is_early = any(self.settings_of(sample.number).calls_from_any_thread for sample in samples)
+        futures = self.engine.generate(requests, ended if is_early else None)
         for future, sample in zip(futures, samples, strict=True):
             self._futures[future], sample.in_job = sample, future.done()
             # it runs immediately if the future is done

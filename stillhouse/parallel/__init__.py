@@ -12,6 +12,7 @@ from stillhouse.parallel.build_runner import (
 )
 from stillhouse.parallel.devices import best_precision, choose_device, use_deterministic_algorithms
 from stillhouse.parallel.distributed_student import DistributedStudent, StageWeight
+from stillhouse.parallel.early_messages import EarlyMessages
 from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights, copied_to, pin_weights
 from stillhouse.parallel.mesh import Degrees, Mesh, join
 from stillhouse.parallel.pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
@@ -45,6 +46,7 @@ __all__ = [
     "DecoderHead",
     "Degrees",
     "DistributedStudent",
+    "EarlyMessages",
     "HeadBuffers",
     "InStage",
     "Layout",

@@ -192,8 +192,16 @@ class Campaign:
     faults: dict[str, Fault]
     good: tuple[str, ...]
 
-    def run(self, count: int, seed: int, names: Sequence[str], root: Path, minutes: float = math.inf) -> list[Trial]:
-        """Try `count` faults, of each case in turn all of its faults. Start no trial after `minutes`."""
+    def run(
+        self,
+        count: int,
+        seed: int,
+        names: Sequence[str],
+        root: Path,
+        minutes: float = math.inf,
+        only: Sequence[str] = (),
+    ) -> list[Trial]:
+        """Try `count` faults, of each case in turn all of its faults or those in `only`; none after `minutes`."""
         draw, end = random.Random(seed), time.monotonic() + 60 * minutes
         trials: list[Trial] = []
         for place, name in enumerate(names):
@@ -202,7 +210,8 @@ class Campaign:
             case = self.prepare(name, root)
             try:
                 for number in range(place, count, len(names)):
-                    fault = case.faults[(number // len(names) + place) % len(case.faults)]
+                    faults = [fault for fault in case.faults if fault in only] or case.faults
+                    fault = faults[(number // len(names) + place) % len(faults)]
                     out = case.folder / f"out-{number}"
                     trials.append(attempt(case, self.faults, fault, out, random.Random(draw.random())))
                     self.show(trials, count)
@@ -224,12 +233,15 @@ class Campaign:
         parser.add_argument("--faults", type=int, default=count)
         parser.add_argument("--seed", type=int, default=0)
         parser.add_argument("--minutes", type=float, default=math.inf, help="start no trial after this many minutes")
+        parser.add_argument("--only", nargs="*", default=(), choices=sorted(self.faults), help="faults to try")
         parser.add_argument(f"--{plural}", dest="names", nargs="*", default=names, choices=names)
         parser.add_argument("--out", type=Path, help="result file (JSON)")
         arguments = parser.parse_args()
         started, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="stillhouse-chaos-"))
         try:
-            trials = self.run(arguments.faults, arguments.seed, arguments.names, root, arguments.minutes)
+            trials = self.run(
+                arguments.faults, arguments.seed, arguments.names, root, arguments.minutes, arguments.only
+            )
         finally:
             shutil.rmtree(root, ignore_errors=True)
         for fault, counts in table(trials, "fault").items():

@@ -4,8 +4,8 @@
 
 At a random moment the trainer, a server that writes completions, the teacher's server or all of them are killed,
 asked to end or stopped for some seconds, or the disk becomes full; or the reward or the environment calls
-`sys.exit(0)`, raises an error, or does not return, and the run is asked to end; or a process of `rollout.workers` is
-killed. Then what has ended is started again with the same command. A run whose completions are written in its own
+`sys.exit(0)`, raises an error, or does not return, and the run is asked to end; or processes of `rollout.workers`
+are killed. Then what has ended is started again with the same command. A run whose completions are written in its own
 process must end bit-equal to an undisturbed one. With servers, each sample must have been trained exactly once
 (`trained_record.py`) and no token may be older than the bound; where the schedule determines the completions, the
 weights are those of the undisturbed run, but for rounding.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import campaign
-from campaign import Campaign, Failed, Fault, ended, figures, full_disk, possible, wait_for_moment
+from campaign import Campaign, Failed, Fault, ended, figures, full_disk, log_lines, possible, wait_for_moment
 from kit.layout_runs import weights
 from kit.misbehaving import FAULT
 from kit.on_policy_runs import write_on_policy_run
@@ -75,7 +75,7 @@ class Setting:
     def faults(self) -> list[str]:
         has_functions = "rollout.reward" in self.more or "rollout.environment" in self.more
         kinds = list(OF_FUNCTIONS) if has_functions else []
-        kinds += ["killed worker"] if "rollout.workers" in self.more else []
+        kinds += ["killed workers"] if "rollout.workers" in self.more else []
         kinds += ["kill", "kill", "terminate", "stop and continue", "full disk"]
         kinds += ["half open"] if self.writer or self.teacher else []
         return possible(kinds + (["damaged weights"] * 2 if self.writer else []))
@@ -90,6 +90,7 @@ SETTINGS = {
     "two_step_off": Setting("two_step_off"),
     "async": Setting("async"),
     "one_step_off, reward": Setting("one_step_off", _REWARD),
+    "sync, reward, workers": Setting("sync", _REWARD | {"rollout.workers": 2}),
     "one_step_off, reward, workers": Setting("one_step_off", _REWARD | {"rollout.workers": 2}),
     "async, several turns, workers": Setting("async", _TURNS | _REWARD | {"rollout.workers": 3}),
     "async, several turns": Setting("async", _TURNS),
@@ -279,16 +280,22 @@ def misbehaving(case: Case, out: Path, draw: random.Random, *, kind: str) -> tup
     return ranks, where
 
 
-def killed_worker(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
-    """Kill a process in which rewards and environments run; the run itself is not disturbed."""
-    ranks = case.start(out)
-    where = wait_for_moment(case, ranks, out, draw)
-    pid = ranks[0].process.pid
-    assert pid is not None
-    if workers := workers_of(pid):
-        with suppress(ProcessLookupError):
-            os.kill(draw.choice(workers), signal.SIGKILL)
-    return ranks, f"{where}, one of {len(workers)}"
+def killed_workers(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
+    """In each step, kill a process in which rewards and environments run; the run itself is not disturbed.
+
+    Not more often, because a call that is lost twice ends the run.
+    """
+    ranks, killed, lines = case.start(out), 0, 0
+    process = ranks[0].process
+    assert process.pid is not None
+    while process.exitcode is None:
+        if log_lines(out) > lines and (workers := workers_of(process.pid)):
+            time.sleep(draw.uniform(0, 0.3))
+            with suppress(ProcessLookupError):
+                os.kill(draw.choice(workers), signal.SIGKILL)
+            killed, lines = killed + 1, log_lines(out)
+        time.sleep(0.002)
+    return ranks, f"{killed} processes"
 
 
 def half_open(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
@@ -383,7 +390,7 @@ FAULTS: dict[str, Fault] = OF_FUNCTIONS | {
     "stop and continue": partial(signalled, number=signal.SIGSTOP),
     "full disk": full_disk,
     "half open": half_open,
-    "killed worker": killed_worker,
+    "killed workers": killed_workers,
     "damaged weights": damaged_weights,
 }
 CAMPAIGN = Campaign(prepare, FAULTS, GOOD)

@@ -1,11 +1,15 @@
 """Jobs for the ranks of test_in_process.py: completions of a student that is distributed over them."""
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from kit.families import build
 from kit.generation_requests import CPU, requests
+from kit.runs import wait_for
 from kit.shard_ranks import Rank
 from torch import Tensor
 
@@ -13,6 +17,7 @@ from stillhouse.generation import Completion, Sampling
 from stillhouse.generation.generate import Generator
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.student_copy import StudentCopy
+from stillhouse.generation.token_sampler import EndOfCompletion
 from stillhouse.models import Decoder, add_lora, initialize_lora
 from stillhouse.models.dtensors import local
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
@@ -74,6 +79,38 @@ def an_error_on_one_rank(rank: Rank, problem: Problem) -> str | None:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def told_early(rank: Rank, job: tuple[Problem, Path]) -> list[Any] | None:
+    """On rank 0, the completions of which it was told, and all of them. On rank 1: whether its batch has waited until
+    rank 0 was told of a completion of rank 1.
+    """
+    problem, marker = job
+    mesh = Mesh(problem.degrees, CPU)
+    if rank.number >= problem.degrees.processes:
+        return None
+    runner = build_runner(Layout(problem.degrees), mesh, ModelSource(lambda: student(problem)), None)
+    copy = StudentCopy(runner, lambda: student(problem))
+    engine = InJobEngine(Generator(copy.decoder, problem.sampling, CPU), copy)
+    told, waited = dict[int, Any](), list[bool]()
+    all_requests = [replace(request, max_new_tokens=1 + request.number % 5) for request in requests(LENGTHS, seed=5)]
+
+    def ended(at: int, completion: Completion) -> None:
+        told[at] = values(completion)
+        if threading.current_thread() is not threading.main_thread():
+            marker.touch()
+
+    def wait_once(end: EndOfCompletion, *arguments: Any, **options: Any) -> Any:
+        has_ended_B = original(end, *arguments, **options)
+        if rank.number == 1 and has_ended_B.any() and not has_ended_B.all() and not waited:
+            wait_for(marker.exists, 30)
+            waited.append(True)
+        return has_ended_B
+
+    original = EndOfCompletion.__call__
+    with patch.object(EndOfCompletion, "__call__", wait_once):
+        expected = engine.lead(lambda: [values(future.result()) for future in engine.generate(all_requests, ended)])
+    return [sorted(told.items()), expected] if rank.number == 0 else waited
 
 
 def student(problem: Problem) -> Decoder:

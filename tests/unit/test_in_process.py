@@ -1,12 +1,13 @@
 """The engine in this process, and over several processes that each hold a copy of a distributed student."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from kit import first_is_quick
-from kit.generation_jobs import Problem, an_error_on_one_rank, on_ranks, one_process, student, values
+from kit.generation_jobs import Problem, an_error_on_one_rank, on_ranks, one_process, student, told_early, values
 from kit.generation_requests import CPU, requests
 from kit.shard_ranks import shared_pool
 
@@ -51,6 +52,13 @@ def test_every_rank_has_the_completions_of_one_process(problem: Problem) -> None
         for actual, expected in zip(answer, (before, after), strict=True):
             same(actual, expected)
     assert all(answer == answers[0] for answer in answers), "the ranks differ"
+
+
+def test_the_first_rank_is_told_of_completions_while_another_rank_still_generates(tmp_path: Path) -> None:
+    first, second, *_ = shared_pool(4).call(told_early, (Problem(Degrees(fsdp=2), SAMPLED), tmp_path / "told"))
+    told, expected = first
+    assert [[*completion] for _, completion in told] == [[*expected[at]] for at, _ in told]
+    assert second == [True]
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
