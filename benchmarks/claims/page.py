@@ -17,14 +17,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 TEXTS: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text(encoding="utf-8"))
 OUTCOMES = {HOLDS: "confirmed", OPEN: "not shown", WRONG: "contradicted"}
 NOT_MEASURED = "not measured yet"
+TASKS = "data.md#tasks-with-answers-that-can-be-verified"
 INTRODUCTION = f"""\
 `python -m benchmarks.claims` writes this page from the result files, failures included. `make claims` measures every
-claim that has no result file yet, and `python -m benchmarks.claims NAME --again` measures one again. Each takes some
-minutes on one core, with one thread and without a GPU.
+claim that has no result file yet, and `python -m benchmarks.claims NAME --again --keep FOLDER` measures one again, in
+a new folder. Each takes some minutes on one core, with one thread and without a GPU.
 
-The models have 0.01 to 5 million parameters, and most tasks are those of `stillhouse task`. So a verdict says what
-such models do in our setting. It does not say that a source is right or wrong at its own size. What a source says is
-given in our words.
+The models have 0.01 to 5 million parameters. So a verdict says what such models do in our setting. It does not say
+that a source is right or wrong at its own size. What a source says is given in our words.
+
+Most claims use tasks of [`stillhouse task`]({TASKS}):
+`reversal(2:5)` is a text of 2 to 5 letters to be written backwards, `sums(2:2)` an addition or a subtraction of two
+numbers, `brackets(2:3)` 2 or 3 open brackets to be closed. The exact match is the share of held-out problems whose
+whole answer is right, with greedy decoding. A model that imitates answers is trained with cross-entropy on them.
 
 **The rule.** {RULE}
 The margins were chosen before the three seeds were measured, except those of the last four claims, whose results
