@@ -1,10 +1,13 @@
 """How fast on-policy runs are: against TRL, and what one_step_off gains over sync. On two cores of a CPU.
 
-    python -m benchmarks.on_policy_speed                 both parts, about 15 minutes on two quiet cores
+    python -m benchmarks.on_policy_speed                 all parts, about 25 minutes on two quiet cores
 
 trl        Our loop and TRL's DistillationTrainer take turns in one process and on one thread, with the same student,
            teacher, prompts, batch and optimizer: reverse KL over the whole vocabulary, completions by transformers in
            the same process. Needs `python -m pip install --no-deps trl==1.16.0 accelerate`. Ratios are of neighbours.
+reward     The same with a reward that takes 50 ms for each sample, against TRL's GRPOTrainer, without a teacher: the
+           policy gradient on groups of 4. Ours has 16 processes (`rollout.workers`) and the schedule `sync`. TRL gets
+           the reward as a plain function, and as an asynchronous one that waits for all samples at once.
 overlap    A server writes on one core; the trainer and a teacher's server share the other one. Runs of sync and
            one_step_off take turns. The prediction is made of a sync run's own timeline: what the trainer does beside
            waiting for completions can overlap with writing them, and the longer of the two remains.
@@ -14,6 +17,7 @@ Writes benchmarks/results/on_policy_speed-<date>.json.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -22,18 +26,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks import slow_reward
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import LOSS, metrics, run_config
+from stillhouse.output.log import RunLog
 from stillhouse.run.run import distill
 
 #: with the smaller one, the output head is a quarter of the student's weights, as in Qwen3-0.6B
@@ -46,6 +54,8 @@ STEPS, WARM = 8, 2
 #: of the overlap: it needs longer runs, because a run's first step has nothing to overlap with
 OVERLAP_STEPS = 14
 RATE = 1e-5
+#: completions of a prompt, in the part with a reward
+GROUP = 4
 
 
 def write_models(folder: Path, vocabulary: int) -> Path:
@@ -96,6 +106,22 @@ def settings_of(folder: Path, out: Path, steps: int, **more: Any) -> dict[str, A
     return flat | more
 
 
+class Seconds(NamedTuple):
+    """Seconds of the steps that count. cpu: of this process alone, which a busy machine hardly changes."""
+
+    wall: list[float]
+    cpu: list[float]
+
+
+def now() -> tuple[float, float]:
+    return time.monotonic(), time.process_time()
+
+
+def of_steps(ends: Sequence[tuple[float, float]]) -> Seconds:
+    wall, cpu = np.diff(ends, axis=0)[WARM - 1 :].T.tolist()
+    return Seconds(wall, cpu)
+
+
 def step_ends(out: Path) -> list[float]:
     """The second at which each step of a run of ours was finished."""
     return [line["seconds"] for line in metrics(out) if LOSS in line]
@@ -107,35 +133,95 @@ def ours(folder: Path, out: Path) -> list[float]:
     return np.diff(step_ends(out))[WARM - 1 :].tolist()
 
 
+def ours_with_reward(folder: Path, out: Path, steps: int) -> Seconds:
+    """As many processes for the reward as samples."""
+    flat = settings_of(folder, out, steps) | {
+        "rollout.prompts_per_step": ROWS // GROUP,
+        "rollout.samples_per_prompt": GROUP,
+        "rollout.workers": ROWS,
+        "rollout.reward": f"{slow_reward.__name__}:odd_words",
+        "objective.loss": "policy_gradient",
+    }
+    del flat["teacher.model"]
+    ends: list[tuple[float, float]] = []
+    original = RunLog.train
+
+    def train(log: RunLog, *arguments: Any) -> None:
+        original(log, *arguments)
+        ends.append(now())
+
+    with patch.object(RunLog, "train", train):
+        distill(run_config(flat))
+    return of_steps(ends)
+
+
 def trl(folder: Path, out: Path) -> list[float]:
     """Seconds of the steps that count, of TRL's DistillationTrainer."""
+    from trl import DistillationConfig, DistillationTrainer
+
+    arguments = DistillationConfig(**trl_arguments(out), beta=1.0)
+    teacher = str(folder / "teacher")
+    return seconds_of(DistillationTrainer, folder, out, args=arguments, teacher_model=teacher).wall
+
+
+def plain_reward(completions: list[str], **_: Any) -> list[float]:
+    return [slow_reward.odd_words("", completion, {}) for completion in completions]
+
+
+async def asynchronous_reward(completions: list[str], **_: Any) -> list[float]:
+    async def of_one(completion: str) -> float:
+        await asyncio.sleep(slow_reward.SECONDS)
+        return slow_reward.share_of_odd(completion)
+
+    return list(await asyncio.gather(*map(of_one, completions)))
+
+
+def trl_with_reward(folder: Path, out: Path, steps: int, reward: Callable[..., Any]) -> Seconds:
+    """TRL's GRPOTrainer without a reference model."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    arguments = GRPOConfig(**trl_arguments(out, steps), num_generations=GROUP, beta=0.0)
+    return seconds_of(GRPOTrainer, folder, out, args=arguments, reward_funcs=reward)
+
+
+def trl_arguments(out: Path, steps: int = STEPS) -> dict[str, Any]:
+    return {
+        "output_dir": str(out),
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": 1,
+        "max_steps": steps,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "max_completion_length": COMPLETION,
+        "temperature": 1.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "logging_steps": steps,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "disable_dropout": False,
+    }
+
+
+def seconds_of(trainer: Any, folder: Path, out: Path, **options: Any) -> Seconds:
+    """Train with a trainer of TRL."""
     from datasets import load_dataset
     from transformers import TrainerCallback
-    from trl import DistillationConfig, DistillationTrainer
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.ends: list[float] = []
+            self.ends: list[tuple[float, float]] = []
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.ends.append(time.monotonic())
+            self.ends.append(now())
 
     clock = Clock()
-    arguments = DistillationConfig(
-        output_dir=str(out), per_device_train_batch_size=ROWS, gradient_accumulation_steps=1, max_steps=STEPS,
-        learning_rate=RATE, lr_scheduler_type="constant", max_completion_length=COMPLETION, beta=1.0, temperature=1.0,
-        gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no", logging_steps=STEPS,
-        report_to="none", disable_tqdm=True, dataloader_pin_memory=False, disable_dropout=False,
-    )  # fmt: skip
     prompts = load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train", cache_dir=str(out))
-    DistillationTrainer(
-        model=str(folder / "student"),
-        teacher_model=str(folder / "teacher"),
-        args=arguments,
-        train_dataset=prompts,
-        callbacks=[clock],
-    ).train()
-    return np.diff(clock.ends)[WARM - 1 :].tolist()
+    trainer(model=str(folder / "student"), train_dataset=prompts, callbacks=[clock], **options).train()
+    return of_steps(clock.ends)
 
 
 def against_trl(folder: Path, rounds: int) -> dict[str, Any]:
@@ -154,6 +240,34 @@ def against_trl(folder: Path, rounds: int) -> dict[str, Any]:
             name: per_step / statistics.median(second) for name, second in seconds.items()
         },
         "parts of a step of ours": parts(folder / f"ours{rounds - 1}"),
+    }
+
+
+def with_reward(folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    ways: dict[str, Callable[[Path, Path, int], Seconds]] = {
+        "ours": ours_with_reward,
+        "TRL, plain function": partial(trl_with_reward, reward=plain_reward),
+        "TRL, asynchronous function": partial(trl_with_reward, reward=asynchronous_reward),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for place, (name, way) in enumerate(ways.items()):
+            measured = way(folder, folder / f"reward{number}-{place}", steps)
+            seconds[name].append(statistics.median(measured.wall))
+            cpu[name].append(statistics.median(measured.cpu))
+            print(f"round {number + 1}, {name}: {seconds[name][-1]:.2f} s, {cpu[name][-1]:.2f} s of CPU", flush=True)
+    ratios = {
+        name: [theirs / our for our, theirs in zip(seconds["ours"], values, strict=True)]
+        for name, values in seconds.items()
+        if name != "ours"
+    }
+    return {
+        "seconds of a step": seconds,
+        "CPU seconds of a step": cpu,
+        "TRL / ours": {name: {"median": statistics.median(of), "rounds": of} for name, of in ratios.items()},
+        "parts of a step of ours": parts(folder / f"reward{rounds - 1}-0"),
     }
 
 
@@ -231,22 +345,36 @@ def overlap(folder: Path, rounds: int) -> dict[str, Any]:
     }
 
 
+PARTS = ["trl", "reward", "overlap"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["trl", "overlap"], default=["trl", "overlap"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a run of the part with a reward, at least 4")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES)
     arguments = parser.parse_args()
     sizes = {"prompt": PROMPT, "completion": COMPLETION, "rows": ROWS,
              "student (width, layers)": STUDENT, "teacher (width, layers)": TEACHER}  # fmt: skip
     result: dict[str, Any] = {"sizes": sizes}
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {size: write_models(Path(temporary), size) for size in VOCABULARIES}
+        folders = {size: write_models(Path(temporary), size) for size in arguments.vocabularies}
         if "trl" in arguments.parts:
             result["trl"] = {size: against_trl(folder, arguments.rounds) for size, folder in folders.items()}
             for size, figures in result["trl"].items():
                 print("vocabulary", size, figures["TRL / ours"], figures["parts of a step of ours"])
+        if "reward" in arguments.parts:
+            result["reward"] = {
+                size: with_reward(folder, arguments.rounds, arguments.steps) for size, folder in folders.items()
+            } | {
+                "seconds of a reward": slow_reward.SECONDS,
+                "completions of a prompt": GROUP,
+            }
+            for size in folders:
+                print("vocabulary", size, result["reward"][size]["TRL / ours"])
         if "overlap" in arguments.parts:
-            result["overlap"] = overlap(folders[VOCABULARIES[0]], arguments.rounds)
+            result["overlap"] = overlap(folders[arguments.vocabularies[0]], arguments.rounds)
             print({name: result["overlap"][name] for name in ("sync / one_step_off", "one_step_off / predicted")})
     write_result(result_file("on_policy_speed"), result)
 
