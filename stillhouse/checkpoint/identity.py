@@ -59,6 +59,8 @@ _ADDED: dict[str, Any] = {
     "objective.by_origin": None,
     "objective.token_gate": None,
     "rollout.deviation": "population",
+    "rollout.tools": None,
+    "rollout.tool_tokens": 256,
     **{f"teacher.{key}": None for key in SOURCES if key not in ("model", "cache", "student", "cross_tokenizer")},
 }
 

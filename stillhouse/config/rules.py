@@ -139,14 +139,32 @@ RULES: tuple[Rule, ...] = (
     ),
     needs("rollout.weights", "rollout.url"),
     excludes("rollout.weights", "rollout.writer=teacher", because="only the student's weights change"),
-    needs("rollout.max_turns", "rollout.environment"),
+    excludes(
+        "rollout.tools",
+        "rollout.environment",
+        expected="one of them",
+        because="each of them decides what follows a turn",
+    ),
+    needs("rollout.tool_tokens", "rollout.tools"),
     Rule(
-        ("rollout.workers", "rollout.reward", "rollout.environment"),
-        lambda workers, reward, environment: (
-            bool(workers) and environment is None and all(part.is_server for part in reward_parts(reward))
+        ("rollout.max_turns", "rollout.environment", "rollout.tools"),
+        lambda turns, environment, tools: (
+            turns != default("rollout.max_turns") and environment is None and tools is None
+        ),
+        yaml_value(default("rollout.max_turns")),
+        "it has an effect only with rollout.environment or rollout.tools",
+        has_no_effect=True,
+    ),
+    Rule(
+        ("rollout.workers", "rollout.reward", "rollout.environment", "rollout.tools"),
+        lambda workers, reward, environment, tools: (
+            bool(workers)
+            and environment is None
+            and tools is None
+            and all(part.is_server for part in reward_parts(reward))
         ),
         "0",
-        "it has an effect only with a function in rollout.reward, or with rollout.environment",
+        "it has an effect only with a function in rollout.reward, with rollout.environment or rollout.tools",
         has_no_effect=True,
     ),
     excludes(

@@ -39,6 +39,19 @@ def url_list(urls: str | list[str] | None) -> list[str]:
     return [] if urls is None else [urls] if isinstance(urls, str) else urls
 
 
+def path_list(paths: str | list[str] | None) -> list[str]:
+    """The value of a key that accepts a path of a function, a list of paths, or null, as a list."""
+    return [] if paths is None else [paths] if isinstance(paths, str) else paths
+
+
+def _checked_paths(paths: str | list[str] | None) -> str | list[str] | None:
+    for path in [""] if paths == [] else path_list(paths):
+        checked_function(path)
+    if len(set(path_list(paths))) < len(path_list(paths)):
+        raise ValueError(f"got {paths}, expected different functions")
+    return paths
+
+
 def _checked_urls(urls: str | list[str] | None) -> str | list[str] | None:
     for url in [""] if urls == [] else url_list(urls):
         parts = urlsplit(url)
@@ -76,3 +89,5 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Urls = Annotated[Text | list[Text] | None, AfterValidator(_checked_urls)]
 #: a Python function of the user's own: package.module:function
 FunctionPath = Annotated[Text, AfterValidator(checked_function)]
+#: one such function, a list of them, or None
+FunctionPaths = Annotated[Text | list[Text] | None, AfterValidator(_checked_paths)]

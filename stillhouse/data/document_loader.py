@@ -67,6 +67,8 @@ class LoadOptions:
     prompts: read only the part before the completion (see `record_forms.py`). Such a document has no targets. If it
         is too long, the record is invalid.
     keep_records: keep the records in `Documents.records`.
+    tools: the JSON schemas of the tools that the model of a run may call. Conversations are written with them, or
+        with those of their column `tools`, which must be among them.
     fits_teachers: whether `max_tokens` is the limit for what teachers read, too, if their tokens of images are more.
 
     Raises ValueError if `max_tokens` is less than 2.
@@ -82,6 +84,7 @@ class LoadOptions:
     prompts: bool = False
     keep_records: bool = False
     fits_teachers: bool = True
+    tools: Sequence[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
@@ -122,6 +125,8 @@ def load_documents(
         return load(None)
     # as a list, because the order of the prefixes matters and JSON objects have no order
     decisive = asdict(options) | {"source": name, "prefixes": list(options.prefixes.items())}
+    if options.tools is None:
+        del decisive["tools"]  # so that entries of earlier versions are used
     if processor is not None:
         decisive["processor"] = [processor.identity(), pillow_version()]
         decisive["teachers"] = {name: teacher.identity() for name, teacher in (teachers or {}).items()}
@@ -225,10 +230,11 @@ class _Loader:
         this record, and DataError for an error that concerns all records, which on_error="skip" does not skip.
         """
         targets = self.options.targets
+        tools = None if self.options.tools is None else list(self.options.tools)
         try:
             self.foreign = foreign_columns(first.fields, self.tokenizer, prompts=targets == "none")
             fields = self._converted(first).fields
-            self.template = template_for(fields, self.tokenizer, targets, self.processor)
+            self.template = template_for(fields, self.tokenizer, targets, self.processor, tools)
         except RecordError:
             raise
         except ValueError as error:

@@ -118,7 +118,7 @@ def _problem(sample: Sample, generator: SampleGenerator, vocabulary: int, versio
     if (sample.is_generated_N != (versions_N != NOT_GENERATED)).any() or not sample.is_generated_N.any():
         return "has tokens with a version that no model wrote, or tokens of a model without one"
     if settings.environment is None and not sample.is_generated_N.all():
-        return "has tokens of an environment: this run has no rollout.environment"
+        return "has tokens of an environment: this run has no rollout.environment and no rollout.tools"
     generated_N = versions_N[sample.is_generated_N]
     oldest, newest = generated_N.min(), generated_N.max()
     if oldest not in versions or newest not in versions or (generated_N[1:] < generated_N[:-1]).any():

@@ -15,19 +15,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
-from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation.prompt_plan import PromptPlan
 from stillhouse.generation.rollout_engines import RolloutEngine
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
 from stillhouse.generation.source_settings import SourceSettings
+from stillhouse.generation.turn_replies import SampleTurns
 from stillhouse.generation.user_functions import Reward
-from stillhouse.user_code.episodes import Episode
 
 #: the version of a token that no model generated
 NOT_GENERATED = -1
-#: `_reply_ids` first tokenizes _CHARACTERS characters per token that still fits into the sample. It doubles the
-#: number of characters until they have more than 2 × (the tokens that fit) + _MARGIN tokens
-_CHARACTERS, _MARGIN = 16, 64
 #: seconds between two calls of `alive` while a sample waits for its reward
 SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -38,7 +34,7 @@ class _Open:
 
     parts: the model's completions and the environment's replies so far, in their order.
     turns: the number of the model's turns so far.
-    replies: the texts of the environment's replies so far.
+    replies: the replies to these turns so far.
     is_cut: whether the environment's last reply has used up the remaining tokens.
     reply_futures: for each of the model's turns that has ended, the reply that was requested; None: the sample ends
         with this turn.
@@ -52,9 +48,9 @@ class _Open:
     prompt: int
     parts: list[Completion] = field(default_factory=list)
     turns: int = 0
-    replies: list[str] = field(default_factory=list)
+    replies: list[Any] = field(default_factory=list)
     is_cut: bool = False
-    reply_futures: dict[int, Future[str | None] | None] = field(default_factory=dict)
+    reply_futures: dict[int, Future[Any] | None] = field(default_factory=dict)
     requested_at: float = 0.0
     ended_at: dict[int, float] = field(default_factory=dict)
     in_job: bool = False
@@ -64,7 +60,7 @@ class _Open:
         return sum(len(part.ids_N) for part in self.parts)
 
     @property
-    def reply(self) -> Future[str | None] | None:
+    def reply(self) -> Future[Any] | None:
         """The environment's reply to the last turn that has ended."""
         return self.reply_futures[self.turns - 1]
 
@@ -73,7 +69,6 @@ class SampleGenerator:
     """Requests samples from an engine, and returns the finished ones.
 
     sources: the settings of each source of `plan`.
-    placeholders: the ids of the tokens that stand for features of images, which a reply must not have.
     """
 
     def __init__(
@@ -83,11 +78,9 @@ class SampleGenerator:
         plan: PromptPlan,
         tokenizer: PreTrainedTokenizerBase,
         sources: Sequence[SourceSettings],
-        *,
-        placeholders: Sequence[int] = (),
     ):
         self.engine, self.prompts, self.plan, self.tokenizer = engine, prompts, plan, tokenizer
-        self.sources, self.placeholders = list(sources), frozenset(placeholders)
+        self.sources = list(sources)
         self._max_turns = max(source.max_turns for source in sources)
         self._futures: dict[Future[Completion], _Open] = {}
         self._rounds: list[list[_Open]] = []  # samples that go on together after the replies to them
@@ -185,7 +178,7 @@ class SampleGenerator:
         return samples
 
     @property
-    def _replies(self) -> list[Future[str | None]]:
+    def _replies(self) -> list[Future[Any]]:
         replies = [sample.reply for together in self._rounds for sample in together]
         return [reply for reply in replies if reply is not None and not reply.done()]
 
@@ -199,19 +192,18 @@ class SampleGenerator:
         return sample
 
     def _call_about(self, sample: _Open, turn: int, completion: Completion) -> None:
-        """Request the environment's reply to a turn, or the reward of a sample that ends with it; once for a turn."""
+        """Request the reply to a turn, or the reward of a sample that ends with it; once for a turn."""
         with self._lock:
             if turn in sample.reply_futures or turn < sample.turns:  # a callback may run after `salvage`
                 return
-            parts, settings = [*sample.parts, completion], self.settings_of(sample.number)
+            parts, settings, reply = [*sample.parts, completion], self.settings_of(sample.number), None
             is_last = completion.finish == "length" or turn + 1 >= settings.max_turns
             if settings.environment is not None and not is_last:
-                turns = [self._text(part) for part in parts if part.versions_N[0] != NOT_GENERATED]
-                episode = Episode(sample.number, tuple(turns), tuple(sample.replies))
-                sample.reply_futures[turn] = settings.environment(*self._texts(sample.prompt, parts), episode)
-                return
-            sample.reply_futures[turn] = None
-            if settings.reward is not None:
+                turns = [part.ids_N for part in parts if part.versions_N[0] != NOT_GENERATED]
+                texts = self._texts(sample.prompt, parts)
+                reply = settings.environment.request(SampleTurns(sample.number, texts, turns, sample.replies))
+            sample.reply_futures[turn] = reply
+            if reply is None and settings.reward is not None:
                 self._request_reward(sample.number, sample.prompt, parts)
 
     def _end_rounds(self) -> list[Sample]:
@@ -237,7 +229,7 @@ class SampleGenerator:
         environment = self.settings_of(sample.number).environment
         if environment is None:
             return
-        self._dropped.append(environment(*self._texts(sample.prompt, sample.parts), Episode(sample.number)))
+        self._dropped.append(environment.end(sample.number, self._texts(sample.prompt, sample.parts)))
         for dropped in [dropped for dropped in self._dropped if dropped.done()]:
             self._dropped.remove(dropped)
             dropped.result()
@@ -278,32 +270,19 @@ class SampleGenerator:
         if self.settings_of(sample.number).calls_from_any_thread:
             self._call_about(sample, turn, completion)
 
-    def _goes_on(self, sample: _Open, reply: str | None) -> bool:
-        """Add the environment's reply to a sample; returns whether the model generates another turn."""
-        room = self.settings_of(sample.number).max_new_tokens - sample.tokens
-        ids = self._reply_ids(reply, room) if reply else []
-        if not self.placeholders.isdisjoint(ids):
-            raise ValueError(
-                f"rollout.environment: the reply to sample {sample.number} has the placeholder token of an image: "
-                "expected text, because only prompts have images"
-            )
+    def _goes_on(self, sample: _Open, reply: Any) -> bool:
+        """Add the reply to a sample; returns whether the model generates another turn."""
+        settings = self.settings_of(sample.number)
+        assert settings.environment is not None
+        room = settings.max_new_tokens - sample.tokens
+        ids = settings.environment.ids(reply, room)
         if not ids:
             return False
-        sample.replies.append(reply or "")
+        sample.replies.append(reply)
         sample.is_cut = len(ids) >= room
         if room:
             sample.parts.append(_environment_tokens(ids[:room]))
         return not sample.is_cut
-
-    def _reply_ids(self, reply: str, room: int) -> list[int]:
-        """The tokens of a reply. Of a reply with far more than `room` tokens, only the beginning is tokenized."""
-        characters = _CHARACTERS * (room + 1)
-        while True:
-            ids = tokenize(self.tokenizer, [reply[:characters]], special=False)[0]
-            # near its end, a cut text may have other tokens than the full reply, so a margin of tokens is needed
-            if characters >= len(reply) or len(ids) > 2 * room + _MARGIN:
-                return ids
-            characters *= 2
 
     def _reward_of(self, sample: Sample) -> Future[Reward]:
         return self._request_reward(sample.number, sample.prompt, [sample.completion])
@@ -323,9 +302,6 @@ class SampleGenerator:
         ids_N = np.concatenate([part.ids_N for part in parts])
         completion = self.tokenizer.decode(ids_N, skip_special_tokens=True)
         return prompt_text, completion, self.prompts.records[prompt], self.prompts.sources[prompt]
-
-    def _text(self, part: Completion) -> str:
-        return self.tokenizer.decode(part.ids_N, skip_special_tokens=True)
 
     def _sample(self, sample: _Open) -> Sample:
         versions_N = np.concatenate([part.versions_N for part in sample.parts])

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from stillhouse.generation.sample import Sampling
-from stillhouse.generation.user_functions import EnvironmentCall, RewardCall
+from stillhouse.generation.turn_replies import TurnReplies
+from stillhouse.generation.user_functions import RewardCall
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,8 @@ class SourceSettings:
 
     max_new_tokens: the maximum number of tokens of a sample: all turns of the model and all replies together.
     sampling: how tokens are sampled; None: as the engine does without it.
-    reward, environment: see `user_functions.py`. If one of them is set, the prompts need the records of the data.
+    reward: see `user_functions.py`. environment: replies to the model's turns. If one is set, the prompts need
+        the records of the data.
     calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn has ended, also while
         the engine generates others. Otherwise, `SampleGenerator.finished` requests it.
     max_turns: the maximum number of turns of the model.
@@ -21,6 +23,6 @@ class SourceSettings:
     max_new_tokens: int
     sampling: Sampling | None = None
     reward: RewardCall | None = None
-    environment: EnvironmentCall | None = None
+    environment: TurnReplies | None = None
     calls_from_any_thread: bool = False
     max_turns: int = 1

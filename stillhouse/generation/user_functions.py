@@ -5,18 +5,27 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from stillhouse.config import EvalConfig, RolloutConfig, as_config_error
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
+
+from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.section import function_hint
+from stillhouse.display import first_line
 from stillhouse.user_code.episodes import Episode, caller_of
 from stillhouse.user_code.functions import (
     CALLBACKS,
     ENVIRONMENT,
     EVAL_REWARD,
     REWARD,
+    TOOLS,
     UserFunction,
     load_function,
 )
+from stillhouse.user_code.tools import Tools
 
 #: computes something about a completion: called as call(prompt, completion, record, source). The future raises
 #: ValueError for a call that fails. source: `file:line` of the record
@@ -46,6 +55,32 @@ def user_function(key: str, path: str, full_key: str | None = None) -> UserFunct
         return load_function(key, path, function_hint(path))
 
 
+def loaded_tools(rollout: RolloutConfig) -> Tools | None:
+    """Import the tools of a run; None without tools. Raises ConfigError for a tool that cannot be used."""
+    if not rollout.tool_paths:
+        return None
+    with as_config_error(TOOLS):
+        return Tools(rollout.tool_paths, function_hint)
+
+
+def tool_schemas(rollout: RolloutConfig | None) -> list[dict[str, Any]] | None:
+    """The schemas of the tools, which chat templates read; None without tools.
+
+    Raises ConfigError for a tool without the types and descriptions that its schema needs.
+    """
+    if rollout is None or (tools := loaded_tools(rollout)) is None:
+        return None
+    schemas = []
+    for name, described in tools.described.items():
+        try:
+            schemas.append(get_json_schema(described))
+        except (TypeHintParsingException, DocstringParsingException, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                TOOLS, f"{name} has no description that a model can read: {first_line(error)}"
+            ) from error
+    return schemas
+
+
 def require_functions(
     evaluation: EvalConfig, rollouts: Sequence[RolloutConfig], rollout_key: Callable[[int, str], str]
 ) -> None:
@@ -59,6 +94,8 @@ def require_functions(
     for key, path in paths:
         if path is not None:
             user_function(key, path)
+    for rollout in rollouts[:1]:
+        loaded_tools(rollout)  # all sources have the same tools
     for number, rollout in enumerate(rollouts):
         of_source = [(REWARD, part.name) for part in reward_parts(rollout.reward) if not part.is_server]
         of_source += [] if rollout.environment is None else [(ENVIRONMENT, rollout.environment)]
@@ -71,7 +108,7 @@ def called_here(function: UserFunction) -> Callable[..., Future[Any]]:
     answer = caller_of(function)
 
     def call(*arguments: Any) -> Future[Any]:
-        return _done(answer(*arguments))
+        return done(answer(*arguments))
 
     return call
 
@@ -84,12 +121,13 @@ def environment_call(function: UserFunction, call: Callable[..., Future[Any]]) -
     def of_function(
         prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode
     ) -> Future[Any]:
-        return call(prompt, completion, record, source) if episode.turns else _done(None)
+        return call(prompt, completion, record, source) if episode.turns else done(None)
 
     return of_function
 
 
-def _done(value: Any) -> Future[Any]:
+def done(value: Any) -> Future[Any]:
+    """A future with this result."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future

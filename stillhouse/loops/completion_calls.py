@@ -15,12 +15,15 @@ from stillhouse.generation.user_functions import (
     Reward,
     RewardCall,
     called_here,
+    done,
     environment_call,
+    loaded_tools,
     user_function,
 )
 from stillhouse.parallel import log_rank0
 from stillhouse.serving.client.reward_server import RewardServer
-from stillhouse.user_code.functions import ENVIRONMENT, REWARD, about_completion
+from stillhouse.user_code.episodes import Episodes
+from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS, about_completion
 from stillhouse.user_code.worker_pool import WorkerPool
 
 
@@ -50,11 +53,16 @@ class CompletionCalls:
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         paths = [(REWARD, part.name) for part in rewards if not part.is_server]
         paths += [(ENVIRONMENT, source.environment) for source in rollouts if source.environment is not None]
+        tools, tool_paths = loaded_tools(rollout), " ".join(rollout.tool_paths)
         functions = {(key, path): user_function(key, path) for key, path in paths}
         self._pool: WorkerPool | None = None
-        if rollout.workers and functions:
+        named_tools = [] if tools is None else [(TOOLS, tool_paths)]
+        if rollout.workers and (functions or tools):
             self._pool = WorkerPool(
-                list(functions), rollout.workers, seconds=rollout.worker_timeout, memory_gib=rollout.worker_memory
+                [*functions, *named_tools],
+                rollout.workers,
+                seconds=rollout.worker_timeout,
+                memory_gib=rollout.worker_memory,
             )
         self._servers: list[RewardServer] = []
         calls: dict[tuple[str, str], Callable[..., Future[Any]]] = {
@@ -70,6 +78,16 @@ class CompletionCalls:
             for (key, path), function in functions.items()
             if key == ENVIRONMENT
         }
+        #: the calls of tools, of which an `Episode` has the turns; the same for all sources
+        self.tools: EnvironmentCall | None = None
+        if tools is not None:
+            here = Episodes(f"{TOOLS}: {tool_paths}", tools.start)
+            self.tools = (
+                (lambda *arguments: done(here(*arguments)))
+                if self._pool is None
+                else self._pool.caller(TOOLS, tool_paths)
+            )
+        self.tools_have_state = tools is not None and tools.have_state
         self.sources = [self._of_source(source, calls, environments) for source in rollouts]
 
     def _of_source(
@@ -79,7 +97,9 @@ class CompletionCalls:
         environments: Mapping[str, EnvironmentCall],
     ) -> SourceCalls:
         rewards, environment = reward_parts(rollout.reward), rollout.environment
-        has_functions = environment is not None or not all(part.is_server for part in rewards)
+        has_functions = (
+            environment is not None or self.tools is not None or not all(part.is_server for part in rewards)
+        )
         return SourceCalls(
             weighted_sum([(part.weight, calls[REWARD, part.name]) for part in rewards]) if rewards else None,
             None if environment is None else environments[environment],

@@ -13,7 +13,7 @@ from stillhouse.config import EvalPromptsConfig, as_config_error
 from stillhouse.data import Documents, LoadOptions, load_documents
 from stillhouse.generation import GenerationRequest, Sample, Sampling, TargetRules, step_documents
 from stillhouse.generation.rollout_engines import InJobEngine
-from stillhouse.generation.user_functions import user_function
+from stillhouse.generation.user_functions import tool_schemas, user_function
 from stillhouse.hashing import json_hash
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.rollouts import StepPacker
@@ -132,6 +132,7 @@ def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents
         reader=None if route is None else str(route),
         prompts=True,
         keep_records=True,
+        tools=tool_schemas(session.rollout_config),
     )
     with as_config_error("eval.prompts.data"):
         documents = load_documents(

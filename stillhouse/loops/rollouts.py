@@ -14,8 +14,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.checkpoint.served_models import require_same_writer
-from stillhouse.config import RolloutConfig, StudentConfig, sampling_temperatures
+from stillhouse.config import ConfigError, RolloutConfig, StudentConfig, sampling_temperatures
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
+from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.tool_format import tool_format
 from stillhouse.generation import (
     PromptPlan,
     RolloutEngine,
@@ -32,11 +34,13 @@ from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.published_folder import AdapterBase
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
+from stillhouse.generation.turn_replies import TextReplies, ToolReplies, TurnReplies
+from stillhouse.generation.user_functions import tool_schemas
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import open_engine, samplings
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
-from stillhouse.models import model_fingerprint
+from stillhouse.models import eos_ids, model_fingerprint
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
@@ -45,6 +49,7 @@ from stillhouse.preemption import OverdueError
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
+from stillhouse.user_code.functions import TOOLS
 
 Result = TypeVar("Result")
 
@@ -76,9 +81,9 @@ class Rollouts:
                 self.base = AdapterBase(**self._on_first(partial(_base_of, session.student_config)))
         self.engine = open_engine(session, self.config, self.run)
         self.schedule, prompts = RolloutSchedule.of(self.config, session.step_schedule.steps), session.train.documents
+        require_end_of_turns(session, self.config)
         if is_first():
             assert self.engine is not None
-            processor = session.image_processor
             self.calls = CompletionCalls(session.rollouts)
             self.queue = make_queue(
                 session.rollouts,
@@ -89,7 +94,7 @@ class Rollouts:
                 self.plan,
                 session.tokenizer,
                 self.calls,
-                placeholders=[] if processor is None else processor.placeholder_ids,
+                turn_replies(session.rollouts, self.calls, session.tokenizer, session.image_processor),
             )
 
     def require_same_writer(self, folder: RunFolder) -> None:
@@ -274,25 +279,25 @@ def make_queue(
     plan: PromptPlan,
     tokenizer: PreTrainedTokenizerBase,
     calls: CompletionCalls,
-    *,
-    placeholders: Sequence[int] = (),
+    replies: Sequence[TurnReplies | None],
 ) -> RolloutQueue:
-    """Return the queue of samples, whose rewards and replies come from `calls`.
+    """Return the queue of samples, whose rewards come from `calls`.
 
     rollouts, samplings: the section rollout, and how tokens are sampled, for each source of prompts.
+    replies: for each source, what follows the turns of its samples.
     """
     sources = [
         SourceSettings(
             rollout.max_new_tokens,
             sampling,
             of_source.reward,
-            of_source.environment,
+            of_turns,
             of_source.run_elsewhere,
-            rollout.max_turns if rollout.environment is not None else 1,
+            1 if of_turns is None else rollout.max_turns,
         )
-        for rollout, sampling, of_source in zip(rollouts, samplings, calls.sources, strict=True)
+        for rollout, sampling, of_source, of_turns in zip(rollouts, samplings, calls.sources, replies, strict=True)
     ]
-    generator = SampleGenerator(engine, prompts, plan, tokenizer, sources, placeholders=placeholders)
+    generator = SampleGenerator(engine, prompts, plan, tokenizer, sources)
     rollout = rollouts[0]
     return RolloutQueue(
         generator,
@@ -303,6 +308,40 @@ def make_queue(
         alive=_ServerWatch(),
         by_student=rollout.writer == "student",
     )
+
+
+def turn_replies(
+    rollouts: Sequence[RolloutConfig],
+    calls: CompletionCalls,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ImageProcessor | None,
+) -> list[TurnReplies | None]:
+    """For each source of prompts, what follows the turns of its samples; None if they have one turn."""
+    schemas = tool_schemas(rollouts[0])
+    if calls.tools is not None and schemas is not None:
+        of_tools = tool_format(tokenizer, schemas, processor)
+        most = rollouts[0].tool_tokens
+        return [ToolReplies(calls.tools, of_tools, most, have_state=calls.tools_have_state) for _ in rollouts]
+    placeholders = [] if processor is None else processor.placeholder_ids
+    return [
+        None if source.environment is None else TextReplies(source.environment, tokenizer, placeholders)
+        for source in calls.sources
+    ]
+
+
+def require_end_of_turns(session: Session, rollout: RolloutConfig) -> None:
+    """Raise ConfigError on all ranks if the student cannot end a turn with a call of a tool."""
+    schemas = tool_schemas(rollout)
+    if schemas is None or rollout.writer == "teacher":
+        return
+    of_tools = tool_format(session.tokenizer, schemas, session.image_processor)
+    has_stop = all(source.stop for source in session.rollouts)
+    if not has_stop and of_tools.marker_id not in eos_ids(session.tokenizer, session.student):
+        raise ConfigError(
+            TOOLS,
+            f"the chat template ends turns with calls with {of_tools.marker!r}, which is no end-of-sequence token of "
+            "the student: expected it in eos_token_id of the student's generation_config.json, or in rollout.stop",
+        )
 
 
 def target_rules(rollouts: Sequence[RolloutConfig]) -> TargetRules:

@@ -28,10 +28,13 @@ from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.teacher_images import TeacherImages
+from stillhouse.data.render.tool_format import tool_format
 from stillhouse.data.token_cache import user_folder
+from stillhouse.generation.user_functions import tool_schemas
 from stillhouse.hashing import json_hash
 from stillhouse.run.tokenizers import load_tokenizers
 from stillhouse.signals import SignalStore
+from stillhouse.user_code.functions import TOOLS
 
 #: a mistake in a configuration whose data has images; `{}` is what was expected
 NOT_WITH_IMAGES = "the data has images, which this cannot read yet: expected {}, or documents without images"
@@ -93,7 +96,12 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     processor = _processor(config, tokenizer)
     readers = {} if processor is None else _teacher_images(config, processor, stores)
     sections = config.data, config.objective, tokenizer, config.teachers
+    tools = tool_schemas(config.rollout)
+    if tools is not None:
+        with as_config_error(TOOLS):  # raises ValueError for a template whose calls cannot be parsed
+            tool_format(tokenizer, tools, processor)
     images: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
+    images["tools"] = tools
     train, held_out = load_data(*sections, config.rollouts, **images)
     dataset = None
     if not all(rollout.is_on_student_alone for rollout in config.rollouts):
@@ -244,11 +252,12 @@ def load_data(
     readers: Mapping[str, TeacherImages] | None = None,
     *,
     fits_teachers: bool = True,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[Documents, Documents | None]:
     """Load the training documents, and the held-out documents (None if the configuration has none).
 
     processor: the student's processor for images; None if the student reads no images
-    readers: how teachers in this job read images, by their names. fits_teachers: see `LoadOptions`
+    readers: how teachers in this job read images, by their names. fits_teachers, tools: see `LoadOptions`
 
     teachers: if given, the column of the route and the teachers' prefixes are read, too
     rollouts: the section rollout for each source; if given, the training documents are prompts with their records,
@@ -257,7 +266,7 @@ def load_data(
     cache = user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache)
 
     def load(key: str, source: str, rollout: RolloutConfig | None = None) -> Documents:
-        options = _load_options(data, objective, teachers, rollout, fits_teachers=fits_teachers)
+        options = _load_options(data, objective, teachers, rollout, fits_teachers=fits_teachers, tools=tools)
         try:
             return load_documents(source, tokenizer, options, cache, processor, readers)
         except NoSourceError as error:
@@ -301,6 +310,7 @@ def _load_options(
     rollout: RolloutConfig | None,
     *,
     fits_teachers: bool,
+    tools: Sequence[dict[str, Any]] | None,
 ) -> LoadOptions:
     named = {} if teachers is None else teachers.named
     route = None if teachers is None else teachers.route
@@ -315,6 +325,7 @@ def _load_options(
         prompts=rollout is not None,
         keep_records=rollout is not None,
         fits_teachers=fits_teachers,
+        tools=tools,
     )
 
 

@@ -27,7 +27,7 @@ from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
-from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
+from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules, turn_replies
 from stillhouse.models import eos_ids
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start, temporary_groups
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
@@ -184,7 +184,10 @@ def _generated(
     plan, schedule = PromptPlan(sources, sequences, config.seed), RolloutSchedule.of(rollouts[0], steps=1)
     with closing(CompletionCalls(rollouts)) as calls:
         engine_in_job = InJobEngine(generator)
-        queue = make_queue(rollouts, samplings, schedule, engine_in_job, prompts, plan, data.tokenizer, calls)
+        replies = turn_replies(rollouts, calls, data.tokenizer, data.processor)
+        queue = make_queue(
+            rollouts, samplings, schedule, engine_in_job, prompts, plan, data.tokenizer, calls, replies
+        )
         queue.ask(0)
         documents = step_documents(prompts, queue.take(0), target_rules(rollouts))
     return packer.micro_batches(documents, parts=sequences)

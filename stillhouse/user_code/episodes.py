@@ -1,4 +1,4 @@
-"""Environments with state: for each sample, an object of the class that the configuration names.
+"""Environments and tools with state: for each sample, an object with the sample's turns so far.
 
 An object exists only in the process of its calls. Each call has all turns of its sample. If the object is missing,
 because its process has ended, a new object gets the earlier turns again. So an environment that depends only on its
@@ -8,7 +8,7 @@ arguments gives the replies of an undisturbed run.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from stillhouse.user_code.functions import (
     UserFunction,
@@ -25,13 +25,30 @@ class Episode:
     """The turns of a sample so far.
 
     number: the number of the sample.
-    turns: the texts of the model's turns, in their order. Empty: the sample has ended, and needs no object any more.
-    replies: the environment's replies to all turns but the last.
+    turns: the texts of the model's turns in their order, or their calls of tools. Empty: the sample has ended, and
+        needs no object any more.
+    replies: the replies to all turns but the last.
     """
 
     number: int
-    turns: tuple[str, ...] = ()
-    replies: tuple[str, ...] = ()
+    turns: tuple[Any, ...] = ()
+    replies: tuple[Any, ...] = ()
+
+
+class EpisodeObject(Protocol):
+    """The object of a sample. about: a text for error messages, which names the completion."""
+
+    def step(self, turn: Any, about: str) -> Any:
+        """The reply to the next turn."""
+        ...
+
+    def close(self, about: str) -> None:
+        """The sample has ended."""
+        ...
+
+
+#: makes the object of a sample, as start(prompt, record, about). The record is a copy for this call
+Start = Callable[[str, Mapping[str, Any], str], EpisodeObject]
 
 
 def caller_of(function: UserFunction) -> Callable[..., Any]:
@@ -40,7 +57,7 @@ def caller_of(function: UserFunction) -> Callable[..., Any]:
     It is called as call(prompt, completion, record, source), for a class with an `Episode` as a fifth argument.
     """
     if inspect.isclass(function.function):
-        return Episodes(function)
+        return Episodes(str(function), lambda *arguments: _Environment(function, *arguments))
 
     def call(prompt: str, completion: str, record: Mapping[str, Any], source: str) -> float | str | None:
         return checked_call(function, prompt, completion, record, source)
@@ -49,54 +66,68 @@ def caller_of(function: UserFunction) -> Callable[..., Any]:
 
 
 class Episodes:
-    """The objects of samples in this process. environment: the user's class."""
+    """The objects of samples in this process. name: the key and the user's class, for error messages."""
 
-    def __init__(self, environment: UserFunction):
-        self._environment = environment
+    def __init__(self, name: str, start: Start):
+        self._name, self._start = name, start
         #: by the number of the sample: the object, and the number of turns that it has got
-        self._objects: dict[int, tuple[Any, int]] = {}
+        self._objects: dict[int, tuple[EpisodeObject, int]] = {}
 
-    def __call__(
-        self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode
-    ) -> str | None:
-        """The environment's reply to the last turn of an episode; None at the end.
+    def __call__(self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode) -> Any:
+        """The reply to the last turn of an episode.
 
-        Raises ValueError if a method fails, or if it replies to an earlier turn in another way than before.
+        Raises ValueError if a method fails, or if an earlier turn gets another reply than before.
         """
         about, turns = about_completion(completion, source), episode.turns
         kept, got = self._objects.pop(episode.number, (None, 0))
         if not turns:
             if kept is not None:
-                self._call(kept, "close", about)
+                kept.close(about)
             return None
         if kept is None or got != len(turns) - 1:
-            kept, got = self._new(prompt, record, source, about), 0
+            kept, got = self._start(prompt, copied_record(record, source), about), 0
         for turn, before in zip(turns[got:-1], episode.replies[got:], strict=True):
-            reply = self._step(kept, turn, about)
+            reply = kept.step(turn, about)
             if reply != before:
                 raise ValueError(
-                    f"{self._environment} replies {shown(reply)} to a turn after it was started again, and "
-                    f"{shown(before)} before{about}: expected an environment that depends only on its arguments"
+                    f"{self._name} replies {shown(reply)} to a turn after it was started again, and {shown(before)} "
+                    f"before{about}: expected an environment that depends only on its arguments"
                 )
         self._objects[episode.number] = kept, len(turns)
-        return self._step(kept, turns[-1], about)
+        return kept.step(turns[-1], about)
 
-    def _new(self, prompt: str, record: Mapping[str, Any], source: str, about: str) -> Any:
-        made = self._environment(about=about)
-        value = self._call(made, "reset", about, prompt, copied_record(record, source))
-        if value is not None:
-            raise ValueError(
-                f"{self._environment}.reset gives {shown(value)}{about}: expected None, because the data have the "
-                "prompt"
-            )
-        return made
 
-    def _step(self, kept: Any, turn: str, about: str) -> str | None:
-        return checked_text(self._environment, self._call(kept, "step", about, turn), about)
+class _Environment:
+    """An object of a user's class, with the methods reset and step, and perhaps close."""
 
-    def _call(self, kept: Any, method: str, about: str, *arguments: Any) -> Any:
-        function: Any = getattr(kept, method, None)
-        if function is None and method == "close":  # it is optional
-            return None
-        path = f"{self._environment.path}.{method}"
-        return replace(self._environment, path=path, function=function)(*arguments, about=about)
+    def __init__(self, environment: UserFunction, prompt: str, record: Mapping[str, Any], about: str):
+        self._environment = environment
+        self._object = started(environment, prompt, record, about)
+
+    def step(self, turn: str, about: str) -> str | None:
+        return checked_text(
+            self._environment, method_of(self._environment, self._object, "step")(turn, about=about), about
+        )
+
+    def close(self, about: str) -> None:
+        closed(self._environment, self._object, about)
+
+
+def started(of: UserFunction, prompt: str, record: Mapping[str, Any], about: str) -> Any:
+    """Make an object of a user's class, and reset it. Raises ValueError if one of them fails."""
+    made = of(about=about)
+    value = method_of(of, made, "reset")(prompt, record, about=about)
+    if value is not None:
+        raise ValueError(f"{of}.reset gives {shown(value)}{about}: expected None, because the data have the prompt")
+    return made
+
+
+def closed(of: UserFunction, made: Any, about: str) -> None:
+    """Call the method close of a user's object, if it has one."""
+    if hasattr(made, "close"):
+        method_of(of, made, "close")(about=about)
+
+
+def method_of(of: UserFunction, made: Any, name: str) -> UserFunction:
+    """A method of an object of a user's class."""
+    return replace(of, path=f"{of.path}.{name}", function=getattr(made, name))

@@ -26,7 +26,7 @@ from stillhouse.display import escaped
 from stillhouse.preemption import OverdueError, interruptible
 
 CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
-EVAL_REWARD = "eval.prompts.reward"
+EVAL_REWARD, TOOLS = "eval.prompts.reward", "rollout.tools"
 _OF_COMPLETIONS = ("prompt", "completion", "record")
 #: the parameters of the functions, by configuration key. prompt: the text that the model has continued;
 #: completion: the text of the completion without special tokens; record: the full record of the data. A reward
@@ -39,7 +39,7 @@ _ARGUMENTS = {
     EVAL_REWARD: _OF_COMPLETIONS,
 }
 #: the methods of a class that is an environment, with their parameters. turn: the text of the model's last turn
-_METHODS = {"reset": ("prompt", "record"), "step": ("turn",)}
+_METHODS: Mapping[str, tuple[str, ...]] = {"reset": ("prompt", "record"), "step": ("turn",)}
 #: how many frames of a traceback an error shows: from its beginning and from its end
 _FIRST, _LAST = 2, 6
 #: the maximum number of characters shown of a completion, and of the message of a function's error
@@ -111,12 +111,33 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     Raises ValueError if there is no such module or function, if the module cannot be imported, or if the function
     does not accept the arguments of its kind (`_ARGUMENTS`).
     """
-    function = _function(path, hint)
-    if key == ENVIRONMENT and inspect.isclass(function):
-        _require_environment(path, function)
-    else:
-        _require_parameters(path, function, _ARGUMENTS[key])
-    return UserFunction(key, path, function)
+    loaded = UserFunction(key, path, _function(path, hint))
+    if key == ENVIRONMENT and inspect.isclass(loaded.function):
+        return load_class(loaded, _METHODS)
+    if key != TOOLS:  # the model reads the parameters of a tool
+        _require_parameters(path, loaded.function, _ARGUMENTS[key])
+    return loaded
+
+
+def load_class(of: UserFunction, methods: Mapping[str, tuple[str, ...]]) -> UserFunction:
+    """Return a class of the user. methods: those that it must have, with their parameters; close is optional.
+
+    Raises ValueError for a class that needs arguments, or without these methods.
+    """
+    path, made = of.path, of.function
+    _require_parameters(path, made, ())
+    for name, parameters in methods.items():
+        method = getattr(made, name, None)
+        if method is None and name == "close":
+            continue
+        if not callable(method):
+            expected = " and ".join(
+                f"{method}({', '.join(of_method)})" for method, of_method in methods.items() if method != "close"
+            )
+            raise ValueError(f"got {path!r}, a class without the method {name}: expected a class with {expected}")
+        is_bound = isinstance(inspect.getattr_static(made, name), staticmethod | classmethod)
+        _require_parameters(f"{path}.{name}", method, parameters if is_bound else ("self", *parameters))
+    return of
 
 
 def _function(path: str, hint: str) -> Callable[..., Any]:
@@ -245,7 +266,7 @@ class _ForeignCode(AbstractContextManager[object]):
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not isinstance(error, OverdueError) and not _is_ctrl_c(error):
-            message = f"{self._what} raises {_in_words(error)}{self._about}{_frames(error.__traceback__)}"
+            message = f"{self._what} raises {in_words(error)}{self._about}{_frames(error.__traceback__)}"
             raise ValueError(message) from error
 
 
@@ -269,20 +290,7 @@ def _require_parameters(path: str, function: Callable[..., Any], parameters: tup
         ) from error
 
 
-def _require_environment(path: str, environment: type) -> None:
-    _require_parameters(path, environment, ())
-    for name, parameters in _METHODS.items():
-        method = getattr(environment, name, None)
-        if not callable(method):
-            raise ValueError(
-                f"got {path!r}, a class without the method {name}: expected a class with the methods reset(prompt, "
-                "record) and step(turn), or a function(prompt, completion, record)"
-            )
-        is_bound = isinstance(inspect.getattr_static(environment, name), staticmethod | classmethod)
-        _require_parameters(f"{path}.{name}", method, parameters if is_bound else ("self", *parameters))
-
-
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """The type of an error and the first line of its message, cut at `_WIDTH` characters."""
     message = str(traceback.TracebackException(type(error), error, None))
     first = escaped(message.strip().partition("\n")[0])

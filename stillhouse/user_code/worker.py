@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from stillhouse.memory_limit import limit_memory
-from stillhouse.user_code.episodes import caller_of
-from stillhouse.user_code.functions import load_function
+from stillhouse.user_code.tools import answer_of
 
 #: the keys of an answer: a result; the message of an error; a reason for which the process is not usable any more
 VALUE, ERROR, UNUSABLE = "value", "error", "unusable"
@@ -30,7 +29,8 @@ def serve(settings: Mapping[str, Any]) -> NoReturn:
         signal.signal(number, lambda *_: None)
     connection: Connection[Any, Any] = Connection(settings["descriptor"])
     try:
-        calls = [caller_of(load_function(key, path)) for key, path in settings["functions"]]
+        is_limited = settings["memory_bytes"] is not None
+        calls = [answer_of(key, path, is_limited=is_limited) for key, path in settings["functions"]]
     except ValueError as error:
         _send(connection, {ERROR: str(error)})
         os._exit(1)
@@ -45,7 +45,7 @@ def serve(settings: Mapping[str, Any]) -> NoReturn:
         try:
             answer = {VALUE: calls[at](*arguments)}
         except ValueError as error:
-            ran_out = settings["memory_bytes"] is not None and isinstance(error.__cause__, MemoryError)
+            ran_out = is_limited and isinstance(error.__cause__, MemoryError)
             answer = {UNUSABLE if ran_out else ERROR: str(error)}
         with suppress(OSError, ValueError):  # a function may have closed it
             sys.stdout.flush()

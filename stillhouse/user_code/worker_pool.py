@@ -138,7 +138,7 @@ class WorkerPool:
             problem = f"{name} {problem}{about_completion(*call.arguments[1::2])}"
         first, *frames = problem.split("\n")
         again = f"{first}; the call was repeated once, in a new process, with the same result"
-        call.future.set_exception(ValueError("\n".join([again, *frames])))
+        call.future.set_exception(CallLostError("\n".join([again, *frames])))
         return worker
 
     def _name(self, call: "_Call") -> str:
@@ -164,6 +164,10 @@ class WorkerPool:
             with self._lock:
                 self._workers.discard(worker)
             worker.end()
+
+
+class CallLostError(ValueError):
+    """A call has not returned, in two processes."""
 
 
 class _ClosedError(Exception):

@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "versions backwards": (first_sample(versions_N=np.array([4, 3], np.int32)), "in this order"),
     "tokens of an environment": (
         first_sample(versions_N=np.array([4, -1], np.int32), is_generated_N=np.array([True, False])),
-        "this run has no rollout.environment",
+        "this run has no rollout.environment and no rollout.tools",
     ),
     "tokens without a version": (first_sample(versions_N=np.array([4, -1], np.int32)), "a version that no model"),
     "a reward": (first_sample(reward=1.0), r"has the reward 1.0: this run has no rollout.reward"),

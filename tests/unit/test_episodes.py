@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stillhouse.user_code.episodes import Episode, Episodes
+from stillhouse.user_code.episodes import Episode, caller_of
 from stillhouse.user_code.functions import ENVIRONMENT, load_function
 from stillhouse.user_code.worker_pool import WorkerPool
 
@@ -68,7 +68,7 @@ def ask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ask]:
     record = {"log": str(tmp_path / "log")}
     pool = None
     if request.param == "here":
-        call: Ask = Episodes(load_function(ENVIRONMENT, "episode_games:Game"))
+        call: Ask = caller_of(load_function(ENVIRONMENT, "episode_games:Game"))
     else:
         pool = WorkerPool([(ENVIRONMENT, "episode_games:Game")], 3, seconds=60.0)
         call = pool.caller(ENVIRONMENT)
@@ -131,7 +131,7 @@ def test_a_worker_that_dies_is_replaced_and_the_turns_are_repeated(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("NoStep", "a class without the method step: expected a class with the methods reset(prompt, record)"),
+        ("NoStep", "a class without the method step: expected a class with reset(prompt, record)"),
         ("Asks", "which takes (name): expected a function()"),
         ("Two", "Two.step', which takes (self, turn, state): expected a function(self, turn)"),
     ],
@@ -151,7 +151,7 @@ def test_a_class_that_cannot_be_used(name: str, words: str) -> None:
     ],
 )
 def test_an_environment_that_gives_something_else(tmp_path: Path, name: str, words: str) -> None:
-    environment = Episodes(load_function(ENVIRONMENT, f"episode_games:{name}"))
+    environment = caller_of(load_function(ENVIRONMENT, f"episode_games:{name}"))
     with pytest.raises(ValueError, match=r"^rollout\.environment: episode_games:") as raised:
         environment("Go", "hi", {"log": str(tmp_path / "log")}, "a:1", Episode(1, ("one", "hi"), ("",)))
     assert words in str(raised.value)

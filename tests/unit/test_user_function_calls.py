@@ -18,6 +18,7 @@ from kit.user_functions import control_c, counts, half, remembers
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation import Completion, PromptPlan, SampleGenerator, SourceSettings
 from stillhouse.generation.sample_generator import _Open
+from stillhouse.generation.turn_replies import TextReplies
 from stillhouse.generation.user_functions import called_here, environment_call, user_function
 from stillhouse.user_code.functions import ENVIRONMENT, UserFunction, checked_reply, checked_reward
 
@@ -205,7 +206,7 @@ def test_a_module_that_cannot_be_used(
 def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(text: str) -> None:
     tokenizer = toy_tokenizer()
     function = UserFunction(ENVIRONMENT, "m:f", lambda *_: text)
-    environment = environment_call(function, called_here(function))
+    environment = TextReplies(environment_call(function, called_here(function)), tokenizer)
     generator = SampleGenerator(
         None,  # type: ignore[arg-type]
         prompts(),
@@ -225,4 +226,4 @@ def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(
     assert sample.is_cut
     assert sample.parts[1].ids_N.tolist() == tokenize(tokenizer, [text[:20_000]], special=False)[0][:511]
     short = text[:40]
-    assert generator._reply_ids(short, 512) == tokenize(tokenizer, [short], special=False)[0]
+    assert environment.ids(short, 512) == tokenize(tokenizer, [short], special=False)[0]

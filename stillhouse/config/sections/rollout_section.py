@@ -6,7 +6,16 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from stillhouse.config.reward_sum import RewardText
-from stillhouse.config.section import FunctionPath, PathText, Section, Text, Urls, url_list
+from stillhouse.config.section import (
+    FunctionPath,
+    FunctionPaths,
+    PathText,
+    Section,
+    Text,
+    Urls,
+    path_list,
+    url_list,
+)
 from stillhouse.config.servers import EngineName
 
 
@@ -40,7 +49,7 @@ class PromptConfig(Section):
     It gives the text that follows, which is not a target, or None at the end. Or package.module:Class, of which each
     sample has an object, with the methods reset(prompt, record) and step(turn). null: one turn."""
     max_turns: int = Field(default=8, ge=1)
-    """Turns of the student with an environment."""
+    """Turns of the student with an environment or tools."""
 
     @property
     def is_on_student_alone(self) -> bool:
@@ -98,6 +107,13 @@ class RolloutConfig(PromptConfig):
     deviation: Literal["population", "sample"] = "population"
     """The standard deviation of advantage=normalized, of n completions: population divides the sum of squares by n,
     sample by n - 1, as TRL and verl do."""
+    tools: FunctionPaths = Field(default=None, examples=["mypkg.tools:search"])
+    """package.module:function that the student may call in its chat template's format, or a list of them. Its type
+    hints and its docstring describe it in the prompts. A turn with calls is followed by their replies, which are no
+    targets; a turn without calls is the last one. package.module:Class: its public methods are tools, and each sample
+    has an object, with a method reset(prompt, record)."""
+    tool_tokens: int = Field(default=256, ge=32)
+    """Tokens of the text of one tool's reply. A longer reply is cut, and says so at its end."""
     workers: int = Field(default=0, ge=0, le=1024)
     """Processes beside rank 0 in which reward and environment run, many completions at once. 0: in the process of
     rank 0, one completion at a time. The run's results are the same."""
@@ -117,6 +133,10 @@ class RolloutConfig(PromptConfig):
     on, each multiplied by this number for every token in between (MiniLLM). 0: its own alone."""
     position_decay: float = Field(default=1.0, gt=0, le=1)
     """The weight of the n-th token of a completion is this number to the power n. 1: all equal."""
+
+    @property
+    def tool_paths(self) -> list[str]:
+        return path_list(self.tools)
 
     @property
     def urls(self) -> list[str]:

@@ -5,6 +5,7 @@ image part without a value stands for the next image of the record's column of i
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from stillhouse.data.record import RecordError, column_value, describe, without_null
@@ -139,3 +140,30 @@ def tools_of(fields: dict[str, Any]) -> Tools:
         if not isinstance(tool, dict):
             raise RecordError(f"tool {number} of 'tools' must be an object, got {describe(tool)}")
     return (tools if isinstance(value, str) else without_null(tools)) or None
+
+
+def require_among(tools: list[dict[str, Any]], of_run: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a record's tools. Raises RecordError for one that the run lacks, or has with other parameters."""
+    parameters = {tool["function"]["name"]: _parameters(tool) for tool in of_run}
+    for tool in tools:
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in parameters:
+            raise RecordError(
+                f"'tools' has {describe(name)}, which is not in rollout.tools: expected {name_list(parameters)}"
+            )
+        (names, _), (names_of_run, required_of_run) = _parameters({"function": function}), parameters[name]
+        if not required_of_run <= names <= names_of_run:
+            raise RecordError(
+                f"'tools' has {name!r} with {name_list(names)}: expected the parameters in rollout.tools, "
+                f"{name_list(names_of_run)}"
+            )
+    return tools
+
+
+def _parameters(tool: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """The names of a tool's parameters, and of those without a default."""
+    parameters = tool["function"].get("parameters")
+    parameters = parameters if isinstance(parameters, dict) else {}
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or []
+    return set(properties), set(required)

@@ -19,6 +19,7 @@ from stillhouse.data.read.messages import (
     Message,
     Tools,
     messages_of,
+    require_among,
     require_targets,
     text_of,
     tools_of,
@@ -54,6 +55,8 @@ class ChatTemplate(Template):
     processor: that of a model that reads images. As transformers does with such a processor, the tokenizer then adds
     its special tokens to a text that the template does not begin with a BOS. If the template only writes contents
     that are lists of parts, all contents become such lists.
+
+    tools: those of the run. A record's own tools must be among them.
     """
 
     extras: tuple[str, ...] = ("tools",)
@@ -64,6 +67,7 @@ class ChatTemplate(Template):
         columns: tuple[str, ...],
         targets: Targets,
         processor: ImageProcessor | None = None,
+        tools: Tools = None,
     ):
         if not tokenizer.chat_template:
             raise ValueError(
@@ -74,6 +78,7 @@ class ChatTemplate(Template):
             raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
         tokenizer.get_chat_template()  # raises if there are several templates and no default
         self.tokenizer, self.columns, self.targets, self.processor = tokenizer, columns, targets, processor
+        self.tools = tools
         # A method of this object would make a reference cycle, which would keep this object and its process alive.
         answer = Conversations(tokenizer, targets).answer
         self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
@@ -95,6 +100,8 @@ class ChatTemplate(Template):
             messages = [message for of_column in by_column for message in of_column]
             first = len(messages) - len(by_column[-1])  # the first message that may be a target
         tools = tools_of(fields)
+        if self.tools is not None:
+            tools = self.tools if tools is None else require_among(tools, self.tools)
         require_length(sum(len(text_of(message)) for message in messages), " and ".join(self.columns))
         messages, images = _without_images(messages)
         rendered = self._rendered(messages, tools, first)
@@ -127,6 +134,13 @@ class ChatTemplate(Template):
                 "the text: expected a template that writes it (data.chat_template), or records with strings"
             )
         return body
+
+    def text(self, messages: list[Message], tools: Tools, *, prompt: bool) -> str:
+        """How the template writes these messages. prompt: whether the generation prompt follows; it needs
+        targets="none". Raises RecordError if the template refuses them.
+        """
+        assert not prompt or self.targets == "none"
+        return self._rendered(messages, tools, 0 if prompt else None).body
 
     def _prompt(self, fields: dict[str, Any]) -> list[Message]:
         for column in self.columns:

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.read.foreign_columns import own_forms
+from stillhouse.data.read.messages import Tools
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.templates import CompletionTemplate, Targets, Template, TextTemplate
@@ -26,8 +27,10 @@ def template_for(
     tokenizer: PreTrainedTokenizerBase,
     targets: Targets,
     processor: ImageProcessor | None = None,
+    tools: Tools = None,
 ) -> Template:
     """The template for a dataset whose first record has these columns. processor: that of the student for images.
+    tools: those of the run, which only conversations can have.
 
     Raises ValueError if the columns match none or several of the forms, or if the tokenizer lacks something that the
     form needs: an end-of-sequence token, a chat template, or character offsets.
@@ -36,13 +39,15 @@ def template_for(
     if len(forms) != 1:
         raise ValueError(_problem(fields, targets, is_ambiguous=bool(forms)))
     columns = forms[0]
-    if columns == ("text",):
+    if columns == ("text",) and tools is None:
         return TextTemplate(tokenizer)
     if columns == ("prompt",) and "completion" in fields:
         # the content key is a hash of these columns, and must not depend on whether only the prompt is read
         columns = ("prompt", "completion")
-    if columns == ("messages",) or isinstance(fields["prompt"], list):
-        return ChatTemplate(tokenizer, columns, targets, processor)
+    if columns == ("messages",) or isinstance(fields.get("prompt"), list):
+        return ChatTemplate(tokenizer, columns, targets, processor, tools)
+    if tools is not None:
+        raise ValueError("rollout.tools needs conversations: expected 'messages', or 'prompt' as a list of messages")
     return CompletionTemplate(tokenizer, columns, targets)
 
 
