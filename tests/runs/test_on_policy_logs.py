@@ -71,7 +71,7 @@ def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
     write_on_policy_run(tmp_path, **{"rollout.share": 0.5, "objective.loss": loss})
     command = run("check", tmp_path / "run.yaml")
     for expected in (
-        "6 of 8 completions, 2 of each prompt; 50%",
+        "6; in each of them, prompts: 4 (rollout.prompts_per_step), completions: 8, 50% written by the student",
         "24 of the completions are the dataset's, which has 15: 1.60 passes over it",
         *("one step", "sampled_kl(k2)", "reverse_kl"),
     ):
