@@ -81,7 +81,7 @@ class CompletionCalls:
         #: the calls of tools, of which an `Episode` has the turns; the same for all sources
         self.tools: EnvironmentCall | None = None
         if tools is not None:
-            here = Episodes(f"{TOOLS}: {tool_paths}", tools.start)
+            here = Episodes(f"{TOOLS}: {tool_paths}", tools.start, have_state=tools.have_state)
             self.tools = (
                 (lambda *arguments: done(here(*arguments)))
                 if self._pool is None

@@ -66,10 +66,15 @@ def caller_of(function: UserFunction) -> Callable[..., Any]:
 
 
 class Episodes:
-    """The objects of samples in this process. name: the key and the user's class, for error messages."""
+    """The objects of samples in this process.
 
-    def __init__(self, name: str, start: Start):
-        self._name, self._start = name, start
+    name: the key and the user's class, for error messages.
+    have_state: whether the objects depend on earlier turns. If not, each turn has a new object, and an object that is
+        lost does not get the earlier turns again: they may hang again, or have other replies at another time.
+    """
+
+    def __init__(self, name: str, start: Start, *, have_state: bool = True):
+        self._name, self._start, self._have_state = name, start, have_state
         #: by the number of the sample: the object, and the number of turns that it has got
         self._objects: dict[int, tuple[EpisodeObject, int]] = {}
 
@@ -79,6 +84,8 @@ class Episodes:
         Raises ValueError if a method fails, or if an earlier turn gets another reply than before.
         """
         about, turns = about_completion(completion, source), episode.turns
+        if not self._have_state:
+            return self._start(prompt, copied_record(record, source), about).step(turns[-1], about) if turns else None
         kept, got = self._objects.pop(episode.number, (None, 0))
         if not turns:
             if kept is not None:

@@ -91,7 +91,8 @@ def answer_of(key: str, path: str, *, is_limited: bool = False) -> Callable[...,
     """
     if key != TOOLS:
         return caller_of(load_function(key, path))
-    return Episodes(f"{key}: {path}", Tools(path.split(), is_limited=is_limited).start)
+    tools = Tools(path.split(), is_limited=is_limited)
+    return Episodes(f"{key}: {path}", tools.start, have_state=tools.have_state)
 
 
 class _SampleTools:

@@ -112,10 +112,11 @@ class WorkerPool:
                 call.future.set_exception(ValueError(f"{self._name(call)} was given up, because the run ends"))
 
     def _attempts(self, call: "_Call", worker: "_Worker | None") -> "_Worker | None":
-        problem = ""
+        problem, is_started = "", False
         for _ in range(_ATTEMPTS):
+            is_started = worker is not None
             try:
-                worker = self._start() if worker is None else worker
+                worker, is_started = self._start() if worker is None else worker, True
                 answer = worker.call(call, self._seconds)
             except _LostError as error:
                 self._end(worker)
@@ -138,7 +139,9 @@ class WorkerPool:
             problem = f"{name} {problem}{about_completion(*call.arguments[1::2])}"
         first, *frames = problem.split("\n")
         again = f"{first}; the call was repeated once, in a new process, with the same result"
-        call.future.set_exception(CallLostError("\n".join([again, *frames])))
+        # a process that does not start is no fault of the call, and must not become a reply to a model
+        kind = CallLostError if is_started else ValueError
+        call.future.set_exception(kind("\n".join([again, *frames])))
         return worker
 
     def _name(self, call: "_Call") -> str:
@@ -149,7 +152,10 @@ class WorkerPool:
         with self._lock:
             if self._is_closed:
                 raise _ClosedError
-            worker = _Worker(self._functions, self._memory_gib)
+            try:
+                worker = _Worker(self._functions, self._memory_gib)
+            except OSError as error:
+                raise _LostError(f"needs a new process, which does not start ({first_line(error)})") from error
             self._workers.add(worker)
         try:
             worker.require_started()
@@ -167,7 +173,7 @@ class WorkerPool:
 
 
 class CallLostError(ValueError):
-    """A call has not returned, in two processes."""
+    """A call has not returned, in two processes that had started."""
 
 
 class _ClosedError(Exception):

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from stillhouse.user_code.episodes import Episode, caller_of
-from stillhouse.user_code.functions import ENVIRONMENT, load_function
-from stillhouse.user_code.worker_pool import WorkerPool
+from stillhouse.user_code.functions import ENVIRONMENT, TOOLS, load_function
+from stillhouse.user_code.worker_pool import CallLostError, WorkerPool
 
-CODE = """
+CODE = '''
 import os
+import time
 from pathlib import Path
 
 class Game:
@@ -52,7 +53,23 @@ class Asks:
 
 class Two(Game):
     def step(self, turn, state): ...
-"""
+
+def draw(a: str) -> str:
+    """Draw.
+
+    Args:
+        a: Anything.
+    """
+    return os.urandom(4).hex()
+
+def hang(a: str) -> str:
+    """Hang.
+
+    Args:
+        a: Anything.
+    """
+    time.sleep(1000)
+'''
 Ask = Callable[..., Any]
 
 
@@ -126,6 +143,19 @@ def test_a_worker_that_dies_is_replaced_and_the_turns_are_repeated(tmp_path: Pat
     assert call("Go", "", record, "a:1", Episode(2, ("a", "b"), (other,))).result(60) == "Go | a | b"
     pool.close()
     assert log(tmp_path) == ["reset", "one", "reset", "a", "die", "reset", "one", "die", "reset", "a", "b"]
+
+
+def test_tools_without_state_do_not_get_earlier_turns_again() -> None:
+    paths = "episode_games:draw episode_games:hang"
+    pool = WorkerPool([(TOOLS, paths)], 1, seconds=2.0)
+    call, draw, hang = pool.caller(TOOLS, paths), [("draw", {"a": "b"}, "")], [("hang", {"a": "b"}, "")]
+    first = call("Go", "", {}, "a:1", Episode(1, (draw,))).result(60)
+    with pytest.raises(CallLostError, match="does not return within 2 s"):
+        call("Go", "", {}, "a:1", Episode(2, (hang,))).result(60)
+    for number, turns, replies in ((1, (draw, draw), (first,)), (2, (hang, draw), (["lost"],))):
+        [reply] = call("Go", "", {}, "a:1", Episode(number, turns, replies)).result(60)
+        assert len(reply) == 8
+    pool.close()
 
 
 @pytest.mark.parametrize(

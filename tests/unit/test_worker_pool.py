@@ -155,7 +155,23 @@ def test_a_module_that_is_not_imported_in_time(pools: list[WorkerPool], tmp_path
     (tmp_path / "worker_functions.py").write_text("import time; time.sleep(1000)")
     before, worker_pool.SECONDS_TO_START = worker_pool.SECONDS_TO_START, 0.5
     try:
-        with pytest.raises(ValueError, match=r"worker_functions:length is not imported within 0\.5 s for the com"):
+        with pytest.raises(
+            ValueError, match=r"worker_functions:length is not imported within 0\.5 s for the com"
+        ) as raised:
             opened(pools, "length")("", "", {}, "a:1").result(60)
+        assert raised.type is ValueError  # a `CallLostError` would become the reply of a tool
     finally:
         worker_pool.SECONDS_TO_START = before
+
+
+def test_a_machine_without_memory_for_a_process(pools: list[WorkerPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(worker_pool, "_Worker", fails)
+    call = opened(pools, "length")
+    with pytest.raises(
+        ValueError, match=r"length needs a new process, which does not start .*Cannot allocate"
+    ) as raised:
+        call("", "", {}, "a:1").result(60)
+    assert raised.type is ValueError
