@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.data.render.tool_format import Call, ToolFormat
+from stillhouse.display import first_line
 from stillhouse.generation.user_functions import EnvironmentCall
 from stillhouse.user_code.episodes import Episode
 from stillhouse.user_code.worker_pool import CallLostError
@@ -106,10 +107,19 @@ class ToolReplies:
 
     most_tokens: of the text of one reply. A longer one is cut.
     have_state: whether some tools have objects. Only other tools may be lost without an error.
+    warn: is called, in any thread, with a line about calls that are lost.
     """
 
-    def __init__(self, call: EnvironmentCall, tool_format: ToolFormat, most_tokens: int, *, have_state: bool):
-        self._call, self._format, self._most_tokens = call, tool_format, most_tokens
+    def __init__(
+        self,
+        call: EnvironmentCall,
+        tool_format: ToolFormat,
+        most_tokens: int,
+        *,
+        have_state: bool,
+        warn: Callable[[str], None],
+    ):
+        self._call, self._format, self._most_tokens, self._warn = call, tool_format, most_tokens, warn
         self._have_state, self._tokenizer = have_state, tool_format.tokenizer
         added = self._tokenizer.added_tokens_decoder
         self._special = {index for index, token in added.items() if token.special} - {tool_format.marker_id}
@@ -129,7 +139,13 @@ class ToolReplies:
         def reply(texts: list[str]) -> ToolReply:
             return ToolReply([call.name for call in calls], texts, ends)
 
-        return _mapped(self._call(*sample.arguments, episode), reply, self._lost(calls))
+        def lost(error: CallLostError) -> ToolReply | None:
+            if self._have_state:
+                return None
+            self._warn(f"the reply of the tools is {_LOST!r}: {first_line(error)}")
+            return reply([_LOST] * len(calls))
+
+        return _mapped(self._call(*sample.arguments, episode), reply, lost)
 
     def ids(self, reply: ToolReply, most: int) -> list[int]:
         return self._format.reply_ids(reply.names, [self._bounded(text) for text in reply.texts], ends=reply.ends)
@@ -140,9 +156,6 @@ class ToolReplies:
     def _calls(self, ids_N: np.ndarray) -> list[Call]:
         ids = ids_N[:-1] if ids_N[-1] == self._format.marker_id else ids_N
         return self._format.calls(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-    def _lost(self, calls: Sequence[Call]) -> list[str] | None:
-        return None if self._have_state else [_LOST] * len(calls)
 
     def _bounded(self, text: str) -> str:
         """The text, or its beginning and a sentence about the rest, together with at most `most_tokens` tokens."""
@@ -173,15 +186,17 @@ def beginning_ids(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> l
 
 
 def _mapped(
-    result: "Future[list[str]]", reply: Callable[[list[str]], ToolReply], lost: list[str] | None
+    result: "Future[list[str]]",
+    reply: Callable[[list[str]], ToolReply],
+    lost: Callable[[CallLostError], ToolReply | None],
 ) -> "Future[ToolReply]":
-    """The reply made of the texts of `result`, or of `lost` if the calls are lost and `lost` is not None."""
+    """The reply made of the texts of `result`; if the calls are lost, that of `lost`, or the error if it is None."""
     mapped: Future[ToolReply] = Future()
 
     def done(_: "Future[list[str]]") -> None:
         error = result.exception()
-        if isinstance(error, CallLostError) and lost is not None:
-            mapped.set_result(reply(lost))
+        if isinstance(error, CallLostError) and (of_lost := lost(error)) is not None:
+            mapped.set_result(of_lost)
         elif error is not None:
             mapped.set_exception(error)
         else:

@@ -70,7 +70,7 @@ class CompletionCalls:
             for name, function in functions.items()
         }
         for name in dict.fromkeys(part.name for part in rewards if part.is_server):
-            server = RewardServer(name, f"{REWARD}: {name}", rollout.timeout, _warn)
+            server = RewardServer(name, f"{REWARD}: {name}", rollout.timeout, warn)
             self._servers.append(server)
             calls[REWARD, name] = server.call
         environments = {
@@ -162,5 +162,6 @@ def _when_all_done(
         future.add_done_callback(count)
 
 
-def _warn(line: str) -> None:
+def warn(line: str) -> None:
+    """Print a warning on the first rank."""
     log_rank0(f"warning: {line}")

@@ -36,7 +36,7 @@ from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.generation.turn_replies import TextReplies, ToolReplies, TurnReplies
 from stillhouse.generation.user_functions import tool_schemas
-from stillhouse.loops.completion_calls import CompletionCalls
+from stillhouse.loops.completion_calls import CompletionCalls, warn
 from stillhouse.loops.completion_engine import open_engine, samplings
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
@@ -321,7 +321,8 @@ def turn_replies(
     if calls.tools is not None and schemas is not None:
         of_tools = tool_format(tokenizer, schemas, processor)
         most = rollouts[0].tool_tokens
-        return [ToolReplies(calls.tools, of_tools, most, have_state=calls.tools_have_state) for _ in rollouts]
+        have_state = calls.tools_have_state
+        return [ToolReplies(calls.tools, of_tools, most, have_state=have_state, warn=warn) for _ in rollouts]
     placeholders = [] if processor is None else processor.placeholder_ids
     return [
         None if source.environment is None else TextReplies(source.environment, tokenizer, placeholders)

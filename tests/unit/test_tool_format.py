@@ -1,5 +1,6 @@
 """Calls of tools: formats proven for the chat template, errors that the model reads, replies that forge nothing."""
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from stillhouse.generation.turn_replies import SampleTurns, ToolReplies
 from stillhouse.generation.user_functions import done
 from stillhouse.user_code.episodes import Episodes
 from stillhouse.user_code.tools import Tools
+from stillhouse.user_code.worker_pool import CallLostError
 
 SCHEMAS = [get_json_schema(add), get_json_schema(find), get_json_schema(echo)]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
@@ -218,7 +220,8 @@ def replies_of(*paths: str, most: int = 64) -> tuple[ToolReplies, Any]:
     here = Episodes("rollout.tools: test", tools.start)
     schemas = [get_json_schema(described) for described in tools.described.values()]
     of_tools = tool_format(tokenizer, schemas)
-    return ToolReplies(lambda *a: done(here(*a)), of_tools, most, have_state=tools.have_state), tokenizer
+    options: dict[str, Any] = {"have_state": tools.have_state, "warn": pytest.fail}
+    return ToolReplies(lambda *a: done(here(*a)), of_tools, most, **options), tokenizer
 
 
 def reply_to(replies: ToolReplies, tokenizer: Any, *turns: str, before: tuple[Any, ...] = ()) -> Any:
@@ -251,6 +254,21 @@ def test_an_error_is_the_reply(call: str, text: str) -> None:
     reply = reply_to(*replies_of("add", "echo"), f"{call}<|im_end|>")
     assert [shown.startswith(text) for shown in reply.texts] == [True], reply.texts
     assert not reply.ends
+
+
+def test_a_call_that_is_lost_has_a_reply_and_a_warning() -> None:
+    tokenizer, lines, answer = tool_tokenizer(), list[str](), Future[Any]()
+    answer.set_exception(CallLostError("rollout.tools: kit:add ends its process"))
+    of_tools = tool_format(tokenizer, SCHEMAS)
+    replies = [
+        ToolReplies(lambda *_: answer, of_tools, 64, have_state=state, warn=lines.append) for state in (False, True)
+    ]
+    assert reply_to(replies[0], tokenizer, f"{CALL}<|im_end|>").texts == ["Error: the tool did not return"]
+    assert lines == [
+        "the reply of the tools is 'Error: the tool did not return': rollout.tools: kit:add ends its process"
+    ]
+    with pytest.raises(CallLostError):
+        reply_to(replies[1], tokenizer, f"{CALL}<|im_end|>")
 
 
 def test_what_ends_a_sample() -> None:
