@@ -61,7 +61,4 @@ class Continuation(SampledTerm):
         return labelled("continuation", self.label)
 
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        return -log_q_C * self.factor, torch.full_like(log_q_C, -1.0), {}
-
-    def per_logit(self, weights_C: Tensor) -> Tensor:
-        return weights_C * (self.factor / self.temperature)
+        return -log_q_C * self.factor, torch.full_like(log_q_C, -self.factor), {}
