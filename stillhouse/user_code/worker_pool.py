@@ -194,8 +194,8 @@ class _Queue:
 
     def put(self, call: "_Call") -> None:
         with self._changed:
-            number = call.sample
-            waiting = self._of_any if number is None else self._of_worker[number % len(self._of_worker)]
+            of_workers, episode = self._of_worker, call.episode
+            waiting = self._of_any if episode is None else of_workers[episode.number % len(of_workers)]
             waiting.append(call)
             self._changed.notify_all()
 
@@ -221,9 +221,9 @@ class _Call:
         self.arguments: _Arguments = arguments
 
     @property
-    def sample(self) -> int | None:
-        """The number of the sample whose object the call needs."""
-        return self.arguments[4].number if len(self.arguments) == 5 else None
+    def episode(self) -> Episode | None:
+        """The turns of the sample whose object the call needs."""
+        return self.arguments[4] if len(self.arguments) == 5 else None
 
 
 class _Worker:
@@ -231,6 +231,7 @@ class _Worker:
 
     def __init__(self, functions: Sequence[tuple[str, str]], memory_gib: float | None):
         self._memory_gib = memory_gib
+        self._samples: set[int] = set()  # those whose objects it may have
         self._connection, its_connection = Pipe()
         self._guard = subprocess.Popen(
             _GUARD,
@@ -269,7 +270,19 @@ class _Worker:
                 f"{call.arguments[3]}: the record cannot be sent to a process of rollout.workers "
                 f"({first_line(error)}): expected texts, numbers, lists and the like, or rollout.workers=0"
             ) from error
-        return self._receive(seconds, "does not return within {:g} s, the value of rollout.worker_timeout,")
+        turns = self._turns(call.episode)
+        of_turns = f" for each of {turns} turns" if turns > 1 else ""
+        late = f"does not return within {{:g}} s, the value of rollout.worker_timeout{of_turns},"
+        return self._receive(seconds * turns, late)
+
+    def _turns(self, episode: Episode | None) -> int:
+        """The number of turns that a call computes: without the sample's object, the earlier ones, too."""
+        if episode is None:
+            return 1
+        turns = 1 if episode.number in self._samples else max(1, len(episode.turns))
+        change = self._samples.add if episode.turns else self._samples.discard
+        change(episode.number)
+        return turns
 
     def _receive(self, seconds: float, late: str) -> Mapping[str, Any]:
         end = time.monotonic() + seconds

@@ -36,6 +36,11 @@ class Game:
         with open(self.record["log"], "a") as file:
             file.write(f"{os.getpid()} {what}\\n")
 
+class Slow(Game):
+    def step(self, turn):
+        time.sleep(0.7)
+        return turn
+
 class Random(Game):
     def step(self, turn): return os.urandom(4).hex()
 
@@ -143,6 +148,13 @@ def test_a_worker_that_dies_is_replaced_and_the_turns_are_repeated(tmp_path: Pat
     assert call("Go", "", record, "a:1", Episode(2, ("a", "b"), (other,))).result(60) == "Go | a | b"
     pool.close()
     assert log(tmp_path) == ["reset", "one", "reset", "a", "die", "reset", "one", "die", "reset", "a", "b"]
+
+
+def test_turns_that_are_repeated_have_the_time_of_their_number(tmp_path: Path) -> None:
+    pool = WorkerPool([(ENVIRONMENT, "episode_games:Slow")], 1, seconds=1.5)
+    call, turns = pool.caller(ENVIRONMENT), ("a", "b", "c", "d")
+    assert call("Go", "", {"log": str(tmp_path / "log")}, "a:1", Episode(1, turns, turns[:-1])).result(60) == "d"
+    pool.close()
 
 
 def test_tools_without_state_do_not_get_earlier_turns_again() -> None:
