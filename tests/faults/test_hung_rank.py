@@ -19,6 +19,7 @@ from kit.ranks import Ranks, run_ranks
 from kit.run_logs import assert_same_run, last_step
 from kit.runs import run, wait_for, write_run
 from kit.signal_hooks import EVERY_RANK, at_step, signal_at
+from torch.distributed.run import get_args_parser
 
 from stillhouse.parallel import Degrees, Mesh, watchdog
 from stillhouse.parallel.ranks import start
@@ -202,9 +203,12 @@ def test_one_process_has_no_watchdog(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_ends_the_job(folder: Path) -> None:
-    """torchrun kills the stopped process 30 s after the other one has ended."""
+    """torchrun kills the stopped process 30 s after the other one has ended, or as soon as it is told to."""
     rank, out = 1, folder / "torchrun"
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "stillhouse"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if "--shutdown-timeout" in get_args_parser().format_usage():  # not in older versions
+        launcher += ["--shutdown-timeout", "2"]
+    launcher += ["-m", "stillhouse"]
     arguments = ["distill", folder / "run.yaml", f"out={out}", "parallel.fsdp=2", "train.steps=100000"]
     arguments.append("train.timeout=10")  # a shorter limit could end while the ranks still import
     with subprocess.Popen(

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import slow
+from kit.fork_server import fork_server
 from kit.ranks import Ranks, run_ranks
 from kit.run_logs import assert_same_run, last_step
 from kit.runs import Command, run, wait_for, write_run
@@ -27,6 +29,9 @@ from kit.signal_hooks import (
     signal_at,
     signal_when,
 )
+
+from stillhouse import load_config
+from stillhouse.run.run import distill
 
 NAMES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "SIGUSR1": 138}
 LIMIT = 180
@@ -244,21 +249,25 @@ def test_a_terminal_that_goes_away(whole: Path) -> None:
     """When SIGHUP comes, nothing can be written to the terminal any more. The checkpoint is still written."""
     out = whole / "terminal"
     master, terminal = pty.openpty()
-    process = start(
-        *("distill", whole / "run.yaml", f"out={out}", "train.steps=100000"),
-        **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
-        start_new_session=True,
-        # opening it makes it the controlling terminal
-        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
-    )
-    os.close(terminal)
+    arguments = ("distill", whole / "run.yaml", f"out={out}", "train.steps=100000")
+    command = Command(*arguments, hook=in_terminal, hook_arguments=(os.ttyname(terminal),))
     reader = threading.Thread(target=read_all, args=(master,), daemon=True)
     reader.start()
     wait_for(lambda: last_step(out) >= 3)
+    os.close(terminal)
     os.close(master)
-    assert process.wait(LIMIT) == 129
+    assert command.wait(LIMIT) == 129
     newest = sorted((out / "checkpoints").iterdir())[-1]
     assert int(newest.name[5:]) == last_step(out) >= 3
+
+
+def in_terminal(name: str) -> None:
+    """Let the terminal be the one that controls this process, and its input and output."""
+    os.setsid()
+    terminal = os.open(name, os.O_RDWR)  # the first one that a session opens controls it
+    for number in (0, 1, 2):
+        os.dup2(terminal, number)
+    os.close(terminal)
 
 
 def read_all(descriptor: int) -> None:
@@ -269,19 +278,27 @@ def read_all(descriptor: int) -> None:
         pass
 
 
+def write_to(pipe: Path) -> None:
+    """Write the output of this process to a pipe. Waits for its reader."""
+    descriptor = os.open(pipe, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0, 0.5])
 def test_ctrl_c_also_ends_the_reader_of_the_output(whole: Path, seconds: float) -> None:
     """The reader, such as `tee`, may end before the run receives the signal."""
-    out = whole / f"tee {seconds}"
+    out, pipe = whole / f"tee {seconds}", whole / f"pipe {seconds}"
+    os.mkfifo(pipe)
     arguments = ("distill", whole / "run.yaml", f"out={out}", "eval.every=1")
-    process = start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert process.stdout is not None
-    wait_for(lambda: last_step(out) >= 1)
-    process.stdout.close()
+    command = Command(*arguments, hook=write_to, hook_arguments=(pipe,))
+    with pipe.open():
+        wait_for(lambda: last_step(out) >= 1)
     time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(LIMIT) == 130
+    command.send(signal.SIGINT)
+    assert command.wait(LIMIT) == 130
     newest = sorted((out / "checkpoints").iterdir())[-1]
     assert int(newest.name[5:]) == last_step(out)
 
@@ -289,14 +306,18 @@ def test_ctrl_c_also_ends_the_reader_of_the_output(whole: Path, seconds: float) 
 @pytest.mark.slow
 def test_the_library_leaves_signals_alone(whole: Path) -> None:
     """A script that calls the library keeps its own signal handlers."""
-    script = (
-        "import signal, sys; from stillhouse import load_config; from stillhouse.run.run import distill\n"
-        "before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]\n"
-        f"distill(load_config({str(whole / 'run.yaml')!r}, overrides=['out={whole / 'library'}']))\n"
-        "assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]\n"
-    )
-    subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True)
+    process = fork_server().Process(target=call_library, args=(whole / "run.yaml", whole / "library"), daemon=True)
+    process.start()
+    process.join(LIMIT)
+    assert process.exitcode == 0
     assert_same_run(whole / "library", whole / "whole")
+
+
+def call_library(run_yaml: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    distill(load_config(run_yaml, overrides=[f"out={out}"]))
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Complete runs in several processes give the model of one process, can resume under any layout, and report errors.
 
 A fork server starts most of these processes, because it imports torch and transformers only once. torchrun starts
-those whose end depends on it: errors that all ranks find, a job that loses a rank, and its restart.
+those whose end depends on it: an error that all ranks find, the end of torchrun, and a restart after a rank is lost.
 """
 
 import os
@@ -196,18 +196,6 @@ def test_a_value_that_is_not_finite_is_found_as_in_one_process(failing_runs: Pat
     assert len(errors) == 2
     assert errors[0] == errors[1]
     assert f"on {failing_runs}/odd.jsonl:{LINE}" in errors[0][1]
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_takes_the_job_with_it(workspace: Path) -> None:
-    job = start(workspace, "killed", "train.steps=100000")
-    try:
-        ranks = ranks_after_first_checkpoint(job, workspace / "killed")
-        os.kill(ranks[1], signal.SIGKILL)
-        assert job.wait(timeout=30) != 0
-        assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
-    finally:
-        job.kill()
 
 
 @pytest.mark.slow

@@ -6,9 +6,8 @@ mean of means, a wrong count of tokens or a label in the wrong row changes the g
 S tokens of a document.
 """
 
+import os
 import runpy
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from kit.fork_server import fork_server
+from kit.ranks import HOST, free_port
 from kit.runs import ROOT, save_model, write_records, write_texts
 from torch import Tensor, nn
 from transformers import (
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPTS = ["hf_trainer", "trl_sft"]
 DOCUMENTS = 7
+LIMIT = 180
 #: the norms of these models compute in float32, also in a model of float64
 EXACT = 1e-6
 ONE_STEP = {
@@ -226,16 +228,27 @@ def test_autocast_is_as_near_to_float64_as_the_reference_under_autocast(
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_two_processes_save_what_one_process_saves(folder: Path, tmp_path: Path, name: str) -> None:
-    """The scripts as a user runs them: in this process, and by torchrun. The saved folder is one of transformers."""
+    """The scripts in this process, and as two ranks of a job. The saved folder is one of transformers."""
     script(name)["main"](script_arguments(folder, tmp_path / "one", gradient_accumulation_steps="2"))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launcher, f"{ROOT}/examples/{name}.py", *script_arguments(folder, tmp_path / "two")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": HOST, "MASTER_PORT": str(free_port())}
+    arguments = (name, script_arguments(folder, tmp_path / "two"), job)
+    ranks = [fork_server().Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(LIMIT)
+    assert [process.exitcode for process in ranks] == [0, 0]
     one, two = (weights_of(tmp_path / out) for out in ("one", "two"))
     start = weights_of(folder / "student")
     moved = {name: tensor - start[name] for name, tensor in one.items()}
     assert distance({name: tensor - start[name] for name, tensor in two.items()}, moved) < 1e-4
+
+
+def run_rank(rank: int, name: str, arguments: list[str], job: dict[str, str]) -> None:
+    """Run a script with the variables that torchrun sets."""
+    os.environ |= job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    script(name)["main"](arguments)
 
 
 def script_arguments(folder: Path, out: Path, **options: str) -> list[str]:
