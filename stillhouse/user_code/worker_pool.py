@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import cycle
 from multiprocessing import Pipe
 from typing import Any
 
@@ -191,13 +192,22 @@ class _Queue:
         self._changed, self._is_closed = threading.Condition(), False
         self._of_any: deque[_Call] = deque()
         self._of_worker: list[deque[_Call]] = [deque() for _ in range(workers)]
+        # by the number of a sample; its remainder would not do, because all samples of a source may have the same
+        self._worker_of: dict[int, int] = {}
+        self._next_worker = cycle(range(workers))
 
     def put(self, call: "_Call") -> None:
         with self._changed:
-            of_workers, episode = self._of_worker, call.episode
-            waiting = self._of_any if episode is None else of_workers[episode.number % len(of_workers)]
+            waiting = self._of_any if call.episode is None else self._of_worker[self._worker(call.episode)]
             waiting.append(call)
             self._changed.notify_all()
+
+    def _worker(self, episode: Episode) -> int:
+        worker = self._worker_of.pop(episode.number, None)
+        worker = next(self._next_worker) if worker is None else worker
+        if episode.turns:  # otherwise, the sample has ended
+            self._worker_of[episode.number] = worker
+        return worker
 
     def get(self, worker: int) -> "_Call | None":
         """Wait for a call for this worker; None if the queue is closed."""

@@ -108,7 +108,7 @@ def log(folder: Path) -> list[str]:
     return [line.split()[1] for line in (folder / "log").read_text().splitlines()]
 
 
-def test_a_sample_has_one_object_until_it_ends(ask: Ask, tmp_path: Path) -> None:
+def test_a_sample_has_one_object_until_it_ends(ask: Ask, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     replies: dict[int, tuple[str, ...]] = {}
     for turn in range(3):
         for number in (0, 3, 4):
@@ -123,10 +123,13 @@ def test_a_sample_has_one_object_until_it_ends(ask: Ask, tmp_path: Path) -> None
     lines = log(tmp_path)
     assert lines.count("reset") == lines.count("close") == 3
     assert len(lines) == 16
-    by_process = {
-        line.split()[0] for line in (tmp_path / "log").read_text().splitlines() if "3." in line or "0." in line
+    processes = {
+        number: {line.split()[0] for line in (tmp_path / "log").read_text().splitlines() if f" {number}." in line}
+        for number in (0, 3, 4)
     }
-    assert len(by_process) == 1  # 0 and 3 have the same of three workers
+    assert all(len(of_sample) == 1 for of_sample in processes.values())
+    if request.node.callspec.params["ask"] == "workers":  # 0 and 3 have the same remainder
+        assert len(set.union(*processes.values())) == 3
 
 
 def test_an_object_that_is_lost_gets_its_turns_again(ask: Ask, tmp_path: Path) -> None:
