@@ -192,7 +192,7 @@ def _counts(report: Any, path: Path) -> str:
     if not isinstance(report, dict):
         return "documents not counted"
     pieces, tokens = report.get("documents"), report.get("tokens")
-    records = report.get("records", pieces)  # stillhouse 0.1.0 did not count them
+    records = report.get("records", pieces)  # earlier folders of runs have no count of them
     if not isinstance(pieces, int) or not isinstance(tokens, int) or not isinstance(records, int):
         raise ValueError(f"{_UNREADABLE.format(path)}: expected numbers of documents and tokens")
     return f"{documents_in_words(records, pieces)}, {tokens:,} tokens"
