@@ -24,7 +24,7 @@ from stillhouse.parallel import log_rank0
 from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.episodes import Episodes
 from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS, about_completion
-from stillhouse.user_code.worker_pool import WorkerPool
+from stillhouse.user_code.worker_pool import WorkerHost, WorkerPool
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,21 @@ class CompletionCalls:
     process, in the thread that calls them, and their futures are done at once. A reward may also be a server.
     """
 
-    def __init__(self, rollouts: Sequence[RolloutConfig]):
-        """rollouts: the section rollout for each source of prompts."""
+    def __init__(self, rollouts: Sequence[RolloutConfig], hosts: Sequence[WorkerHost] = ()):
+        """rollouts: the section rollout for each source of prompts. hosts: other hosts with workers."""
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
-        paths = [(REWARD, part.name) for part in rewards if not part.is_server]
-        paths += [(ENVIRONMENT, source.environment) for source in rollouts if source.environment is not None]
+        paths = worker_functions(rollouts)
         tools, tool_paths = loaded_tools(rollout), " ".join(rollout.tool_paths)
-        functions = {(key, path): user_function(key, path) for key, path in paths}
+        functions = {(key, path): user_function(key, path) for key, path in paths if key != TOOLS}
         self._pool: WorkerPool | None = None
-        named_tools = [] if tools is None else [(TOOLS, tool_paths)]
-        if rollout.workers and (functions or tools):
+        if rollout.workers and paths:
             self._pool = WorkerPool(
-                [*functions, *named_tools],
+                paths,
                 rollout.workers,
                 seconds=rollout.worker_timeout,
                 memory_gib=rollout.worker_memory,
+                hosts=hosts,
+                warn=warn,
             )
         self._servers: list[RewardServer] = []
         calls: dict[tuple[str, str], Callable[..., Future[Any]]] = {
@@ -112,6 +112,15 @@ class CompletionCalls:
             self._pool.close()
         for server in self._servers:
             server.close()
+
+
+def worker_functions(rollouts: Sequence[RolloutConfig]) -> list[tuple[str, str]]:
+    """The functions of the user that workers call, as pairs of configuration key and path; see `answer_of`."""
+    parts = [part for source in rollouts for part in reward_parts(source.reward)]
+    paths = [(REWARD, part.name) for part in parts if not part.is_server]
+    paths += [(ENVIRONMENT, source.environment) for source in rollouts if source.environment is not None]
+    paths += [(TOOLS, " ".join(rollouts[0].tool_paths))] if rollouts[0].tool_paths else []
+    return list(dict.fromkeys(paths))
 
 
 def weighted_sum(parts: Sequence[tuple[float, CompletionCall]]) -> RewardCall:

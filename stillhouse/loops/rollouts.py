@@ -40,6 +40,7 @@ from stillhouse.loops.completion_calls import CompletionCalls, warn
 from stillhouse.loops.completion_engine import open_engine, samplings
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
+from stillhouse.loops.worker_hosts import WorkerHosts
 from stillhouse.models import eos_ids, model_fingerprint
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
@@ -59,8 +60,8 @@ WAIT_FOR_COMPLETIONS = "wait for completions"
 class Rollouts:
     """The samples of each step, on all ranks. Rank 0 has the `queue`; the other ranks get the samples from rank 0.
 
-    Rewards and environments run only on rank 0, or in worker processes beside it. An engine in this job generates on
-    all ranks together: the other ranks get the requests of rank 0.
+    Rewards and environments run only on rank 0, or in worker processes on all hosts. An engine in this job generates
+    on all ranks together: the other ranks get the requests of rank 0.
     """
 
     def __init__(self, session: Session, folder: RunFolder):
@@ -82,9 +83,10 @@ class Rollouts:
         self.engine = open_engine(session, self.config, self.run)
         self.schedule, prompts = RolloutSchedule.of(self.config, session.step_schedule.steps), session.train.documents
         require_end_of_turns(session, self.config)
+        self._hosts = WorkerHosts(session.rollouts, session.ranks)
         if is_first():
             assert self.engine is not None
-            self.calls = CompletionCalls(session.rollouts)
+            self.calls = CompletionCalls(session.rollouts, self._hosts.hosts)
             self.queue = make_queue(
                 session.rollouts,
                 samplings(session),
@@ -174,6 +176,7 @@ class Rollouts:
         """End the requests that are under way, and the processes of rewards and environments."""
         if self.calls is not None:
             self.calls.close()
+        self._hosts.close()
         if self.engine is not None:
             self.engine.close()
 

@@ -8,11 +8,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import sysconfig
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
+from stillhouse.hashing import file_hash
 from stillhouse.memory_limit import limit_memory
 from stillhouse.user_code.tools import answer_of
 
@@ -31,12 +35,14 @@ def serve(settings: Mapping[str, Any]) -> NoReturn:
     try:
         is_limited = settings["memory_bytes"] is not None
         calls = [answer_of(key, path, is_limited=is_limited) for key, path in settings["functions"]]
+        named = {one.partition(":")[0] for _, path in settings["functions"] for one in path.split()}
+        sources = source_hashes(named)
     except ValueError as error:
         _send(connection, {ERROR: str(error)})
         os._exit(1)
     if settings["memory_bytes"] is not None:
         limit_memory(settings["memory_bytes"])
-    _send(connection, {VALUE: None})
+    _send(connection, {VALUE: sources})
     while True:
         try:
             at, arguments = connection.recv()
@@ -50,6 +56,22 @@ def serve(settings: Mapping[str, Any]) -> NoReturn:
         with suppress(OSError, ValueError):  # a function may have closed it
             sys.stdout.flush()
         _send(connection, answer)
+
+
+def source_hashes(named: Collection[str]) -> dict[str, str]:
+    """The sha256 of the files of imported modules, by module: of those in `named`, and of all modules that are not
+    installed in this Python. "" for a file that cannot be read.
+    """
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    hashes = {}
+    for name, module in sorted(sys.modules.items()):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if isinstance(file, str) and (name in named or not any(map(Path(file).is_relative_to, installed))):
+            try:
+                hashes[name] = file_hash(Path(file))
+            except OSError:
+                hashes[name] = ""
+    return hashes
 
 
 def _send(connection: "Connection[Any, Any]", answer: Mapping[str, Any]) -> None:

@@ -3,7 +3,8 @@
 Workers are new Python processes. They share no state with the run, and do not import torch unless a function does.
 They are not forks as in `data/render/isolated_process.py`, because functions of the user may hang in a fork of a
 process with threads and a device. If a worker ends, hangs or runs out of memory, it is replaced, and its call is
-repeated once. All calls with the `Episode` of one sample go to one worker, which has the sample's object.
+repeated once. All calls with the `Episode` of one sample go to one worker, which has the sample's object. Workers
+may be on other hosts, too (`remote_workers.py`); the pool decides about all of them in the same way.
 
 Each worker is in a process group with a guard, a shell that waits for the end of a pipe from the run. If the run ends
 in any way, the guard kills the group: the worker, and the programs that a function has started in it.
@@ -17,15 +18,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import cycle
 from multiprocessing import Pipe
-from typing import Any
+from typing import Any, Protocol
 
 from stillhouse.display import first_line
+from stillhouse.user_code.call_queue import Call, CallQueue, require_json
 from stillhouse.user_code.episodes import Episode
 from stillhouse.user_code.functions import about_completion
 from stillhouse.user_code.worker import ERROR, UNUSABLE, VALUE
@@ -35,30 +35,61 @@ SECONDS_TO_START = 600.0
 #: how often a call is made until it raises an error
 _ATTEMPTS = 2
 _SECONDS_BETWEEN_LOOKS = 0.5
+#: how long the end of the run may follow the end of another host's workers
+_SECONDS_FOR_END = 5.0
 _GUARD = ("/bin/sh", "-c", "read line; kill -KILL 0")
 _WORKER = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings['path']; "
     "from stillhouse.user_code.worker import serve; serve(settings)"
 )
-_Arguments = tuple[str, str, Mapping[str, Any], str] | tuple[str, str, Mapping[str, Any], str, Episode]
+
+
+class AnyWorker(Protocol):
+    """A worker on this or another host; see `Worker`. Its methods raise LostError if it or its host is lost."""
+
+    def require_started(self) -> Mapping[str, str]: ...
+    def call(self, at: int, arguments: Any, seconds: float) -> Mapping[str, Any]: ...
+    def kill(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class WorkerHost(Protocol):
+    """Another host, on which workers can be started."""
+
+    name: str
+
+    def start(self) -> AnyWorker: ...
 
 
 class WorkerPool:
     """Worker processes that call functions of the user.
 
     functions: pairs of configuration key and path; a key may have several functions.
-    count: the number of processes. seconds: the limit for one call.
+    count: the number of processes on this host and on each of `hosts`. seconds: the limit for one call.
     memory_gib: how much memory a worker may allocate, in GiB, in addition to what its functions' modules need.
+    warn: prints a line if a host is lost. Its workers are then replaced by workers on this host.
     """
 
     def __init__(
-        self, functions: Sequence[tuple[str, str]], count: int, *, seconds: float, memory_gib: float | None = None
+        self,
+        functions: Sequence[tuple[str, str]],
+        count: int,
+        *,
+        seconds: float,
+        memory_gib: float | None = None,
+        hosts: Sequence[WorkerHost] = (),
+        warn: Callable[[str], None] = print,
     ):
         self._functions, self._seconds = list(functions), seconds
-        self._memory_gib = memory_gib
-        self._calls = _Queue(count)
-        self._lock, self._is_closed = threading.Lock(), False
-        self._workers: set[_Worker] = set()
+        self._memory_gib, self._hosts, self._warn = memory_gib, list(hosts), warn
+        #: the host of each worker; None: this one
+        self._places: list[WorkerHost | None] = [None, *hosts] * count
+        count = len(self._places)
+        self._calls = CallQueue(count)
+        self._lock, self._is_closed, self._closing = threading.Lock(), False, threading.Event()
+        self._workers: set[AnyWorker] = set()
+        #: where the first worker runs, and the hashes of the modules that it has imported
+        self._first_sources: tuple[str, Mapping[str, str]] | None = None
         self._threads = [
             threading.Thread(target=self._serve, args=(number,), name=f"worker {number}", daemon=True)
             for number in range(count)
@@ -77,13 +108,20 @@ class WorkerPool:
 
         def call(*arguments: Any) -> Future[Any]:
             future: Future[Any] = Future()
-            self._calls.put(_Call(at, arguments, future))
+            try:
+                if self._hosts:  # whichever worker gets the call
+                    require_json(arguments)
+            except ValueError as error:
+                future.set_exception(error)
+            else:
+                self._calls.put(Call(at, arguments, future))
             return future
 
         return call
 
     def close(self) -> None:
         """Kill the workers and the programs that they have started."""
+        self._closing.set()
         with self._lock:
             self._is_closed = True
             for worker in self._workers:
@@ -93,34 +131,37 @@ class WorkerPool:
             thread.join()
 
     def _serve(self, number: int) -> None:
-        worker: _Worker | None = None
+        worker: AnyWorker | None = None
         try:
-            with suppress(_LostError, ValueError):  # the next call repeats the start, and has the error
-                worker = self._start()
+            with suppress(LostError, ValueError):  # the next call repeats the start, and has the error
+                worker = self._start(number)
             while (call := self._calls.get(number)) is not None:
-                worker = self._answer(call, worker)
+                worker = self._answer(call, worker, number)
         except _ClosedError:
             return
         finally:
             self._end(worker)
 
-    def _answer(self, call: "_Call", worker: "_Worker | None") -> "_Worker | None":
+    def _answer(self, call: Call, worker: AnyWorker | None, number: int) -> AnyWorker | None:
         """Make a call, and set the result of its future. Returns the worker for the next call, None if it is lost."""
         try:
-            return self._attempts(call, worker)
+            return self._attempts(call, worker, number)
         finally:
             if not call.future.done():
                 call.future.set_exception(ValueError(f"{self._name(call)} was given up, because the run ends"))
 
-    def _attempts(self, call: "_Call", worker: "_Worker | None") -> "_Worker | None":
-        problem, is_started = "", False
+    def _attempts(self, call: Call, worker: AnyWorker | None, number: int) -> AnyWorker | None:
+        is_started, problem, why = False, "", "; the call was repeated once, in a new process, with the same result"
         for _ in range(_ATTEMPTS):
             is_started = worker is not None
             try:
-                worker, is_started = self._start() if worker is None else worker, True
-                answer = worker.call(call, self._seconds)
-            except _LostError as error:
+                worker, is_started = self._start(number) if worker is None else worker, True
+                answer = worker.call(call.at, call.arguments, self._seconds)
+            except LostError as error:
                 self._end(worker)
+                if isinstance(error, HostLostError):
+                    self._move(number, error)
+                    why = f"; the call was repeated once, beside rank 0, because {error}"
                 problem, worker = str(error), None
                 continue
             except ValueError as error:
@@ -139,33 +180,57 @@ class WorkerPool:
         if not problem.startswith(name := self._name(call)):
             problem = f"{name} {problem}{about_completion(*call.arguments[1::2])}"
         first, *frames = problem.split("\n")
-        again = f"{first}; the call was repeated once, in a new process, with the same result"
         # a process that does not start is no fault of the call, and must not become a reply to a model
         kind = CallLostError if is_started else ValueError
-        call.future.set_exception(kind("\n".join([again, *frames])))
+        call.future.set_exception(kind("\n".join([first + why, *frames])))
         return worker
 
-    def _name(self, call: "_Call") -> str:
+    def _name(self, call: Call) -> str:
         key, path = self._functions[call.at]
         return f"{key}: {path}"
 
-    def _start(self) -> "_Worker":
+    def _move(self, number: int, error: "HostLostError") -> None:
+        """Replace a worker of a lost host by one on this host, unless the run ends, as other hosts may do first."""
+        if self._closing.wait(_SECONDS_FOR_END):
+            raise _ClosedError
+        with self._lock:
+            is_first = self._places.count(host := self._places[number]) * (1 + len(self._hosts)) == len(self._places)
+            self._places[number] = None
+        if host is not None and is_first:
+            self._warn(f"rollout.workers: {error}; its calls are repeated, and run beside rank 0 from now on")
+
+    def _start(self, number: int) -> AnyWorker:
+        host = self._places[number]
+        worker = None if host is None else host.start()
         with self._lock:
             if self._is_closed:
+                if worker is not None:
+                    worker.end()
                 raise _ClosedError
-            try:
-                worker = _Worker(self._functions, self._memory_gib)
-            except OSError as error:
-                raise _LostError(f"needs a new process, which does not start ({first_line(error)})") from error
+            worker = new_worker(self._functions, self._memory_gib) if worker is None else worker
             self._workers.add(worker)
         try:
-            worker.require_started()
-        except (_LostError, ValueError):
+            sources = worker.require_started()
+            if self._hosts:
+                self._require_same_sources("rank 0's host" if host is None else host.name, sources)
+        except (LostError, ValueError):
             self._end(worker)
             raise
         return worker
 
-    def _end(self, worker: "_Worker | None") -> None:
+    def _require_same_sources(self, place: str, sources: Mapping[str, str]) -> None:
+        with self._lock:
+            self._first_sources = self._first_sources or (place, sources)
+        first, expected = self._first_sources
+        for name in sorted(expected.keys() | sources.keys()):
+            if expected.get(name) != sources.get(name):
+                raise ValueError(
+                    f"rollout.workers: the functions import another file as module {name} on {place} than on {first} "
+                    f"(sha256 {str(sources.get(name))[:12]} and {str(expected.get(name))[:12]}): expected the same "
+                    "files on all hosts, unchanged while the run lasts"
+                )
+
+    def _end(self, worker: AnyWorker | None) -> None:
         """End a worker."""
         if worker is not None:
             with self._lock:
@@ -181,66 +246,37 @@ class _ClosedError(Exception):
     """The pool was closed."""
 
 
-class _LostError(Exception):
+class LostError(Exception):
     """A worker has ended, or does not answer. The message continues a sentence that begins with the function."""
 
 
-class _Queue:
-    """Calls that wait. A call with an episode waits for one worker, all others for any worker."""
-
-    def __init__(self, workers: int):
-        self._changed, self._is_closed = threading.Condition(), False
-        self._of_any: deque[_Call] = deque()
-        self._of_worker: list[deque[_Call]] = [deque() for _ in range(workers)]
-        # by the number of a sample; its remainder would not do, because all samples of a source may have the same
-        self._worker_of: dict[int, int] = {}
-        self._next_worker = cycle(range(workers))
-
-    def put(self, call: "_Call") -> None:
-        with self._changed:
-            waiting = self._of_any if call.episode is None else self._of_worker[self._worker(call.episode)]
-            waiting.append(call)
-            self._changed.notify_all()
-
-    def _worker(self, episode: Episode) -> int:
-        worker = self._worker_of.pop(episode.number, None)
-        worker = next(self._next_worker) if worker is None else worker
-        if episode.turns:  # otherwise, the sample has ended
-            self._worker_of[episode.number] = worker
-        return worker
-
-    def get(self, worker: int) -> "_Call | None":
-        """Wait for a call for this worker; None if the queue is closed."""
-        with self._changed:
-            while not self._is_closed:
-                for waiting in (self._of_worker[worker], self._of_any):
-                    if waiting:
-                        return waiting.popleft()
-                self._changed.wait()
-        return None
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+class HostLostError(LostError):
+    """A host does not answer any more. The message is a sentence that names it."""
 
 
-class _Call:
-    def __init__(self, at: int, arguments: Any, future: Future[Any]):
-        self.at, self.future = at, future
-        self.arguments: _Arguments = arguments
+def new_worker(
+    functions: Sequence[tuple[str, str]], memory_gib: float | None, is_abandoned: Callable[[], bool] = lambda: False
+) -> "Worker":
+    """See `Worker`. Raises LostError if its processes cannot be made."""
+    try:
+        return Worker(functions, memory_gib, is_abandoned)
+    except OSError as error:
+        raise LostError(f"needs a new process, which does not start ({first_line(error)})") from error
 
-    @property
-    def episode(self) -> Episode | None:
-        """The turns of the sample whose object the call needs."""
-        return self.arguments[4] if len(self.arguments) == 5 else None
 
+class Worker:
+    """A process that answers one call at a time, and its guard.
 
-class _Worker:
-    """A process that answers one call at a time, and its guard."""
+    is_abandoned: whether nobody waits for an answer any more; a call is then given up.
+    """
 
-    def __init__(self, functions: Sequence[tuple[str, str]], memory_gib: float | None):
-        self._memory_gib = memory_gib
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, str]],
+        memory_gib: float | None,
+        is_abandoned: Callable[[], bool] = lambda: False,
+    ):
+        self._memory_gib, self._is_abandoned = memory_gib, is_abandoned
         self._samples: set[int] = set()  # those whose objects it may have
         self._connection, its_connection = Pipe()
         self._guard = subprocess.Popen(
@@ -264,23 +300,29 @@ class _Worker:
         )
         its_connection.close()
 
-    def require_started(self) -> None:
-        """Wait until the functions are imported. Raises ValueError if they cannot be imported any more."""
+    def require_started(self) -> Mapping[str, str]:
+        """Wait until the functions are imported. Raises ValueError if they cannot be imported any more.
+
+        Returns the sha256 of the files of the modules that they have imported; see `source_hashes`.
+        """
         answer = self._receive(SECONDS_TO_START, "is not imported within {:g} s")
         if ERROR in answer:
             raise ValueError(answer[ERROR])
+        sources: Mapping[str, str] = answer[VALUE]
+        return sources
 
-    def call(self, call: _Call, seconds: float) -> Mapping[str, Any]:
+    def call(self, at: int, arguments: Any, seconds: float) -> Mapping[str, Any]:
+        """Call the function number `at`, and return its answer; see `worker.py`."""
         try:
-            self._connection.send((call.at, call.arguments))
+            self._connection.send((at, arguments))
         except OSError:
-            raise _LostError(self._how_it_ended()) from None
+            raise LostError(self._how_it_ended()) from None
         except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
             raise ValueError(
-                f"{call.arguments[3]}: the record cannot be sent to a process of rollout.workers "
+                f"{arguments[3]}: the record cannot be sent to a process of rollout.workers "
                 f"({first_line(error)}): expected texts, numbers, lists and the like, or rollout.workers=0"
             ) from error
-        turns = self._turns(call.episode)
+        turns = self._turns(arguments[4] if len(arguments) == 5 else None)
         of_turns = f" for each of {turns} turns" if turns > 1 else ""
         late = f"does not return within {{:g}} s, the value of rollout.worker_timeout{of_turns},"
         return self._receive(seconds * turns, late)
@@ -300,12 +342,14 @@ class _Worker:
             # a program that a function has started may keep the connection open after the worker has ended
             while not self._connection.poll(max(0.0, min(_SECONDS_BETWEEN_LOOKS, end - time.monotonic()))):
                 if self._process.poll() is not None and not self._connection.poll(0.0):
-                    raise _LostError(self._how_it_ended())
+                    raise LostError(self._how_it_ended())
+                if self._is_abandoned():
+                    raise LostError("is given up")
                 if time.monotonic() > end:
-                    raise _LostError(late.format(seconds))
+                    raise LostError(late.format(seconds))
             answer: Mapping[str, Any] = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            raise _LostError(self._how_it_ended()) from None
+            raise LostError(self._how_it_ended()) from None
         return answer
 
     def _how_it_ended(self) -> str:

@@ -168,7 +168,7 @@ def test_a_machine_without_memory_for_a_process(pools: list[WorkerPool], monkeyp
     def fails(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(worker_pool, "_Worker", fails)
+    monkeypatch.setattr(worker_pool, "Worker", fails)
     call = opened(pools, "length")
     with pytest.raises(
         ValueError, match=r"length needs a new process, which does not start .*Cannot allocate"

@@ -115,8 +115,8 @@ class RolloutConfig(PromptConfig):
     tool_tokens: int = Field(default=256, ge=32)
     """Tokens of the text of one tool's reply. A longer reply is cut, and says so at its end."""
     workers: int = Field(default=0, ge=0, le=1024)
-    """Processes beside rank 0 in which reward and environment run, many completions at once. 0: in the process of
-    rank 0, one completion at a time. The run's results are the same."""
+    """Processes for each host of the job in which reward and environment run, many completions at once. 0: in the
+    process of rank 0, one completion at a time. The run's results are the same."""
     worker_timeout: float = Field(default=60.0, gt=0)
     """Seconds of one call in a worker. A worker that takes longer, ends or runs out of memory is replaced, and the
     call is repeated once; then the run ends with an error."""

@@ -1,0 +1,83 @@
+"""The calls of a pool of workers that wait for a worker."""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from itertools import cycle
+from typing import Any
+
+from stillhouse.display import first_line
+from stillhouse.user_code.episodes import Episode
+
+Arguments = tuple[str, str, Mapping[str, Any], str] | tuple[str, str, Mapping[str, Any], str, Episode]
+
+
+class Call:
+    """A call of the function number `at`."""
+
+    def __init__(self, at: int, arguments: Any, future: Future[Any]):
+        self.at, self.future = at, future
+        self.arguments: Arguments = arguments
+
+    @property
+    def episode(self) -> Episode | None:
+        """The turns of the sample whose object the call needs."""
+        return self.arguments[4] if len(self.arguments) == 5 else None
+
+
+class CallQueue:
+    """Calls that wait. A call with an episode waits for one worker, all others for any worker."""
+
+    def __init__(self, workers: int):
+        self._changed, self._is_closed = threading.Condition(), False
+        self._of_any: deque[Call] = deque()
+        self._of_worker: list[deque[Call]] = [deque() for _ in range(workers)]
+        # by the number of a sample; its remainder would not do, because all samples of a source may have the same
+        self._worker_of: dict[int, int] = {}
+        self._next_worker = cycle(range(workers))
+
+    def put(self, call: Call) -> None:
+        with self._changed:
+            waiting = self._of_any if call.episode is None else self._of_worker[self._worker(call.episode)]
+            waiting.append(call)
+            self._changed.notify_all()
+
+    def _worker(self, episode: Episode) -> int:
+        worker = self._worker_of.pop(episode.number, None)
+        worker = next(self._next_worker) if worker is None else worker
+        if episode.turns:  # otherwise, the sample has ended
+            self._worker_of[episode.number] = worker
+        return worker
+
+    def get(self, worker: int) -> Call | None:
+        """Wait for a call for this worker; None if the queue is closed."""
+        with self._changed:
+            while not self._is_closed:
+                for waiting in (self._of_worker[worker], self._of_any):
+                    if waiting:
+                        return waiting.popleft()
+                self._changed.wait()
+        return None
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+def require_json(arguments: Any) -> None:
+    """Raise ValueError if a worker on another host would get another record than one on this host."""
+    record, source = arguments[2:4]
+    try:
+        is_same = json.loads(json.dumps(record, allow_nan=False)) == record
+        json.dumps([vars(episode) for episode in arguments[4:]])
+        problem = "" if is_same else "JSON changes it, as it does with tuples and with keys that are no texts"
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = first_line(error)
+    if problem:
+        raise ValueError(
+            f"{source}: the record cannot be sent as JSON to the processes of rollout.workers on other hosts "
+            f"({problem}): expected texts, numbers, lists and the like, or rollout.workers=0"
+        )
