@@ -44,6 +44,7 @@ def test_the_lines_of_both_files(tmp_path):
             "step": 4, "prompt": "1+1=", "completion": "2", "length": 1, "reward": 1.0, "advantage": -0.5,
             "tokens": [{"text": "2", "divergence": 0.25, "version": 3, "target": True}],
             "finish": "stop", "source": "student", "staleness": 1, "reward_parts": {},
+                "prompt_source": None,
         }
     ]  # fmt: skip
 
