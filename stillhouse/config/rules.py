@@ -18,6 +18,7 @@ from stillhouse.config.sections.data_section import is_source_name
 from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.servers import ENGINES
 from stillhouse.config.source_kinds import OF_WEIGHTS, SOURCES
+from stillhouse.config.student_rules import RULES_OF_STUDENT
 from stillhouse.display import enumerated
 
 
@@ -349,30 +350,7 @@ RULES: tuple[Rule, ...] = (
         "a folder outside of out",
         "out is empty when a run begins",
     ),
-    # the student's first weights
-    excludes("student.init", "student.adapter", because="an adapter needs its base's own weights"),
-    excludes("student.init", "student.mtp", because="a run with MTP layers begins with the student of one without"),
-    Rule(
-        ("student.init.from", "teacher"),
-        lambda source, teacher: source == "teacher" and (teacher is None or teacher.model is None),
-        "random, or teacher.model, the teacher's files",
-    ),
-    excludes(
-        "student.init.from=teacher",
-        "teacher.cross_tokenizer",
-        expected="random",
-        because="the teacher's embedding is of other tokens",
-    ),
-    # the student's trained parts
-    excludes("student.train", "student.adapter", because="only the adapter is trained"),
-    Rule(
-        ("student.quantize", "student.adapter"),
-        lambda kind, adapter: kind is not None and adapter is None,
-        "null, or student.adapter",
-        "rounded weights cannot be trained",
-    ),
-    excludes("student.train", "student.mtp"),
-    excludes("student.train", "parallel.engine=megatron"),
+    *RULES_OF_STUDENT,
     # steps and batches
     Rule(
         ("train.steps", "train.epochs"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,19 @@ def test_the_process_of_a_template_ends_with_it(conversations: Path) -> None:
     del process, template
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_the_process_of_a_template_keeps_no_file_open(conversations: Path) -> None:
+    """A thread that starts a program at the same time waits until the pipe of this start is closed everywhere."""
+    reader, writer = os.pipe()
+    template = chat_template.ChatTemplate(toy_tokenizer(chat="plain"), ("messages",), "completion")
+    template.render(json.loads(conversations.read_text().splitlines()[0]))
+    os.close(writer)
+    assert template.render_isolated._process is not None
+    readable_ends, _, _ = select.select([reader], [], [], 10)
+    assert readable_ends == [reader]
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 def test_an_empty_saved_dataset(tmp_path: Path) -> None:
