@@ -103,6 +103,7 @@ class StubModel:
         rows: list[list[tuple[int, float]]] = []
         spans: list[dict[str, Any]] = []
         finish, aborts = "length", self.aborted
+        model = self.model if adapter is None else self.adapters[adapter]  # until its end, whatever is unloaded
         while len(ids) < options["max_tokens"] and finish == "length":
             time.sleep(self.seconds)
             with self.changed:
@@ -115,7 +116,6 @@ class StubModel:
                 if self.aborted > aborts:
                     finish = "abort"
                     break
-                model = self.model if adapter is None else self.adapters[adapter]
                 with torch.no_grad():
                     logits_V = model(torch.tensor([tokens + ids])).logits[0, -1].float()
                 label = self.label
