@@ -7,12 +7,14 @@ trl        Our loop and TRL's DistillationTrainer take turns in one process and 
            the same process. Needs `python -m pip install --no-deps trl==1.16.0 accelerate`. Ratios are of neighbours.
 reward     The same with a reward that takes 50 ms for each sample, against TRL's GRPOTrainer, without a teacher: the
            policy gradient on groups of 4. Ours has 16 processes (`rollout.workers`) and the schedule `sync`. TRL gets
-           the reward as a plain function, and as an asynchronous one that waits for all samples at once.
+           the reward as a plain function, and as an asynchronous one that waits for all samples at once. Completions
+           of two kinds: all end at 64 tokens, or each one ends at every token with a probability of 1/32.
 overlap    A server writes on one core; the trainer and a teacher's server share the other one. Runs of sync and
            one_step_off take turns. The prediction is made of a sync run's own timeline: what the trainer does beside
            waiting for completions can overlap with writing them, and the longer of the two remains.
 
-The models are random, so that completions practically never end early and both write as many tokens.
+The models are random, so that completions practically never end early and both write as many tokens, except where
+the weights are changed so that they end.
 Writes benchmarks/results/on_policy_speed-<date>.json.
 """
 
@@ -56,11 +58,13 @@ OVERLAP_STEPS = 14
 RATE = 1e-5
 #: completions of a prompt, in the part with a reward
 GROUP = 4
+#: the probability of an end at each token, in the part with a reward; 0: that of a random model
+ENDS = {"all completions of 64 tokens": 0.0, "ends at random": 1 / 32}
 
 
-def write_models(folder: Path, vocabulary: int) -> Path:
-    """Student, teacher and prompts; returns their folder."""
-    folder = folder / f"vocabulary{vocabulary}"
+def write_models(folder: Path, vocabulary: int, end: float = 0.0) -> Path:
+    """Student, teacher and prompts; returns their folder. end: the probability of an end at each token."""
+    folder = folder / f"vocabulary{vocabulary}-{end:.3f}"
     words = {"</s>": 0} | {f"w{number}": number for number in range(1, vocabulary)}
     backend = Tokenizer(models.WordLevel(words, unk_token="</s>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(prefix="##")
@@ -72,7 +76,10 @@ def write_models(folder: Path, vocabulary: int) -> Path:
             num_attention_heads=width // 32, num_key_value_heads=width // 64, head_dim=32, tie_word_embeddings=True,
             max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0,
         )  # fmt: skip
-        Qwen3ForCausalLM(config).save_pretrained(folder / name)
+        model = Qwen3ForCausalLM(config)
+        if end:
+            set_end(model, end)
+        model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     draws = np.random.default_rng(0)
     texts = [
@@ -80,6 +87,25 @@ def write_models(folder: Path, vocabulary: int) -> Path:
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return folder
+
+
+@torch.no_grad()
+def set_end(model: Qwen3ForCausalLM, probability: float) -> None:
+    """Make the end of sequence about as probable as this after every token of a random model.
+
+    The first channel of the residual stream gets the same value for every token, and no layer writes to it. The
+    head's row of the end of sequence reads this channel alone.
+    """
+    rows_VD = model.get_input_embeddings().weight
+    vocabulary, ids_BS = len(rows_VD), torch.arange(1, 1 + 4 * PROMPT).view(4, PROMPT)
+    rows_VD[:, 0] = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0.0
+        layer.mlp.down_proj.weight[0] = 0.0
+    channel = float(model.model(ids_BS).last_hidden_state[..., 0].mean())
+    odds = probability / (1 - probability)
+    rows_VD[0] = 0.0
+    rows_VD[0, 0] = rows_VD[1, 0] + np.log(odds * (vocabulary - 1)) / channel
 
 
 def settings_of(folder: Path, out: Path, steps: int, **more: Any) -> dict[str, Any]:
@@ -365,14 +391,13 @@ def main() -> None:
             for size, figures in result["trl"].items():
                 print("vocabulary", size, figures["TRL / ours"], figures["parts of a step of ours"])
         if "reward" in arguments.parts:
-            result["reward"] = {
-                size: with_reward(folder, arguments.rounds, arguments.steps) for size, folder in folders.items()
-            } | {
-                "seconds of a reward": slow_reward.SECONDS,
-                "completions of a prompt": GROUP,
-            }
-            for size in folders:
-                print("vocabulary", size, result["reward"][size]["TRL / ours"])
+            result["reward"] = {"seconds of a reward": slow_reward.SECONDS, "completions of a prompt": GROUP}
+            for size in arguments.vocabularies:
+                for name, end in ENDS.items():
+                    folder = write_models(Path(temporary), size, end)
+                    figures = with_reward(folder, arguments.rounds, arguments.steps)
+                    result["reward"][f"vocabulary {size}, {name}"] = figures
+                    print("vocabulary", size, name, figures["TRL / ours"], flush=True)
         if "overlap" in arguments.parts:
             result["overlap"] = overlap(folders[arguments.vocabularies[0]], arguments.rounds)
             print({name: result["overlap"][name] for name in ("sync / one_step_off", "one_step_off / predicted")})
