@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# in the environment, so that the constraints also hold for the build of the package
-INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# in the environment, so that the constraints also hold for the build of the package. To compile all files of the
+# libraries would take half a minute more, and most of them are never imported
+INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Python keeps what it compiles, whatever the environment says, because the tests start many processes
 export PYTHONDONTWRITEBYTECODE :=
 # two test workers with one thread each, for a machine with two cores

@@ -1,11 +1,11 @@
-"""Runs cases in a child process, and compares their counts with golden.json."""
+"""Runs cases in a process of their own, and compares their counts with golden.json."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -16,21 +16,36 @@ PORTABLE = ("micro_batches", "waits", "waits_of_half", "pageable")
 OF_TORCH = ("× torch:", "× stillhouse/parallel/older_torch_stage.py:")
 
 
-def entries_of(names: Iterable[str]) -> tuple[dict[str, Any], str]:
-    """Return the entries of the cases that run, and the errors of the others."""
-    # Triton is not imported in its interpreter's mode, as a run would not
-    child = subprocess.run([sys.executable, str(SCRIPT), *names], capture_output=True, text=True, timeout=600)
-    entries: dict[str, Any] = {}
-    for line in child.stdout.splitlines():
-        if line.startswith("{"):
-            entries |= json.loads(line)
-    return entries, child.stderr
+class FakeSteps:
+    """A process that counts the steps of cases. It ends with the block."""
+
+    def __enter__(self) -> Self:
+        pipe, self._errors = subprocess.PIPE, tempfile.TemporaryFile("w+")
+        # Triton is not imported in its interpreter's mode, as a run would not
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), "-"], stdin=pipe, stdout=pipe, stderr=self._errors, text=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+        self._errors.close()
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """Return what a case counts. Raises AssertionError with the errors so far if it fails."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(name, file=self._process.stdin, flush=True)
+        lines = (json.loads(line) for line in self._process.stdout if line.startswith("{"))
+        entry: dict[str, Any] | None = next(lines, {name: None})[name]
+        self._errors.seek(0)
+        assert entry is not None, f"the case '{name}' failed:\n{self._errors.read()[-6000:]}"
+        return entry
 
 
-def require_same(name: str, entries: dict[str, Any], errors: str) -> None:
+def require_same(name: str, actual: dict[str, Any]) -> None:
     """Compare a case with golden.json. Only the version of torch that the file names has the same kernels."""
-    assert name in entries, f"the case '{name}' failed:\n{errors[-6000:]}"
-    expected, actual = GOLDEN["cases"].get(name, {}), entries[name]
+    expected = GOLDEN["cases"].get(name, {})
     keys = expected.keys() | actual.keys()
     if torch.__version__.partition("+")[0] != GOLDEN["torch"]:
         keys = keys.intersection(PORTABLE)

@@ -2,6 +2,7 @@
 
     python tests/fake_cuda/fake_steps.py             writes golden.json and its table in docs/gpu.md
     python tests/fake_cuda/fake_steps.py CASE …      prints these cases as JSON, one line for each
+    python tests/fake_cuda/fake_steps.py -           the same with names from stdin, one line for each
 
 Run it again after an intended change, and read the difference of golden.json. The entry of a case has what one rank
 does in a steady step:
@@ -18,7 +19,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +54,7 @@ def main(names: Sequence[str]) -> None:
     import torch
     from fake_cases import CASES
 
-    entries = dict(counted(names or list(CASES)))
+    entries = dict(counted(map(str.strip, sys.stdin) if names == ["-"] else names or list(CASES)))
     if not names:
         assert len(entries) == len(CASES), "a case has failed"
         content = {"torch": torch.__version__.partition("+")[0], "cases": entries}
@@ -62,8 +63,8 @@ def main(names: Sequence[str]) -> None:
         PAGE.write_text(f"{before}{BEGIN}{table(entries)}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
-def counted(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield and print the entries of the cases that run. The error of another case is on stderr."""
+def counted(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield and print the entries of the cases that run. Another case is printed as null; its error is on stderr."""
     from fake_cases import CASES
 
     fill_caches(CASES["fsdp × tensor"])
@@ -72,6 +73,7 @@ def counted(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
             result = Path(folder) / "entry.json"
             if in_a_process(lambda case=CASES[name], result=result: result.write_text(json.dumps(entry_of(case)))):
                 print(f"the case '{name}' has failed", file=sys.stderr, flush=True)
+                print(json.dumps({name: None}), flush=True)
                 continue
             entry = json.loads(result.read_text())
             print(json.dumps({name: entry}), flush=True)

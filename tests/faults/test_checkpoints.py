@@ -53,7 +53,7 @@ def second(resume: Path) -> str:
 
 @pytest.mark.parametrize(
     ("run_on_two", "damage"),
-    [("fsdp", stale), slow("fsdp", lost), slow("tensor", stale), slow("pipeline", lost)],
+    [("fsdp", stale), slow("fsdp", lost), slow("pipeline", lost)],
     indirect=["run_on_two"],
 )
 def test_a_damaged_file_of_one_rank_is_named(
@@ -338,7 +338,7 @@ def other_state(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("run_on_two", "rank"),
-    [("fsdp", 1), slow("fsdp", 0), slow("tensor", 1), slow("pipeline", 0)],
+    [("fsdp", 1), slow("fsdp", 0), slow("pipeline", 0)],
     indirect=["run_on_two"],
 )
 def test_damage_that_one_rank_finds_is_refused_by_all(

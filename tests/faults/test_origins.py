@@ -4,8 +4,6 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
-from kit import slow
 from kit.damaged_checkpoints import BEFORE, NEWEST, interrupted, zeroed
 from kit.ranks import Ranks
 from kit.runs import Command, contents, metrics, run, save_model, write_run
@@ -20,13 +18,12 @@ def lose_folder(folder: str, step: int, to: str) -> None:
     at_step(step, lambda: os.chdir(to), logs=(NoLog,))
 
 
-@pytest.mark.parametrize("layout_of_run", ["fsdp", slow("tensor")])
-def test_a_folder_that_one_rank_loses(tmp_path: Path, layout_of_run: str) -> None:
+def test_a_folder_that_one_rank_loses(tmp_path: Path) -> None:
     """The rank writes its file of the next checkpoint to another folder, so the checkpoint is not accepted."""
     write_run(tmp_path, **{"checkpoint.every": 2})
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    arguments = ["distill", tmp_path / "run.yaml", "out=runs/a", f"parallel.{layout_of_run}=2"]
+    arguments = ["distill", tmp_path / "run.yaml", "out=runs/a", "parallel.fsdp=2"]
     work = tmp_path / "work"
     work.mkdir()
     ranks = Ranks(2, *arguments, hook=lose_folder, hook_arguments=(str(work), 3, str(elsewhere)))

@@ -34,7 +34,7 @@ def few_connections(seconds: float) -> None:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     """Connections are handled in the same way in both roles."""
-    with Server(folder, hook=few_connections, hook_arguments=(4.0,)) as running:
+    with Server(folder, hook=few_connections, hook_arguments=(1.5,)) as running:
         yield running
 
 
@@ -121,7 +121,7 @@ def test_a_slow_body_over_the_limit_gets_413_and_no_reset(server: Server) -> Non
     with opened(server, head.encode()) as client:
         for _ in range(20):
             client.sendall(b" " * (JSON_LIMIT // 20))
-            time.sleep(0.15)
+            time.sleep(0.1)
         client.sendall(b" " * (JSON_LIMIT + 1 - JSON_LIMIT // 20 * 20))
         assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
 

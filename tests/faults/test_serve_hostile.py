@@ -99,10 +99,10 @@ def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
 @pytest.mark.parametrize(
     ("role", "count"),
     [
-        ("server", 500),
-        ("writer", 150),
-        slow("server", 1500),
-        slow("writer", 1000),
+        ("server", 200),
+        ("writer", 100),
+        slow("server", 1000),
+        slow("writer", 500),
     ],
 )
 def test_thousands_of_changed_bodies_are_answered_or_refused(

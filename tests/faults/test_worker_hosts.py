@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
-from kit.ranks import HOST, free_port
+from kit.ranks import HOST, free_port, run_ranks
 from kit.runs import contents
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ class Remembers:
 
 def run_on_two_hosts(folder: Path, name: str, *arguments: str) -> list[list[str]]:
     """Run `folder/run.yaml`. Returns the words of the names of the files that the functions have written."""
-    (calls := folder / f"{name} calls").mkdir()
+    (calls := folder / "calls").mkdir()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CALLS": str(calls)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     launcher += ["--master-addr", HOST, "--master-port", str(free_port())]
@@ -71,8 +71,9 @@ def run_on_two_hosts(folder: Path, name: str, *arguments: str) -> list[list[str]
     return [path.name.split() for path in calls.iterdir()]
 
 
-def test_workers_on_two_hosts_give_the_run_without_workers(tmp_path: Path) -> None:
+def test_workers_on_two_hosts_give_the_run_without_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "host_functions.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
     settings = {
         "objective.loss": "policy_gradient + reverse_kl",
         "data.eval": 0,
@@ -84,7 +85,8 @@ def test_workers_on_two_hosts_give_the_run_without_workers(tmp_path: Path) -> No
         "train.steps": 3,
     }
     write_on_policy_run(tmp_path, **settings)
-    run_on_two_hosts(tmp_path, "without")
+    host = {"GROUP_RANK": "0", "CALLS": str(tmp_path)}
+    run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'without'}", environment=host)
     calls = run_on_two_hosts(tmp_path, "workers", "rollout.workers=2")
     assert {tuple(words) for words in calls if words[1] == "ended"} == {("reward", "ended"), ("turn", "ended")}
     for kind in ("reward", "turn"):

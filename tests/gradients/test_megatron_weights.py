@@ -35,22 +35,19 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 NORMALIZED = {"norm_topk_prob": True, "mlp_only_layers": []}
 QUICK = [
     Case("llama", data=2),
-    Case("qwen2", tensor=2, sequence=True),
-    Case("qwen3", tensor=2, tied=True),
     Case("qwen3", pipeline=2, chunks=2, tied=True),
     Case(MOE, context=2, expert=2),
-    Case(LATENT, tensor=2, sequence=True),
     Case(GEMMA, tensor=2, sequence=True, tied=True),
 ]
 LONG = [
-    Case("llama", data=2, tied=True),
+    Case("qwen2", tensor=2, sequence=True),
+    Case("qwen3", tensor=2, tied=True),
+    Case(LATENT, tensor=2, sequence=True),
     Case("llama", pipeline=2, settings=RECOMPUTE),
     Case("llama", context=2, options={"rope_parameters": YARN}),
     Case("llama", tensor=2, pipeline=2, sequence=True, tied=True),
     Case("mistral", tensor=2, options={"sliding_window": 5}),
-    Case("qwen2", data=2, tied=True),
     Case("qwen2", pipeline=2, tied=True),
-    Case("qwen3", data=2),
     Case("qwen3", tensor=2, pipeline=2, chunks=2),
     Case("qwen3", pipeline=2, options=WINDOWS),
     Case(MOE, data=2, tied=True, options=NORMALIZED),
@@ -64,7 +61,6 @@ LONG = [
     Case(LATENT, context=2, tied=True),
     Case(LATENT, expert=2, data=2),
     Case(LATENT, pipeline=2, chunks=2, tied=True),
-    Case(LATENT, tensor=2, pipeline=2, sequence=True),
     Case("gemma2", tensor=2, sequence=True, tied=True),
     Case("gemma2", context=2),
     Case("gemma2", pipeline=2, chunks=2, tied=True),

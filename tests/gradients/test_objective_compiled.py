@@ -270,6 +270,7 @@ def save_gradients(folder: str) -> None:
     torch.save([run(linear_objective, leaves_of(), plain_terms()).gradients for _ in range(2)], Path(folder, "g.pt"))
 
 
+@pytest.mark.slow
 def test_without_a_compiler(tmp_path: Path) -> None:
     """There is one warning, and the results are the same."""
     here = Path(__file__).parent

@@ -15,7 +15,7 @@ from stillhouse.objective import DenseLogits, Distill, Signal, TopK, alpha_beta,
 #: the gradient of total variation is a sign, which rounding decides where both probabilities are equal
 WITH_SIGN = ("total_variation", "acceptance")
 WITHOUT_SIGN = [expression for expression in ALL_DIVERGENCES if expression not in WITH_SIGN]
-EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
+EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,16 @@ class _CudaIsCpu(TorchFunctionMode):
     """Tensors that are requested on a CUDA device are created on the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        options = dict(options or {})
-        device = options.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            options["device"] = "cpu"
-        options.pop("pin_memory", None)
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.type and len(args) == 1:
             return args[0].type().replace("torch.", "torch.cuda.")
+        if not options:  # nearly all calls
+            return function(*args)
+        options = {name: value for name, value in options.items() if name != "pin_memory"}
+        device = options.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            options["device"] = "cpu"
         return function(*args, **options)
 
 
@@ -58,6 +59,8 @@ def _on_host(value: Any, as_numpy: bool = False, record_stream: bool = False) ->
 @contextmanager
 def cuda_is_cpu() -> Iterator[None]:
     with ExitStack() as stack:
+        # Megatron-Core compiles some functions, which takes each process seconds
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(patch("torch.cuda.synchronize", lambda device=None: None))
         stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
         for name in ("Stream", "Event", "current_stream"):

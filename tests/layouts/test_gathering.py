@@ -22,13 +22,13 @@ def layout(**degrees: int) -> Layout:
 RESIDUAL = Layout(residual_dtype=torch.bfloat16, autocast=torch.bfloat16)
 CASES = [
     Case(layout(fsdp=2)),
-    Case(layout(fsdp=2, pipeline=2)),
     Case(RESIDUAL),
     Case(replace(RESIDUAL, degrees=Degrees(pipeline=2)), micro_batches=4),
     *(
         slow(case)
         for case in (
             Case(layout(fsdp=2), "llama"),
+            Case(layout(fsdp=2, pipeline=2)),
             Case(layout(fsdp=2, tensor=2)),
             Case(layout(fsdp=2, pipeline=2), "llama"),
             Case(layout(replicate=2, fsdp=2)),

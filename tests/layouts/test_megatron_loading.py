@@ -53,7 +53,6 @@ def save(folder: Path, case: Case) -> Path:
                 Case(LATENT, tensor=2, sequence=True),
                 Case(LATENT, pipeline=2, tied=True),
                 Case(GEMMA, tensor=2, tied=True),
-                Case("llama", tensor=2, pipeline=2),
             ],
         ),
     ],
@@ -187,7 +186,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [Case("llama", tensor=2), Case("llama", pipeline=2), Case("llama", pipeline=2, chunks=2)],
+    [Case("llama", tensor=2), Case("llama", pipeline=2, chunks=2)],
     ids=lambda c: c.name,
 )
 def test_a_process_holds_its_share_and_a_tensor(large: tuple[Path, Path, float, float], case: Case) -> None:

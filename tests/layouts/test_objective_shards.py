@@ -50,9 +50,9 @@ def pool() -> RankPool:
 
 @pytest.mark.parametrize("signal", ALL_SIGNALS)
 def test_every_divergence_on_every_signal(pool: RankPool, signal: str) -> None:
-    """2, 3 and 4 ranks with uneven shards, several chunks, and weights of zero; over 3 ranks in float64."""
+    """Over 4 ranks, and over 3 in float64, with uneven shards, several chunks, and weights of zero."""
     named = {name: partial(problems.distillation, name, signal) for name in ALL_DIVERGENCES}
-    check(pool, over(Layout(SHARDS[2]), named) + over(Layout(FOUR), named))
+    check(pool, over(Layout(FOUR), named))
     named = {name: partial(problems.distillation, name, signal, torch.float64) for name in ALL_DIVERGENCES}
     check(pool, over(Layout(SHARDS[3]), named), within=1e-11)
 
@@ -184,7 +184,7 @@ def test_tokens_that_are_all_in_one_shard(pool: RankPool) -> None:
     check(pool, over(Layout(FOUR), named))
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 36, None])
+@pytest.mark.parametrize("chunk_tokens", [7, 36, None])
 def test_weights_valid_index_and_chunks(pool: RankPool, chunk_tokens: int | None) -> None:
     """A micro-batch whose weights are all zero gives a loss and gradients of exactly 0."""
     named = {
@@ -226,7 +226,7 @@ def test_rows_without_weight_may_hold_anything(pool: RankPool) -> None:
     assert complaints(Layout(FOUR), outcomes, clean, oracle(clean)) == []
 
 
-@pytest.mark.parametrize("teacher", [None, "whole"], ids=["its columns", "all columns"])
+@pytest.mark.parametrize("teacher", [None, slow("whole")], ids=["its columns", "all columns"])
 def test_logits_objective(pool: RankPool, teacher: Any) -> None:
     """Every rank has its columns of the student's logits, and the same or all of the teacher's. Some are −inf."""
     named = {
@@ -286,7 +286,7 @@ def test_mixtures_with_logits_of_minus_infinity(pool: RankPool, teacher: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_layouts(pool: RankPool, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
 

@@ -23,17 +23,14 @@ LEAKS, SHIFTED = "lets documents that share a row see each other", "its logits d
 LAYOUTS = {
     "fsdp": ("student", ["parallel.fsdp=2"]),
     "bf16 gathered": ("teacher", ["parallel.fsdp=2", "parallel.gather_dtype=bfloat16", "train.precision=bf16"]),
-    "fsdp of a teacher": ("teacher", ["parallel.fsdp=2"]),
-    "replicate": ("student", ["parallel.replicate=2"]),
     "tensor": ("teacher", ["parallel.tensor=2"]),
     "context": ("student", ["parallel.context=2"]),
     "pipeline": ("teacher", ["parallel.pipeline=2"]),
-    "pipeline of a student": ("student", ["parallel.pipeline=2"]),
     "ahead": ("teacher", ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead"]),
     "a teacher of one pipeline": ("teacher", ["teacher.parallel={fsdp: 1, pipeline: 2}"]),
     "a teacher of one fsdp": ("teacher", ["teacher.parallel={fsdp: 2}", "parallel={fsdp: 1, tensor: 2}"]),
 }
-SLOW = {"bf16 gathered", "fsdp of a teacher", "pipeline of a student", "replicate", "ahead", "a teacher of one fsdp"}
+SLOW = {"bf16 gathered", "ahead", "a teacher of one fsdp"}
 
 
 def wrong_models() -> None:
@@ -140,9 +137,6 @@ def save_family(folder: Path, family: str, **options: Any) -> None:
         slow("qwen3_5_text", "context", "teacher"),
         slow("qwen3_5_text", "replicate", "student"),
         slow("jamba", "fsdp", "teacher"),
-        slow("falcon_h1", "fsdp", "student"),
-        slow("lfm2", "fsdp", "teacher"),
-        slow("bamba", "fsdp", "teacher"),
         # its attention selects tokens by scores over a whole sequence
         ("deepseek_v32", "context", "student"),
     ],
@@ -155,7 +149,7 @@ def test_real_families_are_refused(tmp_path: Path, family: str, axis: str, side:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_a_leak_is_refused_where_a_rank_has_two_stages(tmp_path: Path, schedule: str) -> None:
     write_run(tmp_path, **{"train.micro_batch_tokens": 32})
     save_family(tmp_path / "wrong", "qwen3_5_text", num_hidden_layers=4)
@@ -208,7 +202,7 @@ def with_gates() -> None:
 
 @pytest.mark.parametrize(
     ("side", "layout"),
-    [("teacher", "parallel.fsdp=2"), slow("student", "parallel.pipeline=2"), slow("student", "parallel.context=2")],
+    [("teacher", "parallel.fsdp=2"), slow("student", "parallel.context=2")],
 )
 def test_attention_that_separates_documents_in_one_row(tmp_path: Path, side: str, layout: str) -> None:
     """The same loss as with sdpa, for micro-batches of two rows."""
@@ -241,7 +235,6 @@ def with_means() -> None:
         ("student", ["parallel={fsdp: 1, tensor: 2}"]),
         slow("teacher", ["parallel={fsdp: 2}", "teacher.parallel={fsdp: 1, tensor: 2}"]),
         slow("teacher", ["parallel={fsdp: 1, tensor: 2, pipeline: 2}"]),
-        slow("student", ["parallel={fsdp: 2, tensor: 2}"]),
         slow("student", ["parallel={fsdp: 1, tensor: 2}", "train.precision=bf16"]),
     ],
     ids=str,
@@ -252,7 +245,7 @@ def test_a_layer_that_reads_all_columns_is_refused(tmp_path: Path, side: str, ov
     other = "qwen3"  # not patched
     save_model(tmp_path / ("teacher" if side == "student" else "student"), other, seed=5)
     save_model(tmp_path / side, "llama", seed=6)
-    count = 4 if "tensor: 2, pipeline" in overrides[0] or "fsdp: 2, tensor" in overrides[0] else 2
+    count = 4 if "pipeline" in overrides[0] else 2
     ranks = Ranks(count, "distill", tmp_path / "run.yaml", *overrides, hook=with_means)
     assert all(ranks.wait(120)), ranks.texts
     assert f"error: {side}: " in ranks[0].err

@@ -33,13 +33,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal", "layout"),
-    [
-        ("hidden", "fsdp=2"),
-        ("hidden", "tensor=2"),
-        ("hidden", "pipeline=2"),
-        ("top_k", "tensor=2"),
-        ("top_k", "context=2"),
-    ],
+    [("hidden", "tensor=2"), ("hidden", "pipeline=2"), ("top_k", "context=2")],
 )
 def test_the_model_of_one_process(workspace: Path, signal: str, layout: str) -> None:
     out = workspace / f"{signal} {layout}"
@@ -67,17 +61,17 @@ def small_shards() -> None:
 
 @pytest.mark.slow
 def test_a_writer_that_is_killed_continues(workspace: Path) -> None:
-    """Whatever it was doing: a kill at twenty instants of one cache."""
+    """Whatever it was doing: a kill at ten instants of one cache."""
     config = write_run(workspace, **LOSS)
     out, kills = workspace / "killed", 0
-    for instant in [*range(1, 21), 1000]:
+    for instant in [*range(1, 21, 2), 1000]:
         command = Command("cache", workspace / "run.yaml", "--out", out, hook=kill_at, hook_arguments=(instant,))
         code = command.wait(LIMIT)
         assert code in (0, -9), command.err
         kills += code == -9
     assert code == 0
     write_cache(config, workspace / "whole", "hidden", shard_bytes=SHARD_BYTES)
-    assert kills >= 15
+    assert kills >= 7
     assert contents(out) == contents(workspace / "whole")
 
 

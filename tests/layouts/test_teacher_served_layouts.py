@@ -43,14 +43,7 @@ def requested_rows(proxy: Proxy) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [
-        ("hidden", "fsdp=2"),
-        ("hidden", "tensor=2"),
-        ("hidden", "context=2"),
-        ("hidden", "pipeline=2"),
-        ("chosen", "tensor=2"),
-        ("chosen", "context=2"),
-    ],
+    [("hidden", "tensor=2"), ("hidden", "pipeline=2"), ("chosen", "context=2")],
 )
 def test_the_model_of_one_process_and_each_row_is_fetched_once(
     workspace: Path, server: str, layout: str, kind: str

@@ -53,7 +53,7 @@ def lengths(context: EvaluationContext) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["parallel.fsdp=2", "parallel.tensor=2", "parallel.pipeline=2"])
+@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2"])
 def test_two_processes_evaluate_as_one_does(tmp_path: Path, layout: str) -> None:
     """The samples, and the metrics of tasks and callbacks."""
     write_run(tmp_path, **SETTINGS, **{"eval.callbacks": [f"{__name__}:lengths"], "eval.tasks": ["sums(2:3)"]})

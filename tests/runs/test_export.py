@@ -316,7 +316,7 @@ def test_an_adapter_is_merged_or_alone(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2", "context=2"])
+@pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2"])
 def test_a_checkpoint_of_any_layout(tmp_path: Path, layout: str) -> None:
     """The exported weights are those of the sharded checkpoint to the bit, and the card names the processes."""
     write_run(tmp_path, tied=True, **{"train.steps": 2})

@@ -3,7 +3,7 @@
 tests/kit/mistakes/*.yaml lists them. `run` is the command line in a folder with run.yaml, the models `student` and
 `teacher`, train.jsonl and eval.jsonl; `files` are written first (a value of null removes a file), and `environment`
 are variables. `fresh` asks for a process that has imported nothing yet. `error` is a part of what is printed on
-stderr, and `code` the exit code. Nothing that was in the folder may change.
+stderr, or a list of parts, and `code` the exit code. Nothing that was in the folder may change.
 """
 
 import os
@@ -98,7 +98,8 @@ def test_a_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: dict[str, 
     code, out, err = in_process(arguments, tmp_path, environment, is_fresh=mistake.get("fresh", False))
     shown = f"{' '.join(arguments)}\nexit code {code}, expected {mistake['code']}\n{out}\n{err}"
     assert code == mistake["code"], shown
-    assert mistake["error"] in err, shown
+    parts = [mistake["error"]] if isinstance(mistake["error"], str) else mistake["error"]
+    assert all(part in err for part in parts), shown
     assert "Traceback" not in err + out, shown
     assert len(err.splitlines()) <= 10, shown
     after = contents(tmp_path)

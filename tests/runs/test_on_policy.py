@@ -148,7 +148,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2", *(slow(f"{axis}=2") for axis in ("pipeline", "tensor", "context"))])
+@pytest.mark.parametrize("layout", ["fsdp=2", *(slow(f"{axis}=2") for axis in ("pipeline", "tensor"))])
 def test_two_processes_train_on_the_completions_of_one(one_process: Path, layout: str) -> None:
     out = one_process / layout
     run_ranks(2, "distill", one_process / "run.yaml", f"parallel.{layout}", f"out={out}")

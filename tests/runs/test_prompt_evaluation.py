@@ -77,7 +77,7 @@ def test_the_figures_are_those_of_transformers(tmp_path: Path, monkeypatch: pyte
     assert found[0]["eval/prompts/reverse_kl"] != found[6]["eval/prompts/reverse_kl"]
 
 
-@pytest.mark.parametrize("layout", ["parallel.fsdp=2", slow("parallel.tensor=2"), slow("parallel.pipeline=2")])
+@pytest.mark.parametrize("layout", [slow("parallel.tensor=2"), slow("parallel.pipeline=2")])
 def test_two_processes_evaluate_as_one_does(tmp_path: Path, layout: str) -> None:
     """On-policy, with sampled completions."""
     one = distill(write_on_policy_run(tmp_path, out=str(tmp_path / "one"), **settings(tmp_path, temperature=1.0)))

@@ -18,6 +18,7 @@ from kit.runs import contents
 from stillhouse.config.reward_sum import part_names
 from stillhouse.output.report.curves import draw
 from stillhouse.output.report.run_files import read_run
+from stillhouse.serving.client import pool
 from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.reward_server import MOST_BYTES, RewardServer
 
@@ -51,7 +52,7 @@ class Server:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/reward?of=run"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -72,7 +73,7 @@ def servers() -> Iterator[Callable[..., Server]]:
 
 
 def reward_of(server: Server, record: Any = None) -> float:
-    client = RewardServer(server.url, f"rollout.reward: {server.url}", 2.0, lambda line: None)
+    client = RewardServer(server.url, f"rollout.reward: {server.url}", 1.0, lambda line: None)
     try:
         return client.call("2 + 2 =", " 5", record or {"a": 1}, "train.jsonl:3").result(30)
     finally:
@@ -103,13 +104,20 @@ def test_a_server_gets_prompt_completion_and_record(servers: Callable[..., Serve
         ),
         (200, b'{"reward"', ServerError, r"5 answers could not be used", 5),
         (200, b"1" * (MOST_BYTES + 1), ServerError, r"an answer of more than 65,536 bytes", 5),
-        (503, b"", ServerError, r"no server of the reward has answered for 2 seconds", 0),
+        (503, b"", ServerError, r"no server of the reward has answered for 1 seconds", 0),
     ],
     ids=range(8),
 )
 def test_an_answer_that_is_no_reward_is_an_error(
-    servers: Callable[..., Server], status: int, body: bytes, error: type[Exception], words: str, count: int
+    monkeypatch: pytest.MonkeyPatch,
+    servers: Callable[..., Server],
+    status: int,
+    body: bytes,
+    error: type[Exception],
+    words: str,
+    count: int,
 ) -> None:
+    monkeypatch.setattr(pool, "FIRST_PAUSE", 0.01)
     server = servers(lambda request: (status, body))
     with pytest.raises(error, match=words):
         reward_of(server)

@@ -280,7 +280,7 @@ def older_under_newer_number() -> None:
     rollouts.publish = publishing
 
 
-OTHER_LAYOUTS = [slow(f"{axis}=2") for axis in ("tensor", "pipeline", "context")]
+OTHER_LAYOUTS = [slow(f"{axis}=2") for axis in ("tensor", "pipeline")]
 
 
 @pytest.mark.parametrize("layout", ["fsdp=2", *OTHER_LAYOUTS])

@@ -79,7 +79,7 @@ def test_the_kept_tokens_do_not_depend_on_the_micro_batches(tmp_path: Path) -> N
 def test_the_kept_tokens_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     write(tmp_path, **{"train.steps": 3, "objective.token_gate": {"keep": 0.25, "by": "divergence"}})
     distill(tmp_path, "one", 1)
-    for axis in ("fsdp", "replicate", "tensor", "context", "pipeline"):
+    for axis in ("fsdp", "tensor", "context", "pipeline"):
         distill(tmp_path, axis, 2, f"parallel.{axis}=2")
         assert_same_gates(tmp_path / axis, tmp_path / "one")
 

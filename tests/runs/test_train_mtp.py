@@ -329,9 +329,7 @@ def test_the_configurations_of_the_page_and_the_example_load(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "tied"), [("fsdp=2", True), ("tensor=2", False), ("pipeline=2", True), ("context=2", False)]
-)
+@pytest.mark.parametrize(("layout", "tied"), [("fsdp=2", True), ("tensor=2", False), ("pipeline=2", True)])
 def test_a_run_under_a_layout_gives_the_model_of_one_process(tmp_path: Path, layout: str, tied: bool) -> None:
     """New layers are drawn equal; the exported file has the same tensors; a resumed run ends with the same bits."""
     settings = {"student.mtp": {"depths": 2}, "checkpoint.every": 3, "checkpoint.keep": 9, "eval.every": 3}

@@ -1,10 +1,7 @@
 """Optimizers other than AdamW: a step is that of torch's or torchao's own, and a checkpoint continues to the bit."""
 
 import copy
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,9 @@ import pytest
 import torch
 from kit.families import build
 from kit.layout_runs import assert_same_model, distill
-from kit.runs import forward_backward, run, session_of, write_run
+from kit.runs import Command, forward_backward, run, session_of, write_run
 from torch import nn
+from torch._inductor import config as inductor
 
 from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.checkpoint.integrity import stored_tensors, verified
@@ -135,28 +133,34 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     assert "another run, with a different train.optimizer" in ended.err
 
 
+def without_compiling() -> None:
+    """As TORCH_COMPILE_DISABLE=1, which torch reads when it is imported."""
+    torch._dynamo.config.disable = True
+
+
+def without_a_compiler() -> None:
+    """As CXX=/nowhere, which torch reads when it is imported."""
+    inductor.cpp.cxx = ("/nowhere",)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("hook", "words"),
     [
-        ({"TORCH_COMPILE_DISABLE": "1"}, "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1)"),
+        (without_compiling, "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1)"),
         (
-            {"CXX": "/nowhere"},
+            without_a_compiler,
             "torch.compile, which the step of torchao's adamw_8bit needs, fails here (InductorError",
         ),
     ],
 )
-def test_without_a_compiler_8_bits_are_refused_by_name(
-    tmp_path: Path, environment: dict[str, str], words: str
-) -> None:
+def test_without_a_compiler_8_bits_are_refused_by_name(tmp_path: Path, hook: Callable[[], None], words: str) -> None:
     write_run(tmp_path, **{"train.optimizer": "adamw_8bit"})
-    # torch reads the variables when it is imported
-    arguments = [sys.executable, "-m", "stillhouse", "distill", str(tmp_path / "run.yaml")]
-    variables = os.environ | environment | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ended = subprocess.run(arguments, env=variables, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2, ended.stderr
-    assert f"error: train.optimizer: {words}" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    no_cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ended = Command("distill", tmp_path / "run.yaml", hook=hook, environment=no_cache)
+    assert ended.wait(120) == 2, ended.err
+    assert f"error: train.optimizer: {words}" in ended.err
+    assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(tensor=2), Degrees(replicate=2), Degrees(context=2)])

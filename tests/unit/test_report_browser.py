@@ -183,7 +183,7 @@ def test_a_token_shows_what_each_term_does_there(tmp_path, width):
 def test_a_watched_page_follows_the_run_and_keeps_the_view(tmp_path):
     run = make_run(tmp_path / "distilled")
     server = ReportServer(WatchedReport(run))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     with server, Browser(tmp_path) as browser:
         browser.open(f"{server.url}#smooth=0.5&steps=100..200", 900, height=400)
         browser.wait("document.querySelector('.live').textContent.startsWith('Live')")

@@ -11,6 +11,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+from kit import first_is_quick
 from kit.on_policy_runs import write_on_policy_run
 from kit.runs import wait_for
 from kit.stub_servers import StubServer, stub_server
@@ -256,7 +257,7 @@ class Adapters:
         return publish(single_process_runner(self.student, None), self.folder, version)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", first_is_quick(KINDS))
 def test_adapters_are_changed_while_completions_are_under_way(student: Student, tmp_path: Path, kind: str) -> None:
     student = copy(student)
     student.models = {}
