@@ -8,7 +8,7 @@ The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
 
 A Ctrl-C may also end the reader of the output (`tee`), so that the output cannot be written. The signal is obeyed in
 this case, too (`surviving_lost_reader`). If a function of the user does not return after a signal within `finishing`,
-it is interrupted (`interruptible`).
+it is interrupted (`interruptible`). While such a function has not returned for a minute, a line names it.
 
 The exit code is 128 + the signal's number; only a server that has answered all requests ends with 0. A thread reads
 the signals, because Python runs signal handlers only in the main thread, which may be waiting in a collective that
@@ -48,6 +48,9 @@ _INTERRUPT = signal.SIGURG
 #: function. A long operation in C, such as a regular expression, blocks all other threads, but it handles signals.
 _YIELD, _YIELD_SECONDS = signal.SIGVTALRM, 0.2
 _MILLISECONDS_BETWEEN_LOOKS = 200
+#: after so many seconds in one call of a user's function, a line names it; how often the thread looks whether this is
+#: due, and gets processor time for it as above
+SECONDS_UNTIL_NAMED, SECONDS_BETWEEN_LOOKS = 60.0, 5.0
 
 _OUTPUTS = (1, 2)
 
@@ -121,8 +124,10 @@ def finishing(what: str) -> Iterator[None]:
         listener.finishing = None
 
 
-def interruptible(what: str, work: Callable[[], T]) -> T:
+def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str = "") -> T:
     """Call `work`, a function of the user that may never return. what: the function's name.
+
+    about, advice: what the line adds that names a call after `SECONDS_UNTIL_NAMED`.
 
     Within `finishing`, OverdueError is raised inside `work` `SECONDS_TO_RETURN` after a signal. If `work` still does
     not return, the process ends after the same time again. Elsewhere a signal ends the process at once. Only the main
@@ -133,7 +138,7 @@ def interruptible(what: str, work: Callable[[], T]) -> T:
     listener = _listener
     if listener is None or threading.current_thread() is not threading.main_thread():
         return work()
-    listener.enter(what)
+    listener.enter(what, f"{what} has run for {SECONDS_UNTIL_NAMED:g} s{about}, and the run waits for it{advice}")
     try:
         try:
             return work()
@@ -171,6 +176,7 @@ class _Listener:
         self._received, self._received_at = 0, 0.0
         self._arrived, self._noted = False, threading.Event()
         self._function: str | None = None  # the user's function that is running
+        self._late = ""  # a line about the running function that may have to be printed
         self._entered_at = self._spent = 0.0  # spent: seconds in earlier functions since the signal
         self._is_interrupted = False  # whether the running (or last) function was interrupted
         self._message = message
@@ -203,19 +209,20 @@ class _Listener:
         """Whether a signal was received, or arrives within so many seconds."""
         return self._noted.wait(seconds)
 
-    def enter(self, function: str) -> None:
-        """Record that a function of the user begins. Raises OverdueError if no time is left."""
+    def enter(self, function: str, late: str) -> None:
+        """Record that a function of the user begins. Raises OverdueError if no time is left.
+
+        late: the line that is printed if it does not return soon.
+        """
         if self._received and self._spent > SECONDS_TO_RETURN:
             raise OverdueError(f"{function} was not called after a signal")
-        self._is_interrupted, self._entered_at = False, time.monotonic()
+        self._is_interrupted, self._entered_at, self._late = False, time.monotonic(), late
         self._function = function
-        if self._arrived:
-            _set_timer(_YIELD_SECONDS)
+        _set_timer(_YIELD_SECONDS if self._arrived else SECONDS_BETWEEN_LOOKS)
 
     def leave(self) -> None:
         function, self._function = self._function, None
-        if self._arrived:
-            _set_timer(0)
+        _set_timer(0)
         if self._received and function is not None:
             self._spent += self._since_signal()
 
@@ -240,7 +247,9 @@ class _Listener:
         while True:
             if self._received:
                 self._end_function()
-            for descriptor, _ in self._poll.poll(_MILLISECONDS_BETWEEN_LOOKS if self._received else None):
+            self._name_function()
+            looks = _MILLISECONDS_BETWEEN_LOOKS if self._received else 1000 * SECONDS_BETWEEN_LOOKS
+            for descriptor, _ in self._poll.poll(looks):
                 if descriptor in _OUTPUTS:
                     self._poll.unregister(descriptor)
                     _discard(descriptor)
@@ -270,6 +279,14 @@ class _Listener:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, _INTERRUPT)
+
+    def _name_function(self) -> None:
+        """Print the line about the running function if it is due."""
+        entered_at, late = self._entered_at, self._late
+        is_due = late and self._function is not None and time.monotonic() - entered_at > SECONDS_UNTIL_NAMED
+        if is_due and entered_at == self._entered_at:  # otherwise, another call has begun meanwhile
+            self._late = ""
+            print_line(f"warning: {late}")
 
     def _receive(self, number: int) -> None:
         now, finishing = time.monotonic(), self.finishing

@@ -61,6 +61,7 @@ def write_queue(folder: Path, state: QueueState) -> None:
         "asked_at": list(state.requested_at.items()),
         "trained": state.trained,
         "reward_parts": [sample.reward_parts for sample in samples],
+        "tool_calls": [[sample.tool_calls, sample.tool_errors] for sample in samples],
     }
     save_file(arrays, folder / ROLLOUTS, metadata={"groups": json.dumps(groups)})
 
@@ -81,11 +82,13 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
         if not all(type(number) is int for number in [*requested_at, *requested_at.values(), *trained]):
             raise ValueError("groups and steps that are no integers")
         ends = pairwise(offsets_of(arrays["tokens_R"]).tolist())
-        # a file of an earlier version has no parts
-        parts_R = _checked_parts(groups.get("reward_parts", [[]] * len(arrays["tokens_R"])), arrays)
+        # a file of an earlier version has no parts and no calls
+        count = len(arrays["tokens_R"])
+        parts_R = _checked_parts(groups.get("reward_parts", [[]] * count), arrays)
+        calls_R = _checked_calls(groups.get("tool_calls", [[0, 0]] * count), count)
         samples = [
-            replace(_sample(arrays, number, slice(*tokens)), reward_parts=parts_R[number])
-            for number, tokens in enumerate(ends)
+            replace(_sample(arrays, number, slice(*tokens)), reward_parts=parts, tool_calls=calls, tool_errors=errors)
+            for number, (tokens, parts, (calls, errors)) in enumerate(zip(ends, parts_R, calls_R, strict=True))
         ]
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
@@ -98,6 +101,18 @@ def _checked_parts(parts_R: Any, arrays: Mapping[str, np.ndarray]) -> list[tuple
     if not is_list or not all(isinstance(parts, list) and all(map(_is_finite, parts)) for parts in parts_R):
         raise ValueError(f"reward_parts {str(parts_R)[:80]}: expected a list of finite numbers for each sample")
     return [tuple(map(float, parts)) for parts in parts_R]
+
+
+def _checked_calls(calls_R: Any, count: int) -> list[list[int]]:
+    """The samples' numbers of calls and of errors. Raises ValueError unless these can be the numbers of a sample."""
+    if not (isinstance(calls_R, list) and len(calls_R) == count and all(map(_is_count_of_calls, calls_R))):
+        raise ValueError(f"tool_calls {str(calls_R)[:80]}: expected calls and at most as many errors for each sample")
+    return calls_R
+
+
+def _is_count_of_calls(pair: Any) -> bool:
+    is_pair = isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
+    return is_pair and 0 <= pair[1] <= pair[0]
 
 
 def _is_finite(number: Any) -> bool:

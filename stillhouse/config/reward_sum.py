@@ -7,10 +7,10 @@ A `+` between two parts has spaces around it, because an address may contain one
 
 import re
 from collections import Counter
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from stillhouse.config.section import Text, checked_function
 
@@ -57,7 +57,11 @@ def _part(text: str) -> RewardPart:
     match = _WEIGHT.fullmatch(text)
     part = RewardPart(1.0, text) if match is None else RewardPart(float(match["weight"]), match["rest"])
     if not part.is_server:
-        checked_function(part.name)
+        first, minus, rest = text.partition(" - ")
+        if minus:
+            negative = f"-{rest}" if _WEIGHT.fullmatch(rest) else f"-1*{rest}"
+            raise ValueError(f"got {text!r}, expected a sum, in which a weight may be negative: {first} + {negative}")
+        checked_function(part.name, text)
         return part
     address = urlsplit(part.name)
     if address.scheme not in ("http", "https") or not address.netloc or address.fragment or " " in part.name:
@@ -74,5 +78,12 @@ def _checked_reward(reward: str) -> str:
     return reward
 
 
+def _no_list(reward: Any) -> Any:
+    """Return the value. Raises ValueError for a list, as other tools take for several rewards."""
+    if isinstance(reward, list) and reward and all(isinstance(part, str) for part in reward):
+        raise ValueError(f"got {reward}, expected one text: the weighted sum of the rewards, {' + '.join(reward)!r}")
+    return reward
+
+
 #: a function, a server or a weighted sum of them
-RewardText = Annotated[Text, AfterValidator(_checked_reward)]
+RewardText = Annotated[Text, BeforeValidator(_no_list), AfterValidator(_checked_reward)]

@@ -168,11 +168,14 @@ RULES: tuple[Rule, ...] = (
         "it has an effect only with a function in rollout.reward, with rollout.environment or rollout.tools",
         has_no_effect=True,
     ),
-    excludes(
-        "rollout.worker_timeout", "rollout.workers=0", expected="60, or rollout.workers", because="it limits them"
-    ),
-    excludes(
-        "rollout.worker_memory", "rollout.workers=0", expected="null, or rollout.workers", because="it limits them"
+    *(
+        excludes(
+            f"rollout.{key}",
+            "rollout.workers=0",
+            expected=f"rollout.workers of at least 1, or no rollout.{key}",
+            because="it limits calls in the processes of rollout.workers",
+        )
+        for key in ("worker_timeout", "worker_memory")
     ),
     needs("rollout.advantage", "rollout.reward"),
     needs("rollout.deviation", "rollout.reward"),

@@ -60,12 +60,14 @@ def _checked_urls(urls: str | list[str] | None) -> str | list[str] | None:
     return urls
 
 
-def checked_function(path: str) -> str:
-    """Return the path. Raises ValueError if it is not package.module:function."""
+def checked_function(path: str, text: str | None = None) -> str:
+    """Return the path. Raises ValueError if it is not package.module:function.
+
+    text: what the error quotes, the user's text that has the path; None: the path.
+    """
     if not _FUNCTION.fullmatch(path):
-        raise ValueError(
-            f"got {path!r}, expected package.module:function, such as mypkg.rewards:exact{function_hint(path)}"
-        )
+        expected = f"package.module:function, such as mypkg.rewards:exact{function_hint(path)}"
+        raise ValueError(f"got {text or path!r}, expected {expected}")
     return path
 
 

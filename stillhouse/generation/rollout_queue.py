@@ -40,6 +40,8 @@ class RolloutQueue:
         self._last_chance: dict[int, int] = {}  # for each requested group, the last step that may train on it
         self._samples: dict[int, dict[int, Sample]] = {}  # finished samples by group, until a step takes the group
         self._finished: list[int] = []  # the groups whose samples are all finished, in the order of finishing
+        #: while an engine in this job generates samples of several turns: the samples that it was asked for together
+        self._incomplete: frozenset[int] = frozenset()
         self._trained: set[int] = set()
         self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups that it took, until `trained`
         #: for the samples of the last `take`, the times of the first request and of the last finished sample
@@ -55,20 +57,22 @@ class RolloutQueue:
                 if group not in self._trained and group not in self._requested_at:
                     self._add(group, step)
         under_way = set(self.generator.under_way)
-        self.generator.start(
-            [
-                (number, self.plan.prompt_of(group))
-                for group, samples in self._samples.items()
-                for number in self.plan.samples(group)
-                if number not in samples and number not in under_way
-            ]
-        )
+        missing = [
+            (number, self.plan.prompt_of(group))
+            for group, samples in self._samples.items()
+            for number in self.plan.samples(group)
+            if number not in samples and number not in under_way
+        ]
+        self.generator.start(missing)
+        if self.generator.is_open_in_job and self.generator.has_turns:
+            self._incomplete = frozenset(number for number, _ in missing)
         # an engine in this process has already generated all of them; samples with several turns get the others now,
         # before its weights change
         while (finished := self.generator.finished(self._patience)) or self.generator.is_open_in_job:
             self._keep(finished)
             if not finished:
                 self._alive()
+        self._incomplete = frozenset()
 
     def has_requested(self, step: int) -> bool:
         """Whether all samples of this step are finished or under way."""
@@ -133,16 +137,20 @@ class RolloutQueue:
 
     def state(self) -> QueueState:
         """The state for a checkpoint. After a resume, samples that are still under way are requested again, and so
-        are rewards that are still computed.
+        are rewards that are still computed. If `ask` has failed, so are all samples of several turns that it has
+        requested from an engine in this job: without those that have ended, the engine would get other batches, with
+        other roundings.
         """
         self._keep(self.generator.salvage())
-        groups = dict(self._samples)
-        for taken in self._taken.values():
-            groups |= taken
+        groups = {group: samples for taken in self._taken.values() for group, samples in taken.items()}
+        # in the order of finishing, by which a step chooses groups
+        for group in [*self._finished, *self._samples]:
+            groups.setdefault(group, self._samples[group])
         samples = [
             self.generator.with_present_reward(sample)
-            for group in sorted(groups)
-            for sample in groups[group].values()
+            for of_group in groups.values()
+            for sample in of_group.values()
+            if sample.number not in self._incomplete
         ]
         return QueueState(samples, dict(self._requested_at), sorted(self._trained))
 

@@ -137,6 +137,7 @@ class Sample:
     is_generated_N: bool, whether the model generated the token; otherwise it comes from the environment.
     reward: None if the run has no reward.
     reward_parts: of a reward that is a weighted sum, the parts without their weights; otherwise empty.
+    tool_calls, tool_errors: how many calls of tools have had a reply, and how many of these replies are errors.
     advantage: the reward relative to the rewards of the same prompt (see `advantages.py`).
     """
 
@@ -147,14 +148,23 @@ class Sample:
     reward: float | None = None
     advantage: float = 0.0
     reward_parts: tuple[float, ...] = ()
+    tool_calls: int = 0
+    tool_errors: int = 0
+
+    @property
+    def turns(self) -> int:
+        """The number of the model's turns: of runs of tokens that the model generated."""
+        starts_N = self.is_generated_N & ~np.concatenate([[False], self.is_generated_N[:-1]])
+        return int(starts_N.sum())
 
     def as_json(self) -> list[Any]:
         is_generated = self.is_generated_N.tolist()
         reward = [self.reward, self.advantage, self.reward_parts]
-        return [self.number, self.prompt, self.completion.as_json(), is_generated, *reward]
+        tools = [self.tool_calls, self.tool_errors]
+        return [self.number, self.prompt, self.completion.as_json(), is_generated, *reward, *tools]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        number, prompt, completion, is_generated, reward, advantage, parts = values
-        is_generated_N = np.array(is_generated, dtype=bool)
-        return cls(number, prompt, Completion.from_json(completion), is_generated_N, reward, advantage, tuple(parts))
+        number, prompt, completion, is_generated, reward, advantage, parts, *tools = values
+        is_generated_N, completion = np.array(is_generated, dtype=bool), Completion.from_json(completion)
+        return cls(number, prompt, completion, is_generated_N, reward, advantage, tuple(parts), *tools)

@@ -105,6 +105,11 @@ class SampleGenerator:
         return any(sample.in_job for sample in self._open)
 
     @property
+    def has_turns(self) -> bool:
+        """Whether samples of some source may have several turns."""
+        return self._max_turns > 1
+
+    @property
     def _open(self) -> list[_Open]:
         return [*self._futures.values(), *(sample for together in self._rounds for sample in together)]
 
@@ -118,7 +123,7 @@ class SampleGenerator:
 
         Their rewards may still be computed, see `rewarded`.
 
-        Raises ServerError if no server answers in time, ValueError if a reward or a reply is invalid, and
+        Raises ServerError if no server answers in time, UserFunctionError if a reward or a reply is invalid, and
         OverdueError if one of the user's functions does not return after a signal.
         """
         samples: list[Sample] = []
@@ -141,7 +146,7 @@ class SampleGenerator:
     def rewarded(self, sample: Sample, alive: Callable[[], None]) -> Sample:
         """Wait for the reward of a finished sample. alive: called about once per second while waiting.
 
-        Raises ValueError if the reward is invalid.
+        Raises UserFunctionError if the reward is invalid.
         """
         if self.settings_of(sample.number).reward is None or sample.reward is not None:
             return sample
@@ -311,7 +316,10 @@ class SampleGenerator:
             versions_N,
             "length" if sample.is_cut else sample.parts[-1].finish,
         )
-        return Sample(sample.number, sample.prompt, completion, versions_N != NOT_GENERATED)
+        environment = self.settings_of(sample.number).environment
+        calls, errors = (0, 0) if environment is None else environment.call_counts(sample.replies)
+        is_generated_N = versions_N != NOT_GENERATED
+        return Sample(sample.number, sample.prompt, completion, is_generated_N, tool_calls=calls, tool_errors=errors)
 
 
 def _with_reward(sample: Sample, reward: Reward) -> Sample:

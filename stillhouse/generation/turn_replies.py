@@ -13,6 +13,8 @@ from stillhouse.data.render.tool_format import Call, ToolFormat
 from stillhouse.display import first_line
 from stillhouse.generation.user_functions import EnvironmentCall
 from stillhouse.user_code.episodes import Episode
+from stillhouse.user_code.functions import UserFunctionError
+from stillhouse.user_code.tools import ERROR
 from stillhouse.user_code.worker_pool import CallLostError
 
 #: `beginning_ids` first tokenizes _CHARACTERS characters per token. It doubles the number of characters until they
@@ -21,7 +23,7 @@ _CHARACTERS, _MARGIN = 16, 64
 #: the end of a reply that was cut
 _CUT = "\n[The rest of this reply was cut.]"
 #: the reply of tools that have not returned within `rollout.worker_timeout`, or have ended their process
-_LOST = "Error: the tool did not return"
+_LOST = f"{ERROR}the tool did not return"
 
 #: prompt, completion so far, record, and the record's `file:line`
 CallArguments = tuple[str, str, Mapping[str, Any], str]
@@ -46,14 +48,20 @@ class TurnReplies(Protocol):
     """Replies to the turns of samples. May be called from any thread."""
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        """Request the reply to the last turn; None if the sample ends with it. The future raises ValueError."""
+        """Request the reply to the last turn; None if the sample ends with it. The future raises
+        UserFunctionError.
+        """
         ...
 
     def ids(self, reply: Any, most: int) -> list[int]:
         """The tokens of a reply, or more than `most` of them from its beginning; [] if the sample ends.
 
-        Raises ValueError for a reply that a sample cannot have.
+        Raises UserFunctionError for a reply that a sample cannot have.
         """
+        ...
+
+    def call_counts(self, replies: Sequence[Any]) -> tuple[int, int]:
+        """How many calls of tools have had these replies to a sample, and how many of them were errors."""
         ...
 
     def end(self, number: int, arguments: CallArguments) -> Future[None]:
@@ -77,11 +85,14 @@ class TextReplies:
     def ids(self, reply: str | None, most: int) -> list[int]:
         ids = beginning_ids(self._tokenizer, reply, most) if reply else []
         if not self._placeholders.isdisjoint(ids):
-            raise ValueError(
+            raise UserFunctionError(
                 f"rollout.environment: the reply {(reply or '')[:80]!r} has the placeholder token of an image: "
                 "expected text, because only prompts have images"
             )
         return ids
+
+    def call_counts(self, replies: Sequence[Any]) -> tuple[int, int]:
+        return 0, 0
 
     def end(self, number: int, arguments: CallArguments) -> Future[None]:
         return self._call(*arguments, Episode(number))
@@ -149,6 +160,10 @@ class ToolReplies:
 
     def ids(self, reply: ToolReply, most: int) -> list[int]:
         return self._format.reply_ids(reply.names, [self._bounded(text) for text in reply.texts], ends=reply.ends)
+
+    def call_counts(self, replies: Sequence[ToolReply]) -> tuple[int, int]:
+        texts = [text for reply in replies for text in reply.texts]
+        return len(texts), sum(text.startswith(ERROR) for text in texts)
 
     def end(self, number: int, arguments: CallArguments) -> Future[None]:
         return self._call(*arguments, Episode(number))

@@ -28,7 +28,7 @@ from stillhouse.user_code.functions import (
 from stillhouse.user_code.tools import Tools
 
 #: computes something about a completion: called as call(prompt, completion, record, source). The future raises
-#: ValueError for a call that fails. source: `file:line` of the record
+#: UserFunctionError for a call that fails. source: `file:line` of the record
 CompletionCall = Callable[[str, str, Mapping[str, Any], str], Future[Any]]
 #: asks an environment for its reply to the last turn of an episode: a text, or None at the end. With an episode
 #: without turns, it ends the sample's object

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.generation.user_functions import user_function
-from stillhouse.user_code.functions import CALLBACKS, finite_number, shown
+from stillhouse.user_code.functions import CALLBACKS, UserFunctionError, finite_number, shown
 
 _NAME = re.compile(r"[\w.\-/]+")
 
@@ -44,8 +44,8 @@ def callback_metrics(
     paths: the names of the functions, as in eval.callbacks.
     others: the other metrics of this evaluation, whose names a callback must not use.
 
-    Raises ValueError if a callback raises an error or returns anything but a dict of names and finite numbers, and
-    OverdueError if a callback does not return after a signal.
+    Raises UserFunctionError if a callback raises an error or returns anything but a dict of names and finite numbers,
+    and OverdueError if a callback does not return after a signal.
     """
     metrics: dict[str, float] = {}
     for path in paths:
@@ -55,17 +55,19 @@ def callback_metrics(
 
 
 def checked_metrics(function: object, returned: Any, others: set[str]) -> dict[str, float]:
-    """Return a callback's metrics under their keys. Raises ValueError (see `callback_metrics`)."""
+    """Return a callback's metrics under their keys. Raises UserFunctionError (see `callback_metrics`)."""
     if not isinstance(returned, Mapping):
-        raise ValueError(f"{function} gives {shown(returned)}: expected a dict of names and numbers")
+        raise UserFunctionError(f"{function} gives {shown(returned)}: expected a dict of names and numbers")
     metrics: dict[str, float] = {}
     for name, value in returned.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(f"{function} gives the name {shown(name)}: expected letters, digits and any of _.-/")
+            raise UserFunctionError(
+                f"{function} gives the name {shown(name)}: expected letters, digits and any of _.-/"
+            )
         number = None if isinstance(value, bool | np.bool_) else finite_number(value)
         if number is None:
-            raise ValueError(f"{function} gives {shown(value)} for {name!r}: expected a finite number")
+            raise UserFunctionError(f"{function} gives {shown(value)} for {name!r}: expected a finite number")
         if f"eval/{name}" in others:
-            raise ValueError(f"{function} gives {name!r}, but this evaluation has an eval/{name} already")
+            raise UserFunctionError(f"{function} gives {name!r}, but this evaluation has an eval/{name} already")
         metrics[f"eval/{name}"] = number
     return metrics

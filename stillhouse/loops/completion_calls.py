@@ -23,7 +23,7 @@ from stillhouse.generation.user_functions import (
 from stillhouse.parallel import log_rank0
 from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.episodes import Episodes
-from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS, about_completion
+from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS, UserFunctionError, about_completion
 from stillhouse.user_code.worker_pool import WorkerHost, WorkerPool
 
 
@@ -137,7 +137,7 @@ def weighted_sum(parts: Sequence[tuple[float, CompletionCall]]) -> RewardCall:
             value = sum(weight * result for (weight, _), result in zip(parts, results, strict=True))
             if not math.isfinite(value):
                 about = about_completion(completion, source)
-                raise ValueError(f"{REWARD}: the weighted sum is {value}{about}: expected a finite number")
+                raise UserFunctionError(f"{REWARD}: the weighted sum is {value}{about}: expected a finite number")
             return Reward(float(value), tuple(results) if len(parts) > 1 else ())
 
         _when_all_done(futures, total, add)
@@ -162,7 +162,7 @@ def _when_all_done(
         try:
             if error is None:
                 total.set_result(add([future.result() for future in futures]))
-        except ValueError as problem:
+        except UserFunctionError as problem:
             error = problem
         if error is not None:
             total.set_exception(error)

@@ -26,6 +26,7 @@ from stillhouse.parallel import is_first, watchdog
 from stillhouse.preemption import OverdueError
 from stillhouse.signals import SignalsLostError
 from stillhouse.tasks import TaskSpec, exact_match, problem
+from stillhouse.user_code.functions import UserFunctionError
 
 #: if a document has no prompt, at most this many tokens of its beginning are used as the prompt
 PROMPT_TOKENS = 32
@@ -58,8 +59,8 @@ class GreedyEvaluation:
     def evaluate(self, step: int, others: dict[str, float]) -> dict[str, float]:
         """Return the metrics of tasks and callbacks, the same on all ranks, and show completions of held-out prompts.
 
-        A collective of all processes. Raises ValueError on all ranks if a callback fails, and SignalsLostError if a
-        callback does not return after a signal.
+        A collective of all processes. Raises UserFunctionError on all ranks if a callback or a reward fails, and
+        SignalsLostError if it does not return after a signal.
 
         others: the other metrics of this evaluation, whose names a callback must not use.
         """
@@ -75,7 +76,10 @@ class GreedyEvaluation:
                 metrics |= self._prompts.evaluate(step)
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
             return metrics | session.ranks.on_first(
-                lambda: callback_metrics(settings.callbacks, context, others | metrics), ValueError, OverdueError
+                lambda: callback_metrics(settings.callbacks, context, others | metrics),
+                UserFunctionError,
+                ValueError,
+                OverdueError,
             )
         except OverdueError as error:
             raise SignalsLostError(str(error)) from error

@@ -9,7 +9,6 @@ from contextlib import closing
 from typing import NamedTuple
 
 from stillhouse.checkpoint.integrity import IntactCheckpoint
-from stillhouse.config.reward_sum import part_names
 from stillhouse.generation import Sample
 from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
 from stillhouse.loops.rollouts import Rollouts
@@ -28,16 +27,9 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
 
     Raises the errors of `off_policy.train`. If no server answers, it saves a checkpoint and raises SignalsLostError.
     """
-    engine, plan, rollout = session.engine, session.plan, session.rollout_config
+    engine, plan = session.engine, session.plan
     assert plan is not None
-    assert rollout is not None
-    metrics = RolloutMetrics(
-        plan,
-        session.ranks,
-        by_student=rollout.writer == "student",
-        # the parts of different rewards are metrics of the sources
-        reward_names=part_names(rollout.reward) if len({source.reward for source in session.rollouts}) == 1 else (),
-    )
+    metrics = RolloutMetrics(plan, session.ranks, session.rollouts)
     source = session.source_for(engine)
     with (
         closing(Rollouts(session, folder)) as rollouts,

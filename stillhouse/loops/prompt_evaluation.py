@@ -22,7 +22,7 @@ from stillhouse.loops.step_metrics import means
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.parallel import ShardedMicroBatches, watchdog
 from stillhouse.preemption import OverdueError
-from stillhouse.user_code.functions import EVAL_REWARD, checked_reward
+from stillhouse.user_code.functions import EVAL_REWARD, UserFunctionError, checked_reward
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
 PROMPTS = "eval.prompts/"
@@ -58,7 +58,8 @@ class PromptEvaluation:
         `reverse_kl` is the mean over tokens, in nats per token. `completion_tokens`, `ended` (the share of
         completions with an end) and `reward` are means over completions.
 
-        Raises ValueError on all ranks if the reward fails, and OverdueError if it does not return after a signal.
+        Raises UserFunctionError on all ranks if the reward fails, and OverdueError if it does not return after a
+        signal.
         """
         session = self._session
         watchdog.enter("eval.prompts")
@@ -88,7 +89,9 @@ class PromptEvaluation:
             metrics |= {name: value for name, value in of_tokens.items() if name.partition("/")[0] == "reverse_kl"}
         if self._settings.reward is not None:
             watchdog.enter("eval.prompts.reward", timed=False)  # it may take any time
-            metrics["reward"] = session.ranks.on_first(lambda: self._reward(samples), ValueError, OverdueError)
+            metrics["reward"] = session.ranks.on_first(
+                lambda: self._reward(samples), UserFunctionError, ValueError, OverdueError
+            )
         return {f"eval/prompts/{name}": value for name, value in metrics.items()}
 
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[ShardedMicroBatches, Sequence[Signals]]]:

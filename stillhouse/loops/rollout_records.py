@@ -1,47 +1,43 @@
-"""The records of a step's samples: metrics, a few completions, and warnings if the policy diverges."""
+"""The records of a step's samples: metrics and a few completions."""
 
-import math
 import statistics
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
 from stillhouse.engine.engine import StepOutput
 from stillhouse.generation import POLICY_VERSION, PromptPlan, Sample, staleness
 from stillhouse.generation.advantages import mean_and_deviation
 from stillhouse.loops.held_out_images import shown_text
+from stillhouse.loops.rollout_warnings import RolloutWarnings
+from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.loops.session_objects import Session
 from stillhouse.objective.metric_keys import GATE
 from stillhouse.output import records
 from stillhouse.output.metrics_file import REWARD_PART
 from stillhouse.output.rollout_log import SAMPLES
-from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
+from stillhouse.parallel import Ranks, ShardedMicroBatches
 
-#: the largest mean difference, in nats, between the log-probabilities of the engine and of the trainer that causes no
-#: warning: for the tokens that the current weights generated, and for all tokens
-MAX_LOG_RATIO, MAX_STALE_LOG_RATIO = 0.1, 1.0
-#: a warning is given if the share of cut completions is above OFTEN_CUT and if, compared to the first FIRST_STEPS
-#: steps, the mean length is more than LONGER times as large or the share has grown by more than MORE_CUT
-LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
-MORE_CUT = 0.3
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student
 _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_", GATE)
 
 
 class RolloutMetrics:
-    """The metrics of the steps since the run was started or resumed.
+    """The metrics of the steps since the run was started or resumed, with warnings about their samples.
 
-    by_student: whether the student generates the samples.
-    reward_names: the names of the parts of a reward that is a weighted sum.
+    rollouts: the section rollout for each source of prompts.
     """
 
-    def __init__(self, plan: PromptPlan, ranks: Ranks, *, by_student: bool, reward_names: Sequence[str] = ()):
-        self._plan, self._ranks, self._by_student = plan, ranks, by_student
-        self._reward_names = reward_names
-        self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
-        self._warned: set[str] = set()
+    def __init__(self, plan: PromptPlan, ranks: Ranks, rollouts: Sequence[RolloutConfig]):
+        self._plan, self._ranks, self._rollouts = plan, ranks, rollouts
+        self._by_student = rollouts[0].writer == "student"
+        # the parts of different rewards are metrics of the sources
+        has_one_reward = len({rollout.reward for rollout in rollouts}) == 1
+        self._reward_names = part_names(rollouts[0].reward) if has_one_reward else ()
+        self._warnings = RolloutWarnings(plan, rollouts)
 
     def of(
         self,
@@ -73,10 +69,12 @@ class RolloutMetrics:
                     self._reward_names, *(sample.reward_parts for sample in samples), strict=True
                 ):
                     metrics[f"{REWARD_PART}{name}"], _ = mean_and_deviation(results)
+        of_samples = turn_statistics(samples, self._rollouts) | equal_rewards(samples, self._plan)
+        metrics |= {f"rollout/{name}": value for name, value in of_samples.items()}
         metrics["rollout/share"] = len(samples) / (len(samples) + len(self._plan.from_dataset(step)))
         if self._by_student:
             metrics |= self._policy(step, samples, micro_batches, output)
-        self._watch(metrics)
+        self._warnings.watch(samples, metrics)
         return metrics
 
     def _policy(
@@ -112,39 +110,6 @@ class RolloutMetrics:
         if statistics_R3[:, 2].sum():
             metrics["rollout/log_ratio_fresh"] = float(statistics_R3[:, 1].sum() / statistics_R3[:, 2].sum())
         return metrics
-
-    def _watch(self, metrics: dict[str, float]) -> None:
-        """Warn once about completions that do not stop, and once about log-probabilities that differ too much."""
-        length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
-        if len(self._first) < FIRST_STEPS:
-            self._first.append((length, cut))
-        usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
-        if cut > OFTEN_CUT and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
-            self._warn(
-                "length",
-                f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
-                f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
-                "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
-            )
-        fresh, ratio = metrics.get("rollout/log_ratio_fresh", 0.0), metrics.get("rollout/log_ratio", 0.0)
-        if fresh > MAX_LOG_RATIO or math.isnan(fresh):
-            self._warn(
-                "ratio",
-                f"the engine's log-probabilities differ by {fresh:.3g} nats on average from those in training, with "
-                "the same weights: it computes another model, another temperature or in another precision",
-            )
-        elif ratio > MAX_STALE_LOG_RATIO or math.isnan(ratio):
-            self._warn(
-                "stale ratio",  # its own name, so that the more certain warning above can still follow
-                f"the engine's log-probabilities, by weights that are at most {metrics['rollout/staleness_max']:.0f} "
-                f"steps older, differ by {ratio:.3g} nats on average from those in training: train.learning_rate is "
-                "too high, or the engine computes another model, another temperature or in another precision",
-            )
-
-    def _warn(self, what: str, line: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            log_rank0(f"warning: {line}")
 
 
 def shown_samples(

@@ -50,7 +50,7 @@ from stillhouse.preemption import OverdueError
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
-from stillhouse.user_code.functions import TOOLS
+from stillhouse.user_code.functions import TOOLS, UserFunctionError
 
 Result = TypeVar("Result")
 
@@ -236,10 +236,10 @@ class Rollouts:
     def _on_first(self, action: Callable[[], Result]) -> Result:
         """Run an action on rank 0, and return its result on all ranks, sent as JSON.
 
-        An error of rank 0 is raised on all ranks: ValueError, or SignalsLostError if no server answers or a user's
-        function does not return after a signal.
+        An error of rank 0 is raised on all ranks: ValueError, UserFunctionError, or SignalsLostError if no server
+        answers or a user's function does not return after a signal.
         """
-        kinds = ServerError, OverdueError, ValueError
+        kinds = ServerError, OverdueError, UserFunctionError, ValueError
         try:
             if isinstance(self.engine, InJobEngine):
                 return self.engine.lead(action, *kinds)

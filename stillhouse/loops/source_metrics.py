@@ -4,6 +4,8 @@ rollout/math/reward, rollout/math/completion_tokens, rollout/math/truncated
                                          means over the source's completions of the step
 rollout/math/reward/exact                the same of a part of a reward that is a weighted sum
 rollout/math/completions                 their number
+rollout/math/turns, rollout/math/equal_rewards, …
+                                         see `sample_statistics.py`
 rollout/math/reverse_kl_nats_per_token   a term of the objective: the mean over the source's target tokens, unscaled
 
 D documents of a step: its samples, then documents of the dataset. T rows of a micro-batch.
@@ -14,10 +16,12 @@ from collections.abc import Sequence
 
 import torch
 
+from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
 from stillhouse.engine.engine import StepOutput
 from stillhouse.generation import PromptPlan, Sample
 from stillhouse.generation.advantages import mean_and_deviation
+from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.loops.session_objects import Session
 from stillhouse.objective.metric_keys import GATE
 from stillhouse.objective.origins import origin_masks
@@ -46,7 +50,7 @@ def source_metrics(
     sums = _sums_by_source(session, step, samples, micro_batches, output)
     for number, settings in enumerate(session.prompt_sources):
         of_source = [sample for sample in samples if _source_of(plan, sample) == number]
-        values = _of_samples(of_source, part_names(session.rollouts[number].reward)) if of_source else {}
+        values = _of_samples(of_source, session.rollouts[number], plan) if of_source else {}
         values |= {f"{kind}_nats_per_token": mean for kind, mean in _means(session, sums[number]).items()}
         metrics |= {f"rollout/{settings.shown_name}/{name}": value for name, value in values.items()}
     return metrics
@@ -56,7 +60,8 @@ def _source_of(plan: PromptPlan, sample: Sample) -> int:
     return plan.source_of(plan.group_of(sample.number))
 
 
-def _of_samples(samples: Sequence[Sample], reward_names: Sequence[str]) -> dict[str, float]:
+def _of_samples(samples: Sequence[Sample], rollout: RolloutConfig, plan: PromptPlan) -> dict[str, float]:
+    reward_names = part_names(rollout.reward)
     values = {
         "completions": float(len(samples)),
         "completion_tokens": statistics.fmean(len(sample.completion.ids_N) for sample in samples),
@@ -71,7 +76,7 @@ def _of_samples(samples: Sequence[Sample], reward_names: Sequence[str]) -> dict[
                 f"reward/{name}": mean_and_deviation(results)[0]
                 for name, results in zip(reward_names, parts, strict=True)
             }
-    return values
+    return values | turn_statistics(samples, [rollout]) | equal_rewards(samples, plan)
 
 
 def _sums_by_source(

@@ -29,6 +29,7 @@ from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_
 from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
 from stillhouse.preemption import Preempted, finishing, requested
 from stillhouse.signals import SignalsLostError
+from stillhouse.user_code.functions import UserFunctionError
 
 #: suffix of the keys of the teacher's own cross-entropy, on all held-out data and on each of several sets
 _TEACHER = "/teacher_cross_entropy"
@@ -172,8 +173,8 @@ def training(
 ) -> Iterator[Training]:
     """Yield a run that is ready for its remaining steps; the checkpoint, if there is one, has been loaded.
 
-    If teachers' signals or completions are not available, the finished steps are saved, and SignalsLostError is
-    raised. At the end, the student has the final weights.
+    If teachers' signals or completions are not available, or if a function of the user fails, the finished steps are
+    saved, and SignalsLostError or UserFunctionError is raised. At the end, the student has the final weights.
     """
     progress = _progress(session, folder, checkpoint, queue)
     with ExitStack() as stack:
@@ -189,7 +190,7 @@ def training(
         if is_due:
             run.evaluate()
         stack.enter_context(finishing("this step and a checkpoint of it"))
-        stack.enter_context(_saving_when_signals_are_lost(run))
+        stack.enter_context(_saving_finished_steps(run))
         yield run
     watchdog.enter("the final model", timed=False)
 
@@ -252,11 +253,14 @@ def _restore_queue(session: Session, checkpoint: IntactCheckpoint, step: int, qu
 
 
 @contextmanager
-def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
-    """At a SignalsLostError, which must be raised on all processes, save the finished steps and raise it again."""
+def _saving_finished_steps(run: Training) -> Iterator[None]:
+    """At an error of what a run does not do by itself, save the finished steps and raise the error again.
+
+    All processes must raise it. A step begins anew after a resume: the failing call is then made again.
+    """
     try:
         yield
-    except SignalsLostError as error:
+    except (SignalsLostError, UserFunctionError) as error:
         step, session = run.progress.step, run.session
         saved = run.folder.checkpoints / folder_name(step) if step else None  # nothing is trained before step 1
         if saved is not None and not session.ranks.from_first(saved.exists()):
@@ -266,7 +270,16 @@ def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
             raise Preempted(stopped_by, step, saved) from error
         if saved is None:
             raise
-        raise SignalsLostError(f"{error}; the run has stopped after a checkpoint: {saved}") from error
+        raise _with_checkpoint(error, saved) from error
+
+
+def _with_checkpoint(error: SignalsLostError | UserFunctionError, saved: Path) -> ValueError:
+    """The error with the checkpoint in its first line, which frames of a traceback may follow."""
+    first, *frames = str(error).split("\n")
+    stopped = f"{first}; the run has stopped after a checkpoint: {saved}"
+    if isinstance(error, SignalsLostError):
+        return SignalsLostError("\n".join([stopped, *frames]))
+    return UserFunctionError("\n".join([f"{stopped}; correct it, and the same command continues", *frames]))
 
 
 def _evaluation_is_due(session: Session, step: int) -> bool:

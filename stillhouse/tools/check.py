@@ -167,10 +167,13 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     else:
         yield "running one step: the completions …"
         micro_batches = first_rollouts(session, folder)
+    layers = session.engine.student.layout.compile
+    compiled = "the loss and the layers are compiled" if layers else "the loss is compiled"
     if engine.needs_teacher:
-        yield f"running one step{_size(session)}: the teacher's signals; functions are compiled …"
+        compiles = "; the layers are compiled" if layers else ""
+        yield f"running one step{_size(session)}: the teacher's signals{compiles} …"
     asked, signals = _timed(lambda: session.source_for(engine).request(micro_batches).result())
-    yield f"running one step{_size(session)}: forward and backward; functions are compiled …"
+    yield f"running one step{_size(session)}: forward and backward; {compiled} …"
     normalizer = micro_batches.of_all_ranks.normalizer
     trained, output = _timed(lambda: engine.forward_backward(session.weighed(micro_batches), signals, normalizer))
     first = asked + trained
@@ -185,7 +188,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     engine.zero_grad()
     yield f"running the step again, with what was compiled in {first:.1f} s …"
     seconds, _ = _timed(lambda: session.forward_backward(micro_batches).sums)
-    times = f"{seconds:.1f} s ({first:.1f} s the first time, when functions are compiled)"
+    times = f"{seconds:.1f} s ({first:.1f} s the first time, when {compiled})"
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
     if balance is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from stillhouse.display import first_line
 from stillhouse.user_code.episodes import Episode
+from stillhouse.user_code.functions import UserFunctionError
 
 Arguments = tuple[str, str, Mapping[str, Any], str] | tuple[str, str, Mapping[str, Any], str, Episode]
 
@@ -68,7 +69,7 @@ class CallQueue:
 
 
 def require_json(arguments: Any) -> None:
-    """Raise ValueError if a worker on another host would get another record than one on this host."""
+    """Raise UserFunctionError if a worker on another host would get another record than one on this host."""
     record, source = arguments[2:4]
     try:
         is_same = json.loads(json.dumps(record, allow_nan=False)) == record
@@ -77,7 +78,7 @@ def require_json(arguments: Any) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         problem = first_line(error)
     if problem:
-        raise ValueError(
+        raise UserFunctionError(
             f"{source}: the record cannot be sent as JSON to the processes of rollout.workers on other hosts "
             f"({problem}): expected texts, numbers, lists and the like, or rollout.workers=0"
         )

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from stillhouse.user_code.functions import (
     UserFunction,
+    UserFunctionError,
     about_completion,
     checked_call,
     checked_text,
@@ -81,7 +82,7 @@ class Episodes:
     def __call__(self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode) -> Any:
         """The reply to the last turn of an episode.
 
-        Raises ValueError if a method fails, or if an earlier turn gets another reply than before.
+        Raises UserFunctionError if a method fails, or if an earlier turn gets another reply than before.
         """
         about, turns = about_completion(completion, source), episode.turns
         if not self._have_state:
@@ -96,7 +97,7 @@ class Episodes:
         for turn, before in zip(turns[got:-1], episode.replies[got:], strict=True):
             reply = kept.step(turn, about)
             if reply != before:
-                raise ValueError(
+                raise UserFunctionError(
                     f"{self._name} replies {shown(reply)} to a turn after it was started again, and {shown(before)} "
                     f"before{about}: expected an environment that depends only on its arguments"
                 )
@@ -121,11 +122,13 @@ class _Environment:
 
 
 def started(of: UserFunction, prompt: str, record: Mapping[str, Any], about: str) -> Any:
-    """Make an object of a user's class, and reset it. Raises ValueError if one of them fails."""
+    """Make an object of a user's class, and reset it. Raises UserFunctionError if one of them fails."""
     made = of(about=about)
     value = method_of(of, made, "reset")(prompt, record, about=about)
     if value is not None:
-        raise ValueError(f"{of}.reset gives {shown(value)}{about}: expected None, because the data have the prompt")
+        raise UserFunctionError(
+            f"{of}.reset gives {shown(value)}{about}: expected None, because the data have the prompt"
+        )
     return made
 
 

@@ -49,6 +49,10 @@ _IMPORT = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importl
 _OWN = (__file__, preemption.__file__, *_IMPORT)
 
 
+class UserFunctionError(ValueError):
+    """A call of a function of the user has failed. A run then saves its finished steps, and can be continued."""
+
+
 def _folder() -> str:
     try:
         return os.getcwd()
@@ -85,22 +89,30 @@ class UserFunction:
     def __call__(self, *arguments: Any, about: str = "") -> Any:
         """Call the function. about: a text that error messages add, such as the completion.
 
-        Raises ValueError if the function raises an exception or changes settings of the process. Raises OverdueError
-        if it does not return after a signal.
+        Raises UserFunctionError if the function raises an exception or changes settings of the process. Raises
+        OverdueError if it does not return after a signal.
         """
         settings = _settings()
         before = {name: read() for name, (read, _) in settings.items()}
         try:
             with _ForeignCode(str(self), about):
-                value = interruptible(str(self), partial(self.function, *arguments))
+                value = interruptible(str(self), partial(self.function, *arguments), about, self._advice)
         finally:
             changed = [name for name, (read, _) in settings.items() if read() != before[name]]
             for name in changed:
                 settings[name][1](before[name])
         if changed:
             changes = " and ".join(changed)
-            raise ValueError(f"{self} changes {changes}{about}: expected a function that restores what it changes")
+            raise UserFunctionError(
+                f"{self} changes {changes}{about}: expected a function that restores what it changes"
+            )
         return value
+
+    @property
+    def _advice(self) -> str:
+        """What to do if a call takes long. Functions of evaluations run only in the main thread of rank 0."""
+        is_of_rollouts = self.key in (REWARD, ENVIRONMENT, TOOLS)
+        return "; rollout.workers with rollout.worker_timeout limits the time of a call" if is_of_rollouts else ""
 
 
 def load_function(key: str, path: str, hint: str = "") -> UserFunction:
@@ -108,10 +120,11 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
 
     hint: a text that the error adds if there is no such module.
 
-    Raises ValueError if there is no such module or function, if the module cannot be imported, or if the function
-    does not accept the arguments of its kind (`_ARGUMENTS`).
+    Raises ValueError if there is no such module or function, if the module cannot be imported, if the function is
+    asynchronous, or if it does not accept the arguments of its kind (`_ARGUMENTS`).
     """
     loaded = UserFunction(key, path, _function(path, hint))
+    require_synchronous(path, loaded.function)
     if key == ENVIRONMENT and inspect.isclass(loaded.function):
         return load_class(loaded, _METHODS)
     if key != TOOLS:  # the model reads the parameters of a tool
@@ -135,9 +148,21 @@ def load_class(of: UserFunction, methods: Mapping[str, tuple[str, ...]]) -> User
                 f"{method}({', '.join(of_method)})" for method, of_method in methods.items() if method != "close"
             )
             raise ValueError(f"got {path!r}, a class without the method {name}: expected a class with {expected}")
+        require_synchronous(f"{path}.{name}", method)
         is_bound = isinstance(inspect.getattr_static(made, name), staticmethod | classmethod)
         _require_parameters(f"{path}.{name}", method, parameters if is_bound else ("self", *parameters))
     return of
+
+
+def require_synchronous(path: str, function: Callable[..., Any]) -> None:
+    """Raise ValueError for a function with `async def`, and for an object with such a `__call__`."""
+    kinds = inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    called = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
+    if any(is_kind(one) for is_kind in kinds for one in (function, called)):
+        raise ValueError(
+            f"got {path!r}, which is asynchronous (async def): expected a function that returns its result; it may "
+            "call asyncio.run itself, and rollout.workers make many calls at once"
+        )
 
 
 def _function(path: str, hint: str) -> Callable[..., Any]:
@@ -168,19 +193,19 @@ def checked_call(
 def checked_reward(
     reward: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
 ) -> float:
-    """The reward of a completion. Raises ValueError if it is not finite. source: `file:line` of the record."""
+    """The reward of a completion. Raises UserFunctionError if it is not finite. source: `file:line` of the record."""
     about = about_completion(completion, source)
     value = reward(prompt, completion, copied_record(record, source), about=about)
     number = finite_number(value)
     if number is None:
-        raise ValueError(f"{reward} gives {shown(value)}{about}: expected a finite number")
+        raise UserFunctionError(f"{reward} gives {shown(value)}{about}: expected a finite number")
     return number
 
 
 def checked_reply(
     environment: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
 ) -> str | None:
-    """The environment's reply to a completion. Raises ValueError unless the reply is a text or None."""
+    """The environment's reply to a completion. Raises UserFunctionError unless the reply is a text or None."""
     about = about_completion(completion, source)
     return checked_text(
         environment, environment(prompt, completion, copied_record(record, source), about=about), about
@@ -188,16 +213,16 @@ def checked_reply(
 
 
 def checked_text(environment: UserFunction, value: Any, about: str) -> str | None:
-    """A reply of an environment. Raises ValueError unless it is a text that UTF-8 can represent, or None."""
+    """A reply of an environment. Raises UserFunctionError unless it is None or a text that UTF-8 can represent."""
     if value is None:
         return None
     if not isinstance(value, str):
-        raise ValueError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
+        raise UserFunctionError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
     reply = str.__str__(value)  # a subclass may have methods of its own
     try:
         reply.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserFunctionError(
             f"{environment} gives a text with half of a surrogate pair at character {error.start + 1}{about}: "
             "expected text that UTF-8 can represent"
         ) from error
@@ -235,11 +260,11 @@ def shown(value: Any) -> str:
 
 
 def copied_record(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """A copy of a record. Raises ValueError if it is nested too deeply. source: `file:line` of the record."""
+    """A copy of a record. Raises UserFunctionError if it is nested too deeply. source: `file:line` of the record."""
     try:
         return copy.deepcopy(record)
     except RecursionError as error:
-        raise ValueError(f"{source}: the record is nested too deeply to be copied for a function") from error
+        raise UserFunctionError(f"{source}: the record is nested too deeply to be copied for a function") from error
 
 
 def about_completion(completion: str, source: str) -> str:
@@ -257,8 +282,8 @@ def _imported(name: str) -> ModuleType | None:
 
 
 class _ForeignCode(AbstractContextManager[object]):
-    """Convert exceptions of the block to ValueError, except OverdueError and Ctrl-C. SystemExit is converted, too:
-    exit code 0 would mean a complete run. what, about: the text before and after the exception in the message.
+    """Convert exceptions of the block to UserFunctionError, except OverdueError and Ctrl-C. SystemExit is converted,
+    too: exit code 0 would mean a complete run. what, about: the text before and after the exception in the message.
     """
 
     def __init__(self, what: str, about: str = ""):
@@ -267,7 +292,7 @@ class _ForeignCode(AbstractContextManager[object]):
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not isinstance(error, OverdueError) and not _is_ctrl_c(error):
             message = f"{self._what} raises {in_words(error)}{self._about}{_frames(error.__traceback__)}"
-            raise ValueError(message) from error
+            raise UserFunctionError(message) from error
 
 
 def _is_ctrl_c(error: BaseException) -> bool:

@@ -17,10 +17,13 @@ from stillhouse.user_code.functions import (
     in_words,
     load_class,
     load_function,
+    require_synchronous,
 )
 
 #: the methods of a class with tools that are no tools themselves, and their parameters
 _NO_TOOLS = {"reset": ("prompt", "record"), "close": ()}
+#: the beginning of the text of a reply that is an error
+ERROR = "Error: "
 #: a call that the model makes: the name of the tool, its arguments, and a problem in place of a reply, or ""
 MadeCall = tuple[str, Mapping[str, Any], str]
 
@@ -79,8 +82,7 @@ class Tools:
     def _add(self, name: str, described: Callable[..., Any], path: str) -> None:
         if name in self.described:
             raise ValueError(f"got {path!r}, but there is another tool of this name: expected different names")
-        if inspect.iscoroutinefunction(getattr(described, "__func__", described)):
-            raise ValueError(f"got {path!r}, which is asynchronous: expected a function that returns its result")
+        require_synchronous(path, described)
         self.described[name] = described
 
 
@@ -108,7 +110,7 @@ class _SampleTools:
     def step(self, turn: Sequence[MadeCall], about: str) -> list[str]:
         """The texts of the replies to the calls of a turn, in their order."""
         return [
-            f"Error: {problem}" if problem else self._reply(self._functions[name], arguments, about)
+            f"{ERROR}{problem}" if problem else self._reply(self._functions[name], arguments, about)
             for name, arguments, problem in turn
         ]
 
@@ -124,7 +126,7 @@ class _SampleTools:
             cause = error.__cause__
             if cause is None or (self._is_limited and isinstance(cause, MemoryError)):
                 raise
-            reply = f"Error: {in_words(cause)}"
+            reply = f"{ERROR}{in_words(cause)}"
         return reply.encode(errors="replace").decode()  # half of a surrogate pair may come from the model's JSON
 
 

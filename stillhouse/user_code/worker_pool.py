@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from stillhouse.display import first_line
 from stillhouse.user_code.call_queue import Call, CallQueue, require_json
 from stillhouse.user_code.episodes import Episode
-from stillhouse.user_code.functions import about_completion
+from stillhouse.user_code.functions import UserFunctionError, about_completion
 from stillhouse.user_code.worker import ERROR, UNUSABLE, VALUE
 
 #: seconds in which a worker must have imported the functions
@@ -101,8 +101,9 @@ class WorkerPool:
         """Return a function that starts a call (prompt, completion, record, source) of this key's function; for a
         class, with an `Episode` as a fifth argument.
 
-        path: which function, if the key has several. The future raises ValueError with the function and the
-        completion if the function fails, or if two workers did not return. If the pool is closed, it is never done.
+        path: which function, if the key has several. The future raises UserFunctionError with the function and
+        the completion if the function fails, or if two workers did not return. If the pool is closed, it is never
+        done.
         """
         at = next(at for at, of in enumerate(self._functions) if of[0] == key and path in (None, of[1]))
 
@@ -111,7 +112,7 @@ class WorkerPool:
             try:
                 if self._hosts:  # whichever worker gets the call
                     require_json(arguments)
-            except ValueError as error:
+            except UserFunctionError as error:
                 future.set_exception(error)
             else:
                 self._calls.put(Call(at, arguments, future))
@@ -165,7 +166,7 @@ class WorkerPool:
                 problem, worker = str(error), None
                 continue
             except ValueError as error:
-                call.future.set_exception(error)
+                call.future.set_exception(UserFunctionError(str(error)))
                 self._end(worker)
                 return None
             if UNUSABLE in answer:
@@ -173,7 +174,7 @@ class WorkerPool:
                 problem, worker = answer[UNUSABLE], None
                 continue
             if ERROR in answer:
-                call.future.set_exception(ValueError(answer[ERROR]))
+                call.future.set_exception(UserFunctionError(answer[ERROR]))
             else:
                 call.future.set_result(answer[VALUE])
             return worker
@@ -181,7 +182,7 @@ class WorkerPool:
             problem = f"{name} {problem}{about_completion(*call.arguments[1::2])}"
         first, *frames = problem.split("\n")
         # a process that does not start is no fault of the call, and must not become a reply to a model
-        kind = CallLostError if is_started else ValueError
+        kind = CallLostError if is_started else UserFunctionError
         call.future.set_exception(kind("\n".join([first + why, *frames])))
         return worker
 
@@ -238,7 +239,7 @@ class WorkerPool:
             worker.end()
 
 
-class CallLostError(ValueError):
+class CallLostError(UserFunctionError):
     """A call has not returned, in two processes that had started."""
 
 

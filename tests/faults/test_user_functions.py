@@ -1,5 +1,6 @@
 """Runs whose rewards, environments and callbacks end the process, hang, raise, change their record or fail."""
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -32,6 +33,34 @@ from kit.user_functions import (
 REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0}
 #: seconds after which a run with a function that does not return must have ended
 SOON = 12.0
+#: a reward, an environment and a callback that note what they are called with, and raise for the text in `wrong`
+FAILING = """
+from pathlib import Path
+
+def note(text):
+    with open("noted", "a") as file:
+        file.write(f"{text}\\n")
+    if Path("wrong").exists() and Path("wrong").read_text() == text:
+        raise KeyError(text)
+
+def reward(prompt, completion, record):
+    note(prompt)
+    return float(len(completion))
+
+class Game:
+    def reset(self, prompt, record):
+        self.prompt, self.turns = prompt, 0
+
+    def step(self, turn):
+        self.turns += 1
+        if self.turns == 2:
+            note(self.prompt)
+        return None if self.turns == 3 else f" {len(turn)}!"
+
+def metric(context):
+    note(f"step {context.step}")
+    return {"one": 1.0}
+"""
 
 
 @pytest.mark.parametrize("processes", [1, slow(2)])
@@ -58,6 +87,45 @@ def test_a_run_ends_with_one_line_and_the_users_frames(
     assert "Traceback" not in ranks.err
     assert "stillhouse/" not in ranks.err.replace(str(tmp_path), "")
     assert not (tmp_path / "out" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes"),
+    [
+        ({"rollout.environment": "failing:Game", "rollout.reward": named(counts), "rollout.schedule": "async"}, 1),
+        slow({"rollout.reward": "failing:reward", "rollout.schedule": "one_step_off"}, 1),
+        slow({"rollout.reward": "failing:reward", "rollout.workers": 2, "rollout.schedule": "one_step_off"}, 2),
+        slow({"rollout.environment": "failing:Game", "rollout.reward": named(counts)}, 2),
+        slow({"rollout.reward": named(counts), "eval.callbacks": ["failing:metric"], "eval.every": 2}, 2),
+    ],
+)
+def test_a_function_that_fails_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], processes: int
+) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    turns = {"rollout.stop": ["e", "a", "i"]} if "rollout.environment" in settings else {}
+    common = {"checkpoint.every": 0, "parallel.fsdp": processes}
+    write_on_policy_run(tmp_path, **REWARDED | settings | turns | common)
+    arguments, out = ("distill", tmp_path / "run.yaml"), tmp_path / "out"
+    run_ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}")
+    noted = list(dict.fromkeys((tmp_path / "noted").read_text().splitlines()))
+    (tmp_path / "wrong").write_text(noted[2 * len(noted) // 3])
+    ranks = Ranks(processes, *arguments)
+    assert ranks.wait() == [1] * processes, ranks.texts
+    (saved,) = (out / "checkpoints").glob("step-*")
+    first, *frames = ranks[0].err[ranks[0].err.index("error: ") :].splitlines()
+    assert re.match(rf"error: \S+: failing:\S+ raises KeyError: '{noted[2 * len(noted) // 3]}'", first)
+    assert first.endswith(
+        f"; the run has stopped after a checkpoint: {saved}; correct it, and the same command continues"
+    )
+    assert frames[0].startswith(f'  File "{tmp_path / "failing.py"}", line ')
+    (tmp_path / "wrong").unlink()
+    run_ranks(processes, *arguments)
+    assert rollout_figures(out) == rollout_figures(tmp_path / "undisturbed")
+    assert contents(out / "model") == contents(tmp_path / "undisturbed" / "model")
+    evaluations = [line for line in (out / "metrics.jsonl").read_text().splitlines() if "eval/one" in line]
+    assert len(evaluations) == (4 if "eval.callbacks" in settings else 0)
 
 
 @pytest.mark.slow
@@ -90,7 +158,7 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
 )
 def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after: int, processes: int) -> None:
     """Afterwards the run goes on as if nothing had happened. Only a function that catches everything costs the steps
-    since the last checkpoint."""
+    since the last checkpoint. A line names a function that takes long, also one that holds Python's lock."""
     settings = REWARDED | {"rollout.reward": named(function), "rollout.schedule": "one_step_off"}
     write_on_policy_run(tmp_path, **settings, **{"checkpoint.every": 0, "parallel.fsdp": processes})
     arguments, hangs, out = ("distill", tmp_path / "run.yaml"), tmp_path / "hangs", tmp_path / "out"
@@ -103,6 +171,10 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after:
         wait_for(lambda: len(rollout_figures(out)) >= after if (out / "metrics.jsonl").exists() else False)
         Path(f"{hangs}.warm").touch()
     wait_for(hangs.exists)
+    late = (
+        rf"warning: rollout\.reward: {named(function)} has run for 0\.3 s for the completion .* of .*train\.jsonl:\d"
+    )
+    wait_for(lambda: re.search(late, ranks[0].err) is not None)
     ranks.send(signal.SIGTERM)
     started = time.monotonic()
     codes = ranks.wait(SOON, grace=SOON)

@@ -38,6 +38,7 @@ def rollout_values(step, steps, rng) -> dict:
     return {
         "rollout/completion_tokens": 180 + 150 * progress + rng.gauss(0, 10),
         "rollout/truncated": 0.3 * (1 - progress),
+        "rollout/turns": 2.5, "rollout/tool_calls": 1.5, "rollout/tool_errors": 0.1, "rollout/equal_rewards": 0.2,
         "rollout/reward": 0.1 + 0.6 * progress + rng.gauss(0, 0.03), "rollout/reward_std": 0.4,
         "rollout/staleness": 0.8, "rollout/staleness_max": 2, "rollout/log_ratio": 0.004,
         "rollout/log_ratio_max": 0.9,

@@ -67,9 +67,10 @@ _marked: list[Path] = []
 def mark(path: str) -> None:
     """A hook of a run's processes: a function that hangs marks this file. It hangs once `path`.warm exists.
 
-    After a signal, it has one second to return.
+    After a signal, it has one second to return. A line names it after 0.3 seconds.
     """
     _marked.append(Path(path))
+    preemption.SECONDS_UNTIL_NAMED, preemption.SECONDS_BETWEEN_LOOKS = 0.3, 0.1
     preemption.SECONDS_TO_RETURN = 1.0
 
 

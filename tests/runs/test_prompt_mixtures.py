@@ -87,13 +87,14 @@ def test_every_source_has_a_reward_sampling_and_curves(tmp_path: Path) -> None:
         keys = {key.split("/")[2] for key in line if key.startswith(f"rollout/{name}/")}
         assert not any(key.startswith(f"rollout/{'counts' if name == 'train' else 'train'}/") for key in line)
         assert keys == {
-            *("completions", "completion_tokens", "truncated", "reward"),
+            *("completions", "completion_tokens", "truncated", "reward", "equal_rewards"),
             *("reverse_kl_nats_per_token", "policy_gradient_nats_per_token"),
         }
         of_source = {key: line[f"rollout/{name}/{key}"] for key in keys}
         assert of_source["completions"] == len(of_step) == (4 if name == "train" else 3)
         rewards = [sample["reward"] for sample in of_step]
         assert min(rewards) >= 0 if name == "train" else max(rewards) <= 0
+        assert of_source["equal_rewards"] == (len(set(rewards)) == 1) == line["rollout/equal_rewards"]
         assert of_source["reward"] == pytest.approx(statistics.fmean(rewards))
         assert of_source["completion_tokens"] == statistics.fmean(sample["length"] for sample in of_step)
         assert of_source["truncated"] == statistics.fmean(sample["finish"] == "length" for sample in of_step)
@@ -115,6 +116,8 @@ def test_a_step_has_the_metrics_of_both_sources(tmp_path: Path) -> None:
     for line in rollout_figures(out):
         assert (line["rollout/train/completions"], line["rollout/counts/completions"]) == (4, 12)
         assert line["rollout/share"] == 16 / 20
+        assert line["rollout/turns"] == pytest.approx((4 + 12 * line["rollout/counts/turns"]) / 16)
+        assert "rollout/train/turns" not in line
         assert line["rollout/log_ratio_max"] < 1e-4
         means = [line[f"rollout/{name}/reverse_kl_nats_per_token"] for name in ("train", "counts")]
         assert min(means) < line["loss/reverse_kl_nats_per_token"] < max(means)

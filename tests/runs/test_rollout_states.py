@@ -29,6 +29,7 @@ FIRST = 4 * STEP
 SCHEDULES = [(0, True, 0), (1, True, 0), (2, True, 0), (1, False, 1), (2, False, 2)]
 
 WRONG_PARTS = '{"asked_at": [], "trained": [], "reward_parts": [[NaN]]}'
+WRONG_CALLS = '{"asked_at": [], "trained": [], "tool_calls": [[1, 2]]}'
 
 Change = Callable[[QueueState], QueueState]
 
@@ -209,7 +210,10 @@ def intact(folder: Path) -> Any:
 
 def test_a_file_of_samples_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = after(STEP, 2, False, 2, seed=3)
-    with_parts = replace(written, samples=[replace(sample, reward_parts=(0.1, 2.0)) for sample in written.samples])
+    with_parts = replace(
+        written,
+        samples=[replace(sample, reward_parts=(0.1, 2.0), tool_calls=3, tool_errors=1) for sample in written.samples],
+    )
     for state in (written, with_parts, QueueState()):
         write_queue(tmp_path, state)
         state_read = read_queue(intact(tmp_path))
@@ -217,6 +221,7 @@ def test_a_file_of_samples_is_read_as_it_was_written(tmp_path: Path) -> None:
         for one, other in zip(state_read.samples, state.samples, strict=True):
             assert (one.number, one.prompt, one.reward) == (other.number, other.prompt, other.reward)
             assert one.reward_parts == other.reward_parts
+            assert (one.tool_calls, one.tool_errors) == (other.tool_calls, other.tool_errors)
             for name in ("ids_N", "log_probs_N", "versions_N"):
                 assert (getattr(one.completion, name) == getattr(other.completion, name)).all()
 
@@ -235,7 +240,13 @@ def test_groups_of_another_form_and_a_file_that_is_cut_are_refused(tmp_path: Pat
     write_queue(tmp_path, finished())
     intact_bytes = (tmp_path / ROLLOUTS).read_bytes()
     contents = [intact_bytes[:length] for length in range(0, len(intact_bytes), 97)]
-    for groups in ('{"asked_at": [[20, 3], [20, 4]], "trained": []}', '{"asked_at": [["20", 3]]}', "[", WRONG_PARTS):
+    for groups in (
+        '{"asked_at": [[20, 3], [20, 4]], "trained": []}',
+        '{"asked_at": [["20", 3]]}',
+        "[",
+        WRONG_PARTS,
+        WRONG_CALLS,
+    ):
         rewrite(tmp_path / ROLLOUTS, lambda arrays: {}, groups)
         contents.append((tmp_path / ROLLOUTS).read_bytes())
     for content in contents:

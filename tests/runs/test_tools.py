@@ -109,6 +109,8 @@ def test_tokens_targets_and_gradients_are_those_of_apply_chat_template(
     (figures,) = rollout_figures(out)
     assert figures["loss/total_nats_per_token"] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert figures["train/gradient_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert figures["rollout/turns"] == figures["rollout/tool_calls"] + 1 == 2
+    assert figures["rollout/tool_errors"] == 0
 
 
 def test_a_hostile_reply_is_text_that_is_no_target(

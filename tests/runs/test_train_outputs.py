@@ -221,7 +221,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
         r"steps +6 of 4 sequences \(at most 32 tokens each\), 2 per micro-batch",
         r"run folder +.*/out: a new run",
         r".*The still ⟦is heated</s>⟧",
-        r"one step +[\d,]+ tokens in [\d.]+ s \([\d.]+ s the first time, when functions are compiled\), loss [\d.]+",
+        r"one step +[\d,]+ tokens in [\d.]+ s \([\d.]+ s the first time, when the loss is compiled\), loss [\d.]+",
         r"  cross_entropy +gradient norm [\d.]+",
         r"  jsd\(0\.5\) +gradient norm [\d.]+",
         r"  entropy +gradient norm [\d.e-]+",
@@ -232,8 +232,8 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
     assert [checked[number] for number in stages] == [
         "reading the data …",
         "loading the models …",
-        "running one step (sequences: 4, micro-batches: 2): the teacher's signals; functions are compiled …",
-        "running one step (sequences: 4, micro-batches: 2): forward and backward; functions are compiled …",
+        "running one step (sequences: 4, micro-batches: 2): the teacher's signals …",
+        "running one step (sequences: 4, micro-batches: 2): forward and backward; the loss is compiled …",
         checked[stages[4]],
         "running the same step with each of 4 losses alone …",
     ]

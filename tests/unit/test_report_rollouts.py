@@ -37,8 +37,9 @@ def headings(page: Page) -> list[str]:
 def test_page_has_the_curves_of_rollouts_and_tasks(run_dir):
     page = Page(write_report(run_dir))
     assert page.titles[:2] == ["Exact match: gsm8k", "Exact match: math"]
-    assert page.titles[-9:] == [
-        "Reward", "Reward, spread", "Completion length", "Cut completions", "Own completions", "Staleness",
+    assert page.titles[-13:] == [
+        "Reward", "Reward, spread", "Completion length", "Cut completions", "Turns", "Calls of tools",
+        "Errors of tools", "Equal rewards", "Own completions", "Staleness",
         "Training against engine", "Waiting", "Sampling",
     ]  # fmt: skip
     assert "Other" not in headings(page)

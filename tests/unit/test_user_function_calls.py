@@ -184,6 +184,8 @@ def test_replies_are_text() -> None:
             "takes (prompt, completion): expected a function(prompt, completion, record)",
         ),
         ("def f(prompt, completion, record, *, more): ...", "takes (prompt, completion, record, *, more)"),
+        ("async def f(prompt, completion, record): ...", "got '{module}:f', which is asynchronous (async def)"),
+        ("class F:\n    async def __call__(self, *of): ...\nf = F()", "which is asynchronous (async def): expected"),
         ("f = 3", "has no function 'f'"),
     ],
 )

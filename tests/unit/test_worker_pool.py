@@ -11,6 +11,7 @@ import pytest
 from kit.runs import wait_for
 
 from stillhouse.user_code import worker_pool
+from stillhouse.user_code.functions import UserFunctionError
 from stillhouse.user_code.worker_pool import WorkerPool
 
 CODE = """
@@ -159,7 +160,7 @@ def test_a_module_that_is_not_imported_in_time(pools: list[WorkerPool], tmp_path
             ValueError, match=r"worker_functions:length is not imported within 0\.5 s for the com"
         ) as raised:
             opened(pools, "length")("", "", {}, "a:1").result(60)
-        assert raised.type is ValueError  # a `CallLostError` would become the reply of a tool
+        assert raised.type is UserFunctionError  # a `CallLostError` would become the reply of a tool
     finally:
         worker_pool.SECONDS_TO_START = before
 
@@ -174,4 +175,4 @@ def test_a_machine_without_memory_for_a_process(pools: list[WorkerPool], monkeyp
         ValueError, match=r"length needs a new process, which does not start .*Cannot allocate"
     ) as raised:
         call("", "", {}, "a:1").result(60)
-    assert raised.type is ValueError
+    assert raised.type is UserFunctionError

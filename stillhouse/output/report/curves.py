@@ -114,6 +114,10 @@ ROLLOUTS = (
     _rollouts("Reward, spread", "standard deviation", {"": "rollout/reward_std"}),
     _rollouts("Completion length", "tokens, mean", {"": "rollout/completion_tokens"}),
     _rollouts("Cut completions", "of completions", {"": "rollout/truncated"}, percent=True),
+    _rollouts("Turns", "of a completion, mean", {"": "rollout/turns"}),
+    _rollouts("Calls of tools", "of a completion, mean", {"": "rollout/tool_calls"}),
+    _rollouts("Errors of tools", "of calls", {"": "rollout/tool_errors"}, percent=True),
+    _rollouts("Equal rewards", "of prompts, no signal", {"": "rollout/equal_rewards"}, percent=True),
     _rollouts("Own completions", "of completions", {"": "rollout/share"}, percent=True),
     _rollouts("Staleness", "optimizer steps", _means("rollout/staleness")),
     _rollouts("Training against engine", "nats, |log-ratio| at drawn tokens", _means("rollout/log_ratio"), log=True),
@@ -136,6 +140,10 @@ OF_SOURCES = (
     _rollouts("Completion length", "tokens, mean", {"": "completion_tokens"}),
     _rollouts("Cut completions", "of completions", {"": "truncated"}, percent=True),
     _rollouts("Completions", "of the source, in a step", {"": "completions"}),
+    _rollouts("Turns", "of a completion, mean", {"": "turns"}),
+    _rollouts("Calls of tools", "of a completion, mean", {"": "tool_calls"}),
+    _rollouts("Errors of tools", "of calls", {"": "tool_errors"}, percent=True),
+    _rollouts("Equal rewards", "of prompts, no signal", {"": "equal_rewards"}, percent=True),
 )
 SOURCE = re.compile(rf"(?!{REWARD_PART})rollout/([^/]+)/(.+)")
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from stillhouse.serving.client.pool import Call, RefusedError, ServerError, ServerPool
-from stillhouse.user_code.functions import about_completion, finite_number, shown
+from stillhouse.user_code.functions import UserFunctionError, about_completion, finite_number, shown
 
 #: the most bytes of an answer
 MOST_BYTES = 65536
@@ -35,15 +35,18 @@ class RewardServer:
     def call(self, prompt: str, completion: str, record: Mapping[str, Any], source: str) -> Future[Any]:
         """Request the reward of a completion; returns at once. source: `file:line` of the record.
 
-        The future raises ValueError with the server and the completion if the server refuses the request or gives no
-        finite number, and ServerError if it does not answer in time. The call itself raises ValueError for a record
-        that JSON cannot represent.
+        The future raises UserFunctionError with the server and the completion if the server refuses the request or
+        gives no finite number, or if JSON cannot represent the record, and ServerError if the server does not answer
+        in time.
         """
-        about = about_completion(completion, source)
+        about, named = about_completion(completion, source), Future[Any]()
         try:
             content = json.dumps({"prompt": prompt, "completion": completion, "record": record}, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{self._name}: the record of {source} cannot be sent as JSON ({error})") from error
+            named.set_exception(
+                UserFunctionError(f"{self._name}: the record of {source} cannot be sent as JSON ({error})")
+            )
+            return named
         call = Call(
             self._path,
             content.encode(),
@@ -52,7 +55,6 @@ class RewardServer:
             tokens=1,
             most_bytes=MOST_BYTES,
         )
-        named: Future[Any] = Future()
         self._pool.submit(call).add_done_callback(lambda answer: self._settle(named, answer, about))
         return named
 
@@ -74,8 +76,9 @@ class RewardServer:
             named.set_exception(ServerError(f"{self._name} was given up, because the run ends"))
             return
         error = answer.exception()
-        if isinstance(error, RefusedError) and about not in str(error):
-            error = ValueError(f"{self._name} refuses the request{about}: {error}")
+        if isinstance(error, RefusedError):
+            is_named = about in str(error)
+            error = UserFunctionError(str(error) if is_named else f"{self._name} refuses the request{about}: {error}")
         if error is None:
             named.set_result(answer.result())
         else:

@@ -1,0 +1,113 @@
+"""Warnings, each once, about samples that a run cannot learn from as its configuration says."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from stillhouse.config import RolloutConfig
+from stillhouse.generation import PromptPlan, Sample
+from stillhouse.loops.sample_statistics import has_turns
+from stillhouse.parallel import log_rank0
+
+#: the largest mean difference, in nats, between the log-probabilities of the engine and of the trainer that causes no
+#: warning: for the tokens that the current weights generated, and for all tokens
+MAX_LOG_RATIO, MAX_STALE_LOG_RATIO = 0.1, 1.0
+#: a warning is given if the share of cut completions is above OFTEN_CUT and if, compared to the first FIRST_STEPS
+#: steps, the mean length is more than LONGER times as large or the share has grown by more than MORE_CUT
+LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
+MORE_CUT = 0.3
+#: a warning is given after so many steps without a call or a reply, and after so many steps in which every completion
+#: is cut
+SILENT_STEPS = 5
+
+
+class RolloutWarnings:
+    """The warnings since the run was started or resumed. rollouts: the section rollout for each source of prompts."""
+
+    def __init__(self, plan: PromptPlan, rollouts: Sequence[RolloutConfig]):
+        self._plan, self._rollouts = plan, rollouts
+        self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
+        self._cut_steps = self._cut_samples = 0  # those since the last completion that has ended
+        # steps with samples that may have several turns; these samples, those that are cut, and those with a reply
+        self._steps = self._count = self._cut = self._replied = 0
+        self._warned: set[str] = set()
+
+    def watch(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
+        """Warn about the samples of a step, if there is a reason. metrics: those of the step."""
+        self._watch_length(metrics)
+        self._watch_ends(samples)
+        self._watch_replies(samples)
+        self._watch_ratios(metrics)
+
+    def _watch_length(self, metrics: Mapping[str, float]) -> None:
+        length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
+        if len(self._first) < FIRST_STEPS:
+            self._first.append((length, cut))
+        usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
+        if cut > OFTEN_CUT and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
+            self._warn(
+                "length",
+                f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
+                f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
+                "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
+            )
+
+    def _watch_ends(self, samples: Sequence[Sample]) -> None:
+        if any(sample.completion.finish != "length" for sample in samples):
+            self._cut_steps = self._cut_samples = 0
+            return
+        self._cut_steps, self._cut_samples = self._cut_steps + 1, self._cut_samples + len(samples)
+        if self._cut_steps == SILENT_STEPS:
+            self._warn(
+                "ends",
+                f"all {self._cut_samples:,} completions of the last {SILENT_STEPS} steps are cut at "
+                "rollout.max_new_tokens: none of them has an end of sequence or a text of rollout.stop. Expected a "
+                "larger rollout.max_new_tokens, or a student that ends its completions",
+            )
+
+    def _watch_replies(self, samples: Sequence[Sample]) -> None:
+        with_turns = [sample for sample in samples if has_turns(self._rollout_of(sample))]
+        self._steps += bool(with_turns)
+        self._count += len(with_turns)
+        self._cut += sum(sample.completion.finish == "length" for sample in with_turns)
+        self._replied += sum(not sample.is_generated_N.all() or sample.tool_calls > 0 for sample in with_turns)
+        if self._steps != SILENT_STEPS or self._replied:
+            return
+        none = f"none of the {self._count:,} completions of the last {SILENT_STEPS} steps has"
+        if self._rollouts[0].tool_paths:
+            self._warn(
+                "replies",
+                f"{none} called one of rollout.tools ({self._cut:,} of them are cut at rollout.max_new_tokens): the "
+                "student does not write calls in the format of its chat template, or the prompts need none",
+            )
+        else:
+            self._warn(
+                "replies",
+                f"{none} had a reply of rollout.environment: it is not called after a completion that is cut at "
+                f"rollout.max_new_tokens ({self._cut:,} of them) and after the last of rollout.max_turns, and has "
+                "returned None otherwise",
+            )
+
+    def _rollout_of(self, sample: Sample) -> RolloutConfig:
+        return self._rollouts[self._plan.source_of(self._plan.group_of(sample.number))]
+
+    def _watch_ratios(self, metrics: Mapping[str, float]) -> None:
+        fresh, ratio = metrics.get("rollout/log_ratio_fresh", 0.0), metrics.get("rollout/log_ratio", 0.0)
+        if fresh > MAX_LOG_RATIO or math.isnan(fresh):
+            self._warn(
+                "ratio",
+                f"the engine's log-probabilities differ by {fresh:.3g} nats on average from those in training, with "
+                "the same weights: it computes another model, another temperature or in another precision",
+            )
+        elif ratio > MAX_STALE_LOG_RATIO or math.isnan(ratio):
+            self._warn(
+                "stale ratio",  # its own name, so that the more certain warning above can still follow
+                f"the engine's log-probabilities, by weights that are at most {metrics['rollout/staleness_max']:.0f} "
+                f"steps older, differ by {ratio:.3g} nats on average from those in training: train.learning_rate is "
+                "too high, or the engine computes another model, another temperature or in another precision",
+            )
+
+    def _warn(self, what: str, line: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            log_rank0(f"warning: {line}")
