@@ -61,8 +61,7 @@ class RolloutWarnings:
             self._warn(
                 "ends",
                 f"all {self._cut_samples:,} completions of the last {SILENT_STEPS} steps are cut at "
-                "rollout.max_new_tokens: none of them has an end of sequence or a text of rollout.stop. Expected a "
-                "larger rollout.max_new_tokens, or a student that ends its completions",
+                "rollout.max_new_tokens: expected a larger one, or a student that ends its completions",
             )
 
     def _watch_replies(self, samples: Sequence[Sample]) -> None:

@@ -6,24 +6,34 @@ with real engines are in `test_on_policy.py`.
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kit.rollout_queues import PROMPTS, SAMPLES, STEPS, LateEngine, prompts, queue_of
+from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.generation import (
     POLICY_VERSION,
     Completion,
+    GenerationRequest,
     PromptPlan,
+    RolloutQueue,
     Sample,
+    SampleGenerator,
+    SourceSettings,
     TargetRules,
     require_versions,
     step_documents,
 )
 from stillhouse.generation.advantages import mean_and_deviation, with_advantages
+from stillhouse.generation.rollout_schedule import RolloutSchedule
+from stillhouse.generation.turn_replies import TextReplies
+from stillhouse.generation.user_functions import done
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.user_code.functions import UserFunctionError
 
 
 def numbers(samples: Sequence[Sample]) -> list[int]:
@@ -125,6 +135,44 @@ def test_a_checkpoint_is_written_although_no_server_answers() -> None:
     kept = set(numbers(queue.state().samples))
     assert kept <= answered
     assert len(kept) >= len(answered) - 1
+
+
+class EngineInJob(LateEngine):
+    """Its futures are done when it returns them."""
+
+    def generate(self, requests: Sequence[GenerationRequest], ended: Any = None) -> list[Future[Completion]]:
+        futures = super().generate(requests)
+        self.answer()
+        return futures
+
+
+def test_after_a_failed_reply_an_engine_in_the_job_gets_the_batches_of_an_undisturbed_run() -> None:
+    """So samples that had ended are generated again, together with the others."""
+
+    def queue_with(engine: EngineInJob, failing: int = -1) -> RolloutQueue:
+        def reply(*arguments: Any) -> Future[Any]:
+            episode = arguments[-1]
+            if (episode.number, len(episode.turns)) == (failing, 2):
+                raise UserFunctionError("the reply fails")
+            return done(None if episode.number % 2 or len(episode.turns) == 3 else " no!")
+
+        source = SourceSettings(30, environment=TextReplies(reply, toy_tokenizer()), max_turns=4)
+        plan = PromptPlan.of_one(PROMPTS, 0, 2, SAMPLES, seed=3)
+        generator = SampleGenerator(engine, prompts(), plan, toy_tokenizer(), [source])
+        return RolloutQueue(generator, plan, RolloutSchedule(0, True, 0, STEPS - 1))
+
+    engine, expected = EngineInJob(most=99), EngineInJob(most=99)
+    failed = queue_with(EngineInJob(most=99), failing=4)
+    with pytest.raises(UserFunctionError):
+        failed.ask(0)
+    state = failed.state()
+    assert (state.samples, list(state.requested_at)) == ([], [0, 1])
+    resumed, undisturbed = queue_with(engine), queue_with(expected)
+    resumed.restore(state, 0)
+    resumed.ask(0)
+    undisturbed.ask(0)
+    assert engine.requested == expected.requested
+    assert numbers(resumed.take(0)) == numbers(undisturbed.take(0))
 
 
 def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> None:
