@@ -62,6 +62,7 @@ def write_queue(folder: Path, state: QueueState) -> None:
         "trained": state.trained,
         "reward_parts": [sample.reward_parts for sample in samples],
         "tool_calls": [[sample.tool_calls, sample.tool_errors] for sample in samples],
+        "object_rewards": [sample.object_reward for sample in samples],
     }
     save_file(arrays, folder / ROLLOUTS, metadata={"groups": json.dumps(groups)})
 
@@ -82,13 +83,20 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
         if not all(type(number) is int for number in [*requested_at, *requested_at.values(), *trained]):
             raise ValueError("groups and steps that are no integers")
         ends = pairwise(offsets_of(arrays["tokens_R"]).tolist())
-        # a file of an earlier version has no parts and no calls
+        # a file of an earlier version has no parts, no calls and no rewards of objects
         count = len(arrays["tokens_R"])
         parts_R = _checked_parts(groups.get("reward_parts", [[]] * count), arrays)
         calls_R = _checked_calls(groups.get("tool_calls", [[0, 0]] * count), count)
+        of_objects_R = _checked_of_objects(groups.get("object_rewards", [None] * count), count)
         samples = [
-            replace(_sample(arrays, number, slice(*tokens)), reward_parts=parts, tool_calls=calls, tool_errors=errors)
-            for number, (tokens, parts, (calls, errors)) in enumerate(zip(ends, parts_R, calls_R, strict=True))
+            replace(
+                _sample(arrays, number, slice(*tokens)),
+                reward_parts=parts_R[number],
+                tool_calls=calls_R[number][0],
+                tool_errors=calls_R[number][1],
+                object_reward=of_objects_R[number],
+            )
+            for number, tokens in enumerate(ends)
         ]
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
@@ -113,6 +121,14 @@ def _checked_calls(calls_R: Any, count: int) -> list[list[int]]:
 def _is_count_of_calls(pair: Any) -> bool:
     is_pair = isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
     return is_pair and 0 <= pair[1] <= pair[0]
+
+
+def _checked_of_objects(of_objects_R: Any, samples: int) -> list[float | None]:
+    """The rewards that objects give. Raises ValueError unless there is a finite number or None for each sample."""
+    is_list = isinstance(of_objects_R, list) and len(of_objects_R) == samples
+    if not is_list or not all(number is None or _is_finite(number) for number in of_objects_R):
+        raise ValueError(f"object_rewards {str(of_objects_R)[:80]}: expected a finite number or null for each sample")
+    return [None if number is None else float(number) for number in of_objects_R]
 
 
 def _is_finite(number: Any) -> bool:

@@ -1,6 +1,6 @@
-"""The reward of a completion, as text: a function, a server, or a weighted sum of them.
+"""The reward of a completion, as text: a function, a server, the environment, or a weighted sum of them.
 
-    0.5*mypkg.rewards:exact + 2*http://127.0.0.1:9000/reward
+    0.5*mypkg.rewards:exact + 2*http://127.0.0.1:9000/reward + environment
 
 A `+` between two parts has spaces around it, because an address may contain one.
 """
@@ -17,8 +17,12 @@ from stillhouse.config.section import Text, checked_function
 _WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?P<rest>.*)", re.DOTALL)
 
 
+#: the part that the sample's object gives: that of a class in rollout.environment or rollout.tools
+OF_OBJECT = "environment"
+
+
 class RewardPart(NamedTuple):
-    """A part of a reward. name: a function (package.module:function) or the address of a server."""
+    """A part of a reward. name: a function (package.module:function), the address of a server, or `OF_OBJECT`."""
 
     weight: float
     name: str
@@ -27,10 +31,23 @@ class RewardPart(NamedTuple):
     def is_server(self) -> bool:
         return "://" in self.name
 
+    @property
+    def is_of_object(self) -> bool:
+        return self.name == OF_OBJECT
+
+    @property
+    def is_function(self) -> bool:
+        return not (self.is_server or self.is_of_object)
+
 
 def reward_parts(reward: str | None) -> list[RewardPart]:
     """The parts of a valid reward; none without a reward. Raises ValueError for another text."""
     return [] if reward is None else [_part(text.strip()) for text in reward.split(" + ")]
+
+
+def has_part_of_object(reward: str | None) -> bool:
+    """Whether the sample's object gives a part of a valid reward."""
+    return any(part.is_of_object for part in reward_parts(reward))
 
 
 def part_names(reward: str | None) -> list[str]:
@@ -56,6 +73,8 @@ def _short_name(part: RewardPart) -> str:
 def _part(text: str) -> RewardPart:
     match = _WEIGHT.fullmatch(text)
     part = RewardPart(1.0, text) if match is None else RewardPart(float(match["weight"]), match["rest"])
+    if part.is_of_object:
+        return part
     if not part.is_server:
         first, minus, rest = text.partition(" - ")
         if minus:
@@ -85,5 +104,5 @@ def _no_list(reward: Any) -> Any:
     return reward
 
 
-#: a function, a server or a weighted sum of them
+#: a function, a server, the environment or a weighted sum of them
 RewardText = Annotated[Text, BeforeValidator(_no_list), AfterValidator(_checked_reward)]

@@ -10,7 +10,7 @@ from itertools import product
 
 from stillhouse.config.engine_rules import RULES_OF_ENGINES
 from stillhouse.config.errors import ConfigError, listed
-from stillhouse.config.reward_sum import reward_parts
+from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.rule import FIELDS, NAMED, Rule, default, excludes, needs
 from stillhouse.config.schema import yaml_value
 from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
@@ -147,6 +147,12 @@ RULES: tuple[Rule, ...] = (
         because="each of them decides what follows a turn",
     ),
     needs("rollout.tool_tokens", "rollout.tools"),
+    Rule(
+        ("rollout.reward", "rollout.environment", "rollout.tools"),
+        lambda reward, environment, tools: has_part_of_object(reward) and environment is None and tools is None,
+        "a class with a method reward in rollout.environment or rollout.tools",
+        "environment stands for what this method gives",
+    ),
     Rule(
         ("rollout.max_turns", "rollout.environment", "rollout.tools"),
         lambda turns, environment, tools: (

@@ -25,7 +25,7 @@ from stillhouse.data.documents import Documents
 from stillhouse.data.images import EncodedImage, pillow_version
 from stillhouse.data.read.data_source import local_files, read_records
 from stillhouse.data.read.foreign_columns import ForeignColumns, foreign_columns
-from stillhouse.data.read.image_columns import MARK, with_images
+from stillhouse.data.read.image_columns import with_images
 from stillhouse.data.record import (
     MAX_CHARACTERS,
     DataError,
@@ -43,6 +43,7 @@ from stillhouse.data.render.record_forms import template_for
 from stillhouse.data.render.teacher_images import TeacherImages, not_read
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.substitutions import Substitution
+from stillhouse.data.text_warnings import TextWarnings
 from stillhouse.data.token_cache import cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
@@ -176,8 +177,7 @@ class _Loader:
         self.waiting: list[_Waiting] = []
         self.characters = 0  # the total length of the waiting records
         self.writer = DocumentWriter(folder)
-        self.with_mark = 0  # the number of records without images whose text has the mark of one
-        self.first_with_mark = ""
+        self.text_warnings = TextWarnings(tokenizer, options.targets)
 
     def add(self, record: Record) -> None:
         self.report.read += 1
@@ -212,11 +212,7 @@ class _Loader:
                 "target, so the student does not learn to stop with it (the chat template ends turns with "
                 "another token, or the limit cuts every document)"
             )
-        if self.with_mark:
-            report.warnings.append(
-                f"{self.first_with_mark}: its text has {MARK}, and the record has no image, so that {MARK} is read "
-                f"as text; expected a column images if it marks the place of one (such records: {self.with_mark:,})"
-            )
+        report.warnings.extend(self.text_warnings.lines())
         return self.writer.documents(report, self.options.columns, self.prefix_templates, self.teachers)
 
     def __enter__(self) -> "_Loader":
@@ -252,9 +248,7 @@ class _Loader:
         """own_fields: those of the record as it is in the source."""
         fields, options = record.fields, self.options
         rendered = template.render(fields)
-        if MARK in rendered.prompt + rendered.body and (rendered.encoded is None or not rendered.encoded.images):
-            self.with_mark += 1
-            self.first_with_mark = self.first_with_mark or record.where
+        self.text_warnings.add(rendered, record.where)
         return _Waiting(
             rendered,
             record.where,

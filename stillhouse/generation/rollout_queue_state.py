@@ -128,6 +128,9 @@ def _problem(sample: Sample, generator: SampleGenerator, vocabulary: int, versio
         )
     if sample.reward is not None and settings.reward is None:
         return f"has the reward {sample.reward}: this run has no rollout.reward"
+    if settings.object_gives_reward != (sample.object_reward is not None):
+        expected = "one" if settings.object_gives_reward else "none, as rollout.reward has no part environment"
+        return f"has {sample.object_reward} as the reward of its environment: expected {expected}"
     if sample.reward is not None and not math.isfinite(sample.reward):
         return f"has the reward {sample.reward}: expected a finite number"
     return ""

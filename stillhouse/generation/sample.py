@@ -136,6 +136,7 @@ class Sample:
     prompt: the number of the prompt's document.
     is_generated_N: bool, whether the model generated the token; otherwise it comes from the environment.
     reward: None if the run has no reward.
+    object_reward: what the sample's object in the environment gives for the reward; None if it gives nothing.
     reward_parts: of a reward that is a weighted sum, the parts without their weights; otherwise empty.
     tool_calls, tool_errors: how many calls of tools have had a reply, and how many of these replies are errors.
     advantage: the reward relative to the rewards of the same prompt (see `advantages.py`).
@@ -148,6 +149,7 @@ class Sample:
     reward: float | None = None
     advantage: float = 0.0
     reward_parts: tuple[float, ...] = ()
+    object_reward: float | None = None
     tool_calls: int = 0
     tool_errors: int = 0
 
@@ -159,12 +161,12 @@ class Sample:
 
     def as_json(self) -> list[Any]:
         is_generated = self.is_generated_N.tolist()
-        reward = [self.reward, self.advantage, self.reward_parts]
+        reward = [self.reward, self.advantage, self.reward_parts, self.object_reward]
         tools = [self.tool_calls, self.tool_errors]
         return [self.number, self.prompt, self.completion.as_json(), is_generated, *reward, *tools]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        number, prompt, completion, is_generated, reward, advantage, parts, *tools = values
+        number, prompt, completion, is_generated, reward, advantage, parts, *others = values
         is_generated_N, completion = np.array(is_generated, dtype=bool), Completion.from_json(completion)
-        return cls(number, prompt, completion, is_generated_N, reward, advantage, tuple(parts), *tools)
+        return cls(number, prompt, completion, is_generated_N, reward, advantage, tuple(parts), *others)

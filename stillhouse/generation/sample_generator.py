@@ -15,12 +15,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
+from stillhouse.generation.completion_turns import turn_texts
 from stillhouse.generation.prompt_plan import PromptPlan
 from stillhouse.generation.rollout_engines import RolloutEngine
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
 from stillhouse.generation.source_settings import SourceSettings
 from stillhouse.generation.turn_replies import SampleTurns
-from stillhouse.generation.user_functions import Reward
+from stillhouse.generation.user_functions import Reward, done
+from stillhouse.user_code.functions import Turn
 
 #: the version of a token that no model generated
 NOT_GENERATED = -1
@@ -35,6 +37,8 @@ class _Open:
     parts: the model's completions and the environment's replies so far, in their order.
     turns: the number of the model's turns so far.
     replies: the replies to these turns so far.
+    object_reward: the reward that its object gives, as soon as it is requested.
+    goes_on: whether the model generates another turn; None until the reply to the present turn has arrived.
     is_cut: whether the environment's last reply has used up the remaining tokens.
     reply_futures: for each of the model's turns that has ended, the reply that was requested; None: the sample ends
         with this turn.
@@ -49,6 +53,8 @@ class _Open:
     parts: list[Completion] = field(default_factory=list)
     turns: int = 0
     replies: list[Any] = field(default_factory=list)
+    object_reward: Future[float] | None = None
+    goes_on: bool | None = None
     is_cut: bool = False
     reply_futures: dict[int, Future[Any] | None] = field(default_factory=dict)
     requested_at: float = 0.0
@@ -63,6 +69,11 @@ class _Open:
     def reply(self) -> Future[Any] | None:
         """The environment's reply to the last turn that has ended."""
         return self.reply_futures[self.turns - 1]
+
+    @property
+    def missing(self) -> list[Future[Any]]:
+        """What the environment still has to compute."""
+        return [future for future in (self.reply, self.object_reward) if future is not None and not future.done()]
 
 
 class SampleGenerator:
@@ -128,7 +139,7 @@ class SampleGenerator:
         """
         samples: list[Sample] = []
         while (self._futures or self._rounds) and not samples:
-            waiting: list[Future[Any]] = [*self._futures, *self._replies]
+            waiting: list[Future[Any]] = [*self._futures, *self._missing]
             done, missing = wait(waiting, seconds, FIRST_COMPLETED)
             if missing and not done:
                 break
@@ -183,9 +194,8 @@ class SampleGenerator:
         return samples
 
     @property
-    def _replies(self) -> list[Future[Any]]:
-        replies = [sample.reply for together in self._rounds for sample in together]
-        return [reply for reply in replies if reply is not None and not reply.done()]
+    def _missing(self) -> list[Future[Any]]:
+        return [future for together in self._rounds for sample in together for future in sample.missing]
 
     def _completed(self, future: Future[Completion]) -> _Open:
         """Add the completion of a future that is done to its sample. Raises the future's error."""
@@ -193,41 +203,43 @@ class SampleGenerator:
             sample = self._futures.pop(future)
             sample.ended_at.setdefault(sample.turns, time.monotonic())  # the callback may run after `wait`
             sample.parts.append(future.result())
-            sample.turns += 1
+            sample.turns, sample.goes_on = sample.turns + 1, None
         return sample
 
     def _call_about(self, sample: _Open, turn: int, completion: Completion) -> None:
-        """Request the reply to a turn, or the reward of a sample that ends with it; once for a turn."""
+        """Request the reply to a turn, or the rewards of a sample that ends with it; once for a turn."""
         with self._lock:
             if turn in sample.reply_futures or turn < sample.turns:  # a callback may run after `salvage`
                 return
             parts, settings, reply = [*sample.parts, completion], self.settings_of(sample.number), None
             is_last = completion.finish == "length" or turn + 1 >= settings.max_turns
             if settings.environment is not None and not is_last:
-                turns = [part.ids_N for part in parts if part.versions_N[0] != NOT_GENERATED]
-                texts = self._texts(sample.prompt, parts)
-                reply = settings.environment.request(SampleTurns(sample.number, texts, turns, sample.replies))
+                reply = settings.environment.request(self._ended_turns(sample, parts))
             sample.reply_futures[turn] = reply
-            if reply is None and settings.reward is not None:
-                self._request_reward(sample.number, sample.prompt, parts)
+            if reply is None:
+                self._request_rewards(sample, parts)
 
     def _end_rounds(self) -> list[Sample]:
         """Request the next turns of all rounds whose replies have arrived, and return the samples that have ended."""
         samples, next_turns = [], []
-        missing = set(self._replies)
-        complete = [members for members in self._rounds if missing.isdisjoint(sample.reply for sample in members)]
+        for sample in (sample for members in self._complete_rounds() for sample in members if sample.goes_on is None):
+            sample.goes_on = sample.reply is not None and self._goes_on(sample, sample.reply.result())
+            if not sample.goes_on:
+                self._request_rewards(sample, sample.parts)
+        complete = self._complete_rounds()  # only those that have the rewards of their objects, too
         self._rounds = [members for members in self._rounds if members not in complete]
         for sample in (sample for members in complete for sample in members):
-            if sample.reply is not None and self._goes_on(sample, sample.reply.result()):
+            if sample.goes_on:
                 next_turns.append(sample)
                 continue
             self._end(sample)
             self.times[sample.number] = sample.requested_at, sample.ended_at[sample.turns - 1]
             samples.append(self._sample(sample))
-            if self.settings_of(sample.number).reward is not None:
-                self._reward_of(samples[-1])
         self._ask(next_turns)
         return samples
+
+    def _complete_rounds(self) -> list[list[_Open]]:
+        return [members for members in self._rounds if not any(sample.missing for sample in members)]
 
     def _end(self, sample: _Open) -> None:
         """Let the environment drop its object of a sample. Raises the errors of objects that were dropped before."""
@@ -290,16 +302,35 @@ class SampleGenerator:
         return not sample.is_cut
 
     def _reward_of(self, sample: Sample) -> Future[Reward]:
-        return self._request_reward(sample.number, sample.prompt, [sample.completion])
+        of_object = None if sample.object_reward is None else done(sample.object_reward)
+        return self._request_reward(sample.number, sample.prompt, [sample.completion], of_object)
 
-    def _request_reward(self, number: int, prompt: int, parts: Sequence[Completion]) -> Future[Reward]:
-        """Request the reward of a sample, unless it is requested already."""
+    def _request_rewards(self, sample: _Open, parts: Sequence[Completion]) -> None:
+        """Request the reward of a sample that has ended, and what its object gives for it, unless it is requested."""
+        settings = self.settings_of(sample.number)
+        with self._lock:
+            if settings.object_gives_reward and sample.object_reward is None:
+                assert settings.environment is not None
+                sample.object_reward = settings.environment.reward(self._ended_turns(sample, parts))
+            if settings.reward is not None:
+                self._request_reward(sample.number, sample.prompt, parts, sample.object_reward)
+
+    def _request_reward(
+        self, number: int, prompt: int, parts: Sequence[Completion], of_object: Future[float] | None
+    ) -> Future[Reward]:
+        """Request the reward of a sample, unless it is requested. of_object: the part that its object gives."""
         reward = self.settings_of(number).reward
         assert reward is not None
         with self._lock:
             if number not in self._rewards:
-                self._rewards[number] = reward(*self._texts(prompt, parts))
+                self._rewards[number] = reward(*self._texts(prompt, parts), self._turns(parts), of_object)
             return self._rewards[number]
+
+    def _ended_turns(self, sample: _Open, parts: Sequence[Completion]) -> SampleTurns:
+        """What the environment gets: the turns of the model, without one that was cut."""
+        generated = [part for part in parts if part.versions_N[0] != NOT_GENERATED]
+        turns = [part.ids_N for part in generated if part.finish == "stop"]
+        return SampleTurns(sample.number, self._texts(sample.prompt, parts), turns, list(sample.replies))
 
     def _texts(self, prompt: int, parts: Sequence[Completion]) -> tuple[str, str, Any, str]:
         """The arguments of a reward or an environment: texts of prompt and completion, the record and its line."""
@@ -307,6 +338,11 @@ class SampleGenerator:
         ids_N = np.concatenate([part.ids_N for part in parts])
         completion = self.tokenizer.decode(ids_N, skip_special_tokens=True)
         return prompt_text, completion, self.prompts.records[prompt], self.prompts.sources[prompt]
+
+    def _turns(self, parts: Sequence[Completion]) -> list[Turn]:
+        versions_N = np.concatenate([part.versions_N for part in parts])
+        ids_N = np.concatenate([part.ids_N for part in parts])
+        return turn_texts(self.tokenizer, ids_N, versions_N != NOT_GENERATED)
 
     def _sample(self, sample: _Open) -> Sample:
         versions_N = np.concatenate([part.versions_N for part in sample.parts])
@@ -318,8 +354,15 @@ class SampleGenerator:
         )
         environment = self.settings_of(sample.number).environment
         calls, errors = (0, 0) if environment is None else environment.call_counts(sample.replies)
-        is_generated_N = versions_N != NOT_GENERATED
-        return Sample(sample.number, sample.prompt, completion, is_generated_N, tool_calls=calls, tool_errors=errors)
+        return Sample(
+            sample.number,
+            sample.prompt,
+            completion,
+            versions_N != NOT_GENERATED,
+            object_reward=None if sample.object_reward is None else sample.object_reward.result(),
+            tool_calls=calls,
+            tool_errors=errors,
+        )
 
 
 def _with_reward(sample: Sample, reward: Reward) -> Sample:

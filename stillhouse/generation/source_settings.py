@@ -15,6 +15,7 @@ class SourceSettings:
     sampling: how tokens are sampled; None: as the engine does without it.
     reward: see `user_functions.py`. environment: replies to the model's turns. If one is set, the prompts need
         the records of the data.
+    object_gives_reward: whether the sample's object in `environment` gives a part of `reward`.
     calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn has ended, also while
         the engine generates others. Otherwise, `SampleGenerator.finished` requests it.
     max_turns: the maximum number of turns of the model.
@@ -26,3 +27,4 @@ class SourceSettings:
     environment: TurnReplies | None = None
     calls_from_any_thread: bool = False
     max_turns: int = 1
+    object_gives_reward: bool = False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,7 +35,7 @@ class SampleTurns:
 
     arguments: of the user's function.
     turns: the token ids of each turn of the model, int32.
-    replies: the results of the earlier requests.
+    replies: the results of the earlier requests. At the sample's end, there may be one for the last turn, too.
     """
 
     number: int
@@ -64,6 +64,12 @@ class TurnReplies(Protocol):
         """How many calls of tools have had these replies to a sample, and how many of them were errors."""
         ...
 
+    def reward(self, sample: SampleTurns) -> Future[float]:
+        """Request the reward that the object of a sample gives at its end. The future raises
+        UserFunctionError.
+        """
+        ...
+
     def end(self, number: int, arguments: CallArguments) -> Future[None]:
         """Drop the object of a sample that has ended."""
         ...
@@ -79,8 +85,14 @@ class TextReplies:
         self._call, self._tokenizer, self._placeholders = call, tokenizer, frozenset(placeholders)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
+        return self._call(*sample.arguments, self._episode(sample))
+
+    def reward(self, sample: SampleTurns) -> Future[float]:
+        return self._call(*sample.arguments, replace(self._episode(sample), wants_reward=True))
+
+    def _episode(self, sample: SampleTurns) -> Episode:
         turns = [self._tokenizer.decode(ids_N, skip_special_tokens=True) for ids_N in sample.turns]
-        return self._call(*sample.arguments, Episode(sample.number, tuple(turns), tuple(sample.replies)))
+        return Episode(sample.number, tuple(turns), tuple(sample.replies))
 
     def ids(self, reply: str | None, most: int) -> list[int]:
         ids = beginning_ids(self._tokenizer, reply, most) if reply else []
@@ -136,16 +148,10 @@ class ToolReplies:
         self._special = {index for index, token in added.items() if token.special} - {tool_format.marker_id}
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        turns = [self._calls(ids_N) for ids_N in sample.turns]
-        calls, last = turns[-1], int(sample.turns[-1][-1])
-        if not calls or last in self._special:
+        calls = self._calls(sample.turns[-1])
+        if not calls:
             return None
-        episode = Episode(
-            sample.number,
-            tuple([(call.name, call.arguments, call.problem) for call in turn] for turn in turns),
-            tuple(reply.texts for reply in sample.replies),
-        )
-        ends = last != self._format.marker_id
+        ends = int(sample.turns[-1][-1]) != self._format.marker_id
 
         def reply(texts: list[str]) -> ToolReply:
             return ToolReply([call.name for call in calls], texts, ends)
@@ -156,7 +162,10 @@ class ToolReplies:
             self._warn(f"the reply of the tools is {_LOST!r}: {first_line(error)}")
             return reply([_LOST] * len(calls))
 
-        return _mapped(self._call(*sample.arguments, episode), reply, lost)
+        return _mapped(self._call(*sample.arguments, self._episode(sample)), reply, lost)
+
+    def reward(self, sample: SampleTurns) -> Future[float]:
+        return self._call(*sample.arguments, replace(self._episode(sample), wants_reward=True))
 
     def ids(self, reply: ToolReply, most: int) -> list[int]:
         return self._format.reply_ids(reply.names, [self._bounded(text) for text in reply.texts], ends=reply.ends)
@@ -168,7 +177,14 @@ class ToolReplies:
     def end(self, number: int, arguments: CallArguments) -> Future[None]:
         return self._call(*arguments, Episode(number))
 
+    def _episode(self, sample: SampleTurns) -> Episode:
+        made = [[(call.name, call.arguments, call.problem) for call in self._calls(ids_N)] for ids_N in sample.turns]
+        return Episode(sample.number, tuple(made), tuple(reply.texts for reply in sample.replies))
+
     def _calls(self, ids_N: np.ndarray) -> list[Call]:
+        """The calls that a turn makes; none if it ends with another special token than the template's marker."""
+        if int(ids_N[-1]) in self._special:
+            return []
         ids = ids_N[:-1] if ids_N[-1] == self._format.marker_id else ids_N
         return self._format.calls(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 

@@ -12,24 +12,28 @@ from transformers.utils.chat_template_utils import (
 )
 
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
-from stillhouse.config.reward_sum import reward_parts
+from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.section import function_hint
-from stillhouse.display import first_line
+from stillhouse.display import first_line, name_list
 from stillhouse.user_code.episodes import Episode, caller_of
 from stillhouse.user_code.functions import (
     CALLBACKS,
     ENVIRONMENT,
     EVAL_REWARD,
     REWARD,
+    REWARD_METHOD,
     TOOLS,
+    Turn,
     UserFunction,
+    gives_reward,
     load_function,
+    require_synchronous,
 )
 from stillhouse.user_code.tools import Tools
 
-#: computes something about a completion: called as call(prompt, completion, record, source). The future raises
-#: UserFunctionError for a call that fails. source: `file:line` of the record
-CompletionCall = Callable[[str, str, Mapping[str, Any], str], Future[Any]]
+#: computes a part of a reward: called as call(prompt, completion, record, source, turns). The future raises
+#: UserFunctionError for a call that fails. source: `file:line` of the record. turns: the pieces of the completion
+CompletionCall = Callable[[str, str, Mapping[str, Any], str, Sequence[Turn]], Future[Any]]
 #: asks an environment for its reply to the last turn of an episode: a text, or None at the end. With an episode
 #: without turns, it ends the sample's object
 EnvironmentCall = Callable[[str, str, Mapping[str, Any], str, Episode], Future[Any]]
@@ -42,8 +46,8 @@ class Reward(NamedTuple):
     parts: tuple[float, ...] = ()
 
 
-#: a `CompletionCall` whose result is a reward
-RewardCall = Callable[[str, str, Mapping[str, Any], str], "Future[Reward]"]
+#: as a `CompletionCall`, but for the whole reward. Its last argument is the part that the sample's object gives
+RewardCall = Callable[[str, str, Mapping[str, Any], str, Sequence[Turn], "Future[float] | None"], "Future[Reward]"]
 
 
 def user_function(key: str, path: str, full_key: str | None = None) -> UserFunction:
@@ -55,29 +59,30 @@ def user_function(key: str, path: str, full_key: str | None = None) -> UserFunct
         return load_function(key, path, function_hint(path))
 
 
-def loaded_tools(rollout: RolloutConfig) -> Tools | None:
-    """Import the tools of a run; None without tools. Raises ConfigError for a tool that cannot be used."""
+def loaded_tools(rollout: RolloutConfig, key: str = TOOLS) -> Tools | None:
+    """Import the tools of a source of prompts; None without tools. Raises ConfigError for one that cannot be used.
+
+    key: the full key of these tools, for errors.
+    """
     if not rollout.tool_paths:
         return None
-    with as_config_error(TOOLS):
+    with as_config_error(key):
         return Tools(rollout.tool_paths, function_hint)
 
 
-def tool_schemas(rollout: RolloutConfig | None) -> list[dict[str, Any]] | None:
-    """The schemas of the tools, which chat templates read; None without tools.
+def tool_schemas(rollout: RolloutConfig | None, key: str = TOOLS) -> list[dict[str, Any]] | None:
+    """The schemas of the tools, which chat templates read; None without tools. key: see `loaded_tools`.
 
     Raises ConfigError for a tool without the types and descriptions that its schema needs.
     """
-    if rollout is None or (tools := loaded_tools(rollout)) is None:
+    if rollout is None or (tools := loaded_tools(rollout, key)) is None:
         return None
     schemas = []
     for name, described in tools.described.items():
         try:
             schemas.append(get_json_schema(described))
         except (TypeHintParsingException, DocstringParsingException, ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                TOOLS, f"{name} has no description that a model can read: {first_line(error)}"
-            ) from error
+            raise ConfigError(key, f"{name} has no description that a model can read: {first_line(error)}") from error
     return schemas
 
 
@@ -94,13 +99,33 @@ def require_functions(
     for key, path in paths:
         if path is not None:
             user_function(key, path)
-    for rollout in rollouts[:1]:
-        loaded_tools(rollout)  # all sources have the same tools
     for number, rollout in enumerate(rollouts):
-        of_source = [(REWARD, part.name) for part in reward_parts(rollout.reward) if not part.is_server]
+        loaded_tools(rollout, rollout_key(number, "tools"))
+        of_source = [(REWARD, part.name) for part in reward_parts(rollout.reward) if part.is_function]
         of_source += [] if rollout.environment is None else [(ENVIRONMENT, rollout.environment)]
         for kind, path in of_source:
             user_function(kind, path, rollout_key(number, kind.removeprefix("rollout.")))
+        if has_part_of_object(rollout.reward):
+            with as_config_error(rollout_key(number, "reward")):
+                _require_one_rewarding_class(rollout)
+
+
+def _require_one_rewarding_class(rollout: RolloutConfig) -> None:
+    """Raise ValueError unless a sample has one object that gives a reward. The functions can be used."""
+    if rollout.environment is None:
+        tools = loaded_tools(rollout)
+        classes, key = [] if tools is None else tools.classes, TOOLS
+    else:
+        classes, key = [user_function(ENVIRONMENT, rollout.environment)], ENVIRONMENT
+    rewarding = {of.path: getattr(of.function, REWARD_METHOD) for of in classes if gives_reward(of)}
+    for path, method in rewarding.items():
+        require_synchronous(f"{path}.{REWARD_METHOD}", method)
+    if len(rewarding) != 1:
+        several = f" ({name_list(rewarding)})" if rewarding else ""
+        raise ValueError(
+            f"got environment, but {len(rewarding)} classes in {key} have a method reward without arguments"
+            f"{several}: expected one class (package.module:Class), whose reward() gives the reward of its sample"
+        )
 
 
 def called_here(function: UserFunction) -> Callable[..., Future[Any]]:
@@ -111,6 +136,18 @@ def called_here(function: UserFunction) -> Callable[..., Future[Any]]:
         return done(answer(*arguments))
 
     return call
+
+
+def reward_call(function: UserFunction, call: Callable[..., Future[Any]]) -> CompletionCall:
+    """call: the call of this function, which gets the turns only if it takes them."""
+    takes_turns = function.takes_turns
+
+    def of_completion(
+        prompt: str, completion: str, record: Mapping[str, Any], source: str, turns: Sequence[Turn]
+    ) -> Future[Any]:
+        return call(prompt, completion, record, source, *([turns] if takes_turns else []))
+
+    return of_completion
 
 
 def environment_call(function: UserFunction, call: Callable[..., Future[Any]]) -> EnvironmentCall:

@@ -18,12 +18,13 @@ from stillhouse.generation.user_functions import (
     done,
     environment_call,
     loaded_tools,
+    reward_call,
     user_function,
 )
 from stillhouse.parallel import log_rank0
 from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.episodes import Episodes
-from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS, UserFunctionError, about_completion
+from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS, Turn, UserFunctionError, about_completion
 from stillhouse.user_code.worker_pool import WorkerHost, WorkerPool
 
 
@@ -31,11 +32,15 @@ from stillhouse.user_code.worker_pool import WorkerHost, WorkerPool
 class SourceCalls:
     """The calls about completions of one source of prompts.
 
+    tools: the calls of the source's tools, of which an `Episode` has the turns.
+    tools_have_state: whether some of these tools have objects.
     run_elsewhere: whether the calls may be made from any thread, because they only start something elsewhere.
     """
 
     reward: RewardCall | None
     environment: EnvironmentCall | None
+    tools: EnvironmentCall | None
+    tools_have_state: bool
     run_elsewhere: bool
 
 
@@ -52,7 +57,6 @@ class CompletionCalls:
         """rollouts: the section rollout for each source of prompts. hosts: other hosts with workers."""
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         paths = worker_functions(rollouts)
-        tools, tool_paths = loaded_tools(rollout), " ".join(rollout.tool_paths)
         functions = {(key, path): user_function(key, path) for key, path in paths if key != TOOLS}
         self._pool: WorkerPool | None = None
         if rollout.workers and paths:
@@ -65,44 +69,55 @@ class CompletionCalls:
                 warn=warn,
             )
         self._servers: list[RewardServer] = []
-        calls: dict[tuple[str, str], Callable[..., Future[Any]]] = {
+        calls = {
             name: called_here(function) if self._pool is None else self._pool.caller(*name)
             for name, function in functions.items()
+        }
+        parts: dict[str, CompletionCall] = {
+            path: reward_call(function, calls[key, path])
+            for (key, path), function in functions.items()
+            if key == REWARD
         }
         for name in dict.fromkeys(part.name for part in rewards if part.is_server):
             server = RewardServer(name, f"{REWARD}: {name}", rollout.timeout, warn)
             self._servers.append(server)
-            calls[REWARD, name] = server.call
+            parts[name] = server.call
         environments = {
             path: environment_call(function, calls[key, path])
             for (key, path), function in functions.items()
             if key == ENVIRONMENT
         }
-        #: the calls of tools, of which an `Episode` has the turns; the same for all sources
-        self.tools: EnvironmentCall | None = None
-        if tools is not None:
-            here = Episodes(f"{TOOLS}: {tool_paths}", tools.start, have_state=tools.have_state)
-            self.tools = (
-                (lambda *arguments: done(here(*arguments)))
-                if self._pool is None
-                else self._pool.caller(TOOLS, tool_paths)
-            )
-        self.tools_have_state = tools is not None and tools.have_state
-        self.sources = [self._of_source(source, calls, environments) for source in rollouts]
+        tools = {tuple(source.tool_paths): self._of_tools(source) for source in rollouts if source.tool_paths}
+        self.sources = [
+            self._of_source(source, parts, environments, *tools.get(tuple(source.tool_paths), (None, False)))
+            for source in rollouts
+        ]
+
+    def _of_tools(self, rollout: RolloutConfig) -> tuple[EnvironmentCall, bool]:
+        """The calls of tools, and whether some of them have objects."""
+        tools, paths = loaded_tools(rollout), " ".join(rollout.tool_paths)
+        assert tools is not None
+        if self._pool is not None:
+            return self._pool.caller(TOOLS, paths), tools.have_state
+        here = Episodes(f"{TOOLS}: {paths}", tools.start, have_state=tools.have_state)
+        return lambda *arguments: done(here(*arguments)), tools.have_state
 
     def _of_source(
         self,
         rollout: RolloutConfig,
-        calls: Mapping[tuple[str, str], Callable[..., Future[Any]]],
+        parts: Mapping[str, CompletionCall],
         environments: Mapping[str, EnvironmentCall],
+        tools: EnvironmentCall | None,
+        tools_have_state: bool,
     ) -> SourceCalls:
         rewards, environment = reward_parts(rollout.reward), rollout.environment
-        has_functions = (
-            environment is not None or self.tools is not None or not all(part.is_server for part in rewards)
-        )
+        has_functions = environment is not None or tools is not None or not all(part.is_server for part in rewards)
+        weighted = [(part.weight, None if part.is_of_object else parts[part.name]) for part in rewards]
         return SourceCalls(
-            weighted_sum([(part.weight, calls[REWARD, part.name]) for part in rewards]) if rewards else None,
+            weighted_sum(weighted) if rewards else None,
             None if environment is None else environments[environment],
+            tools,
+            tools_have_state,
             run_elsewhere=self._pool is not None or not has_functions,
         )
 
@@ -117,20 +132,33 @@ class CompletionCalls:
 def worker_functions(rollouts: Sequence[RolloutConfig]) -> list[tuple[str, str]]:
     """The functions of the user that workers call, as pairs of configuration key and path; see `answer_of`."""
     parts = [part for source in rollouts for part in reward_parts(source.reward)]
-    paths = [(REWARD, part.name) for part in parts if not part.is_server]
+    paths = [(REWARD, part.name) for part in parts if part.is_function]
     paths += [(ENVIRONMENT, source.environment) for source in rollouts if source.environment is not None]
-    paths += [(TOOLS, " ".join(rollouts[0].tool_paths))] if rollouts[0].tool_paths else []
+    paths += [(TOOLS, " ".join(source.tool_paths)) for source in rollouts if source.tool_paths]
     return list(dict.fromkeys(paths))
 
 
-def weighted_sum(parts: Sequence[tuple[float, CompletionCall]]) -> RewardCall:
+def weighted_sum(parts: Sequence[tuple[float, CompletionCall | None]]) -> RewardCall:
     """Return the call whose result is the sum of weight × result, added in the order of the parts.
+
+    parts: weights and calls; None in place of a call for the part that the sample's object gives.
 
     Of several parts that fail, the future raises the error of the first one.
     """
 
-    def call(prompt: str, completion: str, record: Mapping[str, Any], source: str) -> Future[Reward]:
-        futures = [part(prompt, completion, record, source) for _, part in parts]
+    def call(
+        prompt: str,
+        completion: str,
+        record: Mapping[str, Any],
+        source: str,
+        turns: Sequence[Turn],
+        of_object: Future[float] | None = None,
+    ) -> Future[Reward]:
+        of_parts = [
+            of_object if part is None else part(prompt, completion, record, source, turns) for _, part in parts
+        ]
+        futures = [future for future in of_parts if future is not None]
+        assert len(futures) == len(parts)
         total: Future[Reward] = Future()
 
         def add(results: Sequence[float]) -> Reward:

@@ -22,7 +22,7 @@ from stillhouse.loops.step_metrics import means
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.parallel import ShardedMicroBatches, watchdog
 from stillhouse.preemption import OverdueError
-from stillhouse.user_code.functions import EVAL_REWARD, UserFunctionError, checked_reward
+from stillhouse.user_code.functions import EVAL_REWARD, Turn, UserFunctionError, checked_reward
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
 PROMPTS = "eval.prompts/"
@@ -115,7 +115,8 @@ class PromptEvaluation:
             prompt = decode(prompts.tokens(sample.prompt).tolist())
             completion = decode(sample.completion.ids_N.tolist(), skip_special_tokens=True)
             record, source = prompts.records[sample.prompt], prompts.sources[sample.prompt]
-            rewards.append(checked_reward(reward, prompt, completion, record, source))
+            turns: list[Turn] = [{"role": "student", "text": completion}]
+            rewards.append(checked_reward(reward, prompt, completion, record, source, turns))
         return float(np.mean(rewards))
 
 

@@ -73,7 +73,7 @@ class RolloutWarnings:
         if self._steps != SILENT_STEPS or self._replied:
             return
         none = f"none of the {self._count:,} completions of the last {SILENT_STEPS} steps has"
-        if self._rollouts[0].tool_paths:
+        if any(self._rollout_of(sample).tool_paths for sample in with_turns):
             self._warn(
                 "replies",
                 f"{none} called one of rollout.tools ({self._cut:,} of them are cut at rollout.max_new_tokens): the "

@@ -14,10 +14,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.checkpoint.served_models import require_same_writer
-from stillhouse.config import ConfigError, RolloutConfig, StudentConfig, sampling_temperatures
+from stillhouse.config import RolloutConfig, StudentConfig, sampling_temperatures
+from stillhouse.config.reward_sum import has_part_of_object
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
-from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.data.render.tool_format import tool_format
 from stillhouse.generation import (
     PromptPlan,
     RolloutEngine,
@@ -34,14 +33,14 @@ from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.published_folder import AdapterBase
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
-from stillhouse.generation.turn_replies import TextReplies, ToolReplies, TurnReplies
-from stillhouse.generation.user_functions import tool_schemas
-from stillhouse.loops.completion_calls import CompletionCalls, warn
+from stillhouse.generation.turn_replies import TurnReplies
+from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import open_engine, samplings
 from stillhouse.loops.session_objects import Session
+from stillhouse.loops.source_replies import require_end_of_turns, turn_replies
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
 from stillhouse.loops.worker_hosts import WorkerHosts
-from stillhouse.models import eos_ids, model_fingerprint
+from stillhouse.models import model_fingerprint
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
@@ -50,7 +49,7 @@ from stillhouse.preemption import OverdueError
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
-from stillhouse.user_code.functions import TOOLS, UserFunctionError
+from stillhouse.user_code.functions import UserFunctionError
 
 Result = TypeVar("Result")
 
@@ -82,7 +81,7 @@ class Rollouts:
                 self.base = AdapterBase(**self._on_first(partial(_base_of, session.student_config)))
         self.engine = open_engine(session, self.config, self.run)
         self.schedule, prompts = RolloutSchedule.of(self.config, session.step_schedule.steps), session.train.documents
-        require_end_of_turns(session, self.config)
+        require_end_of_turns(session)
         self._hosts = WorkerHosts(session.rollouts, session.ranks)
         if is_first():
             assert self.engine is not None
@@ -297,6 +296,7 @@ def make_queue(
             of_turns,
             of_source.run_elsewhere,
             1 if of_turns is None else rollout.max_turns,
+            has_part_of_object(rollout.reward),
         )
         for rollout, sampling, of_source, of_turns in zip(rollouts, samplings, calls.sources, replies, strict=True)
     ]
@@ -311,41 +311,6 @@ def make_queue(
         alive=_ServerWatch(),
         by_student=rollout.writer == "student",
     )
-
-
-def turn_replies(
-    rollouts: Sequence[RolloutConfig],
-    calls: CompletionCalls,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: ImageProcessor | None,
-) -> list[TurnReplies | None]:
-    """For each source of prompts, what follows the turns of its samples; None if they have one turn."""
-    schemas = tool_schemas(rollouts[0])
-    if calls.tools is not None and schemas is not None:
-        of_tools = tool_format(tokenizer, schemas, processor)
-        most = rollouts[0].tool_tokens
-        have_state = calls.tools_have_state
-        return [ToolReplies(calls.tools, of_tools, most, have_state=have_state, warn=warn) for _ in rollouts]
-    placeholders = [] if processor is None else processor.placeholder_ids
-    return [
-        None if source.environment is None else TextReplies(source.environment, tokenizer, placeholders)
-        for source in calls.sources
-    ]
-
-
-def require_end_of_turns(session: Session, rollout: RolloutConfig) -> None:
-    """Raise ConfigError on all ranks if the student cannot end a turn with a call of a tool."""
-    schemas = tool_schemas(rollout)
-    if schemas is None or rollout.writer == "teacher":
-        return
-    of_tools = tool_format(session.tokenizer, schemas, session.image_processor)
-    has_stop = all(source.stop for source in session.rollouts)
-    if not has_stop and of_tools.marker_id not in eos_ids(session.tokenizer, session.student):
-        raise ConfigError(
-            TOOLS,
-            f"the chat template ends turns with calls with {of_tools.marker!r}, which is no end-of-sequence token of "
-            "the student: expected it in eos_token_id of the student's generation_config.json, or in rollout.stop",
-        )
 
 
 def target_rules(rollouts: Sequence[RolloutConfig]) -> TargetRules:

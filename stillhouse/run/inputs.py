@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from stillhouse.generation.user_functions import tool_schemas
 from stillhouse.hashing import json_hash
 from stillhouse.run.tokenizers import load_tokenizers
 from stillhouse.signals import SignalStore
-from stillhouse.user_code.functions import TOOLS
 
+#: the schemas of tools, or None without tools
+ToolSchemas = Sequence[dict[str, Any]] | None
 #: a mistake in a configuration whose data has images; `{}` is what was expected
 NOT_WITH_IMAGES = "the data has images, which this cannot read yet: expected {}, or documents without images"
 
@@ -96,16 +98,16 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     processor = _processor(config, tokenizer)
     readers = {} if processor is None else _teacher_images(config, processor, stores)
     sections = config.data, config.objective, tokenizer, config.teachers
-    tools = tool_schemas(config.rollout)
-    if tools is not None:
-        with as_config_error(TOOLS):  # raises ValueError for a template whose calls cannot be parsed
-            tool_format(tokenizer, tools, processor)
+    source_tools = _proven_tools(config, tokenizer, processor)
     images: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
-    images["tools"] = tools
-    train, held_out = load_data(*sections, config.rollouts, **images)
+    images["tools"] = tool_schemas(config.rollout)
+    train, held_out = load_data(*sections, config.rollouts, source_tools=source_tools, **images)
     dataset = None
     if not all(rollout.is_on_student_alone for rollout in config.rollouts):
-        dataset, _ = load_data(_of_dataset(config.data, config.rollouts), *sections[1:], **images)
+        of_dataset = [not rollout.is_on_student_alone for rollout in config.rollouts]
+        source_tools = list(compress(source_tools, of_dataset))
+        data = _of_sources(config.data, of_dataset)
+        dataset, _ = load_data(data, *sections[1:], source_tools=source_tools, **images)
     route = None if config.teachers is None else config.teachers.route
     if route is not None and (unused := [name for name in config.several if name not in train.columns[route]]):
         raise ConfigError(
@@ -142,6 +144,25 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
         readers,
         processors,
     )
+
+
+def _proven_tools(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, processor: ImageProcessor | None
+) -> list[ToolSchemas]:
+    """The schemas of the tools of each source of prompts.
+
+    Raises ConfigError for tools that cannot be used, and for a chat template whose calls cannot be parsed.
+    """
+    by_paths: dict[tuple[str, ...], ToolSchemas] = {}
+    for number, rollout in enumerate(config.rollouts):
+        if (paths := tuple(rollout.tool_paths)) in by_paths:
+            continue
+        key = config.rollout_key(number, "tools")
+        by_paths[paths] = schemas = tool_schemas(rollout, key)
+        if schemas is not None:
+            with as_config_error(key):
+                tool_format(tokenizer, schemas, processor)
+    return [by_paths[tuple(rollout.tool_paths)] for rollout in config.rollouts]
 
 
 def _packed(
@@ -252,12 +273,15 @@ def load_data(
     readers: Mapping[str, TeacherImages] | None = None,
     *,
     fits_teachers: bool = True,
-    tools: Sequence[dict[str, Any]] | None = None,
+    tools: ToolSchemas = None,
+    source_tools: Sequence[ToolSchemas] = (),
 ) -> tuple[Documents, Documents | None]:
     """Load the training documents, and the held-out documents (None if the configuration has none).
 
     processor: the student's processor for images; None if the student reads no images
-    readers: how teachers in this job read images, by their names. fits_teachers, tools: see `LoadOptions`
+    readers: how teachers in this job read images, by their names. fits_teachers: see `LoadOptions`
+    tools: the schemas of the tools with which conversations of data.eval are written; those of the section rollout
+    source_tools: those of each training source; empty without rollouts
 
     teachers: if given, the column of the route and the teachers' prefixes are read, too
     rollouts: the section rollout for each source; if given, the training documents are prompts with their records,
@@ -265,8 +289,8 @@ def load_data(
     """
     cache = user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache)
 
-    def load(key: str, source: str, rollout: RolloutConfig | None = None) -> Documents:
-        options = _load_options(data, objective, teachers, rollout, fits_teachers=fits_teachers, tools=tools)
+    def load(key: str, source: str, of_source: ToolSchemas, rollout: RolloutConfig | None = None) -> Documents:
+        options = _load_options(data, objective, teachers, rollout, fits_teachers=fits_teachers, tools=of_source)
         try:
             return load_documents(source, tokenizer, options, cache, processor, readers)
         except NoSourceError as error:
@@ -274,19 +298,18 @@ def load_data(
             raise ConfigError(key, f"{error}{share}") from error
 
     def load_train(rollouts: Sequence[RolloutConfig] = ()) -> Documents:
-        none: list[RolloutConfig | None] = [None] * max(1, len(data.weighted_sources))
-        of_sources = [*rollouts] or none
-        if not data.weighted_sources:
-            return load("data.train", str(data.train), of_sources[0])
-        pairs = zip(data.weighted_sources, of_sources, strict=True)
-        return Documents.joined({item.source: load("data.train", item.source, rollout) for item, rollout in pairs})
+        paths = [item.source for item in data.weighted_sources] or [str(data.train)]
+        none: list[None] = [None] * len(paths)
+        of_sources = zip(paths, source_tools or none, rollouts or none, strict=True)
+        loaded = {path: load("data.train", path, of_source, rollout) for path, of_source, rollout in of_sources}
+        return Documents.joined(loaded) if data.weighted_sources else loaded[str(data.train)]
 
     train = load_train(rollouts)
     if data.eval_sets:
-        sets = {name: load(f"data.eval.{name}", source) for name, source in data.eval_sets.items()}
+        sets = {name: load(f"data.eval.{name}", source, tools) for name, source in data.eval_sets.items()}
         return train, Documents.joined(sets)
     if isinstance(data.eval, str):
-        return train, load("data.eval", data.eval)
+        return train, load("data.eval", data.eval, tools)
     assert isinstance(data.eval, float)
     if not data.eval:
         return train, None
@@ -310,7 +333,7 @@ def _load_options(
     rollout: RolloutConfig | None,
     *,
     fits_teachers: bool,
-    tools: Sequence[dict[str, Any]] | None,
+    tools: ToolSchemas,
 ) -> LoadOptions:
     named = {} if teachers is None else teachers.named
     route = None if teachers is None else teachers.route
@@ -329,13 +352,10 @@ def _load_options(
     )
 
 
-def _of_dataset(data: DataConfig, rollouts: Sequence[RolloutConfig]) -> DataConfig:
-    """The section with only the sources of which a share of the completions is the dataset's."""
+def _of_sources(data: DataConfig, are_kept: Sequence[bool]) -> DataConfig:
+    """The section with only some of the weighted sources."""
     sources = data.weighted_sources
-    if not sources:
-        return data
-    kept = [source for source, rollout in zip(sources, rollouts, strict=True) if not rollout.is_on_student_alone]
-    return data.model_copy(update={"train": kept})
+    return data.model_copy(update={"train": list(compress(sources, are_kept))}) if sources else data
 
 
 def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:

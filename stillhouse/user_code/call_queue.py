@@ -3,16 +3,17 @@
 import json
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from itertools import cycle
 from typing import Any
 
 from stillhouse.display import first_line
-from stillhouse.user_code.episodes import Episode
-from stillhouse.user_code.functions import UserFunctionError
+from stillhouse.user_code.episodes import Episode, episode_of
+from stillhouse.user_code.functions import Turn, UserFunctionError
 
-Arguments = tuple[str, str, Mapping[str, Any], str] | tuple[str, str, Mapping[str, Any], str, Episode]
+_OfCompletion = tuple[str, str, Mapping[str, Any], str]
+Arguments = _OfCompletion | tuple[*_OfCompletion, Episode] | tuple[*_OfCompletion, Sequence[Turn]]
 
 
 class Call:
@@ -25,7 +26,7 @@ class Call:
     @property
     def episode(self) -> Episode | None:
         """The turns of the sample whose object the call needs."""
-        return self.arguments[4] if len(self.arguments) == 5 else None
+        return episode_of(self.arguments)
 
 
 class CallQueue:
@@ -48,7 +49,7 @@ class CallQueue:
     def _worker(self, episode: Episode) -> int:
         worker = self._worker_of.pop(episode.number, None)
         worker = next(self._next_worker) if worker is None else worker
-        if episode.turns:  # otherwise, the sample has ended
+        if not episode.has_ended:
             self._worker_of[episode.number] = worker
         return worker
 
@@ -73,7 +74,7 @@ def require_json(arguments: Any) -> None:
     record, source = arguments[2:4]
     try:
         is_same = json.loads(json.dumps(record, allow_nan=False)) == record
-        json.dumps([vars(episode) for episode in arguments[4:]])
+        json.dumps([vars(more) if isinstance(more, Episode) else more for more in arguments[4:]])
         problem = "" if is_same else "JSON changes it, as it does with tuples and with keys that are no texts"
     except (TypeError, ValueError, RecursionError) as error:
         problem = first_line(error)

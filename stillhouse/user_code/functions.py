@@ -14,12 +14,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from stillhouse import preemption
 from stillhouse.display import escaped
@@ -30,14 +30,18 @@ EVAL_REWARD, TOOLS = "eval.prompts.reward", "rollout.tools"
 _OF_COMPLETIONS = ("prompt", "completion", "record")
 #: the parameters of the functions, by configuration key. prompt: the text that the model has continued;
 #: completion: the text of the completion without special tokens; record: the full record of the data. A reward
-#: returns a number. An environment returns the text that follows the completion, or None at the end; it may also be a
-#: class (`_METHODS`). context: `EvaluationContext`
+#: returns a number, and may also take `turns`. An environment returns the text that follows the completion, or None
+#: at the end; it may also be a class (`_METHODS`). context: `EvaluationContext`
 _ARGUMENTS = {
     CALLBACKS: ("context",),
     REWARD: _OF_COMPLETIONS,
     ENVIRONMENT: _OF_COMPLETIONS,
     EVAL_REWARD: _OF_COMPLETIONS,
 }
+#: an argument that a reward may have in addition: a list of `Turn`
+TURNS = "turns"
+#: the method of an environment's or a tool's class that gives the sample's reward after the last turn
+REWARD_METHOD = "reward"
 #: the methods of a class that is an environment, with their parameters. turn: the text of the model's last turn
 _METHODS: Mapping[str, tuple[str, ...]] = {"reset": ("prompt", "record"), "step": ("turn",)}
 #: how many frames of a traceback an error shows: from its beginning and from its end
@@ -75,6 +79,18 @@ def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
     return settings
 
 
+class Turn(TypedDict):
+    """A piece of a completion, as rewards and their servers get it.
+
+    role: "student" for a turn that the model has generated, "environment" for a reply of `rollout.environment` or of
+        `rollout.tools`.
+    text: without special tokens. In a reply of tools, it has all that the chat template writes between two turns.
+    """
+
+    role: Literal["student", "environment"]
+    text: str
+
+
 @dataclass(frozen=True)
 class UserFunction:
     """A function of the user. key: the configuration key that names it. path: `package.module:function`."""
@@ -86,7 +102,18 @@ class UserFunction:
     def __str__(self) -> str:
         return f"{self.key}: {self.path}"
 
-    def __call__(self, *arguments: Any, about: str = "") -> Any:
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the function has an argument `turns`, also one that a decorator with `**` passes on."""
+        try:
+            outer = inspect.signature(self.function, follow_wrapped=False).parameters
+            inner = inspect.signature(self.function).parameters
+        except (ValueError, TypeError):  # some built-in functions have no signature
+            return False
+        passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in outer.values())
+        return TURNS in outer or (passes_on and TURNS in inner)
+
+    def __call__(self, *arguments: Any, about: str = "", **named: Any) -> Any:
         """Call the function. about: a text that error messages add, such as the completion.
 
         Raises UserFunctionError if the function raises an exception or changes settings of the process. Raises
@@ -96,7 +123,8 @@ class UserFunction:
         before = {name: read() for name, (read, _) in settings.items()}
         try:
             with _ForeignCode(str(self), about):
-                value = interruptible(str(self), partial(self.function, *arguments), about, self._advice)
+                call = partial(self.function, *arguments, **named)
+                value = interruptible(str(self), call, about, self._advice)
         finally:
             changed = [name for name, (read, _) in settings.items() if read() != before[name]]
             for name in changed:
@@ -128,7 +156,8 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     if key == ENVIRONMENT and inspect.isclass(loaded.function):
         return load_class(loaded, _METHODS)
     if key != TOOLS:  # the model reads the parameters of a tool
-        _require_parameters(path, loaded.function, _ARGUMENTS[key])
+        named = (TURNS,) if key in (REWARD, EVAL_REWARD) and loaded.takes_turns else ()
+        _require_parameters(path, loaded.function, _ARGUMENTS[key], named)
     return loaded
 
 
@@ -165,6 +194,15 @@ def require_synchronous(path: str, function: Callable[..., Any]) -> None:
         )
 
 
+def gives_reward(of: UserFunction) -> bool:
+    """Whether this is a class whose objects give a reward: with a method `reward` that takes no arguments."""
+    method = inspect.getattr_static(of.function, REWARD_METHOD, None) if inspect.isclass(of.function) else None
+    try:
+        return inspect.isfunction(method) and inspect.signature(method).bind("self") is not None
+    except TypeError:
+        return False
+
+
 def _function(path: str, hint: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
@@ -182,20 +220,26 @@ def _function(path: str, hint: str) -> Callable[..., Any]:
     return function
 
 
-def checked_call(
-    function: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
-) -> float | str | None:
-    """Call a reward or an environment; see `checked_reward` and `checked_reply`."""
-    checked = checked_reply if function.key == ENVIRONMENT else checked_reward
-    return checked(function, prompt, completion, record, source)
-
-
 def checked_reward(
-    reward: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
+    reward: UserFunction,
+    prompt: str,
+    completion: str,
+    record: Mapping[str, Any],
+    source: str,
+    turns: Sequence[Turn] = (),
 ) -> float:
-    """The reward of a completion. Raises UserFunctionError if it is not finite. source: `file:line` of the record."""
+    """The reward of a completion. Raises UserFunctionError if it is not finite.
+
+    source: `file:line` of the record. turns: the pieces of the completion, for a function that takes them.
+    """
     about = about_completion(completion, source)
-    value = reward(prompt, completion, copied_record(record, source), about=about)
+    named = {TURNS: [turn.copy() for turn in turns]} if reward.takes_turns else {}
+    value = reward(prompt, completion, copied_record(record, source), about=about, **named)
+    return checked_number(reward, value, about)
+
+
+def checked_number(reward: UserFunction, value: Any, about: str) -> float:
+    """The result of a reward as a float. Raises UserFunctionError unless it is a finite number."""
     number = finite_number(value)
     if number is None:
         raise UserFunctionError(f"{reward} gives {shown(value)}{about}: expected a finite number")
@@ -302,13 +346,15 @@ def _is_ctrl_c(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def _require_parameters(path: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
+def _require_parameters(
+    path: str, function: Callable[..., Any], parameters: tuple[str, ...], named: tuple[str, ...] = ()
+) -> None:
     try:
         signature = inspect.signature(function, follow_wrapped=False)  # a decorator may change the arguments
     except (ValueError, TypeError):  # some built-in functions have no signature
         return
     try:
-        signature.bind(*parameters)
+        signature.bind(*parameters, **dict.fromkeys(named))
     except TypeError as error:
         raise ValueError(
             f"got {path!r}, which takes {signature}: expected a function({', '.join(parameters)})"

@@ -20,7 +20,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from stillhouse.user_code.episodes import Episode
+from stillhouse.user_code.episodes import Episode, episode_of
 from stillhouse.user_code.worker import ERROR, VALUE
 from stillhouse.user_code.worker_pool import SECONDS_TO_START, HostLostError, LostError, Worker, new_worker
 
@@ -123,11 +123,9 @@ class WorkerServer:
             return worker
 
     def _call(self, worker: Worker, request: Sequence[Any]) -> Mapping[str, Any]:
-        at, arguments, episode = request
-        if episode is not None:
-            number, turns, replies = episode
-            arguments = [*arguments, Episode(number, tuple(turns), tuple(replies))]
-        return worker.call(at, tuple(arguments), self._seconds)
+        at, arguments, more = request
+        others = [Episode.from_json(value) if isinstance(value, dict) else value for value in more]
+        return worker.call(at, (*arguments, *others), self._seconds)
 
 
 class RemoteHost:
@@ -178,10 +176,10 @@ class RemoteWorker:
 
     def call(self, at: int, arguments: Any, seconds: float) -> Mapping[str, Any]:
         """See `Worker.call`. The arguments are representable in JSON; the pool has checked it."""
-        episode = arguments[4] if len(arguments) == 5 else None
-        of_sample = None if episode is None else [episode.number, episode.turns, episode.replies]
-        turns = 1 if episode is None else max(1, len(episode.turns))  # the server's worker may lack the object
-        return self._answer(json.dumps([at, arguments[:4], of_sample]).encode(), seconds * turns)
+        episode = episode_of(arguments)
+        calls = 1 if episode is None else episode.calls  # the server's worker may lack the object
+        more = [vars(value) if isinstance(value, Episode) else value for value in arguments[4:]]
+        return self._answer(json.dumps([at, arguments[:4], more]).encode(), seconds * calls)
 
     def kill(self) -> None:
         """Close the connection, at which the server ends the worker. May be called from any thread."""

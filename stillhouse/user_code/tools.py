@@ -10,10 +10,12 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-from stillhouse.user_code.episodes import EpisodeObject, Episodes, caller_of, closed, method_of, started
+from stillhouse.user_code.episodes import EpisodeObject, Episodes, caller_of, closed, method_of, reward_of, started
 from stillhouse.user_code.functions import (
+    REWARD_METHOD,
     TOOLS,
     UserFunction,
+    gives_reward,
     in_words,
     load_class,
     load_function,
@@ -32,7 +34,7 @@ class Tools:
     """The tools of a run.
 
     paths: of functions and of classes, as package.module:name. All public methods of a class but reset and close are
-        tools.
+        tools, and so is a method reward with arguments.
     is_limited: whether the process has a limit of memory. An error because of it is then raised.
 
     Raises ValueError for a path that cannot be imported or is no tool, and for two tools of one name.
@@ -63,11 +65,11 @@ class Tools:
         for of in self.classes:
             made = started(of, prompt, record, about)
             objects.append((of, made))
-            functions |= {name: method_of(of, made, name) for name in _tool_names(of.function)}
+            functions |= {name: method_of(of, made, name) for name in _tool_names(of)}
         return _SampleTools(functions, objects, is_limited=self._is_limited)
 
     def _add_class(self, of: UserFunction) -> None:
-        names = _tool_names(of.function)
+        names = _tool_names(of)
         if not names:
             raise ValueError(
                 f"got {of.path!r}, a class without tools: expected public methods besides reset and close"
@@ -114,6 +116,10 @@ class _SampleTools:
             for name, arguments, problem in turn
         ]
 
+    def reward(self, about: str) -> float:
+        (of_reward,) = ((of, made) for of, made in self._objects if gives_reward(of))
+        return reward_of(*of_reward, about)
+
     def close(self, about: str) -> None:
         for of, made in self._objects:
             closed(of, made, about)
@@ -135,9 +141,7 @@ def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     return str.__str__(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _tool_names(of: Any) -> list[str]:
-    return [
-        name
-        for name, _ in inspect.getmembers(of, inspect.isfunction)
-        if not name.startswith("_") and name not in _NO_TOOLS
-    ]
+def _tool_names(of: UserFunction) -> list[str]:
+    no_tools = {*_NO_TOOLS, REWARD_METHOD} if gives_reward(of) else _NO_TOOLS
+    names = [name for name, _ in inspect.getmembers(of.function, inspect.isfunction)]
+    return [name for name in names if not name.startswith("_") and name not in no_tools]

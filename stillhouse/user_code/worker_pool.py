@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from stillhouse.display import first_line
 from stillhouse.user_code.call_queue import Call, CallQueue, require_json
-from stillhouse.user_code.episodes import Episode
+from stillhouse.user_code.episodes import Episode, episode_of
 from stillhouse.user_code.functions import UserFunctionError, about_completion
 from stillhouse.user_code.worker import ERROR, UNUSABLE, VALUE
 
@@ -99,7 +99,7 @@ class WorkerPool:
 
     def caller(self, key: str, path: str | None = None) -> Callable[..., Future[Any]]:
         """Return a function that starts a call (prompt, completion, record, source) of this key's function; for a
-        class, with an `Episode` as a fifth argument.
+        class, with an `Episode` as a fifth argument, and for a reward that takes them with the turns.
 
         path: which function, if the key has several. The future raises UserFunctionError with the function and
         the completion if the function fails, or if two workers did not return. If the pool is closed, it is never
@@ -323,19 +323,19 @@ class Worker:
                 f"{arguments[3]}: the record cannot be sent to a process of rollout.workers "
                 f"({first_line(error)}): expected texts, numbers, lists and the like, or rollout.workers=0"
             ) from error
-        turns = self._turns(arguments[4] if len(arguments) == 5 else None)
-        of_turns = f" for each of {turns} turns" if turns > 1 else ""
-        late = f"does not return within {{:g}} s, the value of rollout.worker_timeout{of_turns},"
-        return self._receive(seconds * turns, late)
+        calls = self._calls(episode_of(arguments))
+        of_calls = f" for each of {calls} calls" if calls > 1 else ""
+        late = f"does not return within {{:g}} s, the value of rollout.worker_timeout{of_calls},"
+        return self._receive(seconds * calls, late)
 
-    def _turns(self, episode: Episode | None) -> int:
-        """The number of turns that a call computes: without the sample's object, the earlier ones, too."""
+    def _calls(self, episode: Episode | None) -> int:
+        """The number of the object's calls in a call: without the sample's object, those of earlier turns, too."""
         if episode is None:
             return 1
-        turns = 1 if episode.number in self._samples else max(1, len(episode.turns))
-        change = self._samples.add if episode.turns else self._samples.discard
+        calls = 1 + episode.wants_reward if episode.number in self._samples else episode.calls
+        change = self._samples.discard if episode.has_ended else self._samples.add
         change(episode.number)
-        return turns
+        return calls
 
     def _receive(self, seconds: float, late: str) -> Mapping[str, Any]:
         end = time.monotonic() + seconds

@@ -41,6 +41,9 @@ class Remembers:
         if self.turns > 1:
             _call("turn")
         return None if self.turns == 3 else f" {self.length}!"
+
+    def reward(self):
+        return self.length
 """
 
 
@@ -77,7 +80,7 @@ def test_workers_on_two_hosts_give_the_run_without_workers(tmp_path: Path, monke
     settings = {
         "objective.loss": "policy_gradient + reverse_kl",
         "data.eval": 0,
-        "rollout.reward": "host_functions:length",
+        "rollout.reward": "host_functions:length + environment",
         "rollout.environment": "host_functions:Remembers",
         "rollout.stop": ["e", "a", "i"],
         "rollout.schedule": "one_step_off",

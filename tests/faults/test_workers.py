@@ -1,8 +1,10 @@
 """Runs whose rewards and environments run in worker processes (`rollout.workers`): results, faults, nothing left."""
 
+import json
 import os
 import signal
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from stillhouse.generation.token_sampler import EndOfCompletion
 
 REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0, "rollout.reward": named(counts)}
 TURNS = {"rollout.environment": named(Remembers), "rollout.stop": ["e", "a", "i"]}
+#: the environment's object gives a part of the reward
+SCORED = TURNS | {"rollout.reward": f"{named(counts)} + 0.5*environment"}
 FUNCTIONS = """
 import os, time
 from pathlib import Path
@@ -56,9 +60,9 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "processes"),
     [
-        (REWARDED | TURNS | {"rollout.schedule": "async", "rollout.max_staleness": 4}, 1),
+        (REWARDED | SCORED | {"rollout.schedule": "async", "rollout.max_staleness": 4}, 1),
         slow(REWARDED | {"rollout.reward": "worker_rewards:pause", "rollout.schedule": "async"}, 1),
-        slow(REWARDED | TURNS | {"rollout.schedule": "one_step_off", "parallel.fsdp": 2}, 2),
+        slow(REWARDED | SCORED | {"rollout.schedule": "one_step_off", "parallel.fsdp": 2, "rollout.max_turns": 2}, 2),
     ],
 )
 @pytest.mark.usefixtures("functions")
@@ -71,6 +75,29 @@ def test_a_run_does_not_depend_on_the_number_of_workers(
         run_ranks(processes, "distill", tmp_path / "run.yaml", f"rollout.workers={workers}", f"out={out}")
         assert rollout_figures(out) == rollout_figures(tmp_path / "0")
         assert contents(out / "model") == contents(tmp_path / "0" / "model")
+    samples = [json.loads(line) for line in (tmp_path / "0" / "samples.jsonl").read_text().splitlines()]
+    # two tokens may be one character
+    samples = [
+        sample for sample in samples if "\ufffd" * 2 not in "".join(token["text"] for token in sample["tokens"])
+    ]
+    if "environment" in settings["rollout.reward"]:
+        assert {len(turns_of(sample)) for sample in samples} >= {1, 2}
+        for sample in samples:
+            remembers = Remembers()
+            remembers.reset(sample["prompt"], {})
+            for turn in turns_of(sample):
+                remembers.step(turn)
+            assert sample["reward_parts"]["environment"] == remembers.reward()
+            assert sample["reward"] == sample["reward_parts"]["counts"] + 0.5 * remembers.reward()
+
+
+def turns_of(sample: dict[str, Any]) -> list[str]:
+    """The texts of the student's turns in a line of samples.jsonl, without one that was cut."""
+    runs = [(target, list(tokens)) for target, tokens in groupby(sample["tokens"], lambda token: token["target"])]
+    texts = ["".join(token["text"] for token in tokens).removesuffix("</s>") for target, tokens in runs if target]
+    # a turn may also end where there is no room for a reply
+    has_end = any(end in sample["tokens"][-1]["text"] for end in ("</s>", "e", "a", "i"))
+    return texts[:-1] if sample["finish"] == "length" and runs[-1][0] and not has_end else texts
 
 
 def write_until_called(marker: Path) -> None:
@@ -130,7 +157,7 @@ def test_a_reward_that_hangs_ends_or_gives_nan_ends_the_run(
 @pytest.mark.slow
 def test_a_run_whose_workers_are_killed_is_the_same_and_so_is_one_that_is_killed_itself(tmp_path: Path) -> None:
     settings = {"rollout.workers": 2, "rollout.schedule": "one_step_off", "checkpoint.every": 2, "train.steps": 8}
-    write_on_policy_run(tmp_path, **REWARDED | TURNS | settings)
+    write_on_policy_run(tmp_path, **REWARDED | SCORED | settings)
     arguments = ("distill", tmp_path / "run.yaml")
     run(*arguments, f"out={tmp_path / 'undisturbed'}")
     command = Command(*arguments, hook=signal_at, hook_arguments=(5, signal.SIGKILL))
@@ -154,8 +181,9 @@ def test_a_run_whose_workers_are_killed_is_the_same_and_so_is_one_that_is_killed
 @pytest.mark.usefixtures("functions")
 def test_a_signal_ends_a_run_whose_reward_hangs_in_a_worker(tmp_path: Path, processes: int) -> None:
     """The checkpoint has samples without rewards, which the next start requests again."""
-    settings = {"rollout.reward": "worker_rewards:warm", "rollout.workers": 2, "rollout.schedule": "one_step_off"}
-    write_on_policy_run(tmp_path, **REWARDED | settings, **{"checkpoint.every": 0, "parallel.fsdp": processes})
+    settings = {"rollout.workers": 2, "rollout.schedule": "one_step_off", "checkpoint.every": 0}
+    reward = {"rollout.reward": "worker_rewards:warm + environment", "parallel.fsdp": processes}
+    write_on_policy_run(tmp_path, **REWARDED | TURNS | settings | reward)
     arguments, out = ("distill", tmp_path / "run.yaml"), tmp_path / "out"
     run_ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}")
     ranks = Ranks(processes, *arguments)

@@ -27,11 +27,14 @@ def half(*_: Any) -> str:
     return " a\ud800"
 
 
-def counts(prompt: str, completion: str, record: dict[str, Any]) -> float:
-    """A reward that changes its record. It depends on its arguments alone if it always gets the same record."""
+def counts(prompt: str, completion: str, record: dict[str, Any], turns: Any = ()) -> float:
+    """A reward that changes its record and its turns. It depends on its arguments alone if these are always the same.
+    Replies of an environment count twice.
+    """
     record["seen"] = [*record.get("seen", []), completion]
     record.pop("completion", None)
-    return float(len(completion) * len(record["seen"]))
+    replies = [turn.pop("text") for turn in turns if turn["role"] == "environment"]
+    return float(len(completion) * len(record["seen"]) + sum(map(len, replies)))
 
 
 def remembers(prompt: str, completion: str, record: dict[str, Any]) -> str | None:
@@ -49,6 +52,9 @@ class Remembers:
     def step(self, turn: str) -> str | None:
         self.turns, self.length = self.turns + 1, self.length + len(turn)
         return None if self.turns == 3 else f" {self.length}!"
+
+    def reward(self) -> float:
+        return float(self.turns * self.length)
 
 
 _released = threading.Event()

@@ -21,8 +21,10 @@ from stillhouse.output.report.run_files import read_run
 from stillhouse.serving.client import pool
 from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.reward_server import MOST_BYTES, RewardServer
+from stillhouse.user_code.functions import Turn
 
 REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0, "rollout.schedule": "async"}
+TURNS: list[Turn] = [{"role": "student", "text": " 5"}]
 FUNCTIONS = """
 def length(prompt, completion, record): return float(len(completion))
 def vowels(prompt, completion, record): return float(sum(map(completion.count, "aeiou")) + len(record["prompt"]))
@@ -75,7 +77,7 @@ def servers() -> Iterator[Callable[..., Server]]:
 def reward_of(server: Server, record: Any = None) -> float:
     client = RewardServer(server.url, f"rollout.reward: {server.url}", 1.0, lambda line: None)
     try:
-        return client.call("2 + 2 =", " 5", record or {"a": 1}, "train.jsonl:3").result(30)
+        return client.call("2 + 2 =", " 5", record or {"a": 1}, "train.jsonl:3", TURNS).result(30)
     finally:
         client.close()
 
@@ -83,7 +85,8 @@ def reward_of(server: Server, record: Any = None) -> float:
 def test_a_server_gets_prompt_completion_and_record(servers: Callable[..., Server]) -> None:
     server = servers(lambda request: (200, b'{"reward": 0.5, "more": "is not read"}'))
     assert reward_of(server) == 0.5
-    assert server.requests == [("/reward?of=run", {"prompt": "2 + 2 =", "completion": " 5", "record": {"a": 1}})]
+    expected = {"prompt": "2 + 2 =", "completion": " 5", "record": {"a": 1}, "turns": TURNS}
+    assert server.requests == [("/reward?of=run", expected)]
     with pytest.raises(ValueError, match=r"rollout\.reward: .*: the record of train\.jsonl:3 cannot be sent as JSON"):
         reward_of(server, {"raw": b"bytes"})
 

@@ -30,6 +30,7 @@ SCHEDULES = [(0, True, 0), (1, True, 0), (2, True, 0), (1, False, 1), (2, False,
 
 WRONG_PARTS = '{"asked_at": [], "trained": [], "reward_parts": [[NaN]]}'
 WRONG_CALLS = '{"asked_at": [], "trained": [], "tool_calls": [[1, 2]]}'
+WRONG_REWARDS = '{"asked_at": [], "trained": [], "object_rewards": ["1"]}'
 
 Change = Callable[[QueueState], QueueState]
 
@@ -141,6 +142,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "tokens without a version": (first_sample(versions_N=np.array([4, -1], np.int32)), "a version that no model"),
     "a reward": (first_sample(reward=1.0), r"has the reward 1.0: this run has no rollout.reward"),
+    "a reward of the environment": (first_sample(object_reward=1.0), "has 1.0 as the reward of its environment"),
     "an id outside of the vocabulary": (first_sample(ids_N=np.array([7, 10**6], np.int32)), "ids 7 to 1000000"),
     "too many tokens": (
         first_sample(
@@ -210,17 +212,15 @@ def intact(folder: Path) -> Any:
 
 def test_a_file_of_samples_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = after(STEP, 2, False, 2, seed=3)
-    with_parts = replace(
-        written,
-        samples=[replace(sample, reward_parts=(0.1, 2.0), tool_calls=3, tool_errors=1) for sample in written.samples],
-    )
+    parts: dict[str, Any] = {"reward_parts": (0.1, 2.0), "object_reward": 2.0, "tool_calls": 3, "tool_errors": 1}
+    with_parts = replace(written, samples=[replace(sample, **parts) for sample in written.samples])
     for state in (written, with_parts, QueueState()):
         write_queue(tmp_path, state)
         state_read = read_queue(intact(tmp_path))
         assert (state_read.requested_at, state_read.trained) == (state.requested_at, state.trained)
         for one, other in zip(state_read.samples, state.samples, strict=True):
             assert (one.number, one.prompt, one.reward) == (other.number, other.prompt, other.reward)
-            assert one.reward_parts == other.reward_parts
+            assert (one.reward_parts, one.object_reward) == (other.reward_parts, other.object_reward)
             assert (one.tool_calls, one.tool_errors) == (other.tool_calls, other.tool_errors)
             for name in ("ids_N", "log_probs_N", "versions_N"):
                 assert (getattr(one.completion, name) == getattr(other.completion, name)).all()
@@ -246,6 +246,7 @@ def test_groups_of_another_form_and_a_file_that_is_cut_are_refused(tmp_path: Pat
         "[",
         WRONG_PARTS,
         WRONG_CALLS,
+        WRONG_REWARDS,
     ):
         rewrite(tmp_path / ROLLOUTS, lambda arrays: {}, groups)
         contents.append((tmp_path / ROLLOUTS).read_bytes())

@@ -37,6 +37,26 @@ def test_a_chat_ends_with_the_beginning_of_the_assistants_turn(
     assert tokenizer.decode(load_prompts(tmp_path, [record], chat=chat).tokens(0)) == expected
 
 
+@pytest.mark.parametrize("space", [" ", ""])
+def test_a_prompt_that_ends_with_a_space_is_warned_of(tmp_path: Path, space: str) -> None:
+    """In training, the first token of the answer has the space; in use, the prompt has it as a token."""
+    tokenizer = toy_tokenizer(chat="plain")
+    turn = "{{ message.role + ':" + space + "' + message.content.strip() + '</s>' }}"
+    prompt = "{% if add_generation_prompt %}{{ 'assistant:" + space + "' }}{% endif %}"
+    tokenizer.chat_template = "{% for message in messages %}" + turn + "{% endfor %}" + prompt
+    chats = [{"messages": [QUESTION, {"role": "assistant", "content": f"{word} is"}]} for word in ("capital", "four")]
+    texts = [{"prompt": f"Answer:{space}", "completion": "capital"}]
+    for records, agree in ((chats, not space), (texts, True)):
+        prompts, documents = load_prompts(tmp_path, records, tokenizer), load_records(tmp_path, records, tokenizer)
+        first = int(np.flatnonzero(documents.targets(0))[0])
+        assert (prompts.tokens(0).tolist() == documents.tokens(0)[:first].tolist()) == agree
+        for report in (prompts.report, documents.report):
+            warnings = [line for line in report.warnings if "ends with a space" in line]
+            assert len(warnings) == bool(space)
+            assert all("train.jsonl:1: the prompt ends" in line for line in warnings)
+            assert all(line.endswith(f"(such records: {len(records)})") for line in warnings)
+
+
 def test_the_same_records_are_held_out_as_of_whole_documents(tmp_path: Path) -> None:
     records = [{"prompt": f"{number} and two?", "completion": f"{number + 2}"} for number in range(40)]
     prompts, documents = load_prompts(tmp_path, records), load_records(tmp_path, records)

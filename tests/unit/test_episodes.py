@@ -32,6 +32,10 @@ class Game:
     def close(self):
         self.log("close")
 
+    def reward(self):
+        self.log("reward")
+        return len(self.turns)
+
     def log(self, what):
         with open(self.record["log"], "a") as file:
             file.write(f"{os.getpid()} {what}\\n")
@@ -49,6 +53,9 @@ class Opens(Game):
 
 class Number(Game):
     def step(self, turn): return 3
+
+class Scores(Game):
+    def reward(self): return "3"
 
 class NoStep:
     def reset(self, prompt, record): ...
@@ -95,8 +102,8 @@ def ask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ask]:
         pool = WorkerPool([(ENVIRONMENT, "episode_games:Game")], 3, seconds=60.0)
         call = pool.caller(ENVIRONMENT)
 
-    def reply(number: int, *turns: str, replies: tuple[str, ...] = ()) -> Any:
-        answer = call("Go", "".join(turns), record, "a:1", Episode(number, turns, replies))
+    def reply(number: int, *turns: str, replies: tuple[str, ...] = (), wants_reward: bool = False) -> Any:
+        answer = call("Go", "".join(turns), record, "a:1", Episode(number, turns, replies, wants_reward))
         return answer.result(60) if isinstance(answer, Future) else answer
 
     yield reply
@@ -139,6 +146,28 @@ def test_an_object_that_is_lost_gets_its_turns_again(ask: Ask, tmp_path: Path) -
         ValueError, match=r"^rollout\.environment: episode_games:Game replies 'Go \| one' to a turn af"
     ):
         ask(8, "one", "two", replies=("Go | three",))
+
+
+@pytest.mark.parametrize(
+    ("before", "turns", "replies", "expected"),
+    [
+        (("one", "end"), ("one", "end"), ("Go | one",), ["reset", "one", "end", "reward"]),
+        (("one",), ("one",), ("Go | one",), ["reset", "one", "reward"]),
+        (("one",), ("one", "two"), ("Go | one",), ["reset", "one", "two", "reward"]),
+        ((), ("one", "two"), ("Go | one",), ["reset", "one", "two", "reward"]),
+        ((), (), (), ["reset", "reward"]),
+    ],
+    ids=["after its end", "a later turn was cut", "the last turn has no reply", "its object was lost", "no turn"],
+)
+def test_an_object_gives_the_reward_after_all_turns(
+    ask: Ask, tmp_path: Path, before: tuple[str, ...], turns: tuple[str, ...], replies: Any, expected: list[str]
+) -> None:
+    for count in range(1, len(before) + 1):
+        ask(7, *before[:count], replies=replies[: count - 1])
+    reward = ask(7, *turns, replies=replies, wants_reward=True)
+    assert (type(reward), reward) == (float, 1 + len(turns))
+    assert ask(7) is None
+    assert log(tmp_path) == [*expected, "close"]
 
 
 def test_a_worker_that_dies_is_replaced_and_the_turns_are_repeated(tmp_path: Path) -> None:
@@ -193,10 +222,12 @@ def test_a_class_that_cannot_be_used(name: str, words: str) -> None:
         ("Random", "expected an environment that depends only on its arguments"),
         ("Opens", "Opens.reset gives 'Hello' for the completion 'hi' of a:1: expected None"),
         ("Number", "Number gives 3 for the completion 'hi' of a:1: expected a text, or None at the end"),
+        ("Scores", "Scores.reward gives '3' for the completion 'hi' of a:1: expected a finite number"),
     ],
 )
 def test_an_environment_that_gives_something_else(tmp_path: Path, name: str, words: str) -> None:
     environment = caller_of(load_function(ENVIRONMENT, f"episode_games:{name}"))
+    episode = Episode(1, ("one", "hi"), ("Go | one" if name == "Scores" else "",), name == "Scores")
     with pytest.raises(ValueError, match=r"^rollout\.environment: episode_games:") as raised:
-        environment("Go", "hi", {"log": str(tmp_path / "log")}, "a:1", Episode(1, ("one", "hi"), ("",)))
+        environment("Go", "hi", {"log": str(tmp_path / "log")}, "a:1", episode)
     assert words in str(raised.value)

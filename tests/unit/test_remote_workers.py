@@ -18,8 +18,10 @@ FUNCTIONS = [(REWARD, "remote_functions:parent")]
 CODE = """
 import os, time
 
-def parent(prompt, completion, record):
+def parent(prompt, completion, record, turns=()):
     time.sleep(0.3)
+    if turns:
+        return len(turns[1]["text"])
     if completion == "dies":
         os._exit(0)
     return os.getppid()
@@ -64,6 +66,8 @@ def test_both_hosts_answer_and_a_lost_host_is_replaced(tmp_path: Path) -> None:
 
             wait_for(lambda: len(parents()) == 2)
             assert process.pid in parents()
+            turns = [{"role": "student", "text": "a"}, {"role": "environment", "text": "4 ×"}]
+            assert {call("", "", {}, "a:1", turns).result(60) for _ in range(4)} == {3}
             with pytest.raises(ValueError, match=r"^a:1: the record cannot be sent as JSON .*JSON changes it"):
                 call("", "", {"a": (1,)}, "a:1").result(60)
             with pytest.raises(ValueError, match="with exit code 0 for the completion 'dies' of a:2"):

@@ -20,7 +20,7 @@ from stillhouse.generation import Completion, PromptPlan, SampleGenerator, Sourc
 from stillhouse.generation.sample_generator import _Open
 from stillhouse.generation.turn_replies import TextReplies
 from stillhouse.generation.user_functions import called_here, environment_call, user_function
-from stillhouse.user_code.functions import ENVIRONMENT, UserFunction, checked_reply, checked_reward
+from stillhouse.user_code.functions import ENVIRONMENT, Turn, UserFunction, checked_reply, checked_reward
 
 
 class OwnFloat(float):
@@ -136,6 +136,33 @@ def test_a_decorator_may_change_the_arguments(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(tmp_path)
     function = user_function("rollout.reward", "decorated_rewards:f")
     assert checked_reward(function, "", "four", {}, "a:1") == 4.0
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def f(prompt, completion, record, *, turns): return turns.pop()['text'] == ' 5'", 1.0),
+        ("def f(prompt, completion, record, turns=()): return len(turns)", 1.0),
+        ("def f(prompt, completion, record, *, more=7): return more", 7.0),
+        ("def f(prompt, completion, record, **more): return len(more)", 0.0),
+        (
+            "import functools\ndef g(a, b, c, *, turns=()): return len(turns)\n"
+            "@functools.wraps(g)\ndef f(*given, **named): return g(*given, **named)",
+            1.0,
+        ),
+    ],
+    ids=range(5),
+)
+def test_a_reward_gets_the_turns_if_it_has_an_argument_of_this_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, code: str, expected: float
+) -> None:
+    module = f"turns_{abs(hash(request.node.name))}"
+    (tmp_path / f"{module}.py").write_text(f"{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    turns: list[Turn] = [{"role": "student", "text": " 5"}]
+    for key in ("rollout.reward", "eval.prompts.reward"):
+        assert checked_reward(user_function(key, f"{module}:f"), "", " 5", {}, "a:1", turns) == expected
+    assert turns == [{"role": "student", "text": " 5"}]
 
 
 def test_ctrl_c_of_a_program_that_uses_the_library_is_no_error_of_the_function() -> None:

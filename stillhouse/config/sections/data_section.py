@@ -1,6 +1,7 @@
 """The source of the documents, and their maximum length."""
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
@@ -56,6 +57,12 @@ class SourceConfig(Section):
         return {
             key: value for key, value in write(self).items() if key not in ("name", "rollout") or value is not None
         }
+
+
+def source_prefix(sources: Sequence[SourceConfig], number: int, name: str) -> str:
+    """See `DataConfig.rollout_prefix`. sources: those with weights; empty for a single source."""
+    rollout = sources[number].rollout if sources else None
+    return f"data.train[{number}]." if rollout is not None and name in rollout.model_fields_set else ""
 
 
 def _checked_sources(train: str | list[SourceConfig]) -> str | list[SourceConfig]:
@@ -120,8 +127,7 @@ class DataConfig(Section):
 
     def rollout_prefix(self, source: int, name: str) -> str:
         """What precedes `rollout.` in the key that sets a key of rollout for a source; "" for the section rollout."""
-        rollout = None if isinstance(self.train, str) else self.train[source].rollout
-        return f"data.train[{source}]." if rollout is not None and name in rollout.model_fields_set else ""
+        return source_prefix(self.weighted_sources, source, name)
 
     @property
     def eval_sets(self) -> dict[str, str]:

@@ -40,16 +40,29 @@ class PromptConfig(Section):
     stop: list[Text] = Field(default=[])
     """Texts that end a completion, in addition to the end-of-sequence tokens."""
     reward: RewardText | None = Field(default=None, examples=["mypkg.rewards:exact"])
-    """package.module:function, called as function(prompt, completion, record) for every completion. It gives a
-    number, the reward of policy_gradient. Or the address of a server, which gets a POST request with {"prompt": …,
-    "completion": …, "record": …} for every completion and answers {"reward": number}. Or a weighted sum, such as
-    0.5*mypkg.rewards:exact + 2*http://127.0.0.1:9000/reward, with spaces around the +. null: no reward."""
+    """package.module:function, called as function(prompt, completion, record) for every completion, and with turns if
+    it has an argument of this name. It gives a number, the reward of policy_gradient. Or the address of a server,
+    which gets a POST request with {"prompt": …, "completion": …, "record": …, "turns": …} for every completion and
+    answers {"reward": number}. Or environment: what the method reward() gives, at the sample's end, of a class in
+    environment or tools. Or a weighted sum, such as 0.5*mypkg.rewards:exact + 2*http://127.0.0.1:9000/reward +
+    environment, with spaces around the +. null: no reward."""
     environment: FunctionPath | None = Field(default=None, examples=["mypkg.tools:calculator"])
     """package.module:function, called as function(prompt, completion, record) when a turn of the student has ended.
     It gives the text that follows, which is not a target, or None at the end. Or package.module:Class, of which each
-    sample has an object, with the methods reset(prompt, record) and step(turn). null: one turn."""
+    sample has an object, with the methods reset(prompt, record), step(turn) and perhaps reward(). null: one turn."""
+    tools: FunctionPaths = Field(default=None, examples=["mypkg.tools:search"])
+    """package.module:function that the student may call in its chat template's format, or a list of them. Its type
+    hints and its docstring describe it in the prompts. A turn with calls is followed by their replies, which are no
+    targets; a turn without calls is the last one. package.module:Class: its public methods are tools, and each sample
+    has an object, with a method reset(prompt, record)."""
+    tool_tokens: int = Field(default=256, ge=32)
+    """Tokens of the text of one tool's reply. A longer reply is cut, and says so at its end."""
     max_turns: int = Field(default=8, ge=1)
     """Turns of the student with an environment or tools."""
+
+    @property
+    def tool_paths(self) -> list[str]:
+        return path_list(self.tools)
 
     @property
     def is_on_student_alone(self) -> bool:
@@ -107,13 +120,6 @@ class RolloutConfig(PromptConfig):
     deviation: Literal["population", "sample"] = "population"
     """The standard deviation of advantage=normalized, of n completions: population divides the sum of squares by n,
     sample by n - 1, as TRL and verl do."""
-    tools: FunctionPaths = Field(default=None, examples=["mypkg.tools:search"])
-    """package.module:function that the student may call in its chat template's format, or a list of them. Its type
-    hints and its docstring describe it in the prompts. A turn with calls is followed by their replies, which are no
-    targets; a turn without calls is the last one. package.module:Class: its public methods are tools, and each sample
-    has an object, with a method reset(prompt, record)."""
-    tool_tokens: int = Field(default=256, ge=32)
-    """Tokens of the text of one tool's reply. A longer reply is cut, and says so at its end."""
     workers: int = Field(default=0, ge=0, le=1024)
     """Processes for each host of the job in which reward and environment run, many completions at once. 0: in the
     process of rank 0, one completion at a time. The run's results are the same."""
@@ -133,10 +139,6 @@ class RolloutConfig(PromptConfig):
     on, each multiplied by this number for every token in between (MiniLLM). 0: its own alone."""
     position_decay: float = Field(default=1.0, gt=0, le=1)
     """The weight of the n-th token of a completion is this number to the power n. 1: all equal."""
-
-    @property
-    def tool_paths(self) -> list[str]:
-        return path_list(self.tools)
 
     @property
     def urls(self) -> list[str]:

@@ -1,11 +1,11 @@
 """Servers of the user that compute rewards: one POST request with JSON for every completion.
 
-request     {"prompt": "2 + 2 =", "completion": " 4", "record": {…}}
+request     {"prompt": "2 + 2 =", "completion": " 4", "record": {…}, "turns": [{"role": "student", "text": " 4"}]}
 answer      {"reward": 1.0}
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from stillhouse.serving.client.pool import Call, RefusedError, ServerError, ServerPool
-from stillhouse.user_code.functions import UserFunctionError, about_completion, finite_number, shown
+from stillhouse.user_code.functions import Turn, UserFunctionError, about_completion, finite_number, shown
 
 #: the most bytes of an answer
 MOST_BYTES = 65536
@@ -32,8 +32,11 @@ class RewardServer:
         self._path, self._name = url.removeprefix(root := f"{parts.scheme}://{parts.netloc}"), name
         self._pool = ServerPool([root], timeout, warn, model="reward", answer_seconds=timeout)
 
-    def call(self, prompt: str, completion: str, record: Mapping[str, Any], source: str) -> Future[Any]:
-        """Request the reward of a completion; returns at once. source: `file:line` of the record.
+    def call(
+        self, prompt: str, completion: str, record: Mapping[str, Any], source: str, turns: Sequence[Turn]
+    ) -> Future[Any]:
+        """Request the reward of a completion; returns at once. source: `file:line` of the record. turns: the pieces
+        of the completion.
 
         The future raises UserFunctionError with the server and the completion if the server refuses the request or
         gives no finite number, or if JSON cannot represent the record, and ServerError if the server does not answer
@@ -41,7 +44,8 @@ class RewardServer:
         """
         about, named = about_completion(completion, source), Future[Any]()
         try:
-            content = json.dumps({"prompt": prompt, "completion": completion, "record": record}, allow_nan=False)
+            request = {"prompt": prompt, "completion": completion, "record": record, "turns": turns}
+            content = json.dumps(request, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             named.set_exception(
                 UserFunctionError(f"{self._name}: the record of {source} cannot be sent as JSON ({error})")

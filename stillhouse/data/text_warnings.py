@@ -1,0 +1,64 @@
+"""Warnings about records whose text may be tokenized differently from what the user expects."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.read.image_columns import MARK
+from stillhouse.data.render.templates import Rendered, Targets
+from stillhouse.data.render.tokenizers import tokenize
+
+
+@dataclass
+class _Records:
+    """The number of some records, and the place of the first one."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, where: str) -> None:
+        self.count += 1
+        self.first = self.first or where
+
+
+class TextWarnings:
+    """Counts the records of a source that need a warning."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets):
+        self._tokenizer, self._targets = tokenizer, targets
+        self._with_mark, self._with_space = _Records(), _Records()
+
+    def add(self, rendered: Rendered, where: str) -> None:
+        """where: `file:line` of the record."""
+        if MARK in rendered.prompt + rendered.body and (rendered.encoded is None or not rendered.encoded.images):
+            self._with_mark.add(where)
+        if self._has_space_before_completion(rendered):
+            self._with_space.add(where)
+
+    def lines(self) -> list[str]:
+        lines, mark, space = [], self._with_mark, self._with_space
+        if mark.count:
+            lines.append(
+                f"{mark.first}: its text has {MARK}, and the record has no image, so that {MARK} is read as text; "
+                f"expected a column images if it marks the place of one (such records: {mark.count:,})"
+            )
+        if space.count and self._joins_spaces():
+            lines.append(
+                f"{space.first}: the prompt ends with a space, which this tokenizer joins with a word behind it, so "
+                "that a completion has other tokens at its beginning than the same text in one piece, as models have "
+                "read it; expected no space at the end of prompts and of the chat template's generation prompt "
+                f"(data.chat_template), and completions that begin with it (such records: {space.count:,})"
+            )
+        return lines
+
+    def _has_space_before_completion(self, rendered: Rendered) -> bool:
+        if self._targets == "none":
+            return (rendered.body or rendered.prompt).endswith(" ")
+        return rendered.prompt.endswith(" ") or any(
+            rendered.body[begin - 1] == " " for begin, _ in rendered.spans if begin
+        )
+
+    def _joins_spaces(self) -> bool:
+        """Whether a space and a letter have other tokens together than one after the other."""
+        whole, space, letter = tokenize(self._tokenizer, ["a a", "a ", "a"], special=False)
+        return whole != space + letter

@@ -1,0 +1,57 @@
+"""What follows the turns of samples, for each source of prompts: replies of environments and of tools."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.config import ConfigError, RolloutConfig
+from stillhouse.config.sections.data_section import source_prefix
+from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.tool_format import ToolFormat, tool_format
+from stillhouse.generation.turn_replies import TextReplies, ToolReplies, TurnReplies
+from stillhouse.generation.user_functions import tool_schemas
+from stillhouse.loops.completion_calls import CompletionCalls, warn
+from stillhouse.loops.session_objects import Session
+from stillhouse.models import eos_ids
+from stillhouse.user_code.functions import TOOLS
+
+
+def turn_replies(
+    rollouts: Sequence[RolloutConfig],
+    calls: CompletionCalls,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ImageProcessor | None,
+) -> list[TurnReplies | None]:
+    """For each source of prompts, what follows the turns of its samples; None if they have one turn."""
+    formats: dict[tuple[str, ...], ToolFormat] = {}
+    placeholders = [] if processor is None else processor.placeholder_ids
+    replies: list[TurnReplies | None] = []
+    for rollout, of_source in zip(rollouts, calls.sources, strict=True):
+        if of_source.tools is not None and (schemas := tool_schemas(rollout)) is not None:
+            paths, have_state = tuple(rollout.tool_paths), of_source.tools_have_state
+            formats[paths] = formats.get(paths) or tool_format(tokenizer, schemas, processor)
+            replies.append(
+                ToolReplies(of_source.tools, formats[paths], rollout.tool_tokens, have_state=have_state, warn=warn)
+            )
+        elif of_source.environment is not None:
+            replies.append(TextReplies(of_source.environment, tokenizer, placeholders))
+        else:
+            replies.append(None)
+    return replies
+
+
+def require_end_of_turns(session: Session) -> None:
+    """Raise ConfigError on all ranks if the student cannot end a turn with a call of a tool."""
+    for number, rollout in enumerate(session.rollouts):
+        if rollout.writer == "student" and not rollout.stop and (schemas := tool_schemas(rollout)) is not None:
+            key = f"{source_prefix(session.prompt_sources, number, 'tools')}{TOOLS}"
+            _require_end_of_turns(session, tool_format(session.tokenizer, schemas, session.image_processor), key)
+
+
+def _require_end_of_turns(session: Session, of_tools: ToolFormat, key: str) -> None:
+    if of_tools.marker_id not in eos_ids(session.tokenizer, session.student):
+        raise ConfigError(
+            key,
+            f"the chat template ends turns with calls with {of_tools.marker!r}, which is no end-of-sequence token of "
+            "the student: expected it in eos_token_id of the student's generation_config.json, or in rollout.stop",
+        )
