@@ -47,6 +47,7 @@ SLOW = [
     Job(Case("qwen3_moe", tensor=2, expert=4, data=2, sequence=True)),
     Job(Case("llama", context=2), "forward_kl", top_k=8, uneven=True, packing=ROWS),
     Job(Case("llama", tied=True, context=4), uneven=True),
+    Job(Case("llama", data=2, context=2), "forward_kl", uneven=True),
     Job(Case("qwen3", tensor=2, sequence=True, context=2, tied=True), "reverse_kl", uneven=True),
     Job(Case("gemma3_text", pipeline=2, chunks=2, context=2, tied=True), uneven=True),
     Job(Case("gemma2", tensor=2, tied=True), uneven=True),

@@ -16,12 +16,13 @@ from kit.runs import contents, metrics, run, write_run
 from kit.signal_hooks import kill_at, signal_at
 from safetensors.torch import load_file
 
+from stillhouse.tools.parity import megatron_layouts
+
 pytest.importorskip("megatron.core")
 
 
 STEPS = {"train.steps": 4, "checkpoint.every": 2}
 MTP = {"student.mtp": {"depths": 2}}
-TWO_PROCESSES = ["fsdp 2", "tensor 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"]
 
 
 def write(folder: Path, family: str, **settings: Any) -> Path:
@@ -123,38 +124,24 @@ def test_a_run_in_bfloat16_resumes_with_the_other_engine_from_float32_weights(tm
     assert all(tensor.dtype == torch.float32 for tensors in stored.values() for tensor in tensors.values())
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "processes", "layouts"),
-    [
-        slow("llama", MTP, 2, TWO_PROCESSES),
-        slow(
-            "qwen3",
-            {},
-            4,
-            [
-                *("fsdp 4", "fsdp 2 × tensor 2", "fsdp 2 × tensor 2, sequence", "fsdp 2 × context 2"),
-                *("context 2 × tensor 2", "context 2 × tensor 2, sequence", "pipeline 2 × fsdp 2, 1f1b"),
-                *(
-                    "pipeline 2 × context 2, 1f1b",
-                    "pipeline 2 × tensor 2, 1f1b",
-                    "pipeline 2 × tensor 2, 1f1b, sequence",
-                ),
-            ],
-        ),
-        slow(
-            "qwen3_moe", {}, 2, ["fsdp 2", "fsdp 2 × expert 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"]
-        ),
-    ],
-)
-def test_parity_compares_the_layouts_of_megatron_core(
-    tmp_path: Path, family: str, settings: dict[str, Any], processes: int, layouts: list[str]
-) -> None:
-    write_run(tmp_path, family=family, **settings)
-    ranks = Ranks(processes, "parity", tmp_path / "run.yaml", "parallel.engine=megatron", hook=without_cuda)
-    assert ranks.wait(LIMIT) == [0] * processes, ranks.texts
+@pytest.mark.slow
+def test_parity_compares_the_layouts_of_megatron_core(tmp_path: Path) -> None:
+    write_run(tmp_path, family="qwen3_moe")
+    ranks = Ranks(2, "parity", tmp_path / "run.yaml", "parallel.engine=megatron", hook=without_cuda)
+    assert ranks.wait(LIMIT) == [0] * 2, ranks.texts
     rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
-    assert {line.split("  ")[0] for line in rows} >= {*layouts}, ranks[0].out
+    layouts = {"fsdp 2", "fsdp 2 × expert 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"}
+    assert {line.split("  ")[0] for line in rows} >= layouts, ranks[0].out
     assert all(float(line.split()[-2]) <= 1e-5 for line in rows), rows
+
+
+def test_parity_compares_every_pair_of_axes() -> None:
+    """`test_megatron_engine.py` has their gradients."""
+    assert {str(layout) for layout in megatron_layouts(4)} >= {
+        *("fsdp 4", "fsdp 2 × tensor 2", "fsdp 2 × tensor 2, sequence", "fsdp 2 × context 2"),
+        *("context 2 × tensor 2", "context 2 × tensor 2, sequence", "pipeline 2 × fsdp 2, 1f1b"),
+        *("pipeline 2 × context 2, 1f1b", "pipeline 2 × tensor 2, 1f1b", "pipeline 2 × tensor 2, 1f1b, sequence"),
+    }
 
 
 def test_a_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:

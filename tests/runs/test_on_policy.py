@@ -345,8 +345,10 @@ def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("loss", "settings"),
     [
-        ("0.5*reverse_kl + policy_gradient", {"rollout.reward": "hooks:length", "rollout.position_decay": 0.9}),
-        ("sampled_kl(k2)", {"rollout.temperature": 0.7}),
+        (
+            "0.5*reverse_kl + policy_gradient + sampled_kl(k2)",
+            {"rollout.reward": "hooks:length", "rollout.position_decay": 0.9, "rollout.temperature": 0.7},
+        ),
         ("policy_gradient(teacher_kl=1) + jsd(0.5)", {}),
     ],
 )
