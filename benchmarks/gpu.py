@@ -64,7 +64,7 @@ def stages(device: str) -> list[Stage]:
     # the last --dtype is used, because bf16 needs a GPU
     tiny = ["--dtype", "fp32", "--tokens", "64", "--width", "64", "--vocabulary", "2100", "--rounds", "1"]
     tiny_objective = [*tiny, "--teacher-width", "64", "--peer-rounds", "1", "--floor-rounds", "1", "--skip", "memory"]
-    tiny_objective += ["first_call", "--floor-rows", "64", "--cases", "forward_kl"]
+    tiny_objective += ["first_call", "peers", "--floor-rows", "64", "--square", "256", "--cases", "forward_kl"]
     objective = ["-m", "benchmarks.objective", *bf16, *LARGE]
     training = ["-m", "benchmarks.training", *on, *TRAINING, "--steps", "4", "--turns", "1"]
     return [

@@ -113,7 +113,7 @@ def main() -> None:
     is_cpu = options.device == "cpu"
     sizes = sizes_of((256, 2), (256, 2), 512, 2, 32) if options.small else CPU_SIZES if is_cpu else GPU_SIZES
     if is_cpu:
-        layouts = CPU_LAYOUTS
+        layouts = {"fsdp 2": CPU_LAYOUTS["fsdp 2"]} if options.small else CPU_LAYOUTS
         by_rank = on_ranks(run_layouts, 2, (layouts, sizes, options.turns, "cpu"), 1, {"TORCH_COMPILE_DISABLE": "1"})
     else:
         start_alone(torch.device("cuda"))
