@@ -279,7 +279,7 @@ def _with_checkpoint(error: SignalsLostError | UserFunctionError, saved: Path) -
     stopped = f"{first}; the run has stopped after a checkpoint: {saved}"
     if isinstance(error, SignalsLostError):
         return SignalsLostError("\n".join([stopped, *frames]))
-    return UserFunctionError("\n".join([f"{stopped}; correct it, and the same command continues", *frames]))
+    return UserFunctionError("\n".join([f"{stopped}; correct the cause, and the same command continues", *frames]))
 
 
 def _evaluation_is_due(session: Session, step: int) -> bool:

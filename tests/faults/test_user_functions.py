@@ -117,7 +117,7 @@ def test_a_function_that_fails_costs_no_step(
     first, *frames = ranks[0].err[ranks[0].err.index("error: ") :].splitlines()
     assert re.match(rf"error: \S+: failing:\S+ raises KeyError: '{noted[2 * len(noted) // 3]}'", first)
     assert first.endswith(
-        f"; the run has stopped after a checkpoint: {saved}; correct it, and the same command continues"
+        f"; the run has stopped after a checkpoint: {saved}; correct the cause, and the same command continues"
     )
     assert frames[0].startswith(f'  File "{tmp_path / "failing.py"}", line ')
     (tmp_path / "wrong").unlink()

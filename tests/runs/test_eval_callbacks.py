@@ -40,12 +40,17 @@ def test_each_evaluation_calls_it_and_logs_what_it_gives(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_number_that_is_not_finite_stops_the_run_on_all_ranks(tmp_path: Path) -> None:
     write_run(tmp_path, **{"eval.callbacks": [f"{__name__}:broken"]})
-    problem = "eval.callbacks: test_eval_callbacks:broken gives nan for 'perplexity': expected a finite number\n"
-    failed = run("distill", tmp_path / "run.yaml", code=1)
-    assert f"error: {problem}" in failed.err
-    ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}")
-    assert ranks.wait() == [1, 1]
-    assert [rank.err for rank in ranks] == [f"error: {problem}", f"error on rank 1: {problem}"]
+    problem = (
+        "eval.callbacks: test_eval_callbacks:broken gives nan for 'perplexity': expected a finite number; the run"
+    )
+    for processes, name in ((1, "out"), (2, "two")):
+        ranks = Ranks(processes, "distill", tmp_path / "run.yaml", f"out={tmp_path / name}")
+        assert ranks.wait() == [1] * processes, ranks.texts
+        (saved,) = (tmp_path / name / "checkpoints").iterdir()
+        line = (
+            f"{problem} has stopped after a checkpoint: {saved}; correct the cause, and the same command continues\n"
+        )
+        assert [rank.err for rank in ranks] == [f"error: {line}", f"error on rank 1: {line}"][:processes]
 
 
 def quality(context: EvaluationContext) -> dict[str, float]:
