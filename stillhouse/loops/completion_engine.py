@@ -72,6 +72,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             server_api(rollout.engine, is_tied=student.tied and takes_models),
             vocabulary=vocabulary,
             timeout=rollout.timeout,
+            update_timeout=session.train_config.timeout,
             warn=lambda line: log_rank0(f"warning: {line}"),
             keep_weights=rollout.writer == "teacher",
             probes=[

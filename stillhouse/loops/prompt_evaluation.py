@@ -16,9 +16,9 @@ from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.user_functions import tool_schemas, user_function
 from stillhouse.hashing import json_hash
 from stillhouse.loops.held_out_metrics import in_shown_order
-from stillhouse.loops.rollouts import StepPacker
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.step_metrics import means
+from stillhouse.loops.step_packer import StepPacker
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.parallel import ShardedMicroBatches, watchdog
 from stillhouse.preemption import OverdueError

@@ -1,22 +1,19 @@
 """The rollouts of an on-policy run: gives new weights to the engine, and the samples of each step to all ranks."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.checkpoint.served_models import require_same_writer
 from stillhouse.config import RolloutConfig, StudentConfig, sampling_temperatures
 from stillhouse.config.reward_sum import has_part_of_object
-from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
+from stillhouse.data import Documents
 from stillhouse.generation import (
     PromptPlan,
     RolloutEngine,
@@ -38,6 +35,7 @@ from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import open_engine, samplings
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.source_replies import require_end_of_turns, turn_replies
+from stillhouse.loops.step_packer import StepPacker
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
 from stillhouse.loops.worker_hosts import WorkerHosts
 from stillhouse.models import model_fingerprint
@@ -212,7 +210,8 @@ class Rollouts:
             return
         samples = [Sample.from_json(values) for values in content]
         micro_batches = self._shard(step_documents(self.session.train.documents, samples, TargetRules()))
-        rounding = require_weights_in_use(self.session, self.config, step, urls, micro_batches)
+        with watchdog.nested(f"the proof that servers generate with version {step}"):  # ranks compute, servers do not
+            rounding = require_weights_in_use(self.session, self.config, step, urls, micro_batches)
         if isinstance(self.engine, ServedEngine):
             self.engine.weights.set_proved(urls[0], rounding)
 
@@ -322,41 +321,3 @@ def target_rules(rollouts: Sequence[RolloutConfig]) -> TargetRules:
         by_student=rollout.writer == "student",
         temperature_numbers=[temperatures.index(source.temperature) for source in rollouts],
     )
-
-
-@dataclass(frozen=True)
-class StepPacker:
-    """Packs documents that begin with prompts. A packed sequence has at most `prompts.max_tokens` tokens.
-
-    micro_batch_tokens: the maximum number of tokens of a micro-batch.
-    by_length: whether a micro-batch is one sequence of documents of similar lengths (see `PackedSequences`).
-    """
-
-    prompts: PackedSequences
-    micro_batch_tokens: int
-    by_length: bool = False
-
-    def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
-        """Return the micro-batches of some documents.
-
-        parts: the minimum number of micro-batches, if there are as many documents. Completions are often far shorter
-            than `data.max_tokens`. With sequences of this length, some processes would have no micro-batch.
-        """
-        gaps = self.prompts.gaps
-        widths_D = documents.lengths_D + documents.gaps_D(gaps)
-        most_tokens = self.micro_batch_tokens if self.by_length else self.prompts.max_tokens
-        capacity = min(most_tokens, max(int(widths_D.max()), math.ceil(widths_D.sum() / parts)))
-        packed = PackedSequences(
-            documents,
-            max_tokens=capacity,
-            seed=0,
-            shuffle=False,
-            gaps=gaps,
-            together=self.prompts.together,
-            by_length=self.by_length,
-            image_inputs=self.prompts.image_inputs,
-        )
-        most = 1 if self.by_length else self.micro_batch_tokens // capacity
-        rows = max(1, min(most, len(packed) // parts))
-        numbers = np.arange(len(packed))
-        return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from torch.distributed import Store
@@ -69,15 +69,20 @@ def progress() -> None:
 
 
 @contextmanager
-def untimed(phase: str) -> Iterator[None]:
-    """A nested phase without a time limit, for a wait that has its own time limit."""
+def nested(phase: str, *, timed: bool = True) -> Iterator[None]:
+    """A phase within another one, which goes on after it. timed: see `enter`."""
     before = None if _watchdog is None else _watchdog.state
-    enter(phase, timed=False)
+    enter(phase, timed=timed)
     try:
         yield
     finally:
         if before is not None:
             enter(before.phase, timed=before.timed)
+
+
+def untimed(phase: str) -> AbstractContextManager[None]:
+    """A nested phase without a time limit, for a wait that has its own time limit."""
+    return nested(phase, timed=False)
 
 
 @dataclass

@@ -27,7 +27,8 @@ from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
-from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules, turn_replies
+from stillhouse.loops.rollouts import make_queue, target_rules, turn_replies
+from stillhouse.loops.step_packer import StepPacker
 from stillhouse.models import eos_ids
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start, temporary_groups
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts

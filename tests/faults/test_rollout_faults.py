@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -142,6 +143,24 @@ def test_of_two_servers_one_dies_during_an_update_and_comes_back(
         server.kill()  # now the other one has to write everything
         student.assert_all_written(requests_of(6), engine.generate(requests_of(6)), {2})
     server.start()
+
+
+def test_a_server_that_never_loads_weights_does_not_hold_up_the_run(student: Student, server: StubServer) -> None:
+    """Of two, the other one goes on; alone, it ends the run. The limit of an answer is far longer."""
+    ending = threading.Event()
+    with (
+        stub_server(Vllm, student.folder / "model", processed=True) as other,
+        closing(engine_of(server, other, timeout=600.0, update_timeout=2.0)) as engine,
+    ):
+        server.before["/collective_rpc"] = lambda: ending.wait() and None
+        engine.update_weights(1, student.published(1))
+        student.assert_all_written(requests_of(6), engine.generate(requests_of(6)), {1})
+        assert not [path for path, _ in server.requests if path == VllmApi.path]
+        other.before["/collective_rpc"] = lambda: ending.wait() and None
+        message = f"{other.url} has not loaded version 2 of the weights within 2 s .train.timeout."
+        with pytest.raises(ServerError, match=message):
+            engine.update_weights(2, student.published(2))
+        ending.set()
 
 
 #: the path of a request before which a server restarts, after a first request to another path

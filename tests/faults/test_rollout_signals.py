@@ -1,7 +1,10 @@
-"""A signal ends an on-policy run that waits for servers: with a checkpoint, if there is something to save."""
+"""On-policy runs that wait for servers end with a checkpoint, if there is something to save: after a signal, and after
+`train.timeout` if a server does not load weights.
+"""
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
 from kit.runs import wait_for
 from kit.serving import Server
+from kit.stub_servers import stub_server
+from kit.stub_vllm import Vllm
 
 from stillhouse.loops.rollouts import Rollouts
 
@@ -65,3 +70,22 @@ def test_a_signal_ends_a_run_whose_server_does_not_answer(
         assert list((out / "checkpoints").glob("step-*")) == [out / "checkpoints" / f"step-{after:08d}"] * (after > 0)
         run_ranks(processes, *arguments)
     assert [line["step"] for line in rollout_figures(out)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_server_that_never_loads_weights_ends_all_ranks(tmp_path: Path) -> None:
+    out, path = tmp_path / "out", "/collective_rpc"
+    settings = {"checkpoint.every": 0, "parallel.fsdp": 2, "train.timeout": 15, "rollout.engine": "vllm"}
+    write_on_policy_run(tmp_path, **settings, **{"rollout.url": "http://x"})
+    with stub_server(Vllm, tmp_path / "student", processed=True) as server:
+        write_on_policy_run(tmp_path, **settings, **{"rollout.url": server.url})
+        ending = threading.Event()
+        # the first update succeeds, the second one never ends
+        server.before[path] = lambda: server.before.update({path: lambda: ending.wait() and None})
+        ranks = Ranks(2, "distill", tmp_path / "run.yaml")
+        codes = ranks.wait(PATIENCE)
+        ending.set()
+    assert codes == [1, 1], ranks.texts
+    assert f"{server.url} has not loaded version 1 of the weights within 15 s (train.timeout)" in ranks[0].err
+    assert f"the run has stopped after a checkpoint: {out / 'checkpoints' / 'step-00000001'}" in ranks[0].err
+    assert "Traceback" not in ranks.err

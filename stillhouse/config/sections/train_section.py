@@ -63,8 +63,8 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Recompute the layers in backward: needs less memory and about a third more time."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds after which the job ends if a rank sends no heartbeat, or if a step starts no further micro-batch. No
-    effect without torchrun."""
+    """Seconds after which the job ends if a rank sends no heartbeat, or if a step starts no further micro-batch (both
+    under torchrun only), or if no server of rollout.url has loaded new weights."""
 
     @model_validator(mode="before")
     @classmethod

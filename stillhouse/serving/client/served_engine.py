@@ -1,5 +1,6 @@
 """Completions from servers that have the student's weights. Each token carries the version that generated it."""
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -34,6 +35,8 @@ class ServedEngine:
     vocabulary: rows of the student's head. Ids outside of it are not sent, because they end a vLLM, and not accepted.
     timeout: seconds without an answer of any server after which futures raise ServerError, and the limit per answer.
     warn: is called with a line when a server fails or answers again.
+    update_timeout: seconds in which an update of the weights must end, or the servers that have not loaded them count
+        as servers that do not answer.
     keep_weights: the servers keep the weights that they have, such as a teacher's. If it is False, `update_weights`
         must be called before `generate`.
     probes: prompts that each server completes after it has loaded weights (see `engine_proof.py`). The caller can
@@ -54,6 +57,7 @@ class ServedEngine:
         *,
         vocabulary: int,
         timeout: float,
+        update_timeout: float = math.inf,
         warn: Callable[[str], None] = lambda line: None,
         keep_weights: bool = False,
         probes: Sequence[GenerationRequest] = (GenerationRequest(0, np.zeros(1, np.int32), 0),),
@@ -67,7 +71,15 @@ class ServedEngine:
         self._pool = ServerPool(urls, timeout, warn, model="student", answer_seconds=timeout, in_flight=in_flight)
         self._bodies = RequestBodies(api, processor)
         self.weights = ServedWeights(
-            self._pool, api, self._bodies, (sampling, *other_samplings), vocabulary, probes, warn, keep=keep_weights
+            self._pool,
+            api,
+            self._bodies,
+            (sampling, *other_samplings),
+            vocabulary,
+            probes,
+            warn,
+            keep=keep_weights,
+            update_timeout=update_timeout,
         )
         with ExitStack() as stack:
             stack.callback(self._pool.close)

@@ -5,8 +5,9 @@ label. Its answers are discarded, their requests are sent again, and the server 
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -74,8 +75,8 @@ class ServedWeights:
     """versions: version numbers by label. newest: the version that all servers should have.
 
     samplings: those of the requests. keep: the servers keep the weights that they have. top_tokens: if `keep`, the
-    top tokens after a few prompts and their log-probabilities, which identify the weights. The other arguments are
-    those of `ServedEngine`.
+    top tokens after a few prompts and their log-probabilities, which identify the weights. update_timeout: the seconds
+    of an update of all servers. The other arguments are those of `ServedEngine`.
     """
 
     pool: ServerPool
@@ -86,6 +87,7 @@ class ServedWeights:
     probes: Sequence[GenerationRequest]
     warn: Callable[[str], None]
     keep: bool
+    update_timeout: float
     versions: dict[str, int] = field(default_factory=dict)
     newest: Published | None = None
     top_tokens: list[tuple[int, float]] = field(default_factory=list)
@@ -122,15 +124,15 @@ class ServedWeights:
     def update_all(self, published: Published) -> None:
         """See `ServedEngine.update_weights`."""
         assert not self.keep, "these servers keep their weights"
-        before = self.newest
+        before, end = self.newest, time.monotonic() + self.update_timeout
         self.versions[published.label], self.newest = published.version, published
         # a step must not wait again for a server that has not answered before
         present = [server for server in self.servers.values() if not server.is_absent]
-        absent = self._update_each(present, min(PATIENCE, self.pool.timeout))
+        absent = self._update_each(present, min(PATIENCE, self.pool.timeout), end)
         if len(absent) == len(present):
-            absent = self._update_each(list(self.servers.values()), self.pool.timeout)
+            absent = self._update_each(list(self.servers.values()), self.pool.timeout, end)
             if len(absent) == len(self.servers):
-                raise next(iter(absent.values()))
+                raise UnreachableError("; ".join(map(str, absent.values())))
         for url in absent:
             self._update_later(self.servers[url])
         if before is not None and (adapter := self.adapter_of(before)) is not None:
@@ -196,18 +198,33 @@ class ServedWeights:
             raise ValueError(f"{response.url}: {response.status_code} {response.text[:500]}; {self.api.kind.hint}")
         return response
 
-    def _update_each(self, servers: Sequence[ServerState], patience: float) -> dict[str, UnreachableError]:
-        """Load the newest version on servers; return the errors of the servers that have not answered, by URL."""
+    def _update_each(
+        self, servers: Sequence[ServerState], patience: float, end: float
+    ) -> dict[str, UnreachableError]:
+        """Load the newest version on servers; return the errors of the servers that have not answered, by URL.
+
+        end: when a server that has not loaded the version counts as one that has not answered, whatever it does. Its
+            thread goes on until the server answers, or until the pool is closed.
+        """
         absent: dict[str, UnreachableError] = {}
-        with ThreadPoolExecutor(len(self.servers)) as threads:
-            futures = {server.url: threads.submit(self._update, server, patience) for server in servers}
+        threads = ThreadPoolExecutor(len(self.servers))
+        futures = {server.url: threads.submit(self._update, server, patience) for server in servers}
+        threads.shutdown(wait=False)
+        wait(futures.values(), min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX))
         for url, future in futures.items():
-            error = future.exception()
+            error = future.exception() if future.done() else self._late(url)
             if isinstance(error, UnreachableError):
                 absent[url] = error
             elif error is not None:
                 raise error
         return absent
+
+    def _late(self, url: str) -> UnreachableError:
+        assert self.newest is not None
+        return UnreachableError(
+            f"{url} has not loaded version {self.newest.version} of the weights within {self.update_timeout:g} s "
+            "(train.timeout)"
+        )
 
     def _update(self, server: ServerState, patience: float) -> None:
         """Load the newest version on a server, which gets no requests meanwhile. Prove that the version is in use."""
@@ -275,7 +292,8 @@ class ServedWeights:
         try:
             if server.restored > MAX_RESTORES:
                 raise ServerError(_AGAIN.format(url=server.url))
-            self._update(server, self.pool.timeout)
+            end = time.monotonic() + self.update_timeout
+            failure = self._update_each([server], self.pool.timeout, end).get(server.url)
         except ServerError as error:
             failure = error
         server.is_absent = False
