@@ -16,6 +16,10 @@ class Sglang(StubHandler):
     def get_get_model_info(self) -> None:
         self.reply(200, {"model_path": "t", "is_generation": True})
 
+    def get_v1_models(self) -> None:
+        adapters = [{"id": name, "root": str(self.model.paths[name]), "parent": "t"} for name in self.model.adapters]
+        self.reply(200, {"object": "list", "data": [{"id": "t", "root": "t", "parent": None}, *adapters]})
+
     def post_generate(self, body: dict[str, Any]) -> None:
         sampling, tokens = body["sampling_params"], body["input_ids"]
         if not sampling["max_new_tokens"]:

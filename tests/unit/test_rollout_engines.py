@@ -223,7 +223,7 @@ def test_what_is_not_published_is_refused(student: Student, server: StubServer) 
 
 
 def test_a_vllm_without_the_routes_is_refused(student: Student, server: StubServer) -> None:
-    server.kind = Sglang  # any server without these routes
+    server.kind = type("Other", (Sglang,), {"get_v1_models": None})  # any server without these routes
     server.restart()
     with pytest.raises(ValueError, match=r"/v1/models names no model.*--enable-scale-out"):
         engine_of(server)
@@ -252,9 +252,9 @@ class Adapters:
         add_lora(self.student, r=4, alpha=8, base=str(student.folder / "model"))
         self.folder = folder
 
-    def version(self, version: int) -> Path:
+    def version(self, version: int, run: str = "") -> Path:
         initialize_lora(self.student, version, fresh=False)
-        return publish(single_process_runner(self.student, None), self.folder, version)
+        return publish(single_process_runner(self.student, None), self.folder, version, run=run)
 
 
 @pytest.mark.parametrize("kind", first_is_quick(KINDS))
@@ -290,6 +290,30 @@ def test_adapters_are_changed_while_completions_are_under_way(student: Student, 
         assert not [
             path for path, _ in server.requests if path.startswith(("/pause", "/collective_rpc", "/update_weights"))
         ]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_run_drops_what_an_earlier_process_of_it_has_left_and_nothing_else(
+    student: Student, tmp_path: Path, kind: str
+) -> None:
+    version = Adapters(student, tmp_path).version(1, run="one")
+    handler, api, options = KINDS[kind]
+    with (
+        stub_server(handler, student.folder / "model", takes_adapters=True, **options) as server,
+        closing(engine_of(server, api=api(), run="one")) as killed,
+    ):
+        killed.update_weights(1, version)
+        adapters, paths = server.model.adapters, server.model.paths
+        [left] = adapters
+        assert left.startswith("stillhouse-one-")
+        others = {"stillhouse-two-12345678-1-0", "stillhouse-one", "one", "t-one"}
+        for name in others:
+            adapters[name], paths[name] = adapters[left], version
+        with closing(engine_of(server, api=api(), run="one")) as engine:
+            assert adapters.keys() == others
+            engine.update_weights(1, version)
+            assert adapters.keys() > others
+        assert adapters.keys() == others
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

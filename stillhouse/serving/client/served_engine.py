@@ -42,7 +42,8 @@ class ServedEngine:
     probes: prompts that each server completes after it has loaded weights (see `engine_proof.py`). The caller can
         score these completions (`weights.probed`, `weights.set_proved`).
     processor: that of the prompts' images; None for prompts without images.
-    run: the identity of the run that published weights must have; empty: of any run.
+    run: the identity of the run that published weights must have; empty: of any run. Adapters that an earlier process of
+        this run has left on the servers are dropped.
     other_samplings: those of requests that have their own; log-probabilities are proved for them, too.
 
     The constructor raises ValueError for a server whose log-probabilities cannot be used for training. With
@@ -66,7 +67,8 @@ class ServedEngine:
         other_samplings: Sequence[Sampling] = (),
     ):
         self._sampling, self._api, self._vocabulary = sampling, api, vocabulary
-        self._run, self._prefix = run, secrets.token_hex(4)
+        run_prefix = f"stillhouse-{run}-" if run else ""
+        self._run, self._prefix = run, run_prefix + secrets.token_hex(4)
         in_flight = IN_FLIGHT if processor is None else IMAGES_IN_FLIGHT
         self._pool = ServerPool(urls, timeout, warn, model="student", answer_seconds=timeout, in_flight=in_flight)
         self._bodies = RequestBodies(api, processor)
@@ -80,6 +82,7 @@ class ServedEngine:
             warn,
             keep=keep_weights,
             update_timeout=update_timeout,
+            run_prefix=run_prefix,
         )
         with ExitStack() as stack:
             stack.callback(self._pool.close)
@@ -126,6 +129,7 @@ class ServedEngine:
             self._api.require_tokenizer(ask, server.url, server.model, tokenizer, text)
 
     def close(self) -> None:
+        self.weights.drop_adapter()
         self._pool.close()
 
     def _call(self, request: GenerationRequest, names_adapter: bool) -> Call[Completion]:

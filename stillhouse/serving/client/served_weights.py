@@ -34,6 +34,8 @@ from stillhouse.serving.client.request_bodies import RequestBodies
 PATIENCE = 10.0
 #: the most times in a row that a server may answer with other weights
 MAX_RESTORES = 10
+#: seconds for which the end of a run waits until servers have dropped its adapter
+SECONDS_TO_DROP = 2.0
 #: the version of a server whose weights have become unknown after it was chosen for a request
 UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
 _AGAIN = (
@@ -76,7 +78,8 @@ class ServedWeights:
 
     samplings: those of the requests. keep: the servers keep the weights that they have. top_tokens: if `keep`, the
     top tokens after a few prompts and their log-probabilities, which identify the weights. update_timeout: the seconds
-    of an update of all servers. The other arguments are those of `ServedEngine`.
+    of an update of all servers. run_prefix: the beginning of the names of this run's adapters, whichever process has
+    loaded them; empty: unknown. The other arguments are those of `ServedEngine`.
     """
 
     pool: ServerPool
@@ -88,6 +91,7 @@ class ServedWeights:
     warn: Callable[[str], None]
     keep: bool
     update_timeout: float
+    run_prefix: str = ""
     versions: dict[str, int] = field(default_factory=dict)
     newest: Published | None = None
     top_tokens: list[tuple[int, float]] = field(default_factory=list)
@@ -114,6 +118,8 @@ class ServedWeights:
         """Request the model name of each server. Raises ValueError for a server that cannot be used."""
         for server in self.servers.values():
             server.model = self.api.model_name(self.pool.asker(server.url))
+            if self.run_prefix and self.api.names_adapters:
+                self._drop_earlier_adapters(server)
             if self.keep:
                 self._keep_weights(server)
             elif self.api.kind.after_temperature:
@@ -144,6 +150,22 @@ class ServedWeights:
         """The name of a version's adapter in requests; None if requests name no adapter."""
         return published.label if published.kind == "adapter" and self.api.names_adapters else None
 
+    def drop_adapter(self) -> None:
+        """Let the servers drop the newest adapter, because the run ends. Waits at most `SECONDS_TO_DROP` for them."""
+        adapter = None if self.newest is None else self.adapter_of(self.newest)
+        if adapter is None:
+            return
+        threads = [
+            threading.Thread(target=self._forget, args=(server, adapter), daemon=True)
+            for server in self.servers.values()
+            if not server.is_absent
+        ]
+        end = time.monotonic() + SECONDS_TO_DROP
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
     def restore(self, server: ServerState, published: Published) -> None:
         """Begin to load the newest version on a server, or give the server up if `keep`. Does nothing if the server
         has loaded a version after `published`.
@@ -165,6 +187,18 @@ class ServedWeights:
             return
         self.warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
         self._update_later(server)
+
+    def _drop_earlier_adapters(self, server: ServerState) -> None:
+        """Drop the adapters that earlier processes of this run have left. The names of all others begin differently."""
+        ask = self.pool.asker(server.url)
+        earlier = [name for name in self.api.adapters(ask) if name.startswith(self.run_prefix)]
+        for name in earlier:
+            self.api.forget(ask, name)
+        if earlier and (left := set(earlier).intersection(self.api.adapters(ask))):
+            self.warn(
+                f"{server.url} does not drop {len(left)} adapters of an earlier start of this run, which take its "
+                f"memory: {', '.join(sorted(left))}"
+            )
 
     def _forget(self, server: ServerState, adapter: str) -> None:
         with suppress(ServerError):  # a server that does not answer is restarted, and then has no adapters

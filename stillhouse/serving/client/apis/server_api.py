@@ -106,6 +106,17 @@ class Answer:
         return Completion(np.array(self.ids, np.int32), log_probs_N, versions_N, self.finish)
 
 
+class _Model(BaseModel):
+    """parent: the model of an adapter; None if it is no adapter."""
+
+    id: str
+    parent: str | None = None
+
+
+class _Models(BaseModel):
+    data: list[_Model]
+
+
 class ServerApi(Protocol):
     """The requests and answers of one kind of server. A subclass may lack methods for what its servers cannot do.
 
@@ -181,6 +192,17 @@ class ServerApi(Protocol):
         The call may be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if it cannot
         load the version. Until a later call succeeds, it generates no tokens, or tokens with another label.
         """
+
+    def adapters(self, ask: Ask) -> list[str]:
+        """The names of the server's adapters, which vLLM and SGLang list beside their models.
+
+        Raises ValueError if they cannot be read.
+        """
+        answer = ask("/v1/models", None)
+        if answer.status_code == 404:  # an older SGLang
+            return []
+        models = parsed(_Models, answer.content, f"{answer.url} does not list models", self.kind.hint)
+        return [model.id for model in models.data if model.parent is not None]
 
     def forget(self, ask: Ask, adapter: str) -> None:
         """Free the server's memory of an earlier version. The server may first finish the completions that use it."""

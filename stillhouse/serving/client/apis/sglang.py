@@ -173,7 +173,7 @@ class SglangApi(ServerApi):
 
 def _engine_label(label: str) -> str:
     """The part of a version's label that all versions of an engine have in common."""
-    return label.partition("-")[0]
+    return label.rsplit("-", 2)[0]
 
 
 def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
