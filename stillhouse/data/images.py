@@ -125,14 +125,31 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
     return image if most_pixels is None else _scaled_down(image, most_pixels)
 
 
+def pixel_count(image: EncodedImage, most_pixels: int | None = None) -> int:
+    """The number of pixels of an image as `open_image` returns it, from the head of its file.
+
+    Raises ValueError if it cannot be read.
+    """
+    source = image.path if image.data is None else io.BytesIO(image.data)
+    with reading(f"{image.path or 'an image'}: it cannot be read"), require_pillow().open(source) as opened:
+        size = opened.size
+    return math.prod(size if most_pixels is None else _bounded(size, most_pixels))
+
+
 def _scaled_down(image: "Image", most_pixels: int) -> "Image":
-    width, height = image.size
+    size = _bounded(image.size, most_pixels)
+    return image if size == image.size else image.resize(size, resample=require_pillow().Resampling.BICUBIC)
+
+
+def _bounded(size: tuple[int, int], most_pixels: int) -> tuple[int, int]:
+    """Width and height, scaled down to at most this number of pixels."""
+    width, height = size
     if width * height <= most_pixels:
-        return image
+        return size
     factor = math.sqrt(most_pixels / (width * height))
     # a side of one pixel leaves all others to the other side
-    size = [min(max(1, int(side * factor)), most_pixels) for side in (width, height)]
-    return image.resize((size[0], size[1]), resample=require_pillow().Resampling.BICUBIC)
+    width, height = (min(max(1, int(side * factor)), most_pixels) for side in size)
+    return width, height
 
 
 def require_pillow():  # type: ignore[no-untyped-def]

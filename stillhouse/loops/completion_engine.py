@@ -81,6 +81,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             ],
             run=run,
             processor=session.image_processor,
+            image_prompts=prompts if prompts.has_images else None,
             other_samplings=others,
         )
         if rollout.writer == "teacher":

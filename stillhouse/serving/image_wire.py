@@ -39,6 +39,7 @@ class ImageSupport(StrictBody):
 
     processor: the `processor_hash` of its processor. positions: the `positions_hash` of its model.
     max_images, max_bytes: the most images of a request, and the most bytes of their tensors.
+    max_pixels: the most pixels of the images of a sequence; None: an older server, which does not tell.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -47,6 +48,7 @@ class ImageSupport(StrictBody):
     positions: str
     max_images: int
     max_bytes: int
+    max_pixels: int | None = None
 
 
 _LIST: TypeAdapter[list[SentImages | None]] = TypeAdapter(FirstWrong[SentImages | None])

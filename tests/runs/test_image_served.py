@@ -24,9 +24,12 @@ from kit.teacher_gradients import assert_close, gradients
 from safetensors.torch import save
 
 from stillhouse.config import ConfigError
+from stillhouse.data import DataError
+from stillhouse.data.images import open_image, pixel_count
 from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
-from stillhouse.serving.image_wire import encode_images
+from stillhouse.serving.client.image_limits import require_accepted
+from stillhouse.serving.image_wire import ImageSupport, encode_images
 from stillhouse.serving.wire import KEY, SAFETENSORS, document_tensors
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -168,6 +171,23 @@ def test_other_engines_are_refused_as_teachers(folder: Path, tmp_path: Path) -> 
     text = save_model(tmp_path / "text", "qwen3")
     with stub_server(Vllm, text) as server, pytest.raises(ConfigError, match=message):
         session_of(folder, cached=True, **settings, **{"teacher.url": server.url})
+
+
+def test_limits_that_a_server_tells_are_compared_before_the_first_step(
+    folder: Path, server: Server, processor: ImageProcessor
+) -> None:
+    support = ImageSupport.model_validate(server.client.get("/v1/info").json()["images"])
+    with closing(session_of(folder, **SETTINGS)) as session:
+        documents = session.train.documents
+    pictures = [open_image(image.read()) for image in documents.images_of(0)]
+    pixels = sum(picture.width * picture.height for picture in pictures)
+    assert sum(pixel_count(image) for image in documents.images_of(0)) == pixels
+    exact = support.model_copy(update={"max_images": 2, "max_pixels": 10**6})
+    require_accepted(server.url, exact, documents, processor, "data.train")
+    for limit, unit in (("max_images", "images"), ("max_pixels", "pixels"), ("max_bytes", "bytes in the tensors")):
+        told = support.model_copy(update={limit: 0})
+        with pytest.raises(DataError, match=rf"\d {unit}.* of data\.train, but {server.url} accepts at most 0"):
+            require_accepted(server.url, told, documents, processor, "data.train")
 
 
 def test_a_model_without_a_processor_is_no_server_of_images(folder: Path, tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint, model_parts
 from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo, server_api
 from stillhouse.serving.client.download import download_teacher
+from stillhouse.serving.client.image_limits import require_accepted
 from stillhouse.serving.client.pool import Call, ServerPool
-from stillhouse.serving.image_wire import positions_hash, require_processor
+from stillhouse.serving.image_wire import positions_hash
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 from stillhouse.signals.signal_store import SignalStore
@@ -104,15 +105,7 @@ class RemoteSignals(SignalStore):
                 "(key model), a cache, or documents without images"
             )
         for server in self.servers:
-            require_processor(server.url, server.images, processor, what)
-        assert documents.images is not None
-        most = min(server.images.max_images for server in self.servers if server.images is not None)
-        counts_D = np.diff(documents.images.offsets)
-        if len(beyond := np.flatnonzero(counts_D > most)):
-            raise DataError(
-                documents.sources[int(beyond[0])],
-                f"{counts_D[beyond[0]]:,} images of {what}, but the teacher's server accepts at most {most:,}",
-            )
+            require_accepted(server.url, server.images, documents, processor, what)
 
     def require_positions(self, positions: Sequence[Tensor | None]) -> None:
         expected = positions_hash(positions)

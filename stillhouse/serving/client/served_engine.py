@@ -13,6 +13,7 @@ import httpx2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data import Documents
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import escaped
 from stillhouse.generation.published_folder import published_folder
@@ -42,6 +43,7 @@ class ServedEngine:
     probes: prompts that each server completes after it has loaded weights (see `engine_proof.py`). The caller can
         score these completions (`weights.probed`, `weights.set_proved`).
     processor: that of the prompts' images; None for prompts without images.
+    image_prompts: prompts of which some have images, to compare them with the servers' limits.
     run: the identity of the run that published weights must have; empty: of any run. Adapters that an earlier process of
         this run has left on the servers are dropped.
     other_samplings: those of requests that have their own; log-probabilities are proved for them, too.
@@ -64,6 +66,7 @@ class ServedEngine:
         probes: Sequence[GenerationRequest] = (GenerationRequest(0, np.zeros(1, np.int32), 0),),
         run: str = "",
         processor: ImageProcessor | None = None,
+        image_prompts: Documents | None = None,
         other_samplings: Sequence[Sampling] = (),
     ):
         self._sampling, self._api, self._vocabulary = sampling, api, vocabulary
@@ -86,9 +89,9 @@ class ServedEngine:
         )
         with ExitStack() as stack:
             stack.callback(self._pool.close)
-            for server in self._pool.servers if processor is not None else ():
-                assert processor is not None
-                api.require_images(self._pool.asker(server.url), server.url, processor)
+            if processor is not None and image_prompts is not None:
+                for server in self._pool.servers:
+                    api.require_images(self._pool.asker(server.url), server.url, processor, image_prompts)
             self.weights.connect()
             stack.pop_all()
 

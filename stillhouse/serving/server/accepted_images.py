@@ -77,6 +77,7 @@ class AcceptedImages:
             positions=positions_hash(positions),
             max_images=MAX_IMAGES,
             max_bytes=IMAGE_BYTES,
+            max_pixels=MAX_PIXELS,
         )
         accepted = cls(inputs, support, sorted({*processor.placeholder_ids, *placeholder_ids(decoder.pretrained)}))
         accepted._prove_sizes(processor)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import SERVERS, ServerKind
+from stillhouse.data import Documents
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import enumerated
 from stillhouse.generation.sample import Completion, Sampling
@@ -178,8 +179,8 @@ class ServerApi(Protocol):
     def top_log_probs(self, response: httpx2.Response) -> list[float]:
         """All log-probabilities that the answer has for the first token, in descending order."""
 
-    def require_images(self, ask: Ask, url: str, processor: ImageProcessor) -> None:
-        """Raise ValueError unless prompts with images can be sent, as this processor makes their tensors."""
+    def require_images(self, ask: Ask, url: str, processor: ImageProcessor, prompts: Documents) -> None:
+        """Raise ValueError unless these prompts with images can be sent, as this processor makes their tensors."""
         raise ValueError(
             f"the prompts have images, and {self.kind.title} would read them with a processor of its own, which "
             "cannot be proved to be the student's: expected the engine transformers, or stillhouse serve --generate "

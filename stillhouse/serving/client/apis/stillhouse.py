@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import SERVERS
-from stillhouse.data import tokenizer_fingerprint
+from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
 from stillhouse.serving.client.apis.server_api import (
     Published,
@@ -21,8 +21,9 @@ from stillhouse.serving.client.apis.server_api import (
     require,
 )
 from stillhouse.serving.client.apis.vllm import VllmApi
+from stillhouse.serving.client.image_limits import require_accepted
 from stillhouse.serving.client.pool import Ask, Call, RefusedError
-from stillhouse.serving.image_wire import ImageSupport, require_processor
+from stillhouse.serving.image_wire import ImageSupport
 from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -81,9 +82,9 @@ class StillhouseApi(VllmApi):
     def model_name(self, ask: Ask) -> str | None:
         return None
 
-    def require_images(self, ask: Ask, url: str, processor: ImageProcessor) -> None:
+    def require_images(self, ask: Ask, url: str, processor: ImageProcessor, prompts: Documents) -> None:
         support = described(_InfoOfImages, ask, "/v1/info", self.kind.title).images
-        require_processor(url, support, processor, "data.train")
+        require_accepted(url, support, prompts, processor, "data.train")
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
         body = {"folder": str(published.folder), "version": published.label, "manifest": published.manifest}
