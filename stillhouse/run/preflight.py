@@ -10,7 +10,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from stillhouse.config import ConfigError, RolloutConfig, StudentConfig, TeacherConfig, TrainConfig, as_config_error
+from stillhouse.config import (
+    ConfigError,
+    EvalConfig,
+    RolloutConfig,
+    StudentConfig,
+    TeacherConfig,
+    TrainConfig,
+    as_config_error,
+)
 from stillhouse.data import check_vocabulary
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.generation import PromptPlan
@@ -166,6 +174,20 @@ def prompt_warnings(train: TrainConfig, rollout: RolloutConfig, plan: PromptPlan
             f"prompts of a step: {plan.prompts_per_step}, because train.tokens_per_step={train.tokens_per_step:,} "
             f"has room for no more, with {plan.numbers_per_group} completions of data.max_tokens={max_tokens:,} "
             "each; set rollout.prompts_per_step"
+        )
+
+
+def evaluation_warnings(evaluation: EvalConfig, rollouts: Sequence[RolloutConfig]) -> Iterator[str]:
+    """Yield a warning if completions of training have several turns, and those of evaluations have one.
+
+    rollouts: the section rollout for each source of prompts
+    """
+    evaluations = [name for name in ("prompts", "samples", "tasks") if getattr(evaluation, name)]
+    keys = [key for key in ("tools", "environment") if any(getattr(rollout, key) for rollout in rollouts)]
+    if evaluations and keys:
+        yield (
+            f"{', '.join(f'eval.{name}' for name in evaluations)}: the completions of evaluations have one turn, "
+            f"without rollout.{' and rollout.'.join(keys)}; a reward of evaluations sees this turn alone"
         )
 
 

@@ -27,6 +27,7 @@ from stillhouse.run.preflight import (
     check_before_loading,
     check_data,
     check_models,
+    evaluation_warnings,
     prompt_warnings,
     schedule_warnings,
 )
@@ -117,6 +118,7 @@ def _schedule_warnings(
     yield from schedule_warnings(config.train, schedule.steps, data, on_policy=plan is not None)
     if config.rollout is not None and plan is not None:
         yield from prompt_warnings(config.train, config.rollout, plan, config.data.max_tokens)
+        yield from evaluation_warnings(config.eval, config.rollouts)
 
 
 def _by_length(data: RunData, config: RunConfig, layout: Layout) -> RunData:

@@ -113,9 +113,12 @@ def shown(out: Path) -> list[tuple[list[str], list[bool]]]:
 
 
 def test_tokens_targets_and_gradients_are_those_of_apply_chat_template(
-    student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = distill(write_tool_run(student, tmp_path, monkeypatch, **{"train.steps": 1}))
+    of_prompts = {"data": str(tmp_path / "train.jsonl"), "count": 1, "max_new_tokens": 4}
+    out = distill(write_tool_run(student, tmp_path, monkeypatch, **{"train.steps": 1, "eval.prompts": of_prompts}))
+    warning = "warning: eval.prompts: the completions of evaluations have one turn, without rollout.tools;"
+    assert warning in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "student")
     ids, targets, prompt = reference(tokenizer)
     expected = (

@@ -18,7 +18,8 @@ def _checked_tasks(tasks: list[str]) -> list[str]:
 
 
 class EvalPromptsConfig(Section):
-    """Held-out prompts that the student completes at each evaluation, without reference completions."""
+    """Held-out prompts that the student completes at each evaluation, without reference completions. A completion is
+    one turn: no tool of rollout.tools is called, and no rollout.environment replies."""
 
     data: Text = Field(examples=["data/held_out_prompts.jsonl"])
     """The prompts: a source as in data.train. What follows a prompt in a record is not read."""
