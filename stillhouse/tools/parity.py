@@ -42,7 +42,9 @@ from stillhouse.signals import NoTeacher, SignalSource, TeacherBalance
 #: the relative difference up to which two float32 gradients count as equal
 SAME = 1e-4
 #: keys that change how a layout computes, and that its step here does not have
-LEFT_OUT = ("train.compile", "train.residual_dtype", "parallel.gather_dtype", "parallel.offload")
+LEFT_OUT = ("train.compile", "train.residual_dtype", "parallel.gather_dtype", "parallel.offload", "parallel.megatron")
+#: the same with Megatron-Core, because torch's layouts recompute layers here, too
+LEFT_OUT_OF_MEGATRON = ("train.activation_checkpointing",)
 #: the number of the step's micro-batches per process; each has one packed sequence
 MICRO_BATCHES = 2
 
@@ -103,8 +105,9 @@ def megatron_layouts(processes: int, *, experts: bool = False) -> list[Layout]:
 
 def left_out(config: RunConfig) -> list[str]:
     """The keys of the configuration that are set, and that `parity` does not compare."""
-    values = dotted_values(config)
-    return [f"{key}={values[key]}" for key in LEFT_OUT if values[key]]
+    values, is_megatron = dotted_values(config), config.parallel.engine == "megatron"
+    keys = LEFT_OUT + LEFT_OUT_OF_MEGATRON if is_megatron else LEFT_OUT
+    return [f"{key}={values[key]}" for key in keys if values[key]]
 
 
 def parity(config: RunConfig) -> Iterator[Row]:
@@ -115,7 +118,8 @@ def parity(config: RunConfig) -> Iterator[Row]:
         for name, teacher in config.several.items()
     }
     in_float32 = {
-        "train": config.train.model_copy(update={"precision": "fp32"}),
+        "train": config.train.model_copy(update={"precision": "fp32", "compile": False, "residual_dtype": None}),
+        "parallel": config.parallel.model_copy(update={"gather_dtype": None, "offload": False, "megatron": None}),
         "student": config.student.model_copy(update=exact),
         "teacher": config.teacher and config.teacher.model_copy(update=exact),
         "teachers": config.teachers and config.teachers.model_copy(update=several),

@@ -1,16 +1,20 @@
-"""`stillhouse parity` calls a gradient different if it contains a NaN, or if a NaN is in the list of parameters."""
+"""`stillhouse parity` calls a gradient different if it contains a NaN, or if a NaN is in the list of parameters. It
+names the keys that it does not compare.
+"""
 
 import math
+from dataclasses import fields
 from itertools import permutations
 
 import pytest
 from kit.families import build
 
+from stillhouse.config import load_config
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import single_process_runner
-from stillhouse.tools.parity import Row, differences, worst
+from stillhouse.parallel import Layout, single_process_runner
+from stillhouse.tools.parity import LEFT_OUT, LEFT_OUT_OF_MEGATRON, Row, differences, left_out, worst
 
 
 def test_a_nan_in_any_position_is_called_different() -> None:
@@ -38,3 +42,23 @@ def test_a_nan_in_any_position_is_called_different() -> None:
 def test_a_nan_is_the_worst_in_any_order(errors: tuple[float, ...]) -> None:
     assert math.isnan(worst(enumerate(errors))[1])
     assert worst(enumerate(error for error in errors if not math.isnan(error)))[1] == math.inf
+
+
+def test_keys_that_no_layout_here_has_are_named_if_they_are_set() -> None:
+    settings = {"student": {"model": "x"}, "data": {"train": "x"}, "objective": {"loss": "cross_entropy"}, "out": "x"}
+    assert left_out(load_config(None, settings=settings)) == []
+    train = {"compile": True, "residual_dtype": "bfloat16", "precision": "bf16"}
+    parallel = {"gather_dtype": "bfloat16", "offload": True}
+    config = load_config(None, settings=settings | {"train": train, "parallel": parallel})
+    values = ("True", "bfloat16", "bfloat16", "True")
+    assert left_out(config) == [f"{key}={value}" for key, value in zip(LEFT_OUT[:4], values, strict=True)]
+    megatron = {"train": {"activation_checkpointing": True}, "parallel": {"engine": "megatron", "megatron": {"x": 1}}}
+    assert left_out(load_config(None, settings=settings | megatron)) == [
+        "parallel.megatron={'x': 1}",
+        "train.activation_checkpointing=True",
+    ]
+    # with them, nothing is missing that a run's layout has beside its degrees and its schedule
+    fields_of = {"megatron": "options", "activation_checkpointing": "recompute"}
+    names = [key.partition(".")[2] for key in (*LEFT_OUT, *LEFT_OUT_OF_MEGATRON)]
+    compared = {"degrees", "schedule", "sequence", "autocast"}  # the last one is float32 in every step
+    assert {fields_of.get(name, name) for name in names} == {field.name for field in fields(Layout)} - compared
