@@ -135,6 +135,10 @@ class RolloutQueue:
         out_of_turn = self._trained | groups.keys()
         self._trained = {group for group in out_of_turn if before is not None and group > before}
 
+    def finish(self) -> None:
+        """Wait until the environment is ready with all samples, after the last step."""
+        self.generator.wait_until_dropped(self._alive)
+
     def state(self) -> QueueState:
         """The state for a checkpoint. After a resume, samples that are still under way are requested again, and so
         are rewards that are still computed. If `ask` has failed, so are all samples of several turns that it has

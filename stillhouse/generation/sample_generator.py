@@ -181,6 +181,16 @@ class SampleGenerator:
             return sample
         return _with_reward(sample, future.result())
 
+    def wait_until_dropped(self, alive: Callable[[], None]) -> None:
+        """Wait until the environment has dropped its objects of all samples that have ended. alive: see `rewarded`.
+
+        Raises ValueError if the end of an object fails.
+        """
+        while wait(self._dropped, SECONDS_BETWEEN_LOOKS).not_done:
+            alive()
+        while self._dropped:
+            self._dropped.pop(0).result()
+
     def salvage(self) -> list[Sample]:
         """Return the finished samples, for a checkpoint. This does not wait, and does not raise errors of samples.
 

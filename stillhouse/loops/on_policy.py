@@ -74,6 +74,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             if session.prompt_sources:
                 measured |= source_metrics(session, step, samples, micro_batches, output)
             run.end(step, micro_batches, output, measured, seconds)
+        rollouts.finish()
     return run.progress
 
 

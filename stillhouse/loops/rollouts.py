@@ -169,6 +169,11 @@ class Rollouts:
         layout = self.session.engine.student.layout
         return self.session.shard(self._packer.micro_batches(documents, layout.degrees.data * layout.stages))
 
+    def finish(self) -> None:
+        """Wait for the end of the last samples' environments. Raises their errors on all ranks."""
+        with watchdog.untimed("the end of environments"):
+            self._of_queue(lambda queue: queue.finish())
+
     def close(self) -> None:
         """End the requests that are under way, and the processes of rewards and environments."""
         if self.calls is not None:

@@ -45,6 +45,14 @@ def replies(prompt, completion, record):
     Path("called").touch()
     return " no!"
 
+class Leaves:
+    def reset(self, prompt, record): ...
+    def step(self, turn): return None
+    def close(self):
+        if not Path("forgiven").exists():
+            time.sleep(0.5)  # so that all samples have ended
+            raise OSError("the door is locked")
+
 def hangs(prompt, completion, record): time.sleep(1000)
 def dies(prompt, completion, record): os._exit(0)
 def nan(prompt, completion, record): return float("nan")
@@ -152,6 +160,17 @@ def test_a_reward_that_hangs_ends_or_gives_nan_ends_the_run(
     assert f"error: rollout.reward: worker_rewards:{function} {words}" in ranks[0].err
     assert "train.jsonl:" in ranks[0].err
     assert "Traceback" not in ranks.err
+
+
+@pytest.mark.usefixtures("functions")
+def test_an_error_of_the_last_close_ends_the_run_after_its_checkpoint(tmp_path: Path) -> None:
+    settings = {"rollout.environment": "worker_rewards:Leaves", "rollout.workers": 2, "train.steps": 1}
+    write_on_policy_run(tmp_path, **REWARDED | {"rollout.stop": ["e", "a", "i"]} | settings)
+    message = "error: rollout.environment: worker_rewards:Leaves.close raises OSError: the door is locked"
+    assert message in run("distill", tmp_path / "run.yaml", code=1).err
+    (tmp_path / "forgiven").touch()
+    assert "resuming from" in run("distill", tmp_path / "run.yaml").out
+    assert (tmp_path / "out" / "model").is_dir()
 
 
 @pytest.mark.slow
