@@ -114,10 +114,10 @@ class RolloutQueue:
             for number, sample in sorted(samples.items()):
                 samples[number] = self.generator.rewarded(sample, self._alive)
         times = [self.generator.times.pop(number, None) for group in groups for number in self._samples[group]]
-        known = [seconds for seconds in times if seconds is not None]  # a checkpoint does not store the times
+        measured = [pair for pair in times if pair is not None]  # a checkpoint does not store the times
         self.taken_times = (
-            min((start for start, _ in known), default=0.0),
-            max((end for _, end in known), default=0.0),
+            min((start for start, _ in measured), default=0.0),
+            max((end for _, end in measured), default=0.0),
         )
         self._taken[step] = {group: self._samples.pop(group) for group in groups}
         self._finished = [group for group in self._finished if group not in groups]

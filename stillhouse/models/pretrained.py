@@ -8,7 +8,8 @@ these cases raise a ValueError before transformers reads anything. For a damaged
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def load_causal_lm(
         "attn_implementation": attention,
         "trust_remote_code": trust_remote_code,
     }
-    try:
+    with _missing_files_named(what, name_or_path, revision):
         require_safe_files(name_or_path, revision)
         with reading(failure):
             config = AutoConfig.from_pretrained(
@@ -102,13 +103,9 @@ def load_causal_lm(
                 if quantize == FP8:
                     round_to_float8(model.to(device))
                 require_quantized(model, quantize, name_or_path, revision)
-            if trained:
-                keep_gradients(model)
-    except ValueError as error:
-        if isinstance(error.__cause__, OSError):
-            raise ValueError(_not_found(what, name_or_path, revision, error.__cause__)) from error
-        raise
     _require_all_weights(what, model, report["missing_keys"])
+    if quantize is not None and trained:
+        keep_gradients(model)
     # tests check the buffers of transformers' own families
     if type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
         initialize_buffers(model, model)
@@ -173,15 +170,22 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
     return _DTYPES[dtype]
 
 
-def _not_found(what: str, name: str | os.PathLike[str], revision: str | None, error: OSError) -> str:
-    if os.path.isdir(name):
-        return f"{what} cannot be read: {first_line(error)}"
-    at = f" at revision '{revision}'" if revision else ""
-    return (
-        f"{what}{at} is not a folder here, and the hub did not give it: {first_line(error)} "
-        "Expected a folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B "
-        "(a private or gated one needs a login)."
-    )
+@contextmanager
+def _missing_files_named(what: str, name: str | os.PathLike[str], revision: str | None) -> Iterator[None]:
+    """Say what was expected if the block cannot read the model's files."""
+    try:
+        yield
+    except ValueError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        reason, at = first_line(error.__cause__), f" at revision '{revision}'" if revision else ""
+        if os.path.isdir(name):
+            raise ValueError(f"{what} cannot be read: {reason}") from error
+        raise ValueError(
+            f"{what}{at} is not a folder here, and the hub did not give it: {reason} "
+            "Expected a folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B "
+            "(a private or gated one needs a login)."
+        ) from error
 
 
 def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:

@@ -118,15 +118,11 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     for documents in splits.values():
         warnings = warnings + documents.report.warnings
     hashes = {which: documents.fingerprint() for which, documents in splits.items()}
-    processors: dict[str, str] = {}
     image_inputs, readers = _image_inputs(config, processor, readers, splits.values())
     if processor is not None and image_inputs is not None:
         # pixels depend on it
         identity = [processor.identity(), *([name, reader.identity()] for name, reader in readers.items())]
         hashes = {which: json_hash([digest, identity]) for which, digest in hashes.items()}
-        identities = {"student": processor.identity()}
-        identities |= {reader.section: parts for reader in readers.values() if (parts := reader.identity())}
-        processors = {section: json_hash(parts) for section, parts in identities.items()}
     if held_out is not None and (shared := held_out.overlap(train)):
         warnings.append(
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
@@ -142,7 +138,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
         dataset,
         processor,
         readers,
-        processors,
+        {} if image_inputs is None else _processor_hashes(processor, readers),
     )
 
 
@@ -200,6 +196,13 @@ def _image_inputs(
         name: None if reader.processor is None else ImageInputs(reader.processor) for name, reader in readers.items()
     }
     return ImageInputs(processor, teachers=of_teachers), readers
+
+
+def _processor_hashes(student: ImageProcessor | None, readers: Mapping[str, TeacherImages]) -> dict[str, str]:
+    """A hash of each model's processor of images, by the models' sections."""
+    identities = {} if student is None else {"student": student.identity()}
+    identities |= {reader.section: parts for reader in readers.values() if (parts := reader.identity())}
+    return {section: json_hash(parts) for section, parts in identities.items()}
 
 
 def require_image_support(config: RunConfig) -> None:

@@ -102,12 +102,8 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         balance=setup.balance,
         teacher_images=data.teacher_images,
     )
-    warnings = [
-        *setup.warnings,
-        *data.warnings,
-        *check_models({"student": session.student, **session.teachers}, models.self_teachers, data),
-        *_schedule_warnings(config, schedule, plan, packed),
-    ]
+    of_models = check_models({"student": session.student, **session.teachers}, models.self_teachers, data)
+    warnings = [*setup.warnings, *data.warnings, *of_models, *_schedule_warnings(config, schedule, plan, packed)]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
 

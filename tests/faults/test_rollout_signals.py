@@ -1,5 +1,5 @@
-"""On-policy runs that wait for servers end with a checkpoint, if there is something to save: after a signal, and after
-`train.timeout` if a server does not load weights.
+"""On-policy runs that wait for servers end with a checkpoint, if there is something to save: after a signal, and if a
+server does not load weights within `train.timeout`.
 """
 
 import os

@@ -19,7 +19,7 @@ class Vllm(StubHandler):
     def get_v1_models(self) -> None:
         limit = self.model.model.config.max_position_embeddings
         model = {"id": "t", "object": "model", "owned_by": "vllm", "max_model_len": limit}
-        adapters = [{"id": name, "object": "model", "owned_by": "vllm", "parent": "t"} for name in self.model.adapters]
+        adapters = [{"id": name, "owned_by": "vllm", "parent": "t"} for name in self.model.adapters]
         self.reply(200, {"object": "list", "data": [model, *adapters]})
 
     def get_server_info(self) -> None:

@@ -6,7 +6,7 @@
 B rows, S tokens per row of a micro-batch, V vocabulary.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,8 +25,9 @@ from stillhouse.engine.megatron.adapter import add_adapter
 from stillhouse.engine.megatron.loading import load, load_from_source
 from stillhouse.engine.megatron.model import build_chunks
 from stillhouse.engine.megatron.options import refused_settings
-from stillhouse.engine.megatron.routers import add_balance, current_in_backward, require_losses
+from stillhouse.engine.megatron.routers import add_balance, require_losses
 from stillhouse.engine.megatron.rows import LayerRows
+from stillhouse.engine.megatron.schedule_pass import SchedulePass
 from stillhouse.engine.megatron.weight_names import Place
 from stillhouse.engine.megatron.weights import WeightTable, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
@@ -203,43 +204,13 @@ class Chunks:
             [entry.micro_batch for entry in inputs], packs=self.packs, uniform_shapes=is_interleaved
         )
         batches = [*zip(rows, contexts, losses or [LayerLoss()] * len(rows), strict=True)]
-        results: list[Any] = []
-
-        def collected(
-            *, hidden_states: Tensor, head: OutputHead, context: tuple[LayerRows, Any, list[Tensor]], depth: int = 0
-        ) -> Tensor:
-            """Keep the processor's result; Megatron-Core's schedules expect a tensor."""
-            rows, of_batch, by_depth = context
-            by_depth.append(rows.pack(hidden_states) if with_depths or not depth else hidden_states)
-            if depth < self.depths:
-                return hidden_states
-            hidden: Any = tuple(by_depth) if with_depths else by_depth[0]
-            results.append(processor(hidden_states=hidden, head=head, context=of_batch))
-            return results[-1].loss if backward else torch.zeros((), device=hidden_states.device)
-
-        def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
-            rows, context, loss = next(data)
-            hook = {"output_processor": self.processor, "output_processor_context": (rows, context, [])}
-            with loss.during_student():
-                if self.balance is not None:
-                    self.balance.current = self.balance.current._replace(rows=rows)
-                # no mask: attention is causal within documents, and padding is behind its document
-                output = model(rows.ids_NL, rows.positions_NL, None, packed_seq_params=rows.packed, **hook)
-                output = output[-1] if isinstance(output, tuple) else output  # the last depth has the loss
-                if self.balance is not None and backward:
-                    current_in_backward(self.balance, output)
-            return output, loss_of
-
-        def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
-            # the number of tokens is not used: the loss is divided already, by the step's normalizer
-            # and with deallocate_pipeline_outputs, the schedule frees the tensor that it gets
-            return loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), None
-
-        self.processor.processor = collected
+        one_pass = SchedulePass(
+            processor, self.processor, self.balance, self.depths, with_depths=with_depths, backward=backward
+        )
         models = [*(self.wrapped or self.models)]
         iterators = [iter(batches) for _ in models]
         get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=one_pass.forward_step,
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=models if len(models) > 1 else models[0],
             num_microbatches=len(batches),
@@ -248,6 +219,7 @@ class Chunks:
             micro_batch_size=rows[0].ids_NL.shape[0],
             forward_only=not backward,
         )
+        results = one_pass.results
         if self.models[-1].post_process and len(results) != len(batches):
             raise ValueError(
                 f"{type(self.models[-1]).__name__} of megatron-core {megatron.core.__shortversion__} called the "

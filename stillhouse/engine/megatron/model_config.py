@@ -154,9 +154,9 @@ def transformer_config(
     if depths:
         _require_mtp(config, depths, determined)
     kind = MLATransformerConfig if family.latent else TransformerConfig
-    known = {field.name for field in fields(kind)}
+    names = {field.name for field in fields(kind)}
     for name in options:
-        if name not in known or name in determined:
+        if name not in names or name in determined:
             reason = "the model or the loss determines it" if name in determined else "there is no such field"
             raise ValueError(f"{name}={options[name]!r}: {reason}; expected another field of TransformerConfig")
     defaults: dict[str, Any] = {
@@ -175,10 +175,10 @@ def transformer_config(
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,
     }
-    given = defaults | options
-    _require_even_shards(config, family, given)
+    settings = defaults | options
+    _require_even_shards(config, family, settings)
     with refused_settings():
-        return kind(**determined, **given)
+        return kind(**determined, **settings)
 
 
 def require_family(config: PreTrainedConfig) -> Family:

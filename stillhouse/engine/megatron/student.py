@@ -137,17 +137,19 @@ class MegatronStudent(DistributedStudent):
 
     def _signals(self, inputs: Sequence[StageInputs]) -> list[Any]:
         """Return the signals of the micro-batches, with the teacher's hidden states in place of `InStage`."""
-        given = [dict(entry.signals) for entry in inputs]
-        name = next((name for name, signal in given[0].items() if isinstance(signal, InStage)), None)
+        requested = [dict(entry.signals) for entry in inputs]
+        name = next((name for name, signal in requested[0].items() if isinstance(signal, InStage)), None)
         if name is None:
-            return given
+            return requested
         teacher = self.student if self.teacher_is_base else self.teacher_chunks
         assert teacher is not None
         read = [replace(entry, micro_batch=entry.micro_batch.as_read_by_teacher) for entry in inputs]
         base = without_adapter(teacher.models) if self.teacher_is_base else nullcontext()
         with torch.no_grad(), base:
             exact = teacher.run(read, [None] * len(read), full_vocab, backward=False)
-        return [{**of_one, name: signal} for of_one, signal in zip(given, exact, strict=True)] if exact else given
+        if not exact:
+            return requested
+        return [{**signals, name: signal} for signals, signal in zip(requested, exact, strict=True)]
 
     @property
     def gradients(self) -> list[Tensor]:

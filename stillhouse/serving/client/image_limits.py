@@ -30,8 +30,8 @@ def require_accepted(
         if size > limit:
             raise DataError(
                 documents.sources[document],
-                f"{size:,} {unit} of {what}, but {url} accepts at most {limit:,} in a request: expected fewer images, "
-                "or data.image_pixels, which scales them down",
+                f"{size:,} {unit} of {what}, but {url} accepts at most {limit:,} in a request: expected fewer "
+                "images, or data.image_pixels, which scales them down",
             )
 
     counts_D = np.diff(documents.images.offsets)

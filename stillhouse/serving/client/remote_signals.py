@@ -268,11 +268,11 @@ def _require_signal(
     api: ServerApi, servers: Sequence[ServerInfo], teacher: TeacherConfig, temperature: float
 ) -> None:
     for server in servers:
-        known = api.kind.signals if server.signals is None else server.signals
-        if teacher.signal not in known:
+        signals = api.kind.signals if server.signals is None else server.signals
+        if teacher.signal not in signals:
             raise ValueError(
                 f"{server.url} ({api.kind.name}) cannot give the signal {teacher.signal}: expected "
-                f"{' or '.join(sorted(known))}"
+                f"{' or '.join(sorted(signals))}"
             )
         most = server.max_top_k
         if teacher.signal in ("top_k", "chosen") and most is not None and teacher.top_k > most:

@@ -44,8 +44,8 @@ class ServedEngine:
         score these completions (`weights.probed`, `weights.set_proved`).
     processor: that of the prompts' images; None for prompts without images.
     image_prompts: prompts of which some have images, to compare them with the servers' limits.
-    run: the identity of the run that published weights must have; empty: of any run. Adapters that an earlier process of
-        this run has left on the servers are dropped.
+    run: the identity of the run that published weights must have; empty: of any run. Adapters that an earlier process
+        of this run has left on the servers are dropped.
     other_samplings: those of requests that have their own; log-probabilities are proved for them, too.
 
     The constructor raises ValueError for a server whose log-probabilities cannot be used for training. With

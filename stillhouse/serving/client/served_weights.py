@@ -77,9 +77,9 @@ class ServedWeights:
     """versions: version numbers by label. newest: the version that all servers should have.
 
     samplings: those of the requests. keep: the servers keep the weights that they have. top_tokens: if `keep`, the
-    top tokens after a few prompts and their log-probabilities, which identify the weights. update_timeout: the seconds
-    of an update of all servers. run_prefix: the beginning of the names of this run's adapters, whichever process has
-    loaded them; empty: unknown. The other arguments are those of `ServedEngine`.
+    top tokens after a few prompts and their log-probabilities, which identify the weights. run_prefix: the beginning
+    of the names of this run's adapters, whichever process has loaded them; empty: unknown. The other arguments are
+    those of `ServedEngine`.
     """
 
     pool: ServerPool
@@ -134,9 +134,9 @@ class ServedWeights:
         self.versions[published.label], self.newest = published.version, published
         # a step must not wait again for a server that has not answered before
         present = [server for server in self.servers.values() if not server.is_absent]
-        absent = self._update_each(present, min(PATIENCE, self.pool.timeout), end)
+        absent = self._update_servers(present, min(PATIENCE, self.pool.timeout), end)
         if len(absent) == len(present):
-            absent = self._update_each(list(self.servers.values()), self.pool.timeout, end)
+            absent = self._update_servers(list(self.servers.values()), self.pool.timeout, end)
             if len(absent) == len(self.servers):
                 raise UnreachableError("; ".join(map(str, absent.values())))
         for url in absent:
@@ -189,7 +189,7 @@ class ServedWeights:
         self._update_later(server)
 
     def _drop_earlier_adapters(self, server: ServerState) -> None:
-        """Drop the adapters that earlier processes of this run have left. The names of all others begin differently."""
+        """Drop the adapters of earlier processes of this run. The names of all other adapters begin differently."""
         ask = self.pool.asker(server.url)
         earlier = [name for name in self.api.adapters(ask) if name.startswith(self.run_prefix)]
         for name in earlier:
@@ -217,8 +217,8 @@ class ServedWeights:
         server.published = self.newest = Published(0, Path(), label, "model")
 
     def _greedy(self, server: ServerState, ids: Sequence[int]) -> Answer:
-        known = [token % self.vocabulary for token in ids]
-        return self.api.parse(self._one_token(server, known, _GREEDY))
+        prompt = [token % self.vocabulary for token in ids]
+        return self.api.parse(self._one_token(server, prompt, _GREEDY))
 
     def _top_log_probs(self, server: ServerState, ids: Sequence[int], sampling: Sampling) -> list[float]:
         return self.api.top_log_probs(self._one_token(server, ids, sampling, top=TOP))
@@ -232,7 +232,7 @@ class ServedWeights:
             raise ValueError(f"{response.url}: {response.status_code} {response.text[:500]}; {self.api.kind.hint}")
         return response
 
-    def _update_each(
+    def _update_servers(
         self, servers: Sequence[ServerState], patience: float, end: float
     ) -> dict[str, UnreachableError]:
         """Load the newest version on servers; return the errors of the servers that have not answered, by URL.
@@ -322,12 +322,13 @@ class ServedWeights:
             threading.Thread(target=self._update_or_give_up, args=(server,), daemon=True).start()
 
     def _update_or_give_up(self, server: ServerState) -> None:
-        wanted, failure = self.newest, None
+        wanted = self.newest
+        failure: ServerError | None = None
         try:
             if server.restored > MAX_RESTORES:
                 raise ServerError(_AGAIN.format(url=server.url))
             end = time.monotonic() + self.update_timeout
-            failure = self._update_each([server], self.pool.timeout, end).get(server.url)
+            failure = self._update_servers([server], self.pool.timeout, end).get(server.url)
         except ServerError as error:
             failure = error
         server.is_absent = False

@@ -118,10 +118,10 @@ class AcceptedImages:
                 raise refused(f"sequence {number}: {error}", param) from error
 
     def _check_text(self, tokens: np.ndarray) -> None:
-        known = np.isin(tokens, self.placeholder_ids)
-        if known.any():
+        placeholders = tokens[np.isin(tokens, self.placeholder_ids)]
+        if len(placeholders):
             raise ValueError(
-                f"token {int(tokens[known.argmax()])} stands for features of images, and the sequence has no images"
+                f"token {int(placeholders[0])} stands for features of images, and the sequence has no images"
             )
 
     def _check_images(self, tokens: np.ndarray, images: DocumentImages) -> None:

@@ -69,13 +69,8 @@ def serve(
     """
     check_address(host, token, require_token=require_token)
     _check_sizes(batch_tokens, queue_tokens, max_top_k)
-    if generate and process_count() > 1:
-        raise ValueError(
-            f"--generate under {process_count()} processes: expected one process, which has the whole model; start a "
-            "server for each GPU, or vLLM for a model that does not fit on one"
-        )
-    if generate and quantize == FP8:
-        raise ValueError(f"quantize={quantize} with generate: expected int8 or nf4, whose layers take adapters")
+    if generate:
+        _check_generation(quantize)
     if deterministic:
         use_deterministic_algorithms()
     queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
@@ -90,11 +85,9 @@ def serve(
             role = load_teacher(options, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
         wait_for_all()  # if a rank cannot load the model, the command must end before it prints that it is ready
         watchdog.enter("serving", timed=False)
+        queue = RequestQueue(batch_tokens, queue_tokens, partial(is_ending, stop), deterministic=deterministic)
         with finishing("the requests that were accepted"):
             if is_first():
-                queue = RequestQueue(
-                    batch_tokens, queue_tokens, partial(is_ending, stop), deterministic=deterministic
-                )
                 _run(role, queue, sockets[0], token)
             else:
                 role.follow()
@@ -107,6 +100,16 @@ def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str |
     for line in [*role.description(), ready_line(listening, token)]:
         log_rank0(line)
     ModelLoop(application, server).run()
+
+
+def _check_generation(quantize: str | None) -> None:
+    if process_count() > 1:
+        raise ValueError(
+            f"--generate under {process_count()} processes: expected one process, which has the whole model; start a "
+            "server for each GPU, or vLLM for a model that does not fit on one"
+        )
+    if quantize == FP8:
+        raise ValueError(f"quantize={quantize} with generate: expected int8 or nf4, whose layers take adapters")
 
 
 def _check_sizes(batch_tokens: int, queue_tokens: int | None, max_top_k: int) -> None:

@@ -103,19 +103,14 @@ def load_teacher(
     device, source = choose_device(options.device), local_folder(options.name, options.revision)
     tokenizer = load_tokenizer(source)
     processor = load_processor_of(source, tokenizer) if options.images else None
-    layout = Layout(Degrees(tensor=process_count()))
-    if options.quantize is not None and layout.degrees.processes > 1:
+    layout, is_single = Layout(Degrees(tensor=process_count())), process_count() == 1
+    if options.quantize is not None and not is_single:
         raise ValueError(
             f"--quantize {options.quantize} under {process_count()} processes, which divide plain weights: expected "
             "one"
         )
     mesh = join(layout.degrees, device, RANK_SECONDS)
-    is_single = mesh.ranks.size == 1
-    if is_single:
-        loaded = options.load(source, device, "teacher")
-        model_source = ModelSource(lambda: loaded)
-    else:
-        model_source = _sharded_source(options, source, device)
+    model_source = (_whole_source if is_single else _sharded_source)(options, source, device)
     runner = build_runner(layout, mesh, model_source, None)
     decoder = runner.decoders[0]
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "teacher")
@@ -153,6 +148,11 @@ def load_teacher(
     return ServedTeacher(
         options.name, info, limits, is_single, scorer, broadcast, device, tokenizer, folder, identity, images
     )
+
+
+def _whole_source(options: ModelOptions, folder: str, device: torch.device) -> ModelSource:
+    loaded = options.load(folder, device, "teacher")
+    return ModelSource(lambda: loaded)
 
 
 def _sharded_source(options: ModelOptions, folder: str, device: torch.device) -> ModelSource:
