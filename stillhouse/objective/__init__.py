@@ -1,7 +1,17 @@
 """Objectives of post-training as weighted sums of terms, computed from hidden states and an output head.
 
-The package depends only on torch. Start with `linear_objective`; `reference.dense_objective` computes the same in
-plain autograd.
+The package depends only on torch. `reference.dense_objective` computes the same as `linear_objective`, in plain
+autograd. In reading order:
+
+    reference.py                         the whole computation, slow and short
+    divergence.py, formulas.py           divergences, each as a value and a slope
+    head.py, signals.py, terms.py        what a pass gets: the student's head, teachers' signals, weighted terms
+    fused.py                             the pass, and its connection to autograd
+    tile/chunks.py, tile/tile.py         its loop over chunks, and the work on one chunk
+    tile/pointwise.py, tile/statistics.py    the sums over the vocabulary, and what follows from them for each row
+    expression.py, spec.py               a run's objective as text, and its terms for a batch
+
+The other files each add one kind of term, signal or check. `vocab.py` has the only collectives.
 """
 
 from stillhouse.objective.divergence import Divergence

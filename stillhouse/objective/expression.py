@@ -112,12 +112,12 @@ def unknown_name(name: str, others: Mapping[str, Iterable[str]] | None = None, p
 
     others: known names that are not divergences, each with the synonyms that other projects use.
     """
-    synonyms = {known_name: kind.definition.synonyms for known_name, kind in DIVERGENCES.items()} | dict(others or {})
-    known_names = sorted(synonyms)
-    near = [known_name for known_name in known_names if name.lower() in synonyms[known_name]]
-    near = near or difflib.get_close_matches(name, known_names, n=1)
+    synonyms = {divergence: kind.definition.synonyms for divergence, kind in DIVERGENCES.items()} | dict(others or {})
+    names = sorted(synonyms)
+    near = [other for other in names if name.lower() in synonyms[other]]
+    near = near or difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ValueError(f"unknown name {name!r}{hint} (known: {', '.join(known_names)}){place}")
+    return ValueError(f"unknown name {name!r}{hint} (known: {', '.join(names)}){place}")
 
 
 def _place(node: ast.expr, text: str) -> str:

@@ -105,8 +105,8 @@ class LabelTerm(Term):
 
     def check(self, tile: Tile) -> None:
         label_C = tile.take(self.labels_T)
-        is_known = label_C.device.type == "cpu" and not are_fake([label_C])
-        if is_known and bool((label_C >= tile.vocabulary).any()):
+        has_values = label_C.device.type == "cpu" and not are_fake([label_C])
+        if has_values and bool((label_C >= tile.vocabulary).any()):
             raise ValueError(
                 f"labels_T holds {int(label_C.max())}: expected labels below {tile.vocabulary}, the size of the "
                 "vocabulary, or a negative one where there is nothing to predict"

@@ -39,8 +39,8 @@ class ChunkWork:
         index: Tensor | None,
     ):
         """index: the rows of the pass; None: all."""
-        self._layout, self._given = layout_of(terms, plan, provider)
-        chosen = [tensor if index is None else tensor[index] for tensor in (weights_T, *self._given)]
+        self._layout, self._per_token = layout_of(terms, plan, provider)
+        chosen = [tensor if index is None else tensor[index] for tensor in (weights_T, *self._per_token)]
         # functions are compiled for the strides of their inputs
         self._tensors = [tensor.contiguous() for tensor in chosen]
         self._tokens = len(weights_T)
@@ -49,7 +49,7 @@ class ChunkWork:
     def taken(self, first: int, last: int) -> tuple[Tensor, dict[Tensor, Tensor]]:
         """Return the weights, and the rows of each tensor of the terms, of one chunk of the rows."""
         weights_C, *tensors = (tensor[first:last] for tensor in self._tensors)
-        return weights_C, dict(zip(self._given, tensors, strict=True))
+        return weights_C, dict(zip(self._per_token, tensors, strict=True))
 
     def masks(self, weights_C: Tensor, taken: dict[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         seen_C, *counted = traced(row_masks, self._layout, [weights_C, *taken.values()], [])

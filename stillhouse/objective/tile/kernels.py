@@ -95,11 +95,11 @@ def _is_supported(plan: PointwisePlan) -> bool:
         has_one_teacher
         and len(temperatures) == 1
         and len(set(kinds)) == len(kinds)
-        and all(_is_known(divergence) for divergence, _, _ in plan.pairs)
+        and all(_has_kernels_of(divergence) for divergence, _, _ in plan.pairs)
     )
 
 
-def _is_known(divergence: Divergence) -> bool:
+def _has_kernels_of(divergence: Divergence) -> bool:
     if isinstance(divergence, JensenShannon):
         return SERIES_BETA[0] <= divergence.beta <= SERIES_BETA[1]
     return isinstance(divergence, ForwardKL | ReverseKL)

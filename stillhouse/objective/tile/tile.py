@@ -1,10 +1,14 @@
 """One chunk of tokens: its logits, the statistics of each row, and the gradient that the terms define.
 
-    tile = Tile(...)          student and teacher logits of the chunk, over this rank's part of the vocabulary
-    tile.start()              computes sums over that part and starts to gather them from all ranks
-    tile.wait()               computes the statistics of each row over the whole vocabulary
-    term.add_to(tile, …)      each term reads the statistics and adds to the coefficients of the gradient
-    tile.gradient()           overwrites the student's logits with the gradient with respect to hidden Wᵀ + bias
+    tile = Tile(...)             the logits of student and teachers over this rank's part of the vocabulary
+    tile.start()                 computes sums over that part and starts to gather them from all ranks
+    sums = tile.gathered_sums()  waits for the sums of all ranks
+    tile.read(*sums)             computes the statistics of each row over the whole vocabulary
+    term.add_to(tile, …)         each term reads the statistics and adds to the coefficients of the gradient
+    tile.gradient()              overwrites the student's logits with the gradient with respect to hidden Wᵀ + bias
+
+If it is compiled, `chunk_work.py` reads and adds on a second tile of the same chunk, and `set_gradient` gives the
+coefficients to the first one.
 
 Terms use rows, temperatures and global ids. They access neither shards nor elements of [C, V].
 
@@ -131,7 +135,7 @@ class Tile:
         if self._statistics is None:
             self._statistics = statistics(self._pointwise, raw_RCX, outside)
         if normalized_RCX is not None:
-            self._known.add_normalized(self._pointwise, normalized_RCX)
+            self._row_statistics.add_normalized(self._pointwise, normalized_RCX)
 
     def gradient(self, rounded_CV: Tensor | None = None) -> Tensor:
         """Return the gradient [C, V]. It overwrites `rounded_CV`, whose dtype may be shorter, or else the logits."""
@@ -162,16 +166,16 @@ class Tile:
 
     def gradient_rows(self) -> Tensor:
         """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""
-        zero_C = torch.zeros_like(self._known.references[0])
+        zero_C = torch.zeros_like(self._row_statistics.references[0])
         columns = self._coefficients | {("counted", 0): self.counted_C.to(zero_C.dtype)}
         for at in range(len(self._plan.buckets)):
-            columns["outside_reference", at] = self._known.outside_reference[at]
-            columns["outside_log_mass", at] = self._known.outside_log_mass[at]
-        for at, of_pair in self._known.acceptances.items():
+            columns["outside_reference", at] = self._row_statistics.outside_reference[at]
+            columns["outside_log_mass", at] = self._row_statistics.outside_log_mass[at]
+        for at, of_pair in self._row_statistics.acceptances.items():
             columns["log_acceptance", at] = of_pair.log_rate
             columns["above", at], columns["below", at] = of_pair.above, of_pair.below
         coefficients = [columns.get(column, zero_C) for column in self._pointwise.coefficients]
-        return torch.cat([self._known.normalizers(), torch.stack(coefficients, 1)], 1)
+        return torch.cat([self._row_statistics.normalizers(), torch.stack(coefficients, 1)], 1)
 
     def gradient_at_ids(self, rows_CX: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Return the gradient at the ids of `add_at` for `set_gradient`.
@@ -205,49 +209,49 @@ class Tile:
 
     def log_normalizer(self, temperature: float) -> Tensor:
         """log Σ e^(logit / τ), [C]."""
-        return self._known.references[0] / temperature + self._log_mass(temperature)
+        return self._row_statistics.references[0] / temperature + self._log_mass(temperature)
 
     def entropy(self, temperature: float) -> Tensor:
         """The student's entropy in nats, [C]."""
-        return self._known.student_entropy[self._plan.softmax(temperature)]
+        return self._row_statistics.student_entropy[self._plan.softmax(temperature)]
 
     def mean_log_prob(self) -> Tensor:
         """The mean over the vocabulary of log q, [C]."""
-        assert self._known.mean_log_prob is not None
-        return self._known.mean_log_prob
+        assert self._row_statistics.mean_log_prob is not None
+        return self._row_statistics.mean_log_prob
 
     def log_probs_at(self, ids: Tensor, temperature: float) -> Tensor:
         """log q at the chunk's ids, [C, N]; −inf for an id outside the vocabulary. ids: over all tokens, [T(, N)]."""
-        gap_CN = self._entries[self._plan.logits_at(ids)] - self._known.references[0][:, None]
+        gap_CN = self._entries[self._plan.logits_at(ids)] - self._row_statistics.references[0][:, None]
         return gap_CN / temperature - self._log_mass(temperature)[:, None]
 
     def is_argmax(self, ids: Tensor) -> Tensor:
         """True where the id has the student's highest probability, [C, N]."""
-        return self._entries[self._plan.logits_at(ids)] == self._known.references[0][:, None]
+        return self._entries[self._plan.logits_at(ids)] == self._row_statistics.references[0][:, None]
 
     def top_k(self, ranks: int, temperature: float) -> tuple[Tensor, Tensor]:
         """The student's top ids and their log q, in descending order, [C, K]; −inf beyond the vocabulary."""
         if ranks > self._plan.ranks:
             raise LookupError(f"the top {ranks} tokens: no term has requested them")
         logits_CK, ids_CK = (top_CK[:, :ranks] for top_CK in self._top_k)
-        gap_CK = logits_CK - self._known.references[0][:, None]
+        gap_CK = logits_CK - self._row_statistics.references[0][:, None]
         return ids_CK, gap_CK / temperature - self._log_mass(temperature)[:, None]
 
     def divergence(self, divergence: Divergence, signal: Signal, temperature: float) -> tuple[Tensor, Tensor]:
         """Σf and Σq·h of a divergence (not a weighted sum of several), [C] each; f and h as in `divergence.py`."""
         at = self._plan.pair(divergence, signal, temperature)
-        return self._known.values[at], self._known.slopes[at]
+        return self._row_statistics.values[at], self._row_statistics.slopes[at]
 
     def teacher_entropy(self, signal: Signal, temperature: float) -> Tensor:
-        return self._known.teacher_entropy[self._plan.teacher(signal, temperature)]
+        return self._row_statistics.teacher_entropy[self._plan.teacher(signal, temperature)]
 
     def agreement(self, signal: Signal) -> Tensor:
         """1 where a dense teacher and the student have the same argmax, [C]."""
-        return self._known.both_top[self._plan.tile(signal) - 1]
+        return self._row_statistics.both_top[self._plan.tile(signal) - 1]
 
     def tail(self, signal: SparseSignal, temperature: float) -> Tensor:
         """The student's log-probability of all tokens outside the signal's ids together, [C]."""
-        return self._known.tail[self._plan.outside(signal, temperature)]
+        return self._row_statistics.tail[self._plan.outside(signal, temperature)]
 
     # what terms add to the gradient at token v: a formula with a coefficient per row [C], or values at single ids
 
@@ -269,8 +273,8 @@ class Tile:
 
     def add_uniform(self, coefficient_C: Tensor) -> None:
         """coefficient / V for every token."""
-        assert self._known.vocabulary is not None
-        self._add(("uniform", 0), coefficient_C / self._known.vocabulary)
+        assert self._row_statistics.vocabulary is not None
+        self._add(("uniform", 0), coefficient_C / self._row_statistics.vocabulary)
 
     def add_at(self, ids_CN: Tensor, values_CN: Tensor) -> None:
         """Add values at ids; values of a repeated id add up, values of an absent id are ignored."""
@@ -282,7 +286,7 @@ class Tile:
         self._added.append((local_CN, torch.where(is_here_CN & self.counted_C[:, None], values_CN, 0.0)))
 
     @property
-    def _known(self) -> RowStatistics:
+    def _row_statistics(self) -> RowStatistics:
         assert self._statistics is not None
         return self._statistics
 
@@ -386,7 +390,7 @@ class Tile:
         return columns_of(ids_CN, self._first, self.logits_CV)
 
     def _log_mass(self, temperature: float) -> Tensor:
-        return self._known.student_log_mass[self._plan.softmax(temperature)]
+        return self._row_statistics.student_log_mass[self._plan.softmax(temperature)]
 
     def _add(self, column: Column, coefficient_C: Tensor) -> None:
         self._coefficients[column] = self._coefficients.get(column, 0.0) + coefficient_C
