@@ -15,19 +15,17 @@ import pytest
 import torch
 from kit import slow
 from kit.families import build
-from kit.image_models import image_tokenizer, picture, write_image_model
+from kit.image_models import image_tokenizer, picture
+from kit.image_teachers import Plain, change_processor, images_of, turns_of, write_data, write_models
 from kit.ranks import run_ranks
-from kit.runs import forward_backward, metrics, session_of, write_run
-from kit.teacher_gradients import assert_same_as_float64, named_gradients
-from PIL import Image
+from kit.runs import metrics, session_of, write_run
+from kit.teacher_gradients import assert_same_as_float64, first_step, jsd_of_rows, named_gradients
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from stillhouse.config import ConfigError
 from stillhouse.data import DataError
 from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.data.render.processors import load_processor
 from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.output.folder import RunFolder
@@ -37,7 +35,6 @@ from stillhouse.signals.signal_spec import DocumentRows
 from stillhouse.tools.merge_caches import merge_caches
 from stillhouse.tools.write_cache import write_cache
 
-RECORDS = 12
 SETTINGS: dict[str, Any] = {
     "data.max_tokens": 240,
     "train.tokens_per_step": 960,
@@ -53,98 +50,6 @@ PAIRS = [
     slow("qwen3_vl", "idefics3"),
     slow("gemma3", "qwen3_vl"),
 ]
-
-
-def images_of(number: int) -> list[int]:
-    """The pictures of a record's turns: of most records, one before each answer."""
-    return [[10 * number, 10 * number + 1], [10 * number], []][number % 3]
-
-
-def turns_of(number: int) -> list[dict[str, Any]]:
-    """Two questions and answers. An image of the second question is between targets."""
-    turns = []
-    for turn in range(2):
-        text = [{"type": "text", "text": f"what is {number} and {turn}?"}]
-        image = [{"type": "image", "image": f"{at}.png"} for at in images_of(number)[turn : turn + 1]]
-        answer = [{"type": "text", "text": f"number {number} of {turn}"}]
-        turns += [{"role": "user", "content": text + image}, {"role": "assistant", "content": answer}]
-    return turns
-
-
-def write_data(folder: Path, **columns: Callable[[int], str]) -> None:
-    for number in range(RECORDS):
-        for at in images_of(number):
-            picture(at, 8 + 4 * (at % 5), 8 + 4 * (number % 3)).save(folder / f"{at}.png")
-    lines = [
-        json.dumps({"messages": turns_of(number)} | {name: of(number) for name, of in columns.items()})
-        for number in range(RECORDS)
-    ]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    (folder / "eval.jsonl").write_text("\n".join(lines[:3]))
-
-
-def write_models(folder: Path, student: str, teacher: str) -> None:
-    write_image_model(student, folder / "student", seed=1, tokenizer_of=[teacher])
-    write_image_model(teacher, folder / "teacher", seed=2, tokenizer_of=[student])
-    if teacher == student:  # with larger images
-        change_processor(folder / "teacher", size={"shortest_edge": 256, "longest_edge": 1024})
-
-
-def change_processor(folder: Path, **settings: Any) -> None:
-    path = folder / "processor_config.json"
-    processor = json.loads(path.read_text())
-    processor["image_processor"] |= settings
-    path.write_text(json.dumps(processor))
-
-
-class Plain:
-    """A model of plain transformers in float64 with its processor; a text model has none."""
-
-    def __init__(self, folder: Path, name: str):
-        self.folder, self.processor = folder, None
-        if (folder / name / "processor_config.json").exists():
-            self.processor: Any = load_processor(str(folder / name))
-            self.model: Any = AutoModelForImageTextToText.from_pretrained(folder / name, dtype=torch.float64)
-        else:
-            self.model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
-
-    def read(
-        self, pieces: list[str], pictures: list[int], tokenizer: Any, completion: list[int] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [S, V]; the ids [N] and the places of the tokens of pieces of text with pictures between them."""
-        special = not pieces[0].startswith("<s>") and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-        texts = [
-            tokenizer(piece, add_special_tokens=special and not at)["input_ids"] for at, piece in enumerate(pieces)
-        ]
-        if self.processor is None:
-            assert not pictures
-            inputs = {"input_ids": torch.tensor([texts[0]])}
-        else:
-            images = [[Image.open(self.folder / f"{at}.png") for at in pictures]] if pictures else None
-            text = self.processor.image_token.join(pieces)
-            inputs = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=special)
-        texts[-1] = texts[-1] + (completion or [])
-        if completion:  # its tokens have the kind of text
-            behind = {"input_ids": completion, "attention_mask": [1] * len(completion)}
-            inputs = {
-                name: torch.cat([value, torch.tensor([behind.get(name, [0] * len(completion))])], 1)
-                if name in behind or "token_type" in name
-                else value
-                for name, value in inputs.items()
-            }
-        ids, places = inputs["input_ids"][0].tolist(), list[int]()
-        for piece in texts:
-            start = places[-1] + 1 if places else 0
-            start = next(at for at in range(start, len(ids)) if ids[at : at + len(piece)] == piece)
-            places += range(start, start + len(piece))
-        logits_SV = self.model(**inputs, use_cache=False).logits[0]
-        return logits_SV, torch.tensor(ids)[places], torch.tensor(places)
-
-
-def jsd(p_log: Tensor, q_log: Tensor) -> Tensor:
-    """Row by row, of log-probabilities."""
-    middle = torch.logaddexp(p_log, q_log) - math.log(2)
-    return 0.5 * (p_log.exp() * (p_log - middle) + q_log.exp() * (q_log - middle)).sum(1)
 
 
 def expected(
@@ -176,16 +81,10 @@ def expected(
         q, p = q_SV[places[is_target] - 1], p_SV[teacher_places[is_target] - 1]
         p, rows = p[:, : q.shape[1]], len(q)
         total = total + 0.3 * cross_entropy(q, ids[is_target], reduction="sum")
-        total = total + 0.7 * jsd(p.log_softmax(1), q.log_softmax(1)).sum()
+        total = total + 0.7 * jsd_of_rows(p.log_softmax(1), q.log_softmax(1)).sum()
         count += rows
     (total / count).backward()
     return {"loss": (total / count).detach()} | named_gradients(student.model)
-
-
-def first_step(session: Session) -> dict[str, Tensor]:
-    loss = forward_backward(session).sums["loss"]
-    named = named_gradients(session.student.pretrained)
-    return {"loss": torch.tensor(loss)} | named
 
 
 def assert_expected(

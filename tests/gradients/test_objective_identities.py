@@ -1,4 +1,4 @@
-"""Identities that hold for any teacher and any student. Hypothesis searches for counterexamples."""
+"""Identities for any teacher and any student, searched by Hypothesis, and the formula of the tail "zero"."""
 
 import math
 from dataclasses import dataclass
@@ -7,10 +7,33 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.objective_cases import ALL_DIVERGENCES, F_DIVERGENCES, TAILS, divergence_of
+from kit.objective_cases import (
+    ALL_DIVERGENCES,
+    DTYPES,
+    F_DIVERGENCES,
+    TAILS,
+    T,
+    V,
+    assert_accurate,
+    distance,
+    divergence_of,
+    generator,
+    make_leaves,
+    make_signal,
+)
 from torch import Tensor
 
-from stillhouse.objective import DenseLogits, Distill, Signal, TopK, alpha_beta, logits_objective, parse_divergence
+from stillhouse.objective import (
+    DenseLogits,
+    Distill,
+    Signal,
+    Term,
+    TopK,
+    alpha_beta,
+    logits_objective,
+    parse_divergence,
+    reverse_kl,
+)
 
 #: the gradient of total variation is a sign, which rounding decides where both probabilities are equal
 WITH_SIGN = ("total_variation", "acceptance")
@@ -106,3 +129,42 @@ def test_bucket_is_no_lower_bound_of_an_alpha_beta_divergence() -> None:
     assert full == pytest.approx(0.5 * (0.4**2 + 0.2**2 + 0.2**2))
     assert bucket == pytest.approx(0.5 * (0.4**2 + 0.4**2))
     assert bucket > full
+
+
+# a teacher that is zero outside its ids
+
+
+def nemo(log_q_TV: Tensor, ids_TK: Tensor, log_p_TK: Tensor) -> Tensor:
+    """NeMo RL's reverse KL with `zero_outside_topk`: the teacher conditioned on its ids, e^−100 outside of them."""
+    log_p_TK, log_q_TK = torch.log_softmax(log_p_TK, 1), log_q_TV.gather(1, ids_TK)
+    inside_T = (log_q_TK.exp() * (log_q_TK - log_p_TK)).sum(1)
+    rest_T = (log_q_TV.exp() * log_q_TV).sum(1) - (log_q_TK.exp() * log_q_TK).sum(1)
+    return inside_T + rest_T + 100 * (1 - log_q_TK.exp().sum(1))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+def test_zero_outside_the_ids_is_nemo_rls(temperature: float) -> None:
+    log_p_TK, ids_TK = torch.randn(T, V, generator=generator(4), dtype=torch.float64).log_softmax(1).topk(9, dim=1)
+    logits = torch.randn(T, V, generator=generator(5), dtype=torch.float64).requires_grad_()
+    expected_T = nemo(torch.log_softmax(logits / temperature, 1), ids_TK, log_p_TK)
+    (expected,) = torch.autograd.grad(expected_T.sum(), logits)
+    output = logits_objective(
+        logits, [Distill(TopK(ids_TK, log_p_TK, "zero"), reverse_kl(), temperature=temperature)]
+    )
+    (gradient,) = torch.autograd.grad(output.loss, logits)
+    assert distance(output.per_token["reverse_kl"], expected_T) < 1e-12
+    assert distance(gradient, expected) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_zero_outside_with_absent_and_repeated_ids(dtype: str) -> None:
+    """Some rows have absent ids, one row has no id and contributes 0, and one has an id twice."""
+    signal = make_signal("zero", dtype=DTYPES[dtype], temperature=1.3)
+    assert isinstance(signal, TopK)
+    ids_TK = signal.ids_TK.clone()
+    ids_TK[4] = -1
+    ids_TK[5, 1] = ids_TK[5, 0]
+    terms: list[Term] = [Distill(TopK(ids_TK, signal.log_probs_TK, "zero"), reverse_kl(), 0.7, 1.3)]
+    result = assert_accurate(make_leaves(dtype=DTYPES[dtype]), terms)
+    assert result.output.per_token["reverse_kl"][4] == 0
+    assert (result.gradients["hidden"][4] == 0).all()

@@ -15,16 +15,12 @@ from typing import Any
 import pytest
 import torch
 from kit.objective_cases import (
-    DTYPES,
     Leaves,
     T,
-    V,
-    assert_accurate,
     distance,
     generator,
     make_labels,
     make_leaves,
-    make_signal,
     run,
 )
 from kit.tensors import assert_near
@@ -211,10 +207,14 @@ def plain_log_probs(leaves: Leaves, temperature: float) -> Tensor:
     return torch.log_softmax(logits_TV / temperature, 1)
 
 
+def of_labels(leaves: Leaves, temperature: float) -> Tensor:
+    """Return log q of the labels, [T]; that of token 0 without a label."""
+    return plain_log_probs(leaves, temperature).gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
+
+
 def old_log_probs(temperature: float) -> Tensor:
     """Return old log-probabilities whose ratios lie between about 0.2 and 5, beyond every clip on both sides."""
-    log_q_TV = plain_log_probs(make_leaves(), temperature)
-    log_q_T = log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
+    log_q_T = of_labels(make_leaves(), temperature)
     return log_q_T - 1.6 * (2 * torch.rand(T, generator=generator(51), dtype=torch.float64) - 1)
 
 
@@ -252,8 +252,7 @@ def test_surrogates_are_their_papers(case: str, temperature: float) -> None:
     old_T = old_log_probs(temperature)
 
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in vars(make_leaves()).items()}
-    log_q_TV = plain_log_probs(Leaves(**leaves), temperature)
-    log_q_T = log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
+    log_q_T = of_labels(Leaves(**leaves), temperature)
     value_T = torch.where(HAS_LABEL, -formula((log_q_T - old_T).exp(), ADVANTAGES, log_q_T), 0.0)
     value_T.sum().backward()
     term = PolicyGradient(LABELS, ADVANTAGES, old_T, temperature=temperature, **options)
@@ -285,7 +284,7 @@ def test_ratio_and_clipping_are_reported(
 ) -> None:
     """Clipping counts where it takes the gradient away. low, high: the limits of the ratio for each sign of A."""
     old_T, advantages_T = old_log_probs(1.0), torch.full((T,), advantage, dtype=torch.float64)
-    log_q_T = plain_log_probs(make_leaves(), 1.0).gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
+    log_q_T = of_labels(make_leaves(), 1.0)
     ratio_T, sign = (log_q_T - old_T).exp(), int(advantage)
     clipped_T = (ratio_T < low.get(sign, -math.inf)) | (ratio_T > high.get(sign, math.inf))
     terms: list[Term] = [PolicyGradient(LABELS, advantages_T, old_T, **options)]
@@ -308,45 +307,6 @@ def test_an_overflowing_ratio_of_no_advantage_is_worth_nothing() -> None:
         assert all((gradient == 0).all() for gradient in result.gradients.values())
 
 
-# a teacher that is zero outside its ids
-
-
-def nemo(log_q_TV: Tensor, ids_TK: Tensor, log_p_TK: Tensor) -> Tensor:
-    """NeMo RL's reverse KL with `zero_outside_topk`: the teacher conditioned on its ids, e^−100 outside of them."""
-    log_p_TK, log_q_TK = torch.log_softmax(log_p_TK, 1), log_q_TV.gather(1, ids_TK)
-    inside_T = (log_q_TK.exp() * (log_q_TK - log_p_TK)).sum(1)
-    rest_T = (log_q_TV.exp() * log_q_TV).sum(1) - (log_q_TK.exp() * log_q_TK).sum(1)
-    return inside_T + rest_T + 100 * (1 - log_q_TK.exp().sum(1))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 1.6])
-def test_zero_outside_the_ids_is_nemo_rls(temperature: float) -> None:
-    log_p_TK, ids_TK = torch.randn(T, V, generator=generator(4), dtype=torch.float64).log_softmax(1).topk(9, dim=1)
-    logits = torch.randn(T, V, generator=generator(5), dtype=torch.float64).requires_grad_()
-    expected_T = nemo(torch.log_softmax(logits / temperature, 1), ids_TK, log_p_TK)
-    (expected,) = torch.autograd.grad(expected_T.sum(), logits)
-    output = logits_objective(
-        logits, [Distill(TopK(ids_TK, log_p_TK, "zero"), reverse_kl(), temperature=temperature)]
-    )
-    (gradient,) = torch.autograd.grad(output.loss, logits)
-    assert distance(output.per_token["reverse_kl"], expected_T) < 1e-12
-    assert distance(gradient, expected) < 1e-12
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_zero_outside_with_absent_and_repeated_ids(dtype: str) -> None:
-    """Some rows have absent ids, one row has no id and contributes 0, and one has an id twice."""
-    signal = make_signal("zero", dtype=DTYPES[dtype], temperature=1.3)
-    assert isinstance(signal, TopK)
-    ids_TK = signal.ids_TK.clone()
-    ids_TK[4] = -1
-    ids_TK[5, 1] = ids_TK[5, 0]
-    terms: list[Term] = [Distill(TopK(ids_TK, signal.log_probs_TK, "zero"), reverse_kl(), 0.7, 1.3)]
-    result = assert_accurate(make_leaves(dtype=DTYPES[dtype]), terms)
-    assert result.output.per_token["reverse_kl"][4] == 0
-    assert (result.gradients["hidden"][4] == 0).all()
-
-
 # sequence-level ratios
 
 
@@ -365,8 +325,7 @@ def test_the_term_with_the_ratios_of_sequences_is_gspo() -> None:
     sequence_T, advantages_N = torch.arange(T) // 13, torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64)
     old_T, tokens_N = old_log_probs(1.0) * 0.9, torch.bincount(sequence_T[HAS_LABEL])
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in vars(make_leaves()).items()}
-    log_q_TV = plain_log_probs(Leaves(**leaves), 1.0)
-    log_q_T = log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
+    log_q_T = of_labels(Leaves(**leaves), 1.0)
     loss = -gspo(log_q_T, old_T, sequence_T, advantages_N)
     loss.backward()
     ratios_T = sequence_ratios(log_q_T.detach() - old_T, sequence_T, HAS_LABEL)
@@ -393,8 +352,7 @@ def test_the_documentations_sequence_level_ratios_are_gspos() -> None:
         if fused:
             loss = names["gspo_loss"](fresh["hidden"], head, LABELS, old_T, sequence_T, advantages_N, 0.3, 0.4)
         else:
-            log_q_TV = plain_log_probs(Leaves(**fresh), 1.0)
-            loss = -gspo(log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0], old_T, sequence_T, advantages_N)
+            loss = -gspo(of_labels(Leaves(**fresh), 1.0), old_T, sequence_T, advantages_N)
         loss.backward()
         gradients.append((loss.detach(), {name: leaf.grad for name, leaf in fresh.items()}))
     (loss, actual), (expected_loss, expected) = gradients

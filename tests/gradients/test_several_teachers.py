@@ -10,8 +10,8 @@ import pytest
 import torch
 from kit.runs import MAX_TOKENS, forward_backward, save_model, session_of, write_records
 from kit.serving import Server
-from kit.subject_teachers import LOSS, PREFIXES, SUBJECTS, named, session_with, write_subject_teachers
-from kit.teacher_gradients import assert_same_as_float64, named_gradients
+from kit.subject_teachers import LOSS, PREFIXES, SUBJECTS, answer_of, named, session_with, write_subject_teachers
+from kit.teacher_gradients import assert_same_as_float64, first_step, jsd_of_rows, named_gradients
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -39,17 +39,9 @@ def server(folder: Path) -> Iterator[str]:
 
 
 def gradients(session: Session) -> dict[str, Tensor]:
-    loss = forward_backward(session).sums["loss"]
-    assert torch.isfinite(torch.tensor(loss))
-    named = named_gradients(session.student.pretrained)
+    named_and_loss = first_step(session)
     session.close()
-    return {"loss": torch.tensor(loss)} | named
-
-
-def jsd(p_log: Tensor, q_log: Tensor) -> Tensor:
-    """Row by row, of log-probabilities."""
-    middle = torch.logaddexp(p_log, q_log) - torch.log(torch.tensor(2.0))
-    return 0.5 * (p_log.exp() * (p_log - middle) + q_log.exp() * (q_log - middle)).sum(1)
+    return named_and_loss
 
 
 def expected(
@@ -100,14 +92,8 @@ def expected(
     return {"loss": (total / tokens).detach()} | named_gradients(student)
 
 
-def answer_of(source: str, folder: Path) -> str:
-    """The column `answer` of the record at `file:line`."""
-    line = int(source.rpartition(":")[2].partition(" ")[0])
-    return json.loads((folder / "train.jsonl").read_text().splitlines()[line - 1])["answer"]
-
-
 def divergence_from(teacher: str, q: Tensor, z: dict[str, Tensor], temperature: float = 1.0) -> Tensor:
-    return jsd((z[teacher] / temperature).log_softmax(1), (q / temperature).log_softmax(1))
+    return jsd_of_rows((z[teacher] / temperature).log_softmax(1), (q / temperature).log_softmax(1))
 
 
 def of_divergences(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
@@ -116,7 +102,7 @@ def of_divergences(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
 
 def of_distributions(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
     p = 0.75 * (z["math"] / 2).softmax(1) + 0.25 * (z["code"] / 2).softmax(1)
-    return jsd(p.log(), (q / 2).log_softmax(1))
+    return jsd_of_rows(p.log(), (q / 2).log_softmax(1))
 
 
 def of_own_teacher(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:

@@ -393,9 +393,8 @@ def assert_same(actual: Result, expected: Result, *, within: float = 1e-12) -> N
         assert distance(actual.gradients[name], gradient) <= within, name
     for name, values in expected.output.per_token.items():
         assert distance(actual.output.per_token[name], values) <= within, name
-        torch.testing.assert_close(
-            actual.output.metrics[name], expected.output.metrics[name], rtol=within, atol=within
-        )
+        totals = actual.output.metrics[name], expected.output.metrics[name]
+        torch.testing.assert_close(*totals, rtol=within, atol=within)
 
 
 OTHER_TERMS = list(other_terms())

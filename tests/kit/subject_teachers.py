@@ -1,5 +1,6 @@
 """A run with two teachers of different widths, and texts of which each is the subject of one of them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ def named(folder: Path, math: dict[str, Any] | None = None, code: dict[str, Any]
         for name, keys in by_teacher.items()
         if keys is not None
     }
+
+
+def answer_of(source: str, folder: Path) -> str:
+    """The column `answer` of the record at `file:line`."""
+    line = int(source.rpartition(":")[2].partition(" ")[0])
+    return json.loads((folder / "train.jsonl").read_text().splitlines()[line - 1])["answer"]
 
 
 def session_with(folder: Path, **settings: Any) -> Session:

@@ -1,5 +1,6 @@
 """The gradients of a run's first step, from a teacher in the job, in a cache or on a server, and what they are."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ def gradients(folder: Path, **settings: Any) -> Gradients:
     named = named_gradients(session.student)
     session.close()
     return loss, named
+
+
+def first_step(session: Session) -> dict[str, Tensor]:
+    """The loss and the gradients of a session's first step, by their names."""
+    loss = forward_backward(session).sums["loss"]
+    return {"loss": torch.tensor(loss)} | named_gradients(session.student.pretrained)
 
 
 def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], Signal], **settings: Any) -> Gradients:
@@ -65,6 +72,12 @@ def log_probs_TV(session: Session, micro_batch: MicroBatch, temperature: float) 
     assert session.teacher is not None
     exact = session.teacher.double().signal(**micro_batch.inputs)
     return (exact.hidden_TE @ exact.head.weight_VD.T / temperature).log_softmax(1)
+
+
+def jsd_of_rows(p_log: Tensor, q_log: Tensor) -> Tensor:
+    """jsd(0.5) of each row of log-probabilities."""
+    middle = torch.logaddexp(p_log, q_log) - math.log(2)
+    return 0.5 * (p_log.exp() * (p_log - middle) + q_log.exp() * (q_log - middle)).sum(1)
 
 
 def assert_close(first: Gradients, second: Gradients, tolerance: float = 1e-5) -> None:
