@@ -206,6 +206,8 @@ class ServerPool:
         return asyncio.run_coroutine_threadsafe(self._until_closed(answer), self._loop)
 
     def _wait(self, answer: Callable[[], Awaitable[T]]) -> T:
+        if self._closed:  # the loop may have stopped already
+            raise ServerError(_GIVEN_UP)
         try:
             return self._start(answer).result()
         except CancelledError as error:
