@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from stillhouse import cli
 from stillhouse.config import ConfigError, load_config
 from stillhouse.tools.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
+from stillhouse.tools.plan.dry_run import planned
 from stillhouse.tools.plan.layout_plan import Machine, Plan, has_tower, planned_job
 from stillhouse.tools.plan.prediction import bubble_share, message_seconds, predict, rank_time
 from stillhouse.tools.plan.rank_counts import LayoutSize, RankCounts, planned_ranks
@@ -191,6 +193,22 @@ def test_what_cannot_be_planned_is_refused_by_its_key(tmp_path: Path, overrides:
     with pytest.raises(ConfigError) as error:
         planned_job(config, Machine(64, 8, "h100"), 512)
     assert error.value.key == key
+
+
+def test_layers_that_need_kernels_for_packed_documents_are_refused_by_the_key(tmp_path: Path) -> None:
+    kinds = ["linear_attention", "full_attention"]
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    hybrid = AutoConfig.for_model("qwen3_5_text", **sizes, num_hidden_layers=2, layer_types=kinds)
+    hybrid.save_pretrained(tmp_path / "model")
+    config = load_config(None, settings=settings(tmp_path))
+    job = planned_job(config, Machine(1, 8, "h100"), 64)
+    with pytest.raises(
+        ConfigError, match=r"student\.model has layers \(linear_attention\) .* data\.packing=rows"
+    ) as error:
+        planned(job)
+    assert error.value.key == "data.packing"
+    job["config"]["data"]["packing"] = "rows"
+    assert planned(job)[0].data.packing == "rows"
 
 
 def test_an_unknown_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
-from stillhouse.config import RunConfig, load_config
+from stillhouse.config import ConfigError, RunConfig, load_config
+from stillhouse.display import name_list
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.libraries import imported
+from stillhouse.models.document_packing import KERNELS, ROWS
+from stillhouse.models.model_parts import layers_with_state
 from stillhouse.parallel import Layout, empty_decoder
 from stillhouse.parallel.stages import cost_of
 from stillhouse.run.preflight import require_adapters
@@ -33,10 +36,27 @@ def planned(job: Mapping[str, Any]) -> tuple[RunConfig, Layout]:
     config = config.model_copy(update={"parallel": parallel})
     require_sharing(layout, torch.device("cuda"))
     require_optimizer(config.train, layout)
+    _require_separable(config)
     if config.student.adapter is not None:
         require_adapters(config.student)
         imported("peft", "student.adapter")  # with bitsandbytes, which asks torch for CUDA when it is imported
     return config, layout
+
+
+def _require_separable(config: RunConfig) -> None:
+    """Raise ConfigError for packed rows of a model with layers that only kernels of other packages keep apart."""
+    if config.data.packing == ROWS:
+        return
+    models = {"student": config.student.model}
+    models |= {section: teacher.model for section, teacher in config.teacher_sections.items() if teacher.model}
+    for section, model in models.items():
+        if states := layers_with_state(empty_decoder(model).config):
+            raise ConfigError(
+                "data.packing",
+                f"got {config.data.packing}: {section}.model has layers ({name_list(states)}) that only kernels of "
+                f"other packages, such as {name_list(KERNELS.values())}, keep apart in packed rows, and a plan runs "
+                f"none of them: expected data.packing={ROWS}, which a run without them uses",
+            )
 
 
 def counted(job: Mapping[str, Any], config: RunConfig, layout: Layout, model_operations: float = 0.0) -> RankCounts:
