@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kit.layout_runs import distill, weights
 from kit.on_policy_runs import assert_same_rollouts, write_on_policy_run
 from kit.parity_cases import Case, Difference, compare
 from kit.runs import metrics
-from kit.shard_ranks import Failure, pool_of_meshes
+from kit.shard_ranks import Failure, Rank, pool_of_meshes
 from kit.varlen_reference import no_refusal
 from torch import Tensor
 from torch._dynamo import register_backend
@@ -36,12 +37,13 @@ def layout(**degrees: int) -> Layout:
 
 #: sizes of micro-batches: rows and tokens per row
 SIZES = ((2, 17), (3, 20), (4, 21), (1, 30), (2, 40))
+#: cases and backends; under a layout, the graphs matter and not the code that is made from them, which takes a minute
 CASES = [
-    Case(layout(), "gemma3_text"),  # sliding windows
-    Case(layout(fsdp=2), "mixtral"),  # experts
-    Case(layout(fsdp=2), checkpointing=True, lora="teacher"),
-    Case(layout(pipeline=2), micro_batches=4),
-    Case(layout(context=2)),
+    (Case(layout(), "gemma3_text"), "inductor"),  # sliding windows
+    (Case(layout(fsdp=2), "mixtral"), "aot_eager"),  # experts
+    (Case(layout(fsdp=2), checkpointing=True, lora="teacher"), "aot_eager"),
+    (Case(layout(pipeline=2), micro_batches=4), "aot_eager"),
+    (Case(layout(context=2)), "aot_eager"),
 ]
 
 
@@ -51,9 +53,20 @@ def _no_compiled_code() -> None:
     counters.clear()
 
 
-@pytest.mark.parametrize("case", [slow(case) for case in CASES], ids=lambda case: case.name)
-def test_compiled_layers_train_as_plain_ones(case: Case) -> None:
-    (answer,) = pool_of_meshes(case.layout.degrees.processes).run(compare, [case], limit=LIMIT)
+def compare_compiled(rank: Rank, job: tuple[Case, str]) -> Difference | None:
+    """A job: `compare` with a backend of torch.compile."""
+    case, backend = job
+    with patch("stillhouse.parallel.apply.compile_layers", partial(compile_layers, backend=backend)):
+        return compare(rank, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "backend"), CASES, ids=lambda value: value if isinstance(value, str) else value.name
+)
+def test_compiled_layers_train_as_plain_ones(case: Case, backend: str) -> None:
+    pool = pool_of_meshes(case.layout.degrees.processes)
+    (answer,) = pool.run(compare_compiled, [(case, backend)], limit=LIMIT)
     assert not isinstance(answer, Failure), answer.text
     differences: list[Difference] = [of_rank for of_rank in answer if of_rank is not None]
     assert len(differences) == case.layout.degrees.processes
