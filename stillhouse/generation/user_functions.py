@@ -93,12 +93,11 @@ def require_functions(
 
     rollouts: the section rollout for each source of prompts. rollout_key: returns the full key of a source's key.
     """
-    paths: list[tuple[str, str | None]] = [(CALLBACKS, path) for path in evaluation.callbacks]
+    paths = [(CALLBACKS, path) for path in evaluation.callbacks]
     if evaluation.prompts is not None:
-        paths.append((EVAL_REWARD, evaluation.prompts.reward))
+        paths += [(EVAL_REWARD, part.name) for part in reward_parts(evaluation.prompts.reward) if part.is_function]
     for key, path in paths:
-        if path is not None:
-            user_function(key, path)
+        user_function(key, path)
     for number, rollout in enumerate(rollouts):
         loaded_tools(rollout, rollout_key(number, "tools"))
         of_source = [(REWARD, part.name) for part in reward_parts(rollout.reward) if part.is_function]

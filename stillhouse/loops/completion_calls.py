@@ -53,10 +53,14 @@ class CompletionCalls:
     process, in the thread that calls them, and their futures are done at once. A reward may also be a server.
     """
 
-    def __init__(self, rollouts: Sequence[RolloutConfig], hosts: Sequence[WorkerHost] = ()):
-        """rollouts: the section rollout for each source of prompts. hosts: other hosts with workers."""
+    def __init__(
+        self, rollouts: Sequence[RolloutConfig], hosts: Sequence[WorkerHost] = (), *, reward_key: str = REWARD
+    ):
+        """rollouts: the section rollout for each source of prompts. hosts: other hosts with workers.
+        reward_key: the key of the configuration that has the rewards.
+        """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
-        paths = worker_functions(rollouts)
+        paths, self._reward_key = worker_functions(rollouts, reward_key), reward_key
         functions = {(key, path): user_function(key, path) for key, path in paths if key != TOOLS}
         self._pool: WorkerPool | None = None
         if rollout.workers and paths:
@@ -76,10 +80,10 @@ class CompletionCalls:
         parts: dict[str, CompletionCall] = {
             path: reward_call(function, calls[key, path])
             for (key, path), function in functions.items()
-            if key == REWARD
+            if key == reward_key
         }
         for name in dict.fromkeys(part.name for part in rewards if part.is_server):
-            server = RewardServer(name, f"{REWARD}: {name}", rollout.timeout, warn)
+            server = RewardServer(name, f"{reward_key}: {name}", rollout.timeout, warn)
             self._servers.append(server)
             parts[name] = server.call
         environments = {
@@ -114,7 +118,7 @@ class CompletionCalls:
         has_functions = environment is not None or tools is not None or not all(part.is_server for part in rewards)
         weighted = [(part.weight, None if part.is_of_object else parts[part.name]) for part in rewards]
         return SourceCalls(
-            weighted_sum(weighted) if rewards else None,
+            weighted_sum(self._reward_key, weighted) if rewards else None,
             None if environment is None else environments[environment],
             tools,
             tools_have_state,
@@ -129,18 +133,19 @@ class CompletionCalls:
             server.close()
 
 
-def worker_functions(rollouts: Sequence[RolloutConfig]) -> list[tuple[str, str]]:
+def worker_functions(rollouts: Sequence[RolloutConfig], reward_key: str = REWARD) -> list[tuple[str, str]]:
     """The functions of the user that workers call, as pairs of configuration key and path; see `answer_of`."""
     parts = [part for source in rollouts for part in reward_parts(source.reward)]
-    paths = [(REWARD, part.name) for part in parts if part.is_function]
+    paths = [(reward_key, part.name) for part in parts if part.is_function]
     paths += [(ENVIRONMENT, source.environment) for source in rollouts if source.environment is not None]
     paths += [(TOOLS, " ".join(source.tool_paths)) for source in rollouts if source.tool_paths]
     return list(dict.fromkeys(paths))
 
 
-def weighted_sum(parts: Sequence[tuple[float, CompletionCall | None]]) -> RewardCall:
+def weighted_sum(key: str, parts: Sequence[tuple[float, CompletionCall | None]]) -> RewardCall:
     """Return the call whose result is the sum of weight × result, added in the order of the parts.
 
+    key: the key of the configuration that has the sum, for errors.
     parts: weights and calls; None in place of a call for the part that the sample's object gives.
 
     Of several parts that fail, the future raises the error of the first one.
@@ -165,7 +170,7 @@ def weighted_sum(parts: Sequence[tuple[float, CompletionCall | None]]) -> Reward
             value = sum(weight * result for (weight, _), result in zip(parts, results, strict=True))
             if not math.isfinite(value):
                 about = about_completion(completion, source)
-                raise UserFunctionError(f"{REWARD}: the weighted sum is {value}{about}: expected a finite number")
+                raise UserFunctionError(f"{key}: the weighted sum is {value}{about}: expected a finite number")
             return Reward(float(value), tuple(results) if len(parts) > 1 else ())
 
         _when_all_done(futures, total, add)

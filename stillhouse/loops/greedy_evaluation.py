@@ -24,6 +24,7 @@ from stillhouse.output.json_lines import LineFile
 from stillhouse.output.records import CHARACTERS, EvalSample
 from stillhouse.parallel import is_first, watchdog
 from stillhouse.preemption import OverdueError
+from stillhouse.serving.client import ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.tasks import TaskSpec, exact_match, problem
 from stillhouse.user_code.functions import UserFunctionError
@@ -60,7 +61,7 @@ class GreedyEvaluation:
         """Return the metrics of tasks and callbacks, the same on all ranks, and show completions of held-out prompts.
 
         A collective of all processes. Raises UserFunctionError on all ranks if a callback or a reward fails, and
-        SignalsLostError if it does not return after a signal.
+        SignalsLostError if it does not return after a signal, or if a reward's server does not answer.
 
         others: the other metrics of this evaluation, whose names a callback must not use.
         """
@@ -81,7 +82,7 @@ class GreedyEvaluation:
                 ValueError,
                 OverdueError,
             )
-        except OverdueError as error:
+        except (OverdueError, ServerError) as error:
             raise SignalsLostError(str(error)) from error
 
     def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

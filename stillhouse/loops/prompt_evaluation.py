@@ -5,16 +5,20 @@ prefixes. No reference completion is needed.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 
-from stillhouse.config import EvalPromptsConfig, as_config_error
+from stillhouse.config import EvalPromptsConfig, RolloutConfig, as_config_error
+from stillhouse.config.reward_sum import part_names
 from stillhouse.data import Documents, LoadOptions, load_documents
 from stillhouse.generation import GenerationRequest, Sample, Sampling, TargetRules, step_documents
 from stillhouse.generation.rollout_engines import InJobEngine
-from stillhouse.generation.user_functions import tool_schemas, user_function
+from stillhouse.generation.user_functions import Reward, tool_schemas
 from stillhouse.hashing import json_hash
+from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.step_metrics import means
@@ -22,7 +26,9 @@ from stillhouse.loops.step_packer import StepPacker
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.parallel import ShardedMicroBatches, watchdog
 from stillhouse.preemption import OverdueError
-from stillhouse.user_code.functions import EVAL_REWARD, Turn, UserFunctionError, checked_reward
+from stillhouse.serving.client import ServerError
+from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
+from stillhouse.user_code.functions import EVAL_REWARD, Turn, UserFunctionError
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
 PROMPTS = "eval.prompts/"
@@ -40,6 +46,9 @@ class PromptEvaluation:
         self._session, self._settings = session, settings
         self._engine = engine.with_sampling(sampling)
         self._prompts = held_out_prompts(session, settings)
+        # rank 0 calls the functions; without a section rollout, servers have its default timeout
+        of_eval = {"reward": settings.reward, "workers": 0}
+        self._rollout = (session.rollout_config or RolloutConfig()).model_copy(update=of_eval)
         packed = session.train
         budget = session.eval_config.micro_batch_tokens or session.train_config.micro_batch_tokens
         self._packer = StepPacker(packed, budget, session.by_length)
@@ -56,10 +65,10 @@ class PromptEvaluation:
         """Return the metrics `eval/prompts/…`, the same on all ranks; a collective of all processes.
 
         `reverse_kl` is the mean over tokens, in nats per token. `completion_tokens`, `ended` (the share of
-        completions with an end) and `reward` are means over completions.
+        completions with an end), `reward` and its parts are means over completions.
 
-        Raises UserFunctionError on all ranks if the reward fails, and OverdueError if it does not return after a
-        signal.
+        Raises UserFunctionError on all ranks if the reward fails, OverdueError if it does not return after a signal,
+        and ServerError if its server does not answer in time, or not before a signal.
         """
         session = self._session
         watchdog.enter("eval.prompts")
@@ -88,10 +97,7 @@ class PromptEvaluation:
             of_tokens = means(sums, session.spec, mixes_temperatures=len(temperatures) > 1)
             metrics |= {name: value for name, value in of_tokens.items() if name.partition("/")[0] == "reverse_kl"}
         if self._settings.reward is not None:
-            watchdog.enter("eval.prompts.reward", timed=False)  # it may take any time
-            metrics["reward"] = session.ranks.on_first(
-                lambda: self._reward(samples), UserFunctionError, ValueError, OverdueError
-            )
+            metrics |= self._reward_metrics(samples)
         return {f"eval/prompts/{name}": value for name, value in metrics.items()}
 
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[ShardedMicroBatches, Sequence[Signals]]]:
@@ -106,18 +112,37 @@ class PromptEvaluation:
             yield part, session.source.request(part).result()
             del part
 
-    def _reward(self, samples: Sequence[Sample]) -> float:
-        assert self._settings.reward is not None
-        reward = user_function(EVAL_REWARD, self._settings.reward)
+    def _reward_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Return the mean reward, and those of its parts if it is a sum, on all ranks."""
+        watchdog.enter("eval.prompts.reward", timed=False)  # it may take any time
+        results = self._session.ranks.on_first(
+            lambda: [[reward.value, *reward.parts] for reward in self._rewards(samples)],
+            UserFunctionError,
+            ValueError,
+            OverdueError,
+            ServerError,
+        )
+        names = ["reward", *(f"reward/{name}" for name in part_names(self._settings.reward))]
+        return {name: float(np.mean(values)) for name, *values in zip(names, *results, strict=True)}
+
+    def _rewards(self, samples: Sequence[Sample]) -> list[Reward]:
+        """Compute the rewards of the samples, in this process or on servers."""
         prompts, decode = self._prompts, self._session.tokenizer.decode
-        rewards = []
-        for sample in samples:
-            prompt = decode(prompts.tokens(sample.prompt).tolist())
-            completion = decode(sample.completion.ids_N.tolist(), skip_special_tokens=True)
-            record, source = prompts.records[sample.prompt], prompts.sources[sample.prompt]
-            turns: list[Turn] = [{"role": "student", "text": completion}]
-            rewards.append(checked_reward(reward, prompt, completion, record, source, turns))
-        return float(np.mean(rewards))
+        require_no_signal = SignalWatch(ServerError("a signal came while the run waited for eval.prompts.reward"))
+        with closing(CompletionCalls([self._rollout], reward_key=EVAL_REWARD)) as calls:
+            (of_prompts,) = calls.sources
+            assert of_prompts.reward is not None
+            futures = []
+            for sample in samples:
+                prompt = decode(prompts.tokens(sample.prompt).tolist())
+                completion = decode(sample.completion.ids_N.tolist(), skip_special_tokens=True)
+                record, source = prompts.records[sample.prompt], prompts.sources[sample.prompt]
+                turns: list[Turn] = [{"role": "student", "text": completion}]
+                futures.append(of_prompts.reward(prompt, completion, record, source, turns, None))
+            for future in futures:
+                while not wait([future], SECONDS_BETWEEN_LOOKS).done:
+                    require_no_signal()
+            return [future.result() for future in futures]
 
 
 def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents:

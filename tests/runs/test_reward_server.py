@@ -13,7 +13,7 @@ import pytest
 from kit import slow
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
-from kit.runs import contents
+from kit.runs import contents, metrics
 
 from stillhouse.config.reward_sum import part_names
 from stillhouse.output.report.curves import draw
@@ -143,7 +143,7 @@ def vowels(request: dict[str, Any]) -> bytes:
 def test_a_weighted_sum_is_that_of_one_function(
     tmp_path: Path, servers: Callable[..., Server], workers: int, processes: int
 ) -> None:
-    """Some requests fail once, and answers come in another order than the requests."""
+    """Some requests fail once, and answers come in another order than the requests. The same in evaluations."""
 
     def answer(request: dict[str, Any]) -> tuple[int, bytes]:
         number = len(server.requests)
@@ -151,12 +151,15 @@ def test_a_weighted_sum_is_that_of_one_function(
         return (503, b"") if number % 7 == 2 else (200, vowels(request))
 
     server = servers(answer)
-    write_on_policy_run(tmp_path, **REWARDED, **{"train.steps": 4, "parallel.fsdp": processes})
+    of_eval = {"data": str(tmp_path / "train.jsonl"), "count": 3, "max_new_tokens": 5}
+    settings = {"train.steps": 4, "parallel.fsdp": processes, "eval.prompts": of_eval, "eval.every": 2}
+    write_on_policy_run(tmp_path, **REWARDED, **settings)
     arguments = ("distill", tmp_path / "run.yaml")
     reward, total = "0.5*summed_rewards:length", "summed_rewards:both"
-    run_ranks(processes, *arguments, f"rollout.reward={total}", f"out={tmp_path / 'one'}")
-    summed = f"rollout.reward={reward} + 2*{server.url}"
-    run_ranks(processes, *arguments, summed, f"rollout.workers={workers}")
+    keys = "rollout.reward", "eval.prompts.reward"
+    run_ranks(processes, *arguments, *(f"{key}={total}" for key in keys), f"out={tmp_path / 'one'}")
+    summed = [f"{key}={reward} + 2*{server.url}" for key in keys]
+    run_ranks(processes, *arguments, *summed, f"rollout.workers={workers}")
     figures, names = rollout_figures(tmp_path / "out"), ["length", urlsplit(server.url).netloc + "/reward"]
     parts = [[line.pop(f"rollout/reward/{name}") for name in names] for line in figures]
     assert figures == rollout_figures(tmp_path / "one")
@@ -167,7 +170,16 @@ def test_a_weighted_sum_is_that_of_one_function(
     for sample in samples:
         length, of_server = (sample["reward_parts"][name] for name in names)
         assert 0.5 * length + 2 * of_server == sample["reward"]
-    assert "Reward: length" in [chart.chart.title for chart in draw([read_run(tmp_path / "out")])]
+    of_eval_one, of_eval_two = (
+        [line for line in metrics(tmp_path / name) if "eval/prompts/reward" in line] for name in ("one", "out")
+    )
+    assert [line["step"] for line in of_eval_two] == [0, 2, 4]
+    for one, two in zip(of_eval_one, of_eval_two, strict=True):
+        assert one["eval/prompts/reward"] == two["eval/prompts/reward"]
+        length, of_server = (two[f"eval/prompts/reward/{name}"] for name in names)
+        assert 0.5 * length + 2 * of_server == pytest.approx(two["eval/prompts/reward"])
+    titles = [chart.chart.title for chart in draw([read_run(tmp_path / "out")])]
+    assert {"Reward: length", "Reward of completions: length"} <= set(titles)
 
 
 def test_names_of_the_parts_differ_and_have_no_password() -> None:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from stillhouse.config.reward_sum import RewardText
 from stillhouse.config.section import FunctionPath, Section, Text
 from stillhouse.tasks import TASKS, TaskSpec
 
@@ -29,9 +30,9 @@ class EvalPromptsConfig(Section):
     """Most tokens of a completion, its end of sequence included; less than data.max_tokens."""
     temperature: float = Field(default=0.0, ge=0)
     """0: greedy completions. Above: tokens are sampled, with the same seeds at each evaluation."""
-    reward: FunctionPath | None = Field(default=None, examples=["mypkg.rewards:exact"])
-    """package.module:function, called on rank 0 as function(prompt, completion, record) for every completion.
-    null: no reward."""
+    reward: RewardText | None = Field(default=None, examples=["mypkg.rewards:exact"])
+    """The reward of every completion, as in rollout.reward, but without the part environment: a function that rank 0
+    calls, a server, or a weighted sum of them, whose parts are metrics, too. null: no reward."""
 
 
 class EvalConfig(Section):
@@ -55,7 +56,7 @@ class EvalConfig(Section):
     and the report shows how the completions change during the run."""
     prompts: EvalPromptsConfig | None = None
     """Prompts alone: eval/prompts/reverse_kl (of the teacher, at the student's own completions), completion_tokens,
-    ended (the share of completions that end) and reward. null: none."""
+    ended (the share of completions that end), reward and its parts. null: none."""
     callbacks: list[FunctionPath] = Field(default=[], examples=["my_evaluations:accuracy"])
     """Python functions of one's own that rank 0 calls at each evaluation, as package.module:function. Each gets a
     context and gives a dict of names and numbers, which are logged as eval/<name>."""

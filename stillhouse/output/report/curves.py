@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypedDict
 
-from stillhouse.output.metrics_file import REWARD_PART, MetricsLine
+from stillhouse.output.metrics_file import EVAL_REWARD_PART, REWARD_PART, MetricsLine
 from stillhouse.output.report.run_files import Run
 
 NATS = "nats per token"
@@ -178,6 +178,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
     charts = [
         *(_task(key) for key in tasks),
         *HELD_OUT,
+        *(_eval_reward_part(key) for key in keys if key.startswith(EVAL_REWARD_PART)),
         *_charts_of_sets(keys),
         CUT_ANSWERS,
         *([] if _total_repeats(runs) else [TOTAL_LOSS]),
@@ -230,6 +231,11 @@ def _task(key: str) -> Chart:
 
 def _reward_part(key: str) -> Chart:
     return _rollouts(f"Reward: {key.removeprefix(REWARD_PART)}", "mean, without its weight", {"": key})
+
+
+def _eval_reward_part(key: str) -> Chart:
+    name = key.removeprefix(EVAL_REWARD_PART)
+    return _held_out(f"Reward of completions: {name}", "mean, without its weight", {"": key})
 
 
 def _term(key: str) -> Chart:
