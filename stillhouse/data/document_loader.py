@@ -213,6 +213,8 @@ class _Loader:
                 "another token, or the limit cuts every document)"
             )
         report.warnings.extend(self.text_warnings.lines())
+        if self.template is not None:
+            report.warnings.extend(f"{report.source}: {line}" for line in self.template.warnings())
         return self.writer.documents(report, self.options.columns, self.prefix_templates, self.teachers)
 
     def __enter__(self) -> "_Loader":

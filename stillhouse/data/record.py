@@ -57,6 +57,17 @@ class TemplateLimitError(ValueError):
     """The chat template exceeds its limits. This concerns all records, so that on_error="skip" does not skip it."""
 
 
+class TemplateSyntaxError(ValueError):
+    """The chat template is no valid Jinja. This concerns all records, and the message names none.
+
+    problem: the error and its line, as what follows the words "a chat template that".
+    """
+
+    def __init__(self, tokenizer: str, problem: str):
+        super().__init__(f"the chat template of {tokenizer!r} {problem}: correct it, or set data.chat_template")
+        self.problem = problem
+
+
 def describe(value: Any) -> str:
     """A value for an error message: its JSON type and, if it is short, the value itself."""
     if value is None:

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.data import check_same_tokenizer, load_tokenizer
+from stillhouse.data.record import TemplateSyntaxError
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.display import first_line
 from stillhouse.libraries import reading
@@ -79,6 +80,8 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     tokenizer.chat_template = template
     try:
         ChatTemplate(tokenizer, ("messages",), "all").render({"messages": [{"role": "user", "content": "a"}]})
+    except TemplateSyntaxError as error:
+        raise ValueError(f"got {source}, a chat template that {error.problem}") from error
     except ValueError as error:
         raise ValueError(f"got {source}: {first_line(error)}") from error
 

@@ -34,7 +34,6 @@ RAISING = {
     "LookupError": "{{ messages[0].content.encode('no-such') }}",
     "RecursionError": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
     "MemoryError": "{{ 'a' * (messages | length) * 10**13 }}",
-    "syntax": "{% for %}",
     "ValueError": "{{ 'abc'.index('x') }}",
     "undefined": "{{ messages[0].content.nothing.more }}",
 }
@@ -47,6 +46,15 @@ def test_a_chat_template_that_raises(conversations: Path, template: str) -> None
     assert readable(error).startswith(f"{conversations}:1: ")
     with pytest.raises(ValueError, match="nothing to train on; of 2 records 2 were skipped"):
         load_documents(conversations, chat(template), LoadOptions(max_tokens=32, on_error="skip"))
+
+
+def test_a_chat_template_with_a_syntax_error_is_no_error_of_a_record(conversations: Path) -> None:
+    tokenizer = chat("{% for m in messages %}\n{{ m.role m.content }}\n{% endfor %}")
+    for on_error in ("raise", "skip"):
+        with pytest.raises(
+            ValueError, match=r"^the chat template of '.*' has a syntax error in line 2 \('{{ m.role m"
+        ):
+            load_documents(conversations, tokenizer, LoadOptions(max_tokens=32, on_error=on_error))
 
 
 ENDLESS = {

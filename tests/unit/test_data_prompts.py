@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.documents import ANSWER, BOS, QUESTION, load_records
-from kit.toy_tokenizer import Chat, toy_tokenizer
+from kit.toy_tokenizer import PLAIN_TEMPLATE, Chat, toy_tokenizer
 
 from stillhouse.data import DataError, PackedSequences
 
@@ -55,6 +55,34 @@ def test_a_prompt_that_ends_with_a_space_is_warned_of(tmp_path: Path, space: str
             assert len(warnings) == bool(space)
             assert all("train.jsonl:1: the prompt ends" in line for line in warnings)
             assert all(line.endswith(f"(such records: {len(records)})") for line in warnings)
+
+
+_ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+_WRITES_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+
+
+@pytest.mark.parametrize("prompts", [True, False])
+@pytest.mark.parametrize(
+    ("template", "of_tools", "of_prompt"),
+    [
+        (_WRITES_TOOLS + PLAIN_TEMPLATE, False, False),
+        (PLAIN_TEMPLATE, True, False),
+        (_WRITES_TOOLS + PLAIN_TEMPLATE.replace("add_generation_prompt", "false"), False, True),
+        # as in Mistral's, a turn of the assistant begins directly behind that of the user
+        (_WRITES_TOOLS + "{% for message in messages %}{{ message.content + '</s>' }}{% endfor %}", False, False),
+    ],
+    ids=range(4),
+)
+def test_a_template_that_drops_tools_or_has_no_generation_prompt_is_warned_of(
+    tmp_path: Path, template: str, of_tools: bool, of_prompt: bool, prompts: bool
+) -> None:
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template = template
+    records = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER], "tools": [_ADD]}]
+    warnings = "".join(load_records(tmp_path, records, tokenizer, max_tokens=256, prompts=prompts).report.warnings)
+    assert ("does not write the descriptions of tools" in warnings) == of_tools
+    heading = r"'<|im_start|>assistant\n', with which the template begins a turn of the assistant"
+    assert (heading in warnings) == (of_prompt and prompts)
 
 
 def test_the_same_records_are_held_out_as_of_whole_documents(tmp_path: Path) -> None:

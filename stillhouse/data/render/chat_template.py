@@ -29,6 +29,7 @@ from stillhouse.data.record import (
     ProcessorError,
     RecordError,
     TemplateLimitError,
+    TemplateSyntaxError,
     column_value,
     describe,
     require_encodable,
@@ -79,6 +80,9 @@ class ChatTemplate(Template):
         tokenizer.get_chat_template()  # raises if there are several templates and no default
         self.tokenizer, self.columns, self.targets, self.processor = tokenizer, columns, targets, processor
         self.tools = tools
+        #: the first prompt, and the first conversation with tools with the number of its first target, for `warnings`
+        self._prompt_example: tuple[list[Message], Tools] | None = None
+        self._tools_example: tuple[list[Message], Tools, int] | None = None
         # A method of this object would make a reference cycle, which would keep this object and its process alive.
         answer = Conversations(tokenizer, targets).answer
         self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
@@ -105,6 +109,10 @@ class ChatTemplate(Template):
         require_length(sum(len(text_of(message)) for message in messages), " and ".join(self.columns))
         messages, images = _without_images(messages)
         rendered = self._rendered(messages, tools, first)
+        if self.targets == "none":
+            self._prompt_example = self._prompt_example or (messages, tools)
+        if tools:
+            self._tools_example = self._tools_example or (messages, tools, first)
         require_encodable(rendered.body, f"'{self.columns[0]}'")
         return self._with_images(rendered, images) if images else rendered
 
@@ -124,6 +132,41 @@ class ChatTemplate(Template):
             for ids, offsets, record in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True)
         )
         return [record.encoded or next(encoded_texts) for record in rendered]
+
+    def warnings(self) -> list[str]:
+        lines, name = [], self.tokenizer.name_or_path
+        if self._tools_example is not None:
+            messages, tools, first = self._tools_example
+            if self._text_or_none(messages, tools, first) == self._text_or_none(messages, None, first):
+                lines.append(
+                    f"the chat template of {name!r} does not write the descriptions of tools: the model does not see "
+                    "them; expected a template that does (data.chat_template), or descriptions in the messages"
+                )
+        if self._prompt_example is not None and (heading := self._missing_heading(*self._prompt_example)):
+            lines.append(
+                f"the chat template of {name!r} writes no generation prompt (add_generation_prompt changes nothing): "
+                f"a prompt does not end with {heading!r}, with which the template begins a turn of the assistant, so "
+                "that the student must generate it; expected a template with a generation prompt (data.chat_template)"
+            )
+        return lines
+
+    def _missing_heading(self, messages: list[Message], tools: Tools) -> str:
+        """What the template writes between a prompt and the assistant's content, if the template has no generation
+        prompt. It is "" if this is white space, as in templates that need no generation prompt.
+        """
+        prompt, bare = (self._text_or_none(messages, tools, first) for first in (0, None))
+        answered = self._text_or_none([*messages, {"role": "assistant", "content": ANCHOR}], tools, None)
+        if prompt is None or prompt != bare or answered is None or not answered.startswith(prompt):
+            return ""
+        heading, anchor, _ = answered.removeprefix(prompt).partition(ANCHOR)
+        return heading if anchor and heading.strip() else ""
+
+    def _text_or_none(self, messages: list[Message], tools: Tools, first: int | None) -> str | None:
+        """The text of a conversation; None if the template refuses it. See `Conversations.answer`."""
+        try:
+            return self._rendered(messages, tools, first).body
+        except RecordError:
+            return None
 
     def render_prefix(self, text: str) -> str:
         body = self._rendered([{"role": "system", "content": text}], None, None).body
@@ -155,7 +198,7 @@ class ChatTemplate(Template):
 
     def _example(self, message: Message) -> str:
         """How the template writes a conversation of one message; "" if it refuses it."""
-        body, _, _ = self.render_isolated([message], None, None)
+        body: str = self.render_isolated([message], None, None)[0]
         return body
 
     def _with_images(self, rendered: Rendered, images: tuple[EncodedImage, ...]) -> Rendered:
@@ -173,9 +216,11 @@ class ChatTemplate(Template):
         if self.needs_parts:
             messages = [with_parts(message) for message in messages]
         try:
-            body, spans, problem = self.render_isolated(messages, tools, first)
+            body, spans, problem, is_syntax = self.render_isolated(messages, tools, first)
         except LimitError as error:
             raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
+        if is_syntax:
+            raise TemplateSyntaxError(self.tokenizer.name_or_path, problem)
         if problem:
             raise RecordError(problem)
         return Rendered(body, spans=tuple((begin, end) for begin, end in spans))

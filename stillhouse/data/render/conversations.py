@@ -7,7 +7,9 @@ JSON types. It returns an error of the template instead of raising it.
 import re
 from datetime import datetime
 from functools import lru_cache, partial
+from textwrap import shorten
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -15,6 +17,7 @@ from stillhouse.data.read.messages import Message, Tools
 from stillhouse.data.record import require_length
 from stillhouse.data.render.assistant_turns import Span, Turns
 from stillhouse.data.render.templates import Targets
+from stillhouse.display import first_line
 from stillhouse.libraries import reading
 
 _REFUSED = "the chat template refuses the messages"
@@ -34,8 +37,9 @@ class Conversations:
         self.tokenizer, self.targets = tokenizer, targets
         self.special = tuple(tokenizer.get_added_vocab())
 
-    def answer(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span], str]:
-        """The text, its target ranges from message `first` on, and the error ("" if there is none).
+    def answer(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span], str, bool]:
+        """The text, its target ranges from message `first` on, the error ("" if there is none), and whether it is an
+        error of the template's syntax. Such an error is written as what follows the words "a chat template that".
 
         first: None if the messages are the beginning of a longer conversation, without targets and generation prompt.
         """
@@ -43,8 +47,10 @@ class Conversations:
             body, spans = self._with_spans(messages, tools, first)
             require_length(len(body), "the text that the chat template renders")
         except ValueError as error:
-            return "", [], str(error)
-        return body, spans, ""
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                return "", [], _syntax_problem(error.__cause__), True
+            return "", [], str(error), False
+        return body, spans, "", False
 
     def _text(self, tools: Tools, messages: list[Message], prompt: bool = False) -> str:
         source = self._source(tools)
@@ -102,3 +108,10 @@ def undated(template: str) -> str:
     be resumed, and a signal cache would not contain its documents.
     """
     return _ASKS_FOR_THE_DATE.sub(lambda match: repr(DATE.strftime(match["form"])), template)
+
+
+def _syntax_problem(error: TemplateSyntaxError) -> str:
+    lines = (error.source or "").splitlines()
+    line = lines[error.lineno - 1].strip() if 0 < error.lineno <= len(lines) else ""
+    shown = f" ({shorten(line, 80)!r})" if line else ""
+    return f"has a syntax error in line {error.lineno:,}{shown}: {first_line(error)}"

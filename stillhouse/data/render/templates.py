@@ -90,6 +90,10 @@ class Template(Protocol):
         """The text of a prefix, which is tokenized with add_special_tokens=False. Raises RecordError."""
         ...
 
+    def warnings(self) -> list[str]:
+        """What the user should know about the template, after all records."""
+        ...
+
 
 class _StringTemplate(Template):
     """Records of strings; the tokenizer adds its special tokens."""
@@ -108,6 +112,9 @@ class _StringTemplate(Template):
 
     def render_prefix(self, text: str) -> str:
         return text
+
+    def warnings(self) -> list[str]:
+        return []
 
     def with_eos(self, ids: list[int]) -> list[int]:
         """Append an EOS unless the ids already end with it."""
