@@ -47,9 +47,9 @@ RULES_OF_EVALUATION: tuple[Rule, ...] = (
         "eval/cross_entropy, a task or null",
     ),
     Rule(
-        ("eval.samples", "data.eval"),
-        lambda samples, source: samples > 0 and source == 0,
-        "held-out data to take prompts from",
+        ("eval.samples", "data.eval", "eval.prompts"),
+        lambda samples, source, prompts: samples > 0 and source == 0 and prompts is None,
+        "held-out data to take prompts from, or the section eval.prompts",
     ),
     Rule(
         ("checkpoint.best", "eval.prompts"),

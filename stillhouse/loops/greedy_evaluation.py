@@ -37,7 +37,7 @@ class GreedyEvaluation:
     """The evaluations of a run that need completions.
 
     engine: completes greedily; if the run has several processes, it has a copy of the student's weights.
-    file: the file of the shown completions; None without shown completions, and on all ranks except rank 0.
+    file: the file of the shown completions; None without any, and on all ranks except rank 0.
     prompts: the evaluation of eval.prompts; None if the run has none.
     """
 
@@ -69,12 +69,15 @@ class GreedyEvaluation:
         watchdog.enter("the evaluation of tasks")
         self._engine.update_weights(step, None)
         metrics = evaluate_tasks(self._complete, session.tokenizer, settings.tasks, settings.task_count, session.seed)
-        if settings.samples:
+        if settings.samples and session.evaluation is not None:
             self._show_completions(step)
         context = EvaluationContext(step, self._folder.path, session.tokenizer, self._complete_texts)
         try:
             if self._prompts is not None:
-                metrics |= self._prompts.evaluate(step)
+                of_prompts, shown = self._prompts.evaluate(step)
+                metrics |= of_prompts
+                if self._file is not None:
+                    self._file.append(shown)
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
             return metrics | session.ranks.on_first(
                 lambda: callback_metrics(settings.callbacks, context, others | metrics),
@@ -140,11 +143,11 @@ def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterato
         return
     eos = eos_ids(session.tokenizer, session.student)
     engine = in_job_engine(session, Sampling(settings.task_tokens, temperature=0.0, eos_ids=eos))
-    prompts = None
-    if (of_prompts := settings.prompts) is not None:
+    prompts, of_prompts = None, settings.prompts
+    if of_prompts is not None:
         sampling = Sampling(of_prompts.max_new_tokens, of_prompts.temperature, eos_ids=eos)
         prompts = PromptEvaluation(session, of_prompts, engine, sampling)
-    writes = settings.samples and is_first()
+    writes = (settings.samples or of_prompts is not None) and is_first()
     with closing(LineFile(folder.eval_samples, kept)) if writes else nullcontext() as file:
         yield GreedyEvaluation(session, folder, engine, file, prompts)
 

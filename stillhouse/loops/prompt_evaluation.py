@@ -19,11 +19,13 @@ from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.user_functions import Reward, tool_schemas
 from stillhouse.hashing import json_hash
 from stillhouse.loops.completion_calls import CompletionCalls
+from stillhouse.loops.held_out_images import shown_images, shown_text
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.step_metrics import means
 from stillhouse.loops.step_packer import StepPacker
 from stillhouse.objective import Signals, reverse_kl
+from stillhouse.output.records import CHARACTERS, EvalSample
 from stillhouse.parallel import ShardedMicroBatches, watchdog
 from stillhouse.preemption import OverdueError
 from stillhouse.serving.client import ServerError
@@ -32,6 +34,8 @@ from stillhouse.user_code.functions import EVAL_REWARD, Turn, UserFunctionError
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
 PROMPTS = "eval.prompts/"
+#: how many completions are shown if eval.samples is 0
+SHOWN = 4
 
 
 class PromptEvaluation:
@@ -61,8 +65,10 @@ class PromptEvaluation:
         chosen = json_hash([settings.data, settings.count, settings.max_new_tokens])
         return {f"{PROMPTS}{chosen}": self._prompts.fingerprint()}
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Return the metrics `eval/prompts/…`, the same on all ranks; a collective of all processes.
+    def evaluate(self, step: int) -> tuple[dict[str, float], list[EvalSample]]:
+        """Return the metrics `eval/prompts/…` and some completions, the same on all ranks.
+
+        A collective of all processes.
 
         `reverse_kl` is the mean over tokens, in nats per token. `completion_tokens`, `ended` (the share of
         completions with an end), `reward` and its parts are means over completions.
@@ -97,8 +103,16 @@ class PromptEvaluation:
             of_tokens = means(sums, session.spec, mixes_temperatures=len(temperatures) > 1)
             metrics |= {name: value for name, value in of_tokens.items() if name.partition("/")[0] == "reverse_kl"}
         if self._settings.reward is not None:
-            metrics |= self._reward_metrics(samples)
-        return {f"eval/prompts/{name}": value for name, value in metrics.items()}
+            samples = self._rewarded(samples)
+            names = part_names(self._settings.reward)
+            metrics["reward"] = float(np.mean([sample.reward for sample in samples]))
+            metrics |= {
+                f"reward/{name}": float(np.mean(results))
+                for name, *results in zip(names, *(sample.reward_parts for sample in samples), strict=True)
+            }
+        count = session.eval_config.samples or SHOWN
+        shown = [self._shown(step, sample) for sample in samples[:count]]
+        return {f"eval/prompts/{name}": value for name, value in metrics.items()}, shown
 
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[ShardedMicroBatches, Sequence[Signals]]]:
         """Yield the completions as (micro-batches, signals), with few micro-batches per data rank at a time."""
@@ -112,18 +126,20 @@ class PromptEvaluation:
             yield part, session.source.request(part).result()
             del part
 
-    def _reward_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return the mean reward, and those of its parts if it is a sum, on all ranks."""
+    def _rewarded(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples with their rewards, on all ranks."""
         watchdog.enter("eval.prompts.reward", timed=False)  # it may take any time
-        results = self._session.ranks.on_first(
-            lambda: [[reward.value, *reward.parts] for reward in self._rewards(samples)],
+        results: list[tuple[float, list[float]]] = self._session.ranks.on_first(
+            lambda: [(reward.value, list(reward.parts)) for reward in self._rewards(samples)],
             UserFunctionError,
             ValueError,
             OverdueError,
             ServerError,
         )
-        names = ["reward", *(f"reward/{name}" for name in part_names(self._settings.reward))]
-        return {name: float(np.mean(values)) for name, *values in zip(names, *results, strict=True)}
+        return [
+            replace(sample, reward=value, reward_parts=tuple(parts))
+            for sample, (value, parts) in zip(samples, results, strict=True)
+        ]
 
     def _rewards(self, samples: Sequence[Sample]) -> list[Reward]:
         """Compute the rewards of the samples, in this process or on servers."""
@@ -143,6 +159,25 @@ class PromptEvaluation:
                 while not wait([future], SECONDS_BETWEEN_LOOKS).done:
                     require_no_signal()
             return [future.result() for future in futures]
+
+    def _shown(self, step: int, sample: Sample) -> EvalSample:
+        prompts, completion, session = self._prompts, sample.completion, self._session
+        prompt = shown_text(session.tokenizer, prompts.tokens(sample.prompt), session.image_processor)
+        return EvalSample(
+            step=step,
+            number=sample.prompt,
+            source=prompts.sources[sample.prompt],
+            prompt=prompt[-CHARACTERS:],
+            reference=None,
+            completion=session.tokenizer.decode(completion.ids_N.tolist())[:CHARACTERS],
+            tokens=len(completion.ids_N),
+            finish=completion.finish,
+            images=shown_images(prompts, sample.prompt),
+            image_count=len(prompts.images_of(sample.prompt)),
+            key="eval.prompts",
+            reward=sample.reward,
+            reward_parts=dict(zip(part_names(self._settings.reward), sample.reward_parts, strict=True)),
+        )
 
 
 def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents:

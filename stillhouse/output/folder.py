@@ -1,7 +1,8 @@
 """The run's folder: its lock, which lets only one process write to it, and its files.
 
 config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoints/  hashes.json  model/  report.html
-On-policy runs also write timeline.jsonl and samples.jsonl. Runs with eval.samples also write eval_samples.jsonl.
+On-policy runs also write timeline.jsonl and samples.jsonl. Runs with eval.samples or eval.prompts also write
+eval_samples.jsonl.
 """
 
 import hashlib

@@ -103,23 +103,27 @@ class HeldOutImage:
 class EvalSample:
     """The student's completion of a held-out prompt at one evaluation.
 
-    number: the number of the prompt.
+    number: the number of the prompt among those of `key`, the key of the configuration that has them.
     source: `file:line` of the document.
-    reference: the completion in the document.
+    reference: the completion in the document; None for a prompt alone.
     tokens: the number of tokens of the full completion.
     images: the first ones of the prompt. image_count: the number of all of them.
+    reward, reward_parts: of eval.prompts.reward, as in `Sample`.
     """
 
     step: NonNegativeInt
     number: NonNegativeInt
     source: str
     prompt: str
-    reference: str
+    reference: str | None
     completion: str
     tokens: NonNegativeInt
     finish: Literal["stop", "length"]
     images: list[HeldOutImage] = field(default_factory=list)
     image_count: NonNegativeInt = 0
+    key: Literal["data.eval", "eval.prompts"] = "data.eval"
+    reward: FiniteFloat | None = None
+    reward_parts: dict[str, FiniteFloat] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

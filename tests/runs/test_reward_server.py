@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -178,6 +179,13 @@ def test_a_weighted_sum_is_that_of_one_function(
         assert one["eval/prompts/reward"] == two["eval/prompts/reward"]
         length, of_server = (two[f"eval/prompts/reward/{name}"] for name in names)
         assert 0.5 * length + 2 * of_server == pytest.approx(two["eval/prompts/reward"])
+    shown = [json.loads(line) for line in (tmp_path / "out" / "eval_samples.jsonl").read_text().splitlines()]
+    expected = [(step, number) for step in (0, 2, 4) for number in range(3)]
+    assert [(sample["step"], sample["number"]) for sample in shown] == expected
+    for sample in shown:
+        length, of_server = (sample["reward_parts"][name] for name in names)
+        assert 0.5 * length + 2 * of_server == sample["reward"]
+    assert fmean(sample["reward"] for sample in shown[:3]) == pytest.approx(of_eval_two[0]["eval/prompts/reward"])
     titles = [chart.chart.title for chart in draw([read_run(tmp_path / "out")])]
     assert {"Reward: length", "Reward of completions: length"} <= set(titles)
 

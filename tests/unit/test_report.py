@@ -259,12 +259,17 @@ def test_held_out_prompts_are_shown_with_their_completions_over_time(run_dir):
         for n in (0, 1)
     ]
     samples.append(EVAL_SAMPLE | {"step": 100, "completion": " is five", "finish": "stop"})
+    of_prompts = {"key": "eval.prompts", "source": "p.jsonl:1", "reference": None}
+    samples.append(EVAL_SAMPLE | of_prompts | {"reward": 0.75, "reward_parts": {"exact": 1.0, "short": -0.5}})
     (run_dir / "eval_samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     page = page_of(run_dir)
     assert "<b>Two & three</b>" in page.text
     shown = [page.text.index(f"step {step} ") for step in range(0, 101, 20)]
     assert shown == sorted(shown)
     assert "3 tokens, as in the data" in page.text
+    assert "3 tokens, cut, reward 0.75 (exact 1, short -0.5)" in page.text
+    assert "The same 3 prompts" in page.text
+    assert (run_dir / "report.html").read_text().count('<tr class="data">') == 2
     assert "5 further evaluations of eval.jsonl:0" in page.text
     assert "4 further evaluations of eval.jsonl:1" in page.text
     for step in range(0, 100, 10):

@@ -53,7 +53,8 @@ class EvalConfig(Section):
     """Most tokens of a completion for eval.tasks, eval.samples and eval.callbacks, its end of sequence included."""
     samples: int = Field(default=0, ge=0, le=64)
     """Prompts of data.eval that the student completes at each evaluation, greedily. They are in eval_samples.jsonl,
-    and the report shows how the completions change during the run."""
+    and the report shows how the completions change during the run. The file also has as many completions of
+    eval.prompts, with their rewards, and 4 of them if this is 0."""
     prompts: EvalPromptsConfig | None = None
     """Prompts alone: eval/prompts/reverse_kl (of the teacher, at the student's own completions), completion_tokens,
     ended (the share of completions that end), reward and its parts. null: none."""

@@ -58,7 +58,10 @@ def _problem(fields: dict[str, Any], targets: Targets, *, is_ambiguous: bool) ->
     if is_ambiguous:
         return f"{kind} columns: found {names}; expected only one of {EXPECTED_COLUMNS}"
     if "prompt" in fields:
-        only = "only a run whose student writes all completions needs none (section rollout, with share=1)"
+        only = (
+            "only eval.prompts.data, and data.train of a run whose student writes all completions (section rollout, "
+            "with share=1), need none"
+        )
         return f"prompts without completions: found {names}; expected a column 'completion'; {only}"
     expected = f"expected {EXPECTED_COLUMNS} (or ShareGPT's or Alpaca's)"
     return f"{kind} columns: found {names}; {expected}; no key renames columns"

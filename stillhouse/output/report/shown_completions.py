@@ -91,9 +91,9 @@ def staleness_rows(counts: Mapping[int, int]) -> list[tuple[str, int, float]]:
 
 def over_time(samples: Sequence[EvalSample]) -> list[Prompt]:
     """Return the held-out prompts with their completions."""
-    by_prompt: dict[int, list[EvalSample]] = {}
-    for sample in sorted(samples, key=lambda sample: (sample.number, sample.step)):
-        by_prompt.setdefault(sample.number, []).append(sample)
+    by_prompt: dict[tuple[str, int], list[EvalSample]] = {}
+    for sample in sorted(samples, key=lambda sample: (sample.key, sample.number, sample.step)):
+        by_prompt.setdefault((sample.key, sample.number), []).append(sample)
     return [_prompt(completions) for completions in by_prompt.values()]
 
 
