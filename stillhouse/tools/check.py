@@ -42,6 +42,8 @@ _SAMPLE = 600
 SMALLER = 30
 #: the name of the cross-entropy with its z-loss
 WITH_Z_LOSS = "with z_loss"
+#: the beginnings of names of regularisers, whose gradients are meant to be small beside those of the other losses
+_REGULARISERS = ("entropy", "objective.router_aux_loss")
 #: the number of documents with images that are shown
 _IMAGE_SAMPLES = 3
 
@@ -225,12 +227,14 @@ def _balance_row(session: Session, micro_batches: ShardedMicroBatches, output: S
 def verdict(norms: Mapping[str, float]) -> str | None:
     """Say whether a loss hardly counts beside the others. None: there is nothing to compare.
 
-    norms: the gradient norm of each loss with its coefficient; z_loss alone has none, and is left out.
+    norms: the gradient norm of each loss with its coefficient. z_loss alone has none, and is left out. So is a
+        regulariser, unless its gradient is the largest.
     """
     norms = {name: norm for name, norm in norms.items() if name != WITH_Z_LOSS}
+    largest = max(norms, key=lambda name: norms[name], default="")
+    norms = {name: norm for name, norm in norms.items() if name == largest or not name.startswith(_REGULARISERS)}
     if len(norms) < 2:
         return None
-    largest = max(norms, key=lambda name: norms[name])
     small = {name: norm for name, norm in norms.items() if norm * SMALLER < norms[largest]}
     words = []
     for name, norm in small.items():

@@ -68,6 +68,11 @@ def test_a_loss_that_hardly_counts_is_named() -> None:
         "policy_gradient is 0 in this step (as it is if all completions of a prompt have "
         "the same reward)"
     )
+    # a regulariser is named only as the largest
+    assert verdict({"policy_gradient": 1.0, "entropy": 1e-5}) is None
+    of_two = verdict({"policy_gradient": 1.0, "forward_kl": 2.0, "entropy": 1e-5, "objective.router_aux_loss": 1e-5})
+    assert of_two == "no gradient is 30 times smaller than another"
+    assert "that of entropy, so it hardly counts" in str(verdict({"policy_gradient": 1.0, "entropy": 40.0}))
     words = verdict({"forward_kl (dataset)": 2.0, "reverse_kl (student)": 0.0})
     cause = "(as it is if no document of the step is the student's)"
     assert words == f"the gradient of reverse_kl (student) is 0 in this step {cause}"
