@@ -61,6 +61,7 @@ _ADDED: dict[str, Any] = {
     "rollout.deviation": "population",
     "rollout.tools": None,
     "rollout.tool_tokens": 256,
+    "rollout.reply": "raw",
     **{f"teacher.{key}": None for key in SOURCES if key not in ("model", "cache", "student", "cross_tokenizer")},
 }
 

@@ -147,6 +147,7 @@ RULES: tuple[Rule, ...] = (
         because="each of them decides what follows a turn",
     ),
     needs("rollout.tool_tokens", "rollout.tools"),
+    needs("rollout.reply", "rollout.environment"),
     Rule(
         ("rollout.reward", "rollout.environment", "rollout.tools"),
         lambda reward, environment, tools: has_part_of_object(reward) and environment is None and tools is None,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.data.render.tool_format import Call, ToolFormat
 from stillhouse.display import first_line
@@ -17,7 +18,7 @@ from stillhouse.user_code.functions import UserFunctionError
 from stillhouse.user_code.tools import ERROR
 from stillhouse.user_code.worker_pool import CallLostError
 
-#: `beginning_ids` first tokenizes _CHARACTERS characters per token. It doubles the number of characters until they
+#: `beginning` first tokenizes _CHARACTERS characters per token. It doubles the number of characters until they
 #: have more than 2 × (the tokens that are needed) + _MARGIN tokens
 _CHARACTERS, _MARGIN = 16, 64
 #: the end of a reply that was cut
@@ -79,28 +80,118 @@ class TextReplies:
     """The texts of an environment (`rollout.environment`), which may have any tokens but those of images.
 
     placeholders: the ids of the tokens that stand for features of images.
+    prompt: the generation prompt of the chat template, or "".
+    warn: is called once, in any thread, if a reply of a conversation follows a complete turn without this prompt.
     """
 
-    def __init__(self, call: EnvironmentCall, tokenizer: PreTrainedTokenizerBase, placeholders: Sequence[int] = ()):
+    def __init__(
+        self,
+        call: EnvironmentCall,
+        tokenizer: PreTrainedTokenizerBase,
+        placeholders: Sequence[int] = (),
+        *,
+        prompt: str = "",
+        warn: Callable[[str], None] | None = None,
+    ):
         self._call, self._tokenizer, self._placeholders = call, tokenizer, frozenset(placeholders)
+        self._prompt, self._warn, self._special = prompt.strip(), warn, special_ids(tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        return self._call(*sample.arguments, self._episode(sample))
+        reply = self._call(*sample.arguments, self._episode(sample))
+        is_complete = int(sample.turns[-1][-1]) in self._special
+        if self._prompt and is_complete and sample.arguments[0].rstrip().endswith(self._prompt):
+            reply.add_done_callback(self._look)
+        return reply
+
+    def reward(self, sample: SampleTurns) -> Future[float]:
+        return self._call(*sample.arguments, replace(self._episode(sample), wants_reward=True))
+
+    def _look(self, reply: "Future[str | None]") -> None:
+        """Warn if a reply to a complete turn of a conversation does not begin a turn of the student."""
+        text = None if reply.cancelled() or reply.exception() is not None else reply.result()
+        if self._warn is None or not text or text.rstrip().endswith(self._prompt):
+            return
+        warn, self._warn = self._warn, None
+        warn(
+            f"rollout.environment: the reply {text[:80]!r} follows a complete turn of a conversation without the "
+            f"generation prompt {self._prompt!r} of the chat template, so that the student goes on outside of a "
+            "turn: expected rollout.reply=user (or tool), with which the template writes replies as turns, or "
+            "replies with all text of a turn"
+        )
+
+    def _episode(self, sample: SampleTurns) -> Episode:
+        return Episode(sample.number, turn_texts(self._tokenizer, sample), tuple(sample.replies))
+
+    def ids(self, reply: str | None, most: int) -> list[int]:
+        def ids_of(text: str) -> list[int]:
+            return tokenize(self._tokenizer, [text], special=False)[0]
+
+        ids = ids_of(beginning(ids_of, reply, most)) if reply else []
+        require_no_image(ids, self._placeholders, reply)
+        return ids
+
+    def call_counts(self, replies: Sequence[Any]) -> tuple[int, int]:
+        return 0, 0
+
+    def end(self, number: int, arguments: CallArguments) -> Future[None]:
+        return self._call(*arguments, Episode(number))
+
+
+@dataclass(frozen=True)
+class TurnReply:
+    """The text of an environment. ends: whether the turn before lacks its end marker."""
+
+    text: str
+    ends: bool
+
+
+class MessageReplies:
+    """The texts of an environment as turns of the chat template (`rollout.reply`).
+
+    A turn ends with the template's end marker, or with one of `rollout.stop`. A turn that ends with another
+    end-of-sequence token ends its sample.
+
+    placeholders: as of `TextReplies`. has_stops: whether a turn may end with a text of `rollout.stop`.
+    """
+
+    def __init__(
+        self,
+        call: EnvironmentCall,
+        reply_format: ReplyFormat,
+        placeholders: Sequence[int] = (),
+        *,
+        has_stops: bool,
+    ):
+        self._call, self._format, self._placeholders = call, reply_format, frozenset(placeholders)
+        self._has_stops = has_stops
+        self._special = special_ids(reply_format.tokenizer) - {reply_format.marker_id}
+
+    def request(self, sample: SampleTurns) -> Future[Any] | None:
+        last = int(sample.turns[-1][-1])
+        ends = last != self._format.marker_id
+        if ends and (not self._has_stops or last in self._special):
+            return None
+        return _mapped(
+            self._call(*sample.arguments, self._episode(sample)),
+            lambda text: TurnReply(text, ends) if text else None,
+            lambda error: None,
+        )
 
     def reward(self, sample: SampleTurns) -> Future[float]:
         return self._call(*sample.arguments, replace(self._episode(sample), wants_reward=True))
 
     def _episode(self, sample: SampleTurns) -> Episode:
-        turns = [self._tokenizer.decode(ids_N, skip_special_tokens=True) for ids_N in sample.turns]
-        return Episode(sample.number, tuple(turns), tuple(sample.replies))
+        turns = turn_texts(self._format.tokenizer, sample)
+        return Episode(sample.number, turns, tuple(reply.text for reply in sample.replies))
 
-    def ids(self, reply: str | None, most: int) -> list[int]:
-        ids = beginning_ids(self._tokenizer, reply, most) if reply else []
-        if not self._placeholders.isdisjoint(ids):
-            raise UserFunctionError(
-                f"rollout.environment: the reply {(reply or '')[:80]!r} has the placeholder token of an image: "
-                "expected text, because only prompts have images"
-            )
+    def ids(self, reply: TurnReply | None, most: int) -> list[int]:
+        if reply is None:
+            return []
+        try:
+            ids = self._format.reply_ids(beginning(self._format.text_ids, reply.text, most), ends=reply.ends)
+        except ValueError as error:
+            raise UserFunctionError(str(error)) from error
+        require_no_image(ids, self._placeholders, reply.text)
         return ids
 
     def call_counts(self, replies: Sequence[Any]) -> tuple[int, int]:
@@ -144,8 +235,7 @@ class ToolReplies:
     ):
         self._call, self._format, self._most_tokens, self._warn = call, tool_format, most_tokens, warn
         self._have_state, self._tokenizer = have_state, tool_format.tokenizer
-        added = self._tokenizer.added_tokens_decoder
-        self._special = {index for index, token in added.items() if token.special} - {tool_format.marker_id}
+        self._special = special_ids(self._tokenizer) - {tool_format.marker_id}
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         calls = self._calls(sample.turns[-1])
@@ -190,41 +280,55 @@ class ToolReplies:
 
     def _bounded(self, text: str) -> str:
         """The text, or its beginning and a sentence about the rest, together with at most `most_tokens` tokens."""
-        most, count = self._most_tokens, _CHARACTERS * (self._most_tokens + 1)
-        while count < len(text) and len(self._format.text_ids(text[:count])) <= 2 * most + _MARGIN:
-            count *= 2
-        if count >= len(text) and len(self._format.text_ids(text)) <= most:
+        most, count = self._most_tokens, len(beginning(self._format.text.ids, text, self._most_tokens))
+        if count == len(text) and len(self._format.text.ids(text)) <= most:
             return text
-        kept, too_many = 0, min(count, len(text)) + 1
+        kept, too_many = 0, count + 1
         while too_many - kept > 1:
             middle = (kept + too_many) // 2
-            if len(self._format.text_ids(text[:middle] + _CUT)) <= most:
+            if len(self._format.text.ids(text[:middle] + _CUT)) <= most:
                 kept = middle
             else:
                 too_many = middle
         return text[:kept] + _CUT
 
 
-def beginning_ids(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> list[int]:
-    """The tokens of a text. Of a text with far more than `most` tokens, only the beginning is tokenized."""
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids of the special tokens, such as those that end a turn."""
+    return {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def turn_texts(tokenizer: PreTrainedTokenizerBase, sample: SampleTurns) -> tuple[str, ...]:
+    """The texts of a sample's turns, without special tokens."""
+    return tuple(tokenizer.decode(ids_N, skip_special_tokens=True) for ids_N in sample.turns)
+
+
+def require_no_image(ids: Sequence[int], placeholders: frozenset[int], reply: str | None) -> None:
+    """Raise UserFunctionError if a reply has a token that stands for features of images."""
+    if not placeholders.isdisjoint(ids):
+        raise UserFunctionError(
+            f"rollout.environment: the reply {(reply or '')[:80]!r} has the placeholder token of an image: "
+            "expected text, because only prompts have images"
+        )
+
+
+def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> str:
+    """A text, or its beginning if it has far more than `most` tokens: only this beginning must be tokenized.
+
+    ids_of: returns the tokens of a text.
+    """
     characters = _CHARACTERS * (most + 1)
-    while True:
-        ids = tokenize(tokenizer, [text[:characters]], special=False)[0]
-        # near its end, a cut text may have other tokens than the full text, so a margin of tokens is needed
-        if characters >= len(text) or len(ids) > 2 * most + _MARGIN:
-            return ids
+    # near its end, a cut text may have other tokens than the full text, so a margin of tokens is needed
+    while characters < len(text) and len(ids_of(text[:characters])) <= 2 * most + _MARGIN:
         characters *= 2
+    return text[:characters]
 
 
-def _mapped(
-    result: "Future[list[str]]",
-    reply: Callable[[list[str]], ToolReply],
-    lost: Callable[[CallLostError], ToolReply | None],
-) -> "Future[ToolReply]":
-    """The reply made of the texts of `result`; if the calls are lost, that of `lost`, or the error if it is None."""
-    mapped: Future[ToolReply] = Future()
+def _mapped(result: Future[Any], reply: Callable[[Any], Any], lost: Callable[[CallLostError], Any]) -> Future[Any]:
+    """The reply made of the result; if the call is lost, that of `lost`, or the error if it is None."""
+    mapped: Future[Any] = Future()
 
-    def done(_: "Future[list[str]]") -> None:
+    def done(_: Future[Any]) -> None:
         error = result.exception()
         if isinstance(error, CallLostError) and (of_lost := lost(error)) is not None:
             mapped.set_result(of_lost)

@@ -7,13 +7,13 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import ConfigError, RolloutConfig
 from stillhouse.config.sections.data_section import source_prefix
 from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.reply_format import ReplyFormat, generation_prompt, reply_format
 from stillhouse.data.render.tool_format import ToolFormat, tool_format
-from stillhouse.generation.turn_replies import TextReplies, ToolReplies, TurnReplies
+from stillhouse.generation.turn_replies import MessageReplies, TextReplies, ToolReplies, TurnReplies
 from stillhouse.generation.user_functions import tool_schemas
 from stillhouse.loops.completion_calls import CompletionCalls, warn
 from stillhouse.loops.session_objects import Session
 from stillhouse.models import eos_ids
-from stillhouse.user_code.functions import TOOLS
 
 
 def turn_replies(
@@ -33,25 +33,34 @@ def turn_replies(
             replies.append(
                 ToolReplies(of_source.tools, formats[paths], rollout.tool_tokens, have_state=have_state, warn=warn)
             )
+        elif of_source.environment is not None and (role := rollout.reply_role) is not None:
+            of_role = reply_format(tokenizer, role, processor)
+            has_stops = bool(rollout.stop)
+            replies.append(MessageReplies(of_source.environment, of_role, placeholders, has_stops=has_stops))
         elif of_source.environment is not None:
-            replies.append(TextReplies(of_source.environment, tokenizer, placeholders))
+            prompt = generation_prompt(tokenizer, processor)
+            replies.append(TextReplies(of_source.environment, tokenizer, placeholders, prompt=prompt, warn=warn))
         else:
             replies.append(None)
     return replies
 
 
 def require_end_of_turns(session: Session) -> None:
-    """Raise ConfigError on all ranks if the student cannot end a turn with a call of a tool."""
+    """Raise ConfigError on all ranks if the student cannot end a turn with a call of a tool, or before a reply."""
     for number, rollout in enumerate(session.rollouts):
-        if rollout.writer == "student" and not rollout.stop and (schemas := tool_schemas(rollout)) is not None:
-            key = f"{source_prefix(session.prompt_sources, number, 'tools')}{TOOLS}"
-            _require_end_of_turns(session, tool_format(session.tokenizer, schemas, session.image_processor), key)
-
-
-def _require_end_of_turns(session: Session, of_tools: ToolFormat, key: str) -> None:
-    if of_tools.marker_id not in eos_ids(session.tokenizer, session.student):
-        raise ConfigError(
-            key,
-            f"the chat template ends turns with calls with {of_tools.marker!r}, which is no end-of-sequence token of "
-            "the student: expected it in eos_token_id of the student's generation_config.json, or in rollout.stop",
-        )
+        if rollout.writer != "student" or rollout.stop:
+            continue
+        if (schemas := tool_schemas(rollout)) is not None:
+            key, what = "tools", "turns with calls"
+            of_turns: ToolFormat | ReplyFormat = tool_format(session.tokenizer, schemas, session.image_processor)
+        elif (role := rollout.reply_role) is not None:
+            key, what = "reply", "turns"
+            of_turns = reply_format(session.tokenizer, role, session.image_processor)
+        else:
+            continue
+        if of_turns.marker_id not in eos_ids(session.tokenizer, session.student):
+            raise ConfigError(
+                f"{source_prefix(session.prompt_sources, number, key)}rollout.{key}",
+                f"the chat template ends {what} with {of_turns.marker!r}, which is no end-of-sequence token of the "
+                "student: expected it in eos_token_id of the student's generation_config.json, or in rollout.stop",
+            )

@@ -28,6 +28,8 @@ from stillhouse.data import (
 from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.prefix_templates import PrefixTemplate
+from stillhouse.data.render.record_forms import are_conversations
+from stillhouse.data.render.reply_format import reply_format
 from stillhouse.data.render.teacher_images import TeacherImages
 from stillhouse.data.render.tool_format import tool_format
 from stillhouse.data.token_cache import user_folder
@@ -99,6 +101,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     readers = {} if processor is None else _teacher_images(config, processor, stores)
     sections = config.data, config.objective, tokenizer, config.teachers
     source_tools = _proven_tools(config, tokenizer, processor)
+    _prove_replies(config, tokenizer, processor)
     images: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
     images["tools"] = tool_schemas(config.rollout)
     train, held_out = load_data(*sections, config.rollouts, source_tools=source_tools, **images)
@@ -159,6 +162,14 @@ def _proven_tools(
             with as_config_error(key):
                 tool_format(tokenizer, schemas, processor)
     return [by_paths[tuple(rollout.tool_paths)] for rollout in config.rollouts]
+
+
+def _prove_replies(config: RunConfig, tokenizer: PreTrainedTokenizerBase, processor: ImageProcessor | None) -> None:
+    """Raise ConfigError for a chat template that cannot write the replies of environments as turns."""
+    for number, rollout in enumerate(config.rollouts):
+        if (role := rollout.reply_role) is not None:
+            with as_config_error(config.rollout_key(number, "reply")):
+                reply_format(tokenizer, role, processor)
 
 
 def _packed(
@@ -295,10 +306,17 @@ def load_data(
     def load(key: str, source: str, of_source: ToolSchemas, rollout: RolloutConfig | None = None) -> Documents:
         options = _load_options(data, objective, teachers, rollout, fits_teachers=fits_teachers, tools=of_source)
         try:
-            return load_documents(source, tokenizer, options, cache, processor, readers)
+            documents = load_documents(source, tokenizer, options, cache, processor, readers)
         except NoSourceError as error:
             share = " (a share is written as a number, such as 0.05)" if source.endswith("%") else ""
             raise ConfigError(key, f"{error}{share}") from error
+        if rollout is not None and rollout.reply_role and not are_conversations(documents.records[0], tokenizer):
+            raise ConfigError(
+                "rollout.reply",
+                f"got {rollout.reply}, but the prompts of {source} are strings: expected raw, or conversations "
+                "('messages', or 'prompt' as a list of messages)",
+            )
+        return documents
 
     def load_train(rollouts: Sequence[RolloutConfig] = ()) -> Documents:
         paths = [item.source for item in data.weighted_sources] or [str(data.train)]

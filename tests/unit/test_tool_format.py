@@ -285,7 +285,7 @@ def test_a_long_reply_is_cut_and_says_so() -> None:
         bounded = replies._bounded(text)
         assert bounded.endswith("\n[The rest of this reply was cut.]")
         assert text.startswith(bounded.removesuffix("\n[The rest of this reply was cut.]"))
-        assert 50 < len(replies._format.text_ids(bounded)) <= 64
+        assert 50 < len(replies._format.text.ids(bounded)) <= 64
     assert replies._bounded("short") == "short"
     assert len(replies.ids(short, 1)) < 150
 

@@ -50,6 +50,10 @@ class PromptConfig(Section):
     """package.module:function, called as function(prompt, completion, record) when a turn of the student has ended.
     It gives the text that follows, which is not a target, or None at the end. Or package.module:Class, of which each
     sample has an object, with the methods reset(prompt, record), step(turn) and perhaps reward(). null: one turn."""
+    reply: Literal["raw", "user", "tool"] = "raw"
+    """How a reply of environment follows a turn. raw: as it is. user, tool: as a message of this role, as the chat
+    template writes it, with the generation prompt of the next turn; special tokens in the reply are then ordinary
+    text, and the prompts must be conversations."""
     tools: FunctionPaths = Field(default=None, examples=["mypkg.tools:search"])
     """package.module:function that the student may call in its chat template's format, or a list of them. Its type
     hints and its docstring describe it in the prompts. A turn with calls is followed by their replies, which are no
@@ -63,6 +67,11 @@ class PromptConfig(Section):
     @property
     def tool_paths(self) -> list[str]:
         return path_list(self.tools)
+
+    @property
+    def reply_role(self) -> Literal["user", "tool"] | None:
+        """The role with which the chat template writes replies of the environment; None if it does not."""
+        return None if self.environment is None or self.reply == "raw" else self.reply
 
     @property
     def is_on_student_alone(self) -> bool:

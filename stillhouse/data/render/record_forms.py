@@ -8,11 +8,12 @@ In runs where a model generates the completions, only the prompt of a record is 
 messages), or `messages` without the assistant's turns at the end.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.read.foreign_columns import own_forms
+from stillhouse.data.read.foreign_columns import foreign_columns, own_forms
 from stillhouse.data.read.messages import Tools
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.image_processor import ImageProcessor
@@ -44,11 +45,22 @@ def template_for(
     if columns == ("prompt",) and "completion" in fields:
         # the content key is a hash of these columns, and must not depend on whether only the prompt is read
         columns = ("prompt", "completion")
-    if columns == ("messages",) or isinstance(fields.get("prompt"), list):
+    if _has_messages(columns, fields):
         return ChatTemplate(tokenizer, columns, targets, processor, tools)
     if tools is not None:
         raise ValueError("rollout.tools needs conversations: expected 'messages', or 'prompt' as a list of messages")
     return CompletionTemplate(tokenizer, columns, targets)
+
+
+def are_conversations(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes the prompts of a dataset. fields: those of its first usable record."""
+    foreign = foreign_columns(dict(fields), tokenizer, prompts=True)
+    of_record = dict(fields) if foreign is None else foreign.convert(dict(fields))
+    return _has_messages(own_forms(of_record, prompts=True)[0], of_record)
+
+
+def _has_messages(columns: tuple[str, ...], fields: Mapping[str, Any]) -> bool:
+    return columns == ("messages",) or isinstance(fields.get("prompt"), list)
 
 
 def _problem(fields: dict[str, Any], targets: Targets, *, is_ambiguous: bool) -> str:

@@ -5,10 +5,10 @@ template writes calls of all tools, and a format is used only if it gives the sa
 common formats; a tokenizer may also have a response template of its own.
 """
 
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +19,7 @@ from stillhouse.data.record import RecordError
 from stillhouse.data.render.assistant_turns import ANCHOR
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.data.render.tokenizers import tokenize
+from stillhouse.data.render.ordinary_text import OrdinaryText
 from stillhouse.display import first_line
 
 #: the name of a tool in replies to calls of no tool, which the template may write
@@ -130,9 +130,7 @@ class ToolFormat:
         self.template, self.schemas, self.tokenizer = template, list(schemas), template.tokenizer
         self.names = [schema["function"]["name"] for schema in schemas]
         self._lock = threading.Lock()
-        added = [text for text in self.tokenizer.get_added_vocab() if text.strip()]
-        self._added_ids = {index for text, index in self.tokenizer.get_added_vocab().items() if text.strip()}
-        self._added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+        self.text = OrdinaryText(self.tokenizer, "rollout.tools")
         self._special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         before, prompted = (self._text([_QUESTION], prompt=prompt) for prompt in (False, True))
         if not prompted.startswith(before) or prompted == before:
@@ -169,34 +167,8 @@ class ToolFormat:
             in them become ordinary text.
         ends: whether the end marker of the turn comes first, because the model has not generated it.
         """
-        salt = f"{ANCHOR}Text"
-        while any(salt in reply for reply in replies):
-            salt += "x"
-        texts: list[str] = []
-
-        def hide(match: re.Match[str]) -> str:
-            texts.append(match[0])
-            return f"{salt}{len(texts) - 1}z"
-
-        suffix = self._suffix(names, [self._added.sub(hide, reply) for reply in replies])
-        ids = [self.marker_id] if ends else []
-        for number, piece in enumerate(re.split(f"{salt}([0-9]+)z", suffix)):
-            ids += self._as_text(texts[int(piece)]) if number % 2 else self._ids(piece)
-        of_template = self._ids(self._suffix(names, ["a"] * len(names)))
-        if self._added_among(ids[ends:]) != self._added_among(of_template):
-            raise ValueError(
-                f"rollout.tools: the reply {replies[0][:80]!r} would have special tokens of the tokenizer, which "
-                "cannot be tokenized as ordinary text"
-            )
-        return ids
-
-    def text_ids(self, text: str) -> list[int]:
-        """The tokens of a text by itself, in which added tokens of the tokenizer are ordinary text."""
-        ids, end = list[int](), 0
-        for match in self._added.finditer(text):
-            ids += self._ids(text[end : match.start()]) + self._as_text(match[0])
-            end = match.end()
-        return ids + self._ids(text[end:])
+        ids = self.text.ids_within(partial(self._suffix, names), replies)
+        return [self.marker_id, *ids] if ends else ids
 
     def _end_of_turn(self) -> tuple[str, str]:
         """The token with which a turn with a call ends, and the text from the anchor in the call's argument to it."""
@@ -257,7 +229,7 @@ class ToolFormat:
             )
         complete = self._conversation(names, replies)
         head = complete.removesuffix(suffix)
-        if self._ids(complete) != self._ids(head) + self.reply_ids(names, replies):
+        if self.text.template_ids(complete) != self.text.template_ids(head) + self.reply_ids(names, replies):
             raise self._error("writes replies of which the first token also has characters of the turn before")
 
     def _turn(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, str]:
@@ -310,20 +282,6 @@ class ToolFormat:
                 return self.template.text(messages, self.schemas, prompt=prompt)
             except RecordError as error:
                 raise self._error(f"cannot write a conversation with tools: {error}") from error
-
-    def _ids(self, text: str) -> list[int]:
-        return tokenize(self.tokenizer, [text], special=False)[0] if text else []
-
-    def _as_text(self, added: str) -> list[int]:
-        """The tokens of the text of an added token, without this token."""
-        for pieces in ([added[:1], added[1:]], list(added)):
-            ids = [index for piece in pieces for index in self._ids(piece)]
-            if not self._added_among(ids):
-                return ids
-        raise ValueError(f"rollout.tools: a reply has the token {added!r}, which cannot be written as ordinary text")
-
-    def _added_among(self, ids: Sequence[int]) -> list[int]:
-        return [index for index in ids if index in self._added_ids]
 
     def _error(self, problem: str) -> ValueError:
         return ValueError(
