@@ -3,6 +3,7 @@
 The names are in `other_tools.yaml`; it is read when the first hint is needed.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,7 @@ class PeerTable(Section):
 
     keys: list[PeerKey]
     without_key: list[PeerKey]
+    losses: list[PeerKey]
     values: dict[str, dict[str, Names]]
 
 
@@ -65,6 +67,19 @@ def peer_value(key: str, value: str) -> str:
     """Stillhouse's value for a value of another tool; "" if the table does not contain the value."""
     values = peer_table().values.get(key, {})
     return next((ours for ours, theirs in values.items() if value.lower() in theirs), "")
+
+
+def loss_hint(problem: str) -> str:
+    """What to write for another tool's loss or argument that an error about `objective.loss` names; "" if the table
+    does not contain it.
+    """
+    match = re.search(r"(unknown name|unexpected keyword argument|cannot read) '(\w+)'", problem)
+    if match is None:
+        return ""
+    kind, name = match.groups()
+    notes = [loss.note for loss in peer_table().losses if name.lower() in loss.also]
+    hint = notes[0] if notes else peer_hint(name) if kind == "unexpected keyword argument" else None
+    return f"; {name}: {hint}" if notes else f"; {hint}" if hint else ""
 
 
 def peer_hint(key: str, *, with_section: bool = False) -> str | None:

@@ -13,7 +13,7 @@ from stillhouse.config import (
     TeacherConfig,
     TeachersConfig,
     TokenGateConfig,
-    as_config_error,
+    loss_hint,
     sampling_temperatures,
 )
 from stillhouse.engine.parts import PARTS, LossPart, LossSections
@@ -64,7 +64,14 @@ class RunObjective:
                 )
         elif self.teacher is None and spec.needs_teacher:
             key = next(key for key, part in specs.items() if part.needs_teacher)
-            raise ConfigError("teacher", f"{key} '{objective.losses[key]}' needs a teacher: set teacher.model")
+            reference = (
+                f", which for a penalty to the first weights is the student's own: {self.student.model}"
+                if specs[key].policy.kl_scale
+                else ""
+            )
+            raise ConfigError(
+                "teacher", f"{key} '{objective.losses[key]}' needs a teacher: set teacher.model{reference}"
+            )
         return spec
 
     def _with_token_gate(self, gate: TokenGateConfig, spec: ObjectiveSpec) -> ObjectiveSpec:
@@ -90,8 +97,10 @@ class RunObjective:
     def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
         """Parse one expression, and check it against the section `rollout`."""
         objective = self.objective
-        with as_config_error(key):
+        try:
             spec = parse_objective(loss, objective.temperature, objective.scale_by_temperature_squared)
+        except ValueError as error:
+            raise ConfigError(key, f"{error}{loss_hint(str(error))}") from error
         if key.startswith(BY_ORIGIN):
             _require_terms_of(key, loss, spec)
         return self._on_rollouts(key, loss, spec)

@@ -5,7 +5,7 @@ models are loaded. So each error is reported as early as possible.
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -25,6 +25,7 @@ from stillhouse.generation import PromptPlan
 from stillhouse.generation.user_functions import require_functions
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.float8 import FP8, float8_problem
+from stillhouse.objective.policy import PolicySettings
 from stillhouse.output.trackers import require_trackers
 from stillhouse.parallel import Layout, watchdog
 from stillhouse.run.agreement import require_same_sources
@@ -167,8 +168,26 @@ def _require_offload(key: str, layout: Layout, device: torch.device) -> None:
         )
 
 
-def prompt_warnings(train: TrainConfig, rollout: RolloutConfig, plan: PromptPlan, max_tokens: int) -> Iterator[str]:
-    """Yield a warning if steps have few prompts, and no key says so."""
+def prompt_warnings(
+    train: TrainConfig, rollout: RolloutConfig, plan: PromptPlan, max_tokens: int, policies: Iterable[PolicySettings]
+) -> Iterator[str]:
+    """Yield a warning if steps have few prompts, and no key says so; one about `tokens_per_step` without effect; and
+    one about limits of a ratio that is 1.
+
+    policies: of the terms of the loss.
+    """
+    if rollout.prompts_per_step is not None and train.tokens_per_step != TrainConfig().tokens_per_step:
+        yield (
+            f"train.tokens_per_step={train.tokens_per_step:,} has no effect, because rollout.prompts_per_step="
+            f"{rollout.prompts_per_step} is the batch of a step"
+        )
+    is_fresh = rollout.schedule == "sync" or rollout.max_staleness == 0
+    if is_fresh and any(policy.kind != "corrected" for policy in policies):
+        yield (
+            "the limits of policy_gradient do not act: the weights that generate the completions of a step are those "
+            "that the step trains, so that the ratio differs from 1 by rounding alone; leave clip_low, clip_high and "
+            "dual_clip out, or let completions be older with rollout.schedule=one_step_off"
+        )
     if rollout.prompts_per_step is None and plan.prompts_per_step < FEW_PROMPTS:
         yield (
             f"prompts of a step: {plan.prompts_per_step}, because train.tokens_per_step={train.tokens_per_step:,} "

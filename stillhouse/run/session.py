@@ -103,17 +103,16 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         teacher_images=data.teacher_images,
     )
     of_models = check_models({"student": session.student, **session.teachers}, models.self_teachers, data)
-    warnings = [*setup.warnings, *data.warnings, *of_models, *_schedule_warnings(config, schedule, plan, packed)]
+    warnings = [*setup.warnings, *data.warnings, *of_models, *_schedule_warnings(config, session, packed)]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
 
 
-def _schedule_warnings(
-    config: RunConfig, schedule: StepSchedule, plan: PromptPlan | None, data: RunData
-) -> Iterator[str]:
-    yield from schedule_warnings(config.train, schedule.steps, data, on_policy=plan is not None)
+def _schedule_warnings(config: RunConfig, session: Session, data: RunData) -> Iterator[str]:
+    plan, policies = session.plan, [part.policy for part in session.spec.parts]
+    yield from schedule_warnings(config.train, session.step_schedule.steps, data, on_policy=plan is not None)
     if config.rollout is not None and plan is not None:
-        yield from prompt_warnings(config.train, config.rollout, plan, config.data.max_tokens)
+        yield from prompt_warnings(config.train, config.rollout, plan, config.data.max_tokens, policies)
         yield from evaluation_warnings(config.eval, config.rollouts)
 
 

@@ -9,12 +9,31 @@ from kit.pages import code_blocks
 from ruamel.yaml import YAML
 
 from stillhouse.cli import cli
-from stillhouse.config import RunConfig, load_config, override_hint
+from stillhouse.config import RunConfig, load_config, loss_hint, override_hint
 from stillhouse.config.explain_errors import nearest
 from stillhouse.config.other_tools import PEERS, peer_entries, peer_hint, peer_table
 from stillhouse.config.schema import value_fields
 from stillhouse.config.write_docs import with_names
 
+#: the fields of GRPOConfig of TRL 1.16 that transformers' TrainingArguments does not have
+GRPO_FIELDS = """
+model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout cast_lm_head_to_fp32 num_generations
+num_generations_eval max_completion_length ds3_gather_for_generation shuffle_dataset pad_to_multiple_of
+generation_batch_size steps_per_generation temperature top_p top_k min_p generation_kwargs
+chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode vllm_model_impl
+vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port
+vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
+vllm_tensor_parallel_size beta num_iterations epsilon delta epsilon_high sapo_temperature_neg
+sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level
+reward_weights multi_objective_aggregation scale_rewards loss_type mask_truncated_completions sync_ref_model
+ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile entropy_coef use_adaptive_entropy
+entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target max_tool_calling_iterations
+vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max
+vllm_importance_sampling_clip_min off_policy_mask_threshold use_bias_correction_kl log_completions
+log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo
+use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
+vllm_importance_sampling_cap
+"""
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 KNOWN = {**value_fields(RunConfig), **RunConfig.model_fields}
 
@@ -51,6 +70,26 @@ def test_every_name_leads_to_its_key(peer: str) -> None:
         assert hint is not None, name
         assert PEERS[peer] in hint or f" {name.rpartition('.')[2]}" in f" {hint}", name
         assert not entry.ours or any(key in hint for key in entry.ours), name
+
+
+def test_every_field_of_grpo_has_a_row() -> None:
+    rows = {name for entry in peer_entries() for name in entry.trl}
+    assert [name for name in GRPO_FIELDS.split() if name not in rows] == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        ("unknown name 'grpo' (known: …)", "; grpo: that is policy_gradient here, with rollout.reward"),
+        ("cannot read 'dr_grpo' in …", "; dr_grpo: .*only with the sum divided by all target tokens of the step"),
+        ("got an unexpected keyword argument 'epsilon'; …", "; epsilon of TRL .* policy_gradient.clip_low=0.2, "),
+        ("got an unexpected keyword argument 'beta'; …", "; beta of TRL .*Of GRPO: .*policy_gradient.kl_scale=0.04."),
+        ("unknown name 'alpha' (known: …)", None),
+        ("policy_gradient(clip_low=2): expected 0 ≤ clip_low ≤ 1", None),
+    ],
+)
+def test_an_error_about_a_loss_of_another_tool(problem: str, words: str | None) -> None:
+    assert loss_hint(problem) == "" if words is None else re.match(words, loss_hint(problem))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
-"""The draw of prompts from weighted sources, and the streams of each source."""
+"""The draw of prompts from weighted sources, the streams of each source, and warnings about steps of prompts."""
 
 import random
 from collections import Counter
 
+from stillhouse.config import RolloutConfig, TrainConfig
 from stillhouse.generation import PromptPlan, PromptSource
 from stillhouse.generation.prompt_draw import PromptDraw
+from stillhouse.objective.policy import PolicySettings
+from stillhouse.run.preflight import prompt_warnings
 
 
 def test_every_beginning_of_a_run_has_the_weights_within_one_prompt() -> None:
@@ -60,3 +63,18 @@ def test_a_plan_that_is_read_backwards_is_the_same() -> None:
     forwards, backwards = (PromptPlan(SOURCES, prompts_per_step=3, seed=1) for _ in range(2))
     later = [(backwards.groups(step), backwards.from_dataset(step)) for step in reversed(range(30))]
     assert [(forwards.groups(step), forwards.from_dataset(step)) for step in range(30)] == later[::-1]
+
+
+def test_keys_without_effect_on_the_completions_of_a_step_are_warned_of() -> None:
+    plan, clipped = PromptPlan(SOURCES, prompts_per_step=5, seed=3), [PolicySettings(clip_low=0.2)]
+
+    def warnings(rollout: RolloutConfig, policies: list[PolicySettings], **train: int) -> list[str]:
+        return list(prompt_warnings(TrainConfig(**train), rollout, plan, 128, policies))
+
+    fixed, ahead = RolloutConfig(prompts_per_step=5), RolloutConfig(prompts_per_step=5, schedule="one_step_off")
+    assert warnings(fixed, [PolicySettings()]) == warnings(ahead, clipped) == []
+    (of_batch,) = warnings(ahead, clipped, tokens_per_step=1024)
+    assert of_batch.startswith("train.tokens_per_step=1,024 has no effect")
+    for same_weights in (fixed, ahead.model_copy(update={"max_staleness": 0})):
+        (of_limits,) = warnings(same_weights, clipped)
+        assert of_limits.startswith("the limits of policy_gradient do not act")

@@ -19,7 +19,7 @@ class TrainConfig(Section):
 
     tokens_per_step: int = Field(default=131072, ge=1)
     """Tokens of one optimizer step over all processes, rounded down to whole packed sequences; the same under every
-    layout."""
+    layout. No effect with rollout.prompts_per_step."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens of one micro-batch, at least data.max_tokens. Affects memory and speed, never the loss."""
     epochs: float | None = Field(default=1.0, gt=0)
