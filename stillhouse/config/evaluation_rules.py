@@ -75,9 +75,9 @@ RULES_OF_EVALUATION: tuple[Rule, ...] = (
     excludes("eval.prompts", "teacher.cache", because="it has no signals of completions that the run writes"),
     excludes("eval.prompts", "teacher.cross_tokenizer"),
     Rule(
-        ("eval.prompts.reward",),
-        has_part_of_object,
-        "functions and servers",
-        "a completion of eval.prompts is one turn, without an object that could give a reward",
+        ("eval.prompts.reward", "rollout"),
+        lambda reward, rollout: has_part_of_object(reward) and rollout is None,
+        "functions and servers, or the section rollout with an environment or tools",
+        "environment stands for the reward that their object gives",
     ),
 )

@@ -164,7 +164,9 @@ class RolloutQueue:
         Raises ValueError if this run cannot have had this state after `step` steps.
         """
         require_groups(state, self.plan, self.schedule, step)
-        require_samples(state.samples, state.requested_at, step, self.generator, by_student=self._by_student)
+        require_samples(
+            state.samples, state.requested_at, step, self.plan, self.generator, by_student=self._by_student
+        )
         self._trained = set(state.trained)
         for group, at in state.requested_at.items():
             self._add(group, at)

@@ -80,6 +80,7 @@ def require_samples(
     samples: Sequence[Sample],
     requested_at: Mapping[int, int],
     step: int,
+    plan: PromptPlan,
     generator: SampleGenerator,
     *,
     by_student: bool,
@@ -88,7 +89,7 @@ def require_samples(
 
     by_student: whether the student generates the samples; a teacher's tokens always have version 0.
     """
-    plan, seen = generator.plan, set[int]()
+    seen = set[int]()
     vocabulary = max(generator.tokenizer.get_vocab().values()) + 1
     for sample in samples:
         group = plan.group_of(sample.number)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
 from stillhouse.generation.completion_turns import turn_texts
-from stillhouse.generation.prompt_plan import PromptPlan
 from stillhouse.generation.rollout_engines import RolloutEngine
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
 from stillhouse.generation.source_settings import SourceSettings
@@ -28,6 +27,14 @@ from stillhouse.user_code.functions import Turn
 NOT_GENERATED = -1
 #: seconds between two calls of `alive` while a sample waits for its reward
 SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class SamplePlan(Protocol):
+    """The part of a `PromptPlan` that generation needs."""
+
+    def group_of(self, sample: int) -> int: ...
+    def source_of(self, group: int) -> int: ...
+    def sample_seed(self, sample: int, turn: int) -> int: ...
 
 
 @dataclass
@@ -86,7 +93,7 @@ class SampleGenerator:
         self,
         engine: RolloutEngine,
         prompts: Documents,
-        plan: PromptPlan,
+        plan: SamplePlan,
         tokenizer: PreTrainedTokenizerBase,
         sources: Sequence[SourceSettings],
     ):

@@ -87,17 +87,28 @@ def tool_schemas(rollout: RolloutConfig | None, key: str = TOOLS) -> list[dict[s
 
 
 def require_functions(
-    evaluation: EvalConfig, rollouts: Sequence[RolloutConfig], rollout_key: Callable[[int, str], str]
+    evaluation: EvalConfig,
+    rollouts: Sequence[RolloutConfig],
+    rollout_key: Callable[[int, str], str],
+    section: RolloutConfig | None,
 ) -> None:
     """Raise ConfigError if a function that these sections name cannot be used (see `load_function`).
 
     rollouts: the section rollout for each source of prompts. rollout_key: returns the full key of a source's key.
+    section: the section rollout itself, whose turns eval.prompts has.
     """
     paths = [(CALLBACKS, path) for path in evaluation.callbacks]
     if evaluation.prompts is not None:
         paths += [(EVAL_REWARD, part.name) for part in reward_parts(evaluation.prompts.reward) if part.is_function]
+        if section is not None and section.environment is not None:  # the sources may have others
+            paths.append((ENVIRONMENT, section.environment))
     for key, path in paths:
         user_function(key, path)
+    if section is not None and evaluation.prompts is not None:
+        loaded_tools(section)
+        if has_part_of_object(evaluation.prompts.reward):
+            with as_config_error(EVAL_REWARD):
+                _require_one_rewarding_class(section)
     for number, rollout in enumerate(rollouts):
         loaded_tools(rollout, rollout_key(number, "tools"))
         of_source = [(REWARD, part.name) for part in reward_parts(rollout.reward) if part.is_function]

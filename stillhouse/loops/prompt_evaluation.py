@@ -1,36 +1,33 @@
 """Evaluation on prompts alone (`eval.prompts`): the student completes the same prompts at each evaluation.
 
-The teacher scores the completions as it scores those of rollouts, so that the divergence is on the student's own
-prefixes. No reference completion is needed.
+Turns, tools and environments are those of training (`prompt_samples.py`). The teacher scores the student's tokens as
+it scores those of rollouts, so that the divergence is on the student's own prefixes. No reference completion is
+needed.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 
-from stillhouse.config import EvalPromptsConfig, RolloutConfig, as_config_error
+from stillhouse.config import ConfigError, EvalPromptsConfig, as_config_error
 from stillhouse.config.reward_sum import part_names
 from stillhouse.data import Documents, LoadOptions, load_documents
-from stillhouse.generation import GenerationRequest, Sample, Sampling, TargetRules, step_documents
+from stillhouse.data.render.record_forms import are_conversations
+from stillhouse.generation import Sample, Sampling, TargetRules, step_documents
 from stillhouse.generation.rollout_engines import InJobEngine
-from stillhouse.generation.user_functions import Reward, tool_schemas
+from stillhouse.generation.user_functions import tool_schemas
 from stillhouse.hashing import json_hash
-from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.held_out_images import shown_images, shown_text
 from stillhouse.loops.held_out_metrics import in_shown_order
+from stillhouse.loops.prompt_samples import PromptSamples
+from stillhouse.loops.sample_statistics import turn_statistics
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.step_metrics import means
 from stillhouse.loops.step_packer import StepPacker
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.output.records import CHARACTERS, EvalSample
 from stillhouse.parallel import ShardedMicroBatches, watchdog
-from stillhouse.preemption import OverdueError
-from stillhouse.serving.client import ServerError
-from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
-from stillhouse.user_code.functions import EVAL_REWARD, Turn, UserFunctionError
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
 PROMPTS = "eval.prompts/"
@@ -48,11 +45,8 @@ class PromptEvaluation:
 
     def __init__(self, session: Session, settings: EvalPromptsConfig, engine: InJobEngine, sampling: Sampling):
         self._session, self._settings = session, settings
-        self._engine = engine.with_sampling(sampling)
         self._prompts = held_out_prompts(session, settings)
-        # rank 0 calls the functions; without a section rollout, servers have its default timeout
-        of_eval = {"reward": settings.reward, "workers": 0}
-        self._rollout = (session.rollout_config or RolloutConfig()).model_copy(update=of_eval)
+        self._samples = PromptSamples(session, settings, self._prompts, engine, sampling)
         packed = session.train
         budget = session.eval_config.micro_batch_tokens or session.train_config.micro_batch_tokens
         self._packer = StepPacker(packed, budget, session.by_length)
@@ -70,40 +64,26 @@ class PromptEvaluation:
 
         A collective of all processes.
 
-        `reverse_kl` is the mean over tokens, in nats per token. `completion_tokens`, `ended` (the share of
-        completions with an end), `reward` and its parts are means over completions.
+        `reverse_kl` is the mean over the student's tokens, in nats per token. `completion_tokens`, `ended` (the share
+        of completions with an end), `reward` and its parts, and the counts of turns and calls are means over
+        completions.
 
-        Raises UserFunctionError on all ranks if the reward fails, OverdueError if it does not return after a signal,
-        and ServerError if its server does not answer in time, or not before a signal.
+        Raises the errors of `PromptSamples.generate`.
         """
         session = self._session
-        watchdog.enter("eval.prompts")
-        self._engine.version = step
-        requests = [
-            GenerationRequest(
-                number,
-                self._prompts.tokens(number),
-                session.seed + number,
-                images=self._prompts.images_of(number),
-            )
-            for number in range(len(self._prompts))
-        ]
-        completions = [future.result() for future in self._engine.generate(requests)]
+        watchdog.enter("eval.prompts", timed=not self._samples.calls_functions)
+        samples = self._samples.generate(step)
+        watchdog.enter("the scores of eval.prompts")
         metrics = {
-            "completion_tokens": float(np.mean([len(completion.ids_N) for completion in completions])),
-            "ended": float(np.mean([completion.finish == "stop" for completion in completions])),
-        }
-        samples = [
-            Sample(number, number, completion, np.ones(len(completion.ids_N), dtype=bool))
-            for number, completion in enumerate(completions)
-        ]
+            "completion_tokens": float(np.mean([len(sample.completion.ids_N) for sample in samples])),
+            "ended": float(np.mean([sample.completion.finish == "stop" for sample in samples])),
+        } | turn_statistics(samples, [self._samples.rollout])
         if session.teacher_configs:
             sums = session.engine.evaluate(self._scored(samples), divergence=reverse_kl())
             temperatures = {store.signal.temperature or 1.0 for store in session.stores.values()}
             of_tokens = means(sums, session.spec, mixes_temperatures=len(temperatures) > 1)
             metrics |= {name: value for name, value in of_tokens.items() if name.partition("/")[0] == "reverse_kl"}
         if self._settings.reward is not None:
-            samples = self._rewarded(samples)
             names = part_names(self._settings.reward)
             metrics["reward"] = float(np.mean([sample.reward for sample in samples]))
             metrics |= {
@@ -125,40 +105,6 @@ class PromptEvaluation:
             part = session.shard(self._packer.micro_batches(replace(documents, per_token={}), parts), training=False)
             yield part, session.source.request(part).result()
             del part
-
-    def _rewarded(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with their rewards, on all ranks."""
-        watchdog.enter("eval.prompts.reward", timed=False)  # it may take any time
-        results: list[tuple[float, list[float]]] = self._session.ranks.on_first(
-            lambda: [(reward.value, list(reward.parts)) for reward in self._rewards(samples)],
-            UserFunctionError,
-            ValueError,
-            OverdueError,
-            ServerError,
-        )
-        return [
-            replace(sample, reward=value, reward_parts=tuple(parts))
-            for sample, (value, parts) in zip(samples, results, strict=True)
-        ]
-
-    def _rewards(self, samples: Sequence[Sample]) -> list[Reward]:
-        """Compute the rewards of the samples, in this process or on servers."""
-        prompts, decode = self._prompts, self._session.tokenizer.decode
-        require_no_signal = SignalWatch(ServerError("a signal came while the run waited for eval.prompts.reward"))
-        with closing(CompletionCalls([self._rollout], reward_key=EVAL_REWARD)) as calls:
-            (of_prompts,) = calls.sources
-            assert of_prompts.reward is not None
-            futures = []
-            for sample in samples:
-                prompt = decode(prompts.tokens(sample.prompt).tolist())
-                completion = decode(sample.completion.ids_N.tolist(), skip_special_tokens=True)
-                record, source = prompts.records[sample.prompt], prompts.sources[sample.prompt]
-                turns: list[Turn] = [{"role": "student", "text": completion}]
-                futures.append(of_prompts.reward(prompt, completion, record, source, turns, None))
-            for future in futures:
-                while not wait([future], SECONDS_BETWEEN_LOOKS).done:
-                    require_no_signal()
-            return [future.result() for future in futures]
 
     def _shown(self, step: int, sample: Sample) -> EvalSample:
         prompts, completion, session = self._prompts, sample.completion, self._session
@@ -205,5 +151,12 @@ def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents
             options,
             processor=session.image_processor,
             teachers=session.teacher_images,
+        )
+    rollout = session.rollout_config
+    if rollout is not None and rollout.reply_role and not are_conversations(documents.records[0], session.tokenizer):
+        raise ConfigError(
+            "eval.prompts.data",
+            f"the prompts of {settings.data} are strings, with rollout.reply={rollout.reply}: expected conversations "
+            "('messages', or 'prompt' as a list of messages)",
         )
     return documents.select(in_shown_order(documents, range(len(documents)))[: settings.count])

@@ -1,6 +1,7 @@
 """What follows the turns of samples, for each source of prompts: replies of environments and of tools."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -48,19 +49,27 @@ def turn_replies(
 def require_end_of_turns(session: Session) -> None:
     """Raise ConfigError on all ranks if the student cannot end a turn with a call of a tool, or before a reply."""
     for number, rollout in enumerate(session.rollouts):
-        if rollout.writer != "student" or rollout.stop:
-            continue
-        if (schemas := tool_schemas(rollout)) is not None:
-            key, what = "tools", "turns with calls"
-            of_turns: ToolFormat | ReplyFormat = tool_format(session.tokenizer, schemas, session.image_processor)
-        elif (role := rollout.reply_role) is not None:
-            key, what = "reply", "turns"
-            of_turns = reply_format(session.tokenizer, role, session.image_processor)
-        else:
-            continue
-        if of_turns.marker_id not in eos_ids(session.tokenizer, session.student):
-            raise ConfigError(
-                f"{source_prefix(session.prompt_sources, number, key)}rollout.{key}",
-                f"the chat template ends {what} with {of_turns.marker!r}, which is no end-of-sequence token of the "
-                "student: expected it in eos_token_id of the student's generation_config.json, or in rollout.stop",
-            )
+        if rollout.writer == "student":
+            require_end_of_turn(session, rollout, partial(source_prefix, session.prompt_sources, number))
+
+
+def require_end_of_turn(
+    session: Session, rollout: RolloutConfig, prefix: Callable[[str], str] = lambda key: ""
+) -> None:
+    """Raise ConfigError on all ranks if the student cannot end a turn. prefix: returns what precedes a key."""
+    if rollout.stop:
+        return
+    if (schemas := tool_schemas(rollout)) is not None:
+        key, what = "tools", "turns with calls"
+        of_turns: ToolFormat | ReplyFormat = tool_format(session.tokenizer, schemas, session.image_processor)
+    elif (role := rollout.reply_role) is not None:
+        key, what = "reply", "turns"
+        of_turns = reply_format(session.tokenizer, role, session.image_processor)
+    else:
+        return
+    if of_turns.marker_id not in eos_ids(session.tokenizer, session.student):
+        raise ConfigError(
+            f"{prefix(key)}rollout.{key}",
+            f"the chat template ends {what} with {of_turns.marker!r}, which is no end-of-sequence token of the "
+            "student: expected it in eos_token_id of the student's generation_config.json, or in rollout.stop",
+        )

@@ -52,9 +52,8 @@ def check_before_loading(setup: RunSetup) -> None:
     config = setup.config
     require_trackers(config.track)
     require_adapters(config.student)
-    require_functions(
-        config.eval, config.rollouts, config.rollout_key
-    )  # on all ranks, although only rank 0 calls them
+    # on all ranks, although only rank 0 calls them
+    require_functions(config.eval, config.rollouts, config.rollout_key, config.rollout)
     require_optimizer(config.train, setup.layout)
     device = setup.ranks.device
     require_attention(config.student, setup.teachers, device)
@@ -201,12 +200,12 @@ def evaluation_warnings(evaluation: EvalConfig, rollouts: Sequence[RolloutConfig
 
     rollouts: the section rollout for each source of prompts
     """
-    evaluations = [name for name in ("prompts", "samples", "tasks") if getattr(evaluation, name)]
+    evaluations = [name for name in ("samples", "tasks") if getattr(evaluation, name)]
     keys = [key for key in ("tools", "environment") if any(getattr(rollout, key) for rollout in rollouts)]
     if evaluations and keys:
         yield (
             f"{', '.join(f'eval.{name}' for name in evaluations)}: the completions of evaluations have one turn, "
-            f"without rollout.{' and rollout.'.join(keys)}; a reward of evaluations sees this turn alone"
+            f"without rollout.{' and rollout.'.join(keys)}, unlike those of eval.prompts"
         )
 
 

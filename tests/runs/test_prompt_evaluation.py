@@ -20,6 +20,17 @@ REWARD = """
 def length(prompt, completion, record):
     assert prompt.endswith("is") and record["answer"] == "no"
     return float(len(completion))
+
+class Asks:
+    def reset(self, prompt, record):
+        self.turns = 0
+
+    def step(self, turn):
+        self.turns += 1
+        return " and" if self.turns < 4 else None
+
+    def reward(self):
+        return self.turns
 """
 
 
@@ -78,11 +89,16 @@ def test_the_figures_are_those_of_transformers(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("layout", [slow("parallel.tensor=2"), slow("parallel.pipeline=2")])
-def test_two_processes_evaluate_as_one_does(tmp_path: Path, layout: str) -> None:
-    """On-policy, with sampled completions."""
-    one = distill(write_on_policy_run(tmp_path, out=str(tmp_path / "one"), **settings(tmp_path, temperature=1.0)))
-    run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", layout)
+def test_two_processes_evaluate_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """On-policy, with sampled completions of several turns, and with two workers for the environment."""
+    of_eval = settings(tmp_path, temperature=1.0, max_new_tokens=24, reward="of_eval:length + 2*environment")
+    of_turns = {"rollout.environment": "of_eval:Asks", "rollout.stop": ["a", "e", "o"], "rollout.max_turns": 3}
+    monkeypatch.chdir(tmp_path)
+    one = distill(write_on_policy_run(tmp_path, out=str(tmp_path / "one"), **of_eval, **of_turns))
+    run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", layout, "rollout.workers=2")
     found, two = evaluations(one), evaluations(tmp_path / "two")
+    assert found[0]["eval/prompts/turns"] > 1
+    assert found[0]["eval/prompts/reward/environment"] > 1
     assert list(found) == list(two) == [0, 2, 4, 6]
     for key, value in found[0].items():
         assert two[0][key] == pytest.approx(value, rel=1e-4), key

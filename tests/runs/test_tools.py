@@ -11,7 +11,7 @@ import torch
 from kit import slow
 from kit.families import build
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
-from kit.runs import Command, contents, run, write_records
+from kit.runs import Command, contents, metrics, run, write_records
 from kit.signal_hooks import signal_at
 from kit.tool_students import QUESTION, SCHEMAS, reference, save_tool_student
 from kit.tool_templates import HERMES
@@ -58,6 +58,9 @@ hostile.__doc__, hostile.__name__ = add_doc, "add"
 
 def four(prompt, completion, record):
     return None if "It is" in completion else "4"
+
+def student_turns(prompt, completion, record, *, turns):
+    return sum(turn["role"] == "student" for turn in turns)
 
 def says_five(prompt, completion, record, *, turns):
     assert [turn["role"] for turn in turns] == ["student", "environment", "student"]
@@ -130,16 +133,25 @@ def test_tokens_targets_and_gradients_are_those_of_apply_chat_template(
     capsys: pytest.CaptureFixture[str],
     settings: dict[str, Any],
 ) -> None:
-    of_prompts = {"data": str(tmp_path / "train.jsonl"), "count": 1, "max_new_tokens": 4}
-    settings = settings | {"train.steps": 1, "eval.prompts": of_prompts}
-    config = write_tool_run(student, tmp_path, monkeypatch, **settings)
+    """Greedy completions of an evaluation, too."""
+    data, reward = str(tmp_path / "train.jsonl"), "run_tools:student_turns"
+    of_prompts = {"data": data, "count": 1, "max_new_tokens": 330, "reward": reward}
+    of_eval = {"eval.prompts": of_prompts, "eval.tasks": ["sums(2:2)"], "eval.task_count": 1}
+    config = write_tool_run(student, tmp_path, monkeypatch, **settings | {"train.steps": 1} | of_eval)
     question = {"messages": [{"role": "user", "content": QUESTION}]}
     has_tools = settings["rollout.tools"] is not None
     write_records(tmp_path / "train.jsonl", [question | ({} if has_tools else {"tools": SCHEMAS})] * 3)
     out = distill(config)
     without = "tools" if has_tools else "environment"
-    warning = f"warning: eval.prompts: the completions of evaluations have one turn, without rollout.{without};"
+    warning = f"warning: eval.tasks: the completions of evaluations have one turn, without rollout.{without},"
     assert warning in capsys.readouterr().out
+    held_out = [json.loads(line) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in held_out] == [0, 1]
+    assert held_out[0]["completion"] == lines_of(out)[0]["completion"]
+    assert held_out[0]["reward"] == 2
+    first = metrics(out)[0]
+    of_turns = {"reward": 2, "turns": 2} | ({"tool_calls": 1, "tool_errors": 0} if has_tools else {})
+    assert {name: first[f"eval/prompts/{name}"] for name in of_turns} == of_turns
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "student")
     ids, targets, prompt = reference(tokenizer)
     expected = (
@@ -236,6 +248,11 @@ WITH_TURNS = {"rollout.tools": None, "rollout.environment": "run_tools:four", "r
             "but 0 classes in rollout.tools have a method reward without arguments",
         ),
         (
+            {"eval.prompts": {"data": "train.jsonl", "reward": "environment"}},
+            [],
+            "eval.prompts.reward: got environment, but 0 classes in rollout.tools have a method reward",
+        ),
+        (
             {"rollout.tools": "run_tools:Late", "rollout.reward": "environment", "objective.loss": "policy_gradient"},
             [],
             "got 'run_tools:Late.reward', which is asynchronous",
@@ -251,7 +268,7 @@ WITH_TURNS = {"rollout.tools": None, "rollout.environment": "run_tools:four", "r
         ),
         ({}, [{"tools": [SCHEMAS[0] | {"function": {"name": "add"}}]}], "expected the parameters in rollout.tools"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_what_is_refused(
     student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], records: Any, words: str

@@ -19,20 +19,20 @@ def _checked_tasks(tasks: list[str]) -> list[str]:
 
 
 class EvalPromptsConfig(Section):
-    """Held-out prompts that the student completes at each evaluation, without reference completions. A completion is
-    one turn: no tool of rollout.tools is called, and no rollout.environment replies."""
+    """Held-out prompts that the student completes at each evaluation, without reference completions. Tools,
+    environment, turns and workers are those of the section rollout."""
 
     data: Text = Field(examples=["data/held_out_prompts.jsonl"])
     """The prompts: a source as in data.train. What follows a prompt in a record is not read."""
     count: int = Field(default=64, ge=1)
     """The most prompts; the same ones at each evaluation and in each run on this data."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Most tokens of a completion, its end of sequence included; less than data.max_tokens."""
+    """Most tokens of a completion, its end of sequence and replies included; less than data.max_tokens."""
     temperature: float = Field(default=0.0, ge=0)
     """0: greedy completions. Above: tokens are sampled, with the same seeds at each evaluation."""
     reward: RewardText | None = Field(default=None, examples=["mypkg.rewards:exact"])
-    """The reward of every completion, as in rollout.reward, but without the part environment: a function that rank 0
-    calls, a server, or a weighted sum of them, whose parts are metrics, too. null: no reward."""
+    """The reward of every completion, as in rollout.reward: a function, a server, environment, or a weighted sum of
+    them, whose parts are metrics, too. null: no reward."""
 
 
 class EvalConfig(Section):

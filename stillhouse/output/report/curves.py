@@ -86,6 +86,9 @@ HELD_OUT = (
     _held_out("Reverse KL of completions", NATS, {"": "eval/prompts/reverse_kl"}, log=True),
     _held_out("Reward of completions", "mean", {"": "eval/prompts/reward"}),
     _held_out("Length of completions", "tokens, mean", {"": "eval/prompts/completion_tokens"}),
+    _held_out("Turns of completions", "mean", {"": "eval/prompts/turns"}),
+    _held_out("Calls of tools", "of a completion, mean", {"": "eval/prompts/tool_calls"}),
+    _held_out("Errors of tools", "of calls", {"": "eval/prompts/tool_errors"}, percent=True),
     _held_out("Ended completions", "of completions", {"": "eval/prompts/ended"}, percent=True),
 )
 CUT_ANSWERS = _tasks("Cut answers", "of answers", {"": "eval/tasks_truncated"}, percent=True)
