@@ -28,6 +28,9 @@ from stillhouse.preemption import OverdueError, interruptible
 CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
 EVAL_REWARD, TOOLS = "eval.prompts.reward", "rollout.tools"
 _OF_COMPLETIONS = ("prompt", "completion", "record")
+#: the argument by which a reward of TRL is recognised, and what the error then adds
+_OF_TRL = "completions"
+_WRAPPED = "; a reward of TRL gets and gives lists, and docs/coming_from.md has a wrapper for it"
 #: the parameters of the functions, by configuration key. prompt: the text that the model has continued;
 #: completion: the text of the completion without special tokens; record: the full record of the data. A reward
 #: returns a number, and may also take `turns`. An environment returns the text that follows the completion, or None
@@ -242,7 +245,8 @@ def checked_number(reward: UserFunction, value: Any, about: str) -> float:
     """The result of a reward as a float. Raises UserFunctionError unless it is a finite number."""
     number = finite_number(value)
     if number is None:
-        raise UserFunctionError(f"{reward} gives {shown(value)}{about}: expected a finite number")
+        hint = _WRAPPED if isinstance(value, list) else ""
+        raise UserFunctionError(f"{reward} gives {shown(value)}{about}: expected a finite number{hint}")
     return number
 
 
@@ -358,6 +362,7 @@ def _require_parameters(
     except TypeError as error:
         raise ValueError(
             f"got {path!r}, which takes {signature}: expected a function({', '.join(parameters)})"
+            f"{_WRAPPED if _OF_TRL in signature.parameters else ''}"
         ) from error
 
 

@@ -1,7 +1,9 @@
 """Names of other tools: every one leads to a key that exists, and the page that lists them is true."""
 
+import ast
 import re
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 from kit.config_cases import failure, load, yaml_file
@@ -14,6 +16,7 @@ from stillhouse.config.explain_errors import nearest
 from stillhouse.config.other_tools import PEERS, peer_entries, peer_hint, peer_table
 from stillhouse.config.schema import value_fields
 from stillhouse.config.write_docs import with_names
+from stillhouse.user_code.functions import REWARD, checked_reward, load_function
 
 #: the fields of GRPOConfig of TRL 1.16 that transformers' TrainingArguments does not have
 GRPO_FIELDS = """
@@ -34,6 +37,16 @@ log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_r
 use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
 vllm_importance_sampling_cap
 """
+#: fields of TrainingArguments that the page's GRPO job sets
+OF_TRAINER = {"output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "bf16"} | {
+    "lr_scheduler_type",
+    "warmup_steps",
+    "max_steps",
+    "save_steps",
+    "report_to",
+}
+#: a word of each of the page's blocks about GRPO
+JOB_REWARDS_AND_WRAPPER = ("GRPOConfig(", "def exact(completions", "def of_trl(function)")
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 KNOWN = {**value_fields(RunConfig), **RunConfig.model_fields}
 
@@ -154,6 +167,26 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
 def test_our_configurations_of_the_page_load(tmp_path: Path) -> None:
     blocks = code_blocks(PAGE.read_text(encoding="utf-8"), "yaml")
     ours = [block for block in blocks if "student" in (YAML(typ="safe").load(block) or {})]
-    assert len(ours) == len(PEERS)
+    assert len(ours) == len(PEERS) + 1  # two of TRL
     for text in ours:
         assert load_config(yaml_file(tmp_path, text)).out == "runs/qwen3"
+
+
+def test_the_wrapper_of_the_page_calls_rewards_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = code_blocks(PAGE.read_text(encoding="utf-8"), "python")
+    job, of_trl, wrapper = (next(text for text in blocks if word in text) for word in JOB_REWARDS_AND_WRAPPER)
+    (tmp_path / "trl_rewards.py").write_text(of_trl, encoding="utf-8")
+    (tmp_path / "my_rewards.py").write_text(wrapper, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    exact, short = (load_function(REWARD, f"my_rewards:{name}") for name in ("exact", "short"))
+    chat = {"prompt": [{"role": "user", "content": "1+1=?"}], "answer": "2"}
+    assert checked_reward(exact, "User: 1+1=?", " 2", chat, "d:1") == 1.0
+    assert checked_reward(short, "User: 1+1=?", "2" * 50, chat, "d:1") == -0.5
+    with pytest.raises(ValueError, match=r"expected a function\(prompt, completion, record\); a reward of TRL gets"):
+        load_function(REWARD, "trl_rewards:exact")
+    fields = {keyword.arg for call in ast.walk(ast.parse(job)) if _is_config(call) for keyword in call.keywords}
+    assert fields - OF_TRAINER.union(GRPO_FIELDS.split()) == set()
+
+
+def _is_config(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "GRPOConfig"
