@@ -259,6 +259,11 @@ WITH_TURNS = {"rollout.tools": None, "rollout.environment": "run_tools:four", "r
         ),
         ({}, [{"prompt": "Two and two"}], "rollout.tools needs conversations"),
         (WITH_TURNS, [{"prompt": "Two and two"}], "rollout.reply: got user, but the prompts of"),
+        (
+            WITH_TURNS | {"eval.prompts": {"data": "strings.jsonl", "max_new_tokens": 330}},
+            [],
+            "eval.prompts.data: the prompts of strings.jsonl are strings, with rollout.reply=user",
+        ),
         (WITH_TURNS | {"data.chat_template": "u.jinja"}, [], "rollout.reply: the chat template of"),
         (WITH_TURNS | {"data.chat_template": "v.jinja"}, [], "'</s>', which is no end-of-sequence token of the"),
         (
@@ -268,11 +273,12 @@ WITH_TURNS = {"rollout.tools": None, "rollout.environment": "run_tools:four", "r
         ),
         ({}, [{"tools": [SCHEMAS[0] | {"function": {"name": "add"}}]}], "expected the parameters in rollout.tools"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_what_is_refused(
     student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], records: Any, words: str
 ) -> None:
+    write_records(tmp_path / "strings.jsonl", [{"prompt": "Two and two"}])
     (tmp_path / "t.jinja").write_text(HERMES.replace("tool_call>", "call>"))
     (tmp_path / "u.jinja").write_text(HERMES.replace("+ message.role", "+ message.role + loop.index | string"))
     (tmp_path / "v.jinja").write_text(HERMES.replace("<|im_end|>", "</s>"))
