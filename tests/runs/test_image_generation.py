@@ -170,20 +170,24 @@ def test_a_run_on_prompts_with_images_shows_them_in_its_report(tmp_path: Path) -
         assert line["rollout/log_ratio"] < 1e-5
     assert [line["step"] for line in metrics(out) if line.get("eval/prompts/reverse_kl", 0) > 0] == [0, 1, 2]
     samples = [json.loads(line) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
-    assert [(sample["step"], sample["number"]) for sample in samples] == [(s, n) for s in range(3) for n in range(4)]
+    shown = [("data.eval", number) for number in range(4)] + [("eval.prompts", number) for number in range(3)]
+    expected = [(step, *of_step) for step in range(3) for of_step in shown]
+    assert [(sample["step"], sample["key"], sample["number"]) for sample in samples] == expected
     for sample in samples:
         number = int(sample["prompt"].partition("what is ")[2].partition("?")[0])
         assert [(image["width"], image["height"]) for image in sample["images"]] == [
             (8 + 4 * (number % 4), 8 + 4 * (number % 3)) for _ in range(number % 3 > 0)
         ]
         assert sample["prompt"].count("<|image_pad|>") == len(sample["images"]) == sample["image_count"]
-        assert sample["reference"].startswith(f"number {number}"[:4])
+        is_of_prompts = sample["key"] == "eval.prompts"
+        assert is_of_prompts == (sample["reference"] is None)
+        assert is_of_prompts or sample["reference"].startswith(f"number {number}"[:4])
     documents = json.loads((out / "tokens.json").read_text())["documents"]
     for document in documents:
         assert [token["text"] for token in document["tokens"]].count("<|image_pad|>") == len(document["images"])
         assert all(token["kl"] is not None for token in document["tokens"][1:])
     page = write_report(out).read_text()
-    thumbnails = {image["thumbnail"] for shown in (*samples[-4:], *documents) for image in shown["images"]}
+    thumbnails = {image["thumbnail"] for shown in (*samples[-7:], *documents) for image in shown["images"]}
     assert len(thumbnails) >= 2
     assert set(re.findall(r'<img src="([^"]*)"', page)) == thumbnails
     assert "img-src data:" in page
