@@ -8,7 +8,8 @@ The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
 
 A Ctrl-C may also end the reader of the output (`tee`), so that the output cannot be written. The signal is obeyed in
 this case, too (`surviving_lost_reader`). If a function of the user does not return after a signal within `finishing`,
-it is interrupted (`interruptible`). While such a function has not returned for a minute, a line names it.
+it is interrupted (`interruptible`). While such a function has not returned for a minute, a line names it, and so does
+the line about a signal that arrives while it is running.
 
 The exit code is 128 + the signal's number; only a server that has answered all requests ends with 0. A thread reads
 the signals, because Python runs signal handlers only in the main thread, which may be waiting in a collective that
@@ -292,8 +293,10 @@ class _Listener:
         now, finishing = time.monotonic(), self.finishing
         if self._received and "RANK" in os.environ and now - self._received_at <= REPEATED_SECONDS:
             return
+        function = self._function  # another thread may set it to None meanwhile
         if self._received or finishing is None:
-            end_process(128 + number, self._message(number) if _is_rank_0() else None)
+            was_running = "" if function is None else f"; {function} was running"
+            end_process(128 + number, self._message(number) + was_running if _is_rank_0() else None)
         self._received, self._received_at = number, now
         # Ctrl-C also ends a `tee` that reads the output, and SIGHUP means that the terminal is closed. In both cases,
         # writing to the output fails; this must not prevent the checkpoint.
@@ -301,7 +304,8 @@ class _Listener:
             self._poll.register(descriptor, 0)  # reports only errors
         if _is_rank_0():
             name = signal.Signals(number).name
-            print_line(f"{name}: finishing {finishing}; a second signal ends the run at once")
+            running = "" if function is None else f"; {function} is running"
+            print_line(f"{name}: finishing {finishing}; a second signal ends the run at once{running}")
         self._noted.set()
 
 

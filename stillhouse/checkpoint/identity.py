@@ -33,6 +33,7 @@ _FREE = {
     "rollout.workers",
     "rollout.worker_timeout",
     "rollout.worker_memory",
+    "rollout.samples",
     "objective.chunk_tokens",
     "objective.kernels",
     "train.micro_batch_tokens",

@@ -154,6 +154,11 @@ class Sample:
     tool_errors: int = 0
 
     @property
+    def generated_tokens(self) -> int:
+        """The number of tokens that the model generated."""
+        return int(self.is_generated_N.sum())
+
+    @property
     def turns(self) -> int:
         """The number of the model's turns: of runs of tokens that the model generated."""
         starts_N = self.is_generated_N & ~np.concatenate([[False], self.is_generated_N[:-1]])

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +27,24 @@ from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.episodes import Episodes
 from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS, Turn, UserFunctionError, about_completion
 from stillhouse.user_code.worker_pool import WorkerHost, WorkerPool
+
+
+class CallTimes:
+    """The number of calls and their seconds, by the configuration keys of their functions; for several threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._by_key = threading.Lock(), dict[str, tuple[int, float]]()
+
+    def add(self, key: str, seconds: float) -> None:
+        with self._lock:
+            count, total = self._by_key.get(key, (0, 0.0))
+            self._by_key[key] = count + 1, total + seconds
+
+    def take(self) -> dict[str, tuple[int, float]]:
+        """Return the numbers and the seconds since the last call of this method."""
+        with self._lock:
+            taken, self._by_key = self._by_key, {}
+        return taken
 
 
 @dataclass(frozen=True)
@@ -62,6 +81,8 @@ class CompletionCalls:
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         paths, self._reward_key = worker_functions(rollouts, reward_key), reward_key
         functions = {(key, path): user_function(key, path) for key, path in paths if key != TOOLS}
+        #: of calls in this process and in workers, but not of servers
+        self.times = CallTimes()
         self._pool: WorkerPool | None = None
         if rollout.workers and paths:
             self._pool = WorkerPool(
@@ -71,10 +92,11 @@ class CompletionCalls:
                 memory_gib=rollout.worker_memory,
                 hosts=hosts,
                 warn=warn,
+                add_seconds=self.times.add,
             )
         self._servers: list[RewardServer] = []
         calls = {
-            name: called_here(function) if self._pool is None else self._pool.caller(*name)
+            name: self._timed(name[0], called_here(function)) if self._pool is None else self._pool.caller(*name)
             for name, function in functions.items()
         }
         parts: dict[str, CompletionCall] = {
@@ -103,8 +125,19 @@ class CompletionCalls:
         assert tools is not None
         if self._pool is not None:
             return self._pool.caller(TOOLS, paths), tools.have_state
-        here = Episodes(f"{TOOLS}: {paths}", tools.start, have_state=tools.have_state)
+        here = self._timed(TOOLS, Episodes(f"{TOOLS}: {paths}", tools.start, have_state=tools.have_state))
         return lambda *arguments: done(here(*arguments)), tools.have_state
+
+    def _timed(self, key: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, which ends when it returns, with its seconds in `times`."""
+
+        def timed(*arguments: Any) -> Any:
+            started = time.monotonic()
+            result = call(*arguments)
+            self.times.add(key, time.monotonic() - started)
+            return result
+
+        return timed
 
     def _of_source(
         self,

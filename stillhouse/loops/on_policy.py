@@ -71,6 +71,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             seconds, waited = timeline.end_step()
             log.write(shown)
             measured = metrics.of(step, samples, micro_batches, output, seconds, waited)
+            measured |= metrics.of_calls(rollouts.call_times(), seconds)
             if session.prompt_sources:
                 measured |= source_metrics(session, step, samples, micro_batches, output)
             run.end(step, micro_batches, output, measured, seconds)

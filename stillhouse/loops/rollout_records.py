@@ -1,7 +1,8 @@
 """The records of a step's samples: metrics and a few completions."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from stillhouse.loops.session_objects import Session
 from stillhouse.objective.metric_keys import GATE
 from stillhouse.output import records
 from stillhouse.output.metrics_file import REWARD_PART
-from stillhouse.output.rollout_log import SAMPLES
 from stillhouse.parallel import Ranks, ShardedMicroBatches
+from stillhouse.user_code.functions import REWARD
 
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student
 _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_", GATE)
@@ -54,13 +55,17 @@ class RolloutMetrics:
         """
         if not samples:
             return {"rollout/share": 0.0}
-        lengths = [len(sample.completion.ids_N) for sample in samples]
+        lengths = [sample.generated_tokens for sample in samples]
         metrics = {
             "rollout/completion_tokens": statistics.fmean(lengths),
+            "rollout/completion_tokens_min": float(min(lengths)),
+            "rollout/completion_tokens_max": float(max(lengths)),
             "rollout/truncated": statistics.fmean(sample.completion.finish == "length" for sample in samples),
             "speed/waiting": waited / seconds,
             "speed/sampled_tokens_per_second": sum(lengths) / seconds,
         }
+        if ended := [sample.generated_tokens for sample in samples if sample.completion.finish == "stop"]:
+            metrics["rollout/ended_tokens"] = statistics.fmean(ended)
         if rewards := [sample.reward for sample in samples if sample.reward is not None]:
             metrics["rollout/reward"], metrics["rollout/reward_std"] = mean_and_deviation(rewards)
             # samples of a checkpoint of an earlier version have no parts
@@ -76,6 +81,15 @@ class RolloutMetrics:
             metrics |= self._policy(step, samples, micro_batches, output)
         self._warnings.watch(samples, metrics)
         return metrics
+
+    def of_calls(self, times: Mapping[str, tuple[int, float]], seconds: float) -> dict[str, float]:
+        """Return the mean seconds of a call of a reward's function; empty without such a call.
+
+        times: see `Rollouts.call_times`. seconds: of the step.
+        """
+        self._warnings.watch_calls(times, seconds)
+        count, of_rewards = times.get(REWARD, (0, 0.0))
+        return {"speed/reward_seconds": of_rewards / count} if count else {}
 
     def _policy(
         self, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
@@ -119,10 +133,31 @@ def shown_samples(
     micro_batches: ShardedMicroBatches,
     output: StepOutput,
 ) -> list[records.Sample]:
-    """Return some samples of a step, if possible of different prompts. A collective of all processes."""
-    numbers = list(range(0, len(samples), max(1, len(samples) // SAMPLES)))
+    """Return the samples of a step that samples.jsonl shows (`rollout.samples`). A collective of all processes."""
+    assert session.rollout_config is not None
+    assert session.plan is not None
+    most = session.rollout_config.samples
+    numbers = shown_numbers(samples, session.plan, step, len(samples) if most == "all" else most)
     divergences = _divergences(session, numbers, micro_batches, output)
-    return [_shown(session, step, samples[number], divergences[number]) for number in numbers]
+    return [sample_record(session, step, samples[number], divergences[number]) for number in numbers]
+
+
+def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: int) -> list[int]:
+    """Choose at most `most` samples of a step: all samples of some prompts, or the first ones of a single prompt.
+
+    The first prompt is another one in successive steps, so that under async, where a step's prompts are in the order
+    of their requests, samples of every staleness are shown. Returns positions in `samples`, in ascending order.
+    """
+    groups: dict[int, list[int]] = {}
+    for position, sample in enumerate(samples):
+        groups.setdefault(plan.group_of(sample.number), []).append(position)
+    of_prompts = list(groups.values())
+    first = step % max(1, len(of_prompts))
+    numbers: list[int] = []
+    for of_prompt in [*of_prompts[first:], *of_prompts[:first]]:
+        if not numbers or len(numbers) + len(of_prompt) <= most:
+            numbers += of_prompt[:most]
+    return sorted(numbers)
 
 
 def _divergences(
@@ -152,7 +187,10 @@ def _divergences(
     return by_document
 
 
-def _shown(session: Session, step: int, sample: Sample, divergences: dict[int, float]) -> records.Sample:
+def sample_record(
+    session: Session, step: int, sample: Sample, divergences: Mapping[int, float] = MappingProxyType({})
+) -> records.Sample:
+    """Return the record of a sample, as samples.jsonl has it. divergences: by position, see `_divergences`."""
     assert session.rollout_config is not None
     assert session.plan is not None
     source = session.plan.source_of(session.plan.group_of(sample.number))

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from stillhouse.config import RolloutConfig
+from stillhouse.display import name_list
 from stillhouse.generation import PromptPlan, Sample
 from stillhouse.loops.sample_statistics import has_turns
 from stillhouse.parallel import log_rank0
@@ -17,8 +18,10 @@ MAX_LOG_RATIO, MAX_STALE_LOG_RATIO = 0.1, 1.0
 LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
 MORE_CUT = 0.3
 #: a warning is given after so many steps without a call or a reply, and after so many steps in which every completion
-#: is cut
+#: is cut, or in which the rewards of every prompt are equal
 SILENT_STEPS = 5
+#: a warning is given if calls in the process of rank 0 take a larger share of a step's time
+MOST_OF_STEP = 0.5
 
 
 class RolloutWarnings:
@@ -27,6 +30,7 @@ class RolloutWarnings:
     def __init__(self, plan: PromptPlan, rollouts: Sequence[RolloutConfig]):
         self._plan, self._rollouts = plan, rollouts
         self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
+        self._equal_steps = 0  # successive ones in which all rewards of every prompt are equal
         self._cut_steps = self._cut_samples = 0  # those since the last completion that has ended
         # steps with samples that may have several turns; these samples, those that are cut, and those with a reply
         self._steps = self._count = self._cut = self._replied = 0
@@ -37,7 +41,23 @@ class RolloutWarnings:
         self._watch_length(metrics)
         self._watch_ends(samples)
         self._watch_replies(samples)
+        self._watch_rewards(metrics)
         self._watch_ratios(metrics)
+
+    def watch_calls(self, times: Mapping[str, tuple[int, float]], seconds: float) -> None:
+        """Warn if a step spent most of its time in functions of the user that run one after the other.
+
+        times: the number and the seconds of the calls in this step, by the keys of their functions. seconds: of the
+            step.
+        """
+        spent = sum(of_calls for _, of_calls in times.values())
+        if not self._rollouts[0].workers and spent > MOST_OF_STEP * seconds:
+            count = sum(count for count, _ in times.values())
+            self._warn(
+                "calls",
+                f"{count:,} calls of {name_list(times)}, one after the other, took {spent:.3g} s of the "
+                f"{seconds:.3g} s of a step: rollout.workers makes many calls at once, with the same results",
+            )
 
     def _watch_length(self, metrics: Mapping[str, float]) -> None:
         length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
@@ -62,6 +82,19 @@ class RolloutWarnings:
                 "ends",
                 f"all {self._cut_samples:,} completions of the last {SILENT_STEPS} steps are cut at "
                 "rollout.max_new_tokens: expected a larger one, or a student that ends its completions",
+            )
+
+    def _watch_rewards(self, metrics: Mapping[str, float]) -> None:
+        if metrics.get("rollout/equal_rewards") != 1:
+            self._equal_steps = 0
+            return
+        self._equal_steps += 1
+        if self._equal_steps == SILENT_STEPS:
+            self._warn(
+                "rewards",
+                f"in the last {SILENT_STEPS} steps, all completions of a prompt had the same reward, on average "
+                f"{metrics['rollout/reward']:.4g} in the last step, so policy_gradient has no signal: expected a "
+                "reward that differs between completions of a prompt",
             )
 
     def _watch_replies(self, samples: Sequence[Sample]) -> None:

@@ -188,6 +188,11 @@ class Rollouts:
             return False
         return self._of_queue(lambda queue: queue.has_requested(step) and queue.is_ready(step))
 
+    def call_times(self) -> dict[str, tuple[int, float]]:
+        """On rank 0, the number and the seconds of the calls of rewards, environments and tools since the last call
+        of this method, by their keys; elsewhere empty."""
+        return {} if self.calls is None else self.calls.times.take()
+
     def trained(self, step: int) -> None:
         """Record that the optimizer has made this step."""
         if self.queue is not None:
@@ -257,12 +262,13 @@ def _base_of(student: StudentConfig) -> dict[str, Any]:
     return {"fingerprint": fingerprint, "dtype": student.dtype, "quantize": student.quantize}
 
 
-def first_rollouts(session: Session, folder: RunFolder) -> ShardedMicroBatches:
-    """Return the micro-batches of a run's first step, with completions generated in this job. Saves nothing."""
+def first_rollouts(session: Session, folder: RunFolder) -> tuple[list[Sample], ShardedMicroBatches]:
+    """Return samples and micro-batches of a run's first step, generated in this job. Saves nothing."""
     timeline = Timeline(time.monotonic)
     with closing(Rollouts(session, folder)) as rollouts:
         rollouts.ask(0, timeline)
-        return rollouts.micro_batches(0, rollouts.take(0, timeline))
+        samples = rollouts.take(0, timeline)
+        return samples, rollouts.micro_batches(0, samples)
 
 
 class _ServerWatch(SignalWatch):

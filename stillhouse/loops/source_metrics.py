@@ -64,7 +64,7 @@ def _of_samples(samples: Sequence[Sample], rollout: RolloutConfig, plan: PromptP
     reward_names = part_names(rollout.reward)
     values = {
         "completions": float(len(samples)),
-        "completion_tokens": statistics.fmean(len(sample.completion.ids_N) for sample in samples),
+        "completion_tokens": statistics.fmean(sample.generated_tokens for sample in samples),
         "truncated": statistics.fmean(sample.completion.finish == "length" for sample in samples),
     }
     if rewards := [sample.reward for sample in samples if sample.reward is not None]:

@@ -17,7 +17,6 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import LineFile
 from stillhouse.output.records import CHARACTERS, WAIT, Lane, Sample, Span
 
-SAMPLES = 4  # the maximum number of samples of a step
 TOKENS = 512  # the maximum number of tokens of a sample
 OTHER = "other work"  # the trainer's spans between those that have a name
 SHORTEST_GAP = 1e-4  # seconds; the precision of timeline.jsonl
@@ -36,10 +35,10 @@ class RolloutLog:
         self.timeline = Timeline(clock, None if folder is None else LineFile(folder.timeline, step))
 
     def write(self, samples: Sequence[Sample] = ()) -> None:
-        """Write the spans that have been added so far, and the first `SAMPLES` samples, shortened."""
+        """Write the spans that have been added so far, and the samples, shortened."""
         self.timeline.write()
         if self._samples is not None and samples:
-            self._samples.append([_shortened(sample) for sample in samples[:SAMPLES]])
+            self._samples.append([_shortened(sample) for sample in samples])
 
     def __enter__(self) -> Self:
         return self

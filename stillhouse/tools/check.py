@@ -34,7 +34,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
 from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.run.session import Session, data_reports, prepare, steps_in_words
-from stillhouse.tools.check_prompts import prompt_rows
+from stillhouse.tools.check_prompts import prompt_rows, sample_rows
 
 #: the number of characters of the sample document that are shown
 _SAMPLE = 600
@@ -168,7 +168,8 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
         micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
     else:
         yield "running one step: the completions …"
-        micro_batches = first_rollouts(session, folder)
+        samples, micro_batches = first_rollouts(session, folder)
+        yield from (_row(*row) for row in sample_rows(session, session.plan, samples))
     layers = session.engine.student.layout.compile
     compiled = "the loss and the layers are compiled" if layers else "the loss is compiled"
     if engine.needs_teacher:

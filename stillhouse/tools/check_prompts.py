@@ -1,10 +1,19 @@
-"""The rows of `stillhouse check` about the prompts of an on-policy run."""
+"""The rows of `stillhouse check` about an on-policy run: its prompts, and the completions of its first step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from stillhouse.display import escaped
-from stillhouse.generation import PromptPlan
+from stillhouse.generation import PromptPlan, Sample
+from stillhouse.generation.advantages import mean_and_deviation
+from stillhouse.loops.rollout_records import sample_record
+from stillhouse.loops.sample_statistics import equal_rewards
 from stillhouse.loops.session_objects import Session
+from stillhouse.output.report.shown_completions import facts_of
+
+#: the number of characters that are shown of a prompt, from its end, and of a completion
+_PROMPT, _COMPLETION = 200, 600
 
 
 def prompt_rows(session: Session, plan: PromptPlan) -> Iterator[tuple[str, str]]:
@@ -35,3 +44,35 @@ def prompt_rows(session: Session, plan: PromptPlan) -> Iterator[tuple[str, str]]
         completions = sum(len(plan.from_dataset(step)) for step in range(steps))
         of_it = f"the dataset's, which has {dataset:,}: {completions / dataset:.2f} passes over it"
         yield ("dataset", f"{completions:,} of the completions are {of_it}")
+
+
+def sample_rows(session: Session, plan: PromptPlan, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
+    """Yield the title and the text of the rows about the first completion of a step, and about the step's rewards."""
+    if not samples:
+        return
+    record = sample_record(session, 0, samples[0])
+    facts = [session.train.documents.sources[samples[0].prompt], *facts_of(record)]
+    prompt = record.prompt if len(record.prompt) <= _PROMPT else f"…{record.prompt[-_PROMPT:]}"
+    yield (
+        "completion",
+        f"{', '.join(facts)}; the generated tokens are in ⟦ ⟧:\n{prompt}{_completion(session, samples[0])}",
+    )
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if not rewards:
+        return
+    mean, deviation = mean_and_deviation(rewards)
+    values = f"from {min(rewards):.4g} to {max(rewards):.4g}, mean {mean:.4g}, standard deviation {deviation:.4g}"
+    share = equal_rewards(samples, plan)["equal_rewards"]
+    words = (
+        f"; {share:.0%} of the prompts have equal rewards, which are no signal for policy_gradient" if share else ""
+    )
+    yield "rewards", f"of {len(rewards):,} completions: {values}{words}"
+
+
+def _completion(session: Session, sample: Sample) -> str:
+    """The completion of a sample, shortened, with what the model has generated in brackets."""
+    text, tokens = "", zip(sample.is_generated_N.tolist(), sample.completion.ids_N.tolist(), strict=True)
+    for is_generated, stretch in groupby(tokens, key=itemgetter(0)):
+        piece = session.tokenizer.decode([token for _, token in stretch])
+        text += f"⟦{piece}⟧" if is_generated else piece
+    return text if len(text) <= _COMPLETION else f"{text[:_COMPLETION]}…"

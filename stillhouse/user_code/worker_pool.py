@@ -68,6 +68,7 @@ class WorkerPool:
     count: the number of processes on this host and on each of `hosts`. seconds: the limit for one call.
     memory_gib: how much memory a worker may allocate, in GiB, in addition to what its functions' modules need.
     warn: prints a line if a host is lost. Its workers are then replaced by workers on this host.
+    add_seconds: gets the key of a call and the seconds until its answer, in the thread of its worker.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class WorkerPool:
         memory_gib: float | None = None,
         hosts: Sequence[WorkerHost] = (),
         warn: Callable[[str], None] = print,
+        add_seconds: Callable[[str, float], None] = lambda key, seconds: None,
     ):
-        self._functions, self._seconds = list(functions), seconds
+        self._functions, self._seconds, self._add_seconds = list(functions), seconds, add_seconds
         self._memory_gib, self._hosts, self._warn = memory_gib, list(hosts), warn
         #: the host of each worker; None: this one
         self._places: list[WorkerHost | None] = [None, *hosts] * count
@@ -157,7 +159,9 @@ class WorkerPool:
             is_started = worker is not None
             try:
                 worker, is_started = self._start(number) if worker is None else worker, True
+                started = time.monotonic()
                 answer = worker.call(call.at, call.arguments, self._seconds)
+                self._add_seconds(self._functions[call.at][0], time.monotonic() - started)
             except LostError as error:
                 self._end(worker)
                 if isinstance(error, HostLostError):

@@ -181,6 +181,7 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after:
     assert time.monotonic() - started < SOON + 5 * (processes - 1)
     assert codes[0] == 128 + signal.SIGTERM, ranks.texts
     assert "Traceback" not in ranks.err
+    assert f"a second signal ends the run at once; rollout.reward: {named(function)} is running\n" in ranks[0].err
     if function is refuses_to_end:
         assert f"rollout.reward: {named(function)} does not return; stopped by SIGTERM" in ranks[0].err
     else:
@@ -190,6 +191,18 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after:
     run_ranks(processes, *arguments, **hook)
     assert rollout_figures(out) == rollout_figures(tmp_path / "undisturbed")
     assert contents(out / "model") == contents(tmp_path / "undisturbed" / "model")
+
+
+@pytest.mark.slow
+def test_check_names_the_reward_that_runs_at_a_signal(tmp_path: Path) -> None:
+    write_on_policy_run(tmp_path, **REWARDED | {"rollout.reward": named(sleeps)})
+    hangs = tmp_path / "hangs"
+    Path(f"{hangs}.warm").touch()
+    command = Command("check", tmp_path / "run.yaml", hook=mark, hook_arguments=(str(hangs),))
+    wait_for(hangs.exists)
+    command.send(signal.SIGINT)
+    assert command.wait() == 130
+    assert command.err.endswith(f" starts again; rollout.reward: {named(sleeps)} was running\n")
 
 
 @pytest.mark.slow

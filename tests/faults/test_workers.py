@@ -77,7 +77,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_does_not_depend_on_the_number_of_workers(
     tmp_path: Path, settings: dict[str, Any], processes: int
 ) -> None:
-    write_on_policy_run(tmp_path, **settings, **{"train.steps": 5})
+    write_on_policy_run(tmp_path, **settings, **{"train.steps": 5, "rollout.samples": "all"})
     for workers in (0, 1, 3):
         out = tmp_path / str(workers)
         run_ranks(processes, "distill", tmp_path / "run.yaml", f"rollout.workers={workers}", f"out={out}")

@@ -203,7 +203,7 @@ def test_a_teacher_of_another_processor_reads_completions_of_the_student(folder:
         **{f"rollout.{key}": value for key, value in rollout.items()},
     }
     session = session_of(folder, **settings)
-    step = first_rollouts(session, RunFolder(tmp_path / "out"))
+    _, step = first_rollouts(session, RunFolder(tmp_path / "out"))
     signals = session.source_for(session.engine).request(step).result()
     normalizer = step.of_all_ranks.normalizer
     loss = session.engine.forward_backward(step, signals, normalizer).sums["loss"]

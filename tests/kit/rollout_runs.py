@@ -37,7 +37,8 @@ def rollout_values(step, steps, rng) -> dict:
     progress = step / steps
     return {
         "rollout/completion_tokens": 180 + 150 * progress + rng.gauss(0, 10),
-        "rollout/truncated": 0.3 * (1 - progress),
+        "rollout/completion_tokens_min": 12, "rollout/completion_tokens_max": 512, "rollout/ended_tokens": 150,
+        "rollout/truncated": 0.3 * (1 - progress), "speed/reward_seconds": 0.05,
         "rollout/turns": 2.5, "rollout/tool_calls": 1.5, "rollout/tool_errors": 0.1, "rollout/equal_rewards": 0.2,
         "rollout/reward": 0.1 + 0.6 * progress + rng.gauss(0, 0.03), "rollout/reward_std": 0.4,
         "rollout/staleness": 0.8, "rollout/staleness_max": 2, "rollout/log_ratio": 0.004,

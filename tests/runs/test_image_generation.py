@@ -119,7 +119,7 @@ def test_the_first_step_on_prompts_with_images_has_the_log_probs_and_the_loss_of
     family: str, tmp_path: Path
 ) -> None:
     session = session_of(tmp_path, **write_on_policy(tmp_path, family))
-    step = first_rollouts(session, RunFolder(tmp_path / "out"))
+    _, step = first_rollouts(session, RunFolder(tmp_path / "out"))
     processor = session.image_processor
     assert processor is not None
     loss = session.forward_backward(step).sums["loss"]

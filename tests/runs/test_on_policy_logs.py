@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kit import slow
-from kit.on_policy_runs import write_on_policy_run
+from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.runs import metrics, run
 
 from stillhouse.output.records import Span
@@ -17,9 +17,18 @@ from stillhouse.run.run import distill
 
 
 def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
-    out = distill(write_on_policy_run(tmp_path, **{"train.steps": 2}))
+    settings = {"objective.loss": "reverse_kl + policy_gradient", "rollout.reward": f"{__name__}:letters"}
+    out = distill(write_on_policy_run(tmp_path, **settings, **{"train.steps": 2, "rollout.samples": 4}))
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert {sample["step"] for sample in samples} == {1, 2}
+    assert [sample["step"] for sample in samples] == [1, 1, 1, 1, 2, 2, 2, 2]
+    prompts = [sample["prompt"] for sample in samples]
+    assert prompts[::2] == prompts[1::2], "both completions of a prompt"
+    assert len(set(prompts)) == 4
+    for line in rollout_figures(out):
+        least, mean, most = (line[f"rollout/completion_tokens{name}"] for name in ("_min", "", "_max"))
+        assert 1 <= least <= mean <= most == 11
+        assert line.get("rollout/ended_tokens", mean) <= mean
+    assert all(line["speed/reward_seconds"] < 0.1 for line in metrics(out) if "speed/waiting" in line)
     for sample in samples:
         assert sample["source"] == "student"
         assert {token["version"] for token in sample["tokens"]} == {sample["step"] - 1}
@@ -65,10 +74,19 @@ def start(span: dict[str, Any]) -> float:
     return float(span["start"])
 
 
+def letters(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    return float(len(completion))
+
+
+def same(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    return 0.25
+
+
 def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
     """6 steps with 4 of 8 completions each from the dataset, which has 15 documents."""
-    loss = "cross_entropy + reverse_kl + sampled_kl(k2)"
-    write_on_policy_run(tmp_path, **{"rollout.share": 0.5, "objective.loss": loss})
+    settings = {"objective.loss": "cross_entropy + reverse_kl + sampled_kl(k2) + policy_gradient"}
+    settings |= {"rollout.reward": f"2*{__name__}:letters + {__name__}:same"}
+    write_on_policy_run(tmp_path, **settings, **{"rollout.share": 0.5})
     command = run("check", tmp_path / "run.yaml")
     for expected in (
         "6; in each of them, prompts: 4 (rollout.prompts_per_step), completions: 8, 50% written by the student",
@@ -77,3 +95,12 @@ def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
     ):
         assert expected in command.out
     assert not (tmp_path / "out").exists()
+    facts = r"tokens, (?:ended by itself|cut at the limit), reward (\S+) \(letters (\S+), same 0.25\), advantage \S+,"
+    shown = re.search(
+        rf"^completion +\S+train.jsonl:\d+, student's, \d+ {facts}.* in ⟦ ⟧:\n.*Two.* is⟦", command.out, re.MULTILINE
+    )
+    assert shown is not None, command.out
+    assert float(shown[1]) == 2 * float(shown[2]) + 0.25
+    assert re.search(
+        r"^rewards +of 4 completions: from \S+ to \S+, mean \S+, standard dev", command.out, re.MULTILINE
+    )

@@ -112,7 +112,7 @@ def test_a_step_has_the_metrics_of_both_sources(tmp_path: Path) -> None:
     of_counts = OF_COUNTS | {"share": 1.0, "environment": "hooks:echo", "max_turns": 2, "stop": ["a", "e", "i"]}
     loss = "policy_gradient + reverse_kl + 0.5*cross_entropy"
     settings = {"rollout.share": 0.5, "rollout.prompts_per_step": 8, "train.steps": 3, "objective.loss": loss}
-    out = distill(write_mixture(tmp_path, of_counts, weight=0.5, **settings))
+    out = distill(write_mixture(tmp_path, of_counts, weight=0.5, **settings | {"rollout.samples": "all"}))
     for line in rollout_figures(out):
         assert (line["rollout/train/completions"], line["rollout/counts/completions"]) == (4, 12)
         assert line["rollout/share"] == 16 / 20
@@ -130,6 +130,7 @@ def test_a_step_has_the_metrics_of_both_sources(tmp_path: Path) -> None:
         not token["target"] for sample in shown(out) for token in sample["tokens"] if "Say" in sample["prompt"]
     ]
     assert any(replies)
+    assert len(shown(out)) == 3 * 16
 
 
 @pytest.mark.usefixtures("hooks")

@@ -121,7 +121,7 @@ class Reference:
 def first_step(session: Session) -> tuple[ShardedMicroBatches, Documents, list[int]]:
     """The micro-batches of the first step, and its documents."""
     if session.plan is not None:
-        micro_batches = first_rollouts(session, RunFolder(Path(str(session.values["out"]))))
+        _, micro_batches = first_rollouts(session, RunFolder(Path(str(session.values["out"]))))
     else:
         micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
     whole: Any = micro_batches.of_all_ranks

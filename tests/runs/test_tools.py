@@ -186,7 +186,11 @@ def test_sources_have_their_tools_and_a_hostile_reply_is_text_that_is_no_target(
         {"source": str(tmp_path / f"{name}.jsonl"), "rollout": rollout} for name, rollout in of_sources.items()
     ]
     settings = {"rollout.tools": "run_tools:add", "rollout.prompts_per_step": 3, "rollout.samples_per_prompt": 4}
-    settings |= {"objective.loss": "reverse_kl + policy_gradient(teacher_kl=0.1)", "train.steps": 1}
+    settings |= {
+        "objective.loss": "reverse_kl + policy_gradient(teacher_kl=0.1)",
+        "train.steps": 1,
+        "rollout.samples": "all",
+    }
     config = write_tool_run(student, tmp_path, monkeypatch, **settings | {"data.train": sources})
     for name in of_sources:
         shutil.copyfile(tmp_path / "train.jsonl", tmp_path / f"{name}.jsonl")

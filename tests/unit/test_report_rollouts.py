@@ -37,10 +37,11 @@ def headings(page: Page) -> list[str]:
 def test_page_has_the_curves_of_rollouts_and_tasks(run_dir):
     page = Page(write_report(run_dir))
     assert page.titles[:2] == ["Exact match: gsm8k", "Exact match: math"]
-    assert page.titles[-13:] == [
-        "Reward", "Reward, spread", "Completion length", "Cut completions", "Turns", "Calls of tools",
+    assert page.titles[-16:] == [
+        "Reward", "Reward, spread", "Completion length", "Longest and shortest completion",
+        "Length of ended completions", "Cut completions", "Turns", "Calls of tools",
         "Errors of tools", "Equal rewards", "Own completions", "Staleness",
-        "Training against engine", "Waiting", "Sampling",
+        "Training against engine", "Waiting", "Time of a reward", "Sampling",
     ]  # fmt: skip
     assert "Other" not in headings(page)
     assert "10.0 % → 60.0 %" in page.text
@@ -164,6 +165,8 @@ def test_a_page_shows_a_bounded_number_of_tokens():
     assert chosen[-1] == 299
     assert 15 <= len(chosen) <= run_files.TOKENS // 2048
     assert run_files.shown_steps({3: 10**6}) == [3]
+    of_step = run_files.first_samples([("samples.jsonl:1", at, 512) for at in range(200)])
+    assert len(of_step) == run_files.TOKENS // 512
 
 
 def test_a_long_completion_is_cut_with_a_mark(run_dir):

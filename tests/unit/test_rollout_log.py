@@ -55,7 +55,7 @@ def test_samples_are_bounded_and_without_nan(tmp_path):
     with opened(tmp_path) as log:
         log.write([long] * 7)
     samples = lines(tmp_path / "samples.jsonl")
-    assert len(samples) == 4
+    assert len(samples) == 7
     assert (len(samples[0]["tokens"]), samples[0]["length"]) == (TOKENS, 600)
     assert len(samples[0]["prompt"]) == len(samples[0]["completion"]) == CHARACTERS
     assert samples[0]["prompt"].endswith("end")

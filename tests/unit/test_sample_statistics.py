@@ -8,6 +8,8 @@ import pytest
 
 from stillhouse.config import RolloutConfig
 from stillhouse.generation import Completion, PromptPlan, Sample
+from stillhouse.generation.prompt_plan import PromptSource
+from stillhouse.loops.rollout_records import shown_numbers
 from stillhouse.loops.rollout_warnings import SILENT_STEPS, RolloutWarnings
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 
@@ -44,6 +46,18 @@ def test_a_prompt_whose_rewards_are_equal_has_no_signal() -> None:
     assert equal_rewards([sample(4)], PLAN) == {}
 
 
+def test_samples_jsonl_has_all_completions_of_some_prompts() -> None:
+    """Three prompts with 2 completions each, or a source with 3 completions beside another one with 1."""
+    samples = [sample(number) for number in range(6)]
+    shown = {most: shown_numbers(samples, PLAN, 0, most) for most in (0, 1, 2, 3, 4, 6)}
+    assert shown == {0: [], 1: [0], 2: [0, 1], 3: [0, 1], 4: [0, 1, 2, 3], 6: [0, 1, 2, 3, 4, 5]}
+    assert [shown_numbers(samples, PLAN, step, 2) for step in range(4)] == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    of_two = PromptPlan([PromptSource(5, 3), PromptSource(5, 1)], 2, seed=3)
+    mixed = [sample(number) for number in (0, 1, 2, 3, 6, 7, 8)]
+    assert [shown_numbers(mixed, of_two, step, 4) for step in range(3)] == [[0, 1, 2, 3], [3, 4, 5, 6], [3, 4, 5, 6]]
+    assert shown_numbers([], PLAN, 1, 4) == []
+
+
 @pytest.mark.parametrize(
     ("rollout", "samples", "words"),
     [
@@ -58,18 +72,25 @@ def test_a_prompt_whose_rewards_are_equal_has_no_signal() -> None:
             "none of the 10 completions of the last 5 steps has had a reply of rollout.env",
         ),
         (RolloutConfig(), [sample(0, finish="length")] * 2, "all 10 completions of the last 5 steps are cut at"),
+        (
+            RolloutConfig(reward="a:f"),
+            [sample(number, reward=0.5) for number in range(4)],
+            "in the last 5 steps, all completions of a prompt had the same reward, on average 0.5 in the last step",
+        ),
+        (RolloutConfig(reward="a:f"), [sample(number, reward=0.5, advantage=number % 2) for number in range(4)], ""),
         (TOOLS, [sample(0), sample(1, (0, -1, 0), tool_calls=1)], ""),
         (GAME, [sample(0), sample(1, (0, -1, 0))], ""),
         (RolloutConfig(), [sample(0), sample(1, finish="length")], ""),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_a_warning_comes_once_after_some_steps(
     capsys: pytest.CaptureFixture[str], rollout: RolloutConfig, samples: list[Sample], words: str
 ) -> None:
     warnings = RolloutWarnings(PLAN, [rollout])
     cut = sum(one.completion.finish == "length" for one in samples) / len(samples)
-    metrics = {"rollout/completion_tokens": 2.0, "rollout/truncated": cut}
+    metrics = {"rollout/completion_tokens": 2.0, "rollout/truncated": cut, "rollout/reward": 0.5}
+    metrics |= {f"rollout/{name}": value for name, value in equal_rewards(samples, PLAN).items()}
     for _ in range(SILENT_STEPS - 1):
         warnings.watch(samples, metrics)
     assert capsys.readouterr().out == ""
@@ -78,3 +99,18 @@ def test_a_warning_comes_once_after_some_steps(
     printed = capsys.readouterr().out
     assert printed.count("\n") == bool(words)
     assert printed.startswith(f"warning: {words}" if words else "")
+
+
+def test_calls_that_take_most_of_a_step_cause_one_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"rollout.reward": (16, 1.5), "rollout.tools": (4, 1.0)}
+    RolloutWarnings(PLAN, [RolloutConfig(tools="a:f", reward="a:f", workers=2)]).watch_calls(times, 4.0)
+    warnings = RolloutWarnings(PLAN, [RolloutConfig(tools="a:f", reward="a:f")])
+    warnings.watch_calls(times, 6.0)
+    assert capsys.readouterr().out == ""
+    for _ in range(2):
+        warnings.watch_calls(times, 4.0)
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "warning: 20 calls of rollout.reward, rollout.tools, one after the other, took 2.5 s of"
+    )
+    assert printed.count("\n") == 1

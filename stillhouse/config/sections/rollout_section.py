@@ -1,7 +1,7 @@
 """On-policy training: who generates the completions, how tokens are sampled, and how old the weights may be."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -146,6 +146,9 @@ class RolloutConfig(PromptConfig):
     discount: float = Field(default=0.0, ge=0, le=1)
     """With policy_gradient(teacher_kl=…): a token's advantage is the sum of the teacher's log-ratios from this token
     on, each multiplied by this number for every token in between (MiniLLM). 0: its own alone."""
+    samples: Annotated[int, Field(ge=0)] | Literal["all"] = 4
+    """The most completions of a step in samples.jsonl: all completions of some prompts, or the first ones of one
+    prompt if it has more. all: all completions of the step."""
     position_decay: float = Field(default=1.0, gt=0, le=1)
     """The weight of the n-th token of a completion is this number to the power n. 1: all equal."""
 

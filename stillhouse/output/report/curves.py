@@ -116,6 +116,12 @@ ROLLOUTS = (
     _rollouts("Reward", "mean of a step's completions", {"": "rollout/reward"}),
     _rollouts("Reward, spread", "standard deviation", {"": "rollout/reward_std"}),
     _rollouts("Completion length", "tokens, mean", {"": "rollout/completion_tokens"}),
+    _rollouts(
+        "Longest and shortest completion",
+        "tokens",
+        {"longest": "rollout/completion_tokens_max", "shortest": "rollout/completion_tokens_min"},
+    ),
+    _rollouts("Length of ended completions", "tokens, mean", {"": "rollout/ended_tokens"}),
     _rollouts("Cut completions", "of completions", {"": "rollout/truncated"}, percent=True),
     _rollouts("Turns", "of a completion, mean", {"": "rollout/turns"}),
     _rollouts("Calls of tools", "of a completion, mean", {"": "rollout/tool_calls"}),
@@ -133,6 +139,7 @@ ROLLOUTS = (
     _rollouts("Importance ratio", "mean at drawn tokens", {"": "rollout/ratio"}),
     _rollouts("Limited ratios", "of drawn tokens", {"": "rollout/clipped"}, percent=True),
     _rollouts("Waiting", "of the trainer's time", {"": "speed/waiting"}, percent=True),
+    _rollouts("Time of a reward", "seconds of a call, mean", {"": "speed/reward_seconds"}),
     _rollouts("Sampling", "tokens per second", {"": "speed/sampled_tokens_per_second"}),
 )
 

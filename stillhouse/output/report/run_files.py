@@ -7,7 +7,9 @@ The tokens of completions that are not shown are neither checked nor kept in mem
 
 import json
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +154,14 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts:
         if sample.source == "student":
             staleness[sample.staleness] += 1
     shown = shown_steps({step: sum(count for *_, count in of_step) for step, of_step in places.items()})
-    samples = {step: [_sample_at(path, where, offset) for where, offset, _ in places[step]] for step in shown}
+    samples = {step: [_sample_at(path, *place) for place in first_samples(places[step])] for step in shown}
     return Rollouts(last_spans, samples, len(places), dict(sorted(staleness.items())))
+
+
+def first_samples(samples: Sequence[tuple[str, int, int]]) -> list[tuple[str, int]]:
+    """The lines and offsets of a step's first samples that together have at most `TOKENS` tokens."""
+    totals = accumulate(tokens for *_, tokens in samples)
+    return [(where, offset) for (where, offset, _), total in zip(samples, totals, strict=True) if total <= TOKENS]
 
 
 def _sample_at(path: Path, where: str, offset: int) -> Sample:

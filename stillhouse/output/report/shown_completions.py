@@ -48,7 +48,8 @@ def shown_step(step: int, samples: Sequence[Sample]) -> ShownStep:
     return ShownStep(step, ", ".join(facts), [_sample(sample) for sample in samples])
 
 
-def _sample(sample: Sample) -> ShownSample:
+def facts_of(sample: Sample) -> list[str]:
+    """What is said of a completion: who has written it, its length and end, its reward and its weights."""
     ended = "ended by itself" if sample.finish == "stop" else "cut at the limit"
     facts = [f"{sample.source}'s", f"{sample.length:,} tokens, {ended}"]
     if sample.prompt_source is not None:
@@ -63,12 +64,16 @@ def _sample(sample: Sample) -> ShownSample:
         facts.append(f"version {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else ""))
     if sample.source == "student":
         facts.append(f"staleness {sample.staleness}")
+    return facts
+
+
+def _sample(sample: Sample) -> ShownSample:
     before = [None, *(token.version for token in sample.tokens)]
     tokens = [
         (token, _title(token), version is not None and token.version not in (None, version))
         for token, version in zip(sample.tokens, before, strict=False)
     ]
-    return ShownSample(facts, sample.prompt, tokens, max(0, sample.length - len(tokens)))
+    return ShownSample(facts_of(sample), sample.prompt, tokens, max(0, sample.length - len(tokens)))
 
 
 def _title(token: SampleToken) -> str:
