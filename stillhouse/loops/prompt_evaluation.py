@@ -75,7 +75,7 @@ class PromptEvaluation:
         samples = self._samples.generate(step)
         watchdog.enter("the scores of eval.prompts")
         metrics = {
-            "completion_tokens": float(np.mean([len(sample.completion.ids_N) for sample in samples])),
+            "completion_tokens": float(np.mean([sample.generated_tokens for sample in samples])),
             "ended": float(np.mean([sample.completion.finish == "stop" for sample in samples])),
         } | turn_statistics(samples, [self._samples.rollout])
         if session.teacher_configs:
