@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import cached_file
 
 import stillhouse
-from stillhouse.config import ParallelConfig, RunConfig, StudentConfig, TeacherConfig, TrainConfig
+from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
 from stillhouse.data.data_report import documents_in_words
 from stillhouse.libraries import reading
 from stillhouse.output.json_lines import read_object
@@ -54,7 +54,7 @@ def model_card(run: Path, config: RunConfig, progress: Progress, exported: Expor
         "## Sources",
         _sources(run, student, config.teacher_sections, progress),
         "## Training",
-        _training(config.train, config.parallel, config.seed, progress, exported.processes),
+        _training(config, progress, exported.processes),
         "## Results",
         _results(run, progress),
         "## How it was made",
@@ -135,14 +135,19 @@ def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherCo
     return "\n".join(head + lines) + "\n\nA fingerprint is the beginning of a sha256 of the files or documents."
 
 
-def _training(train: TrainConfig, parallel: ParallelConfig, seed: int, progress: Progress, processes: int) -> str:
-    degrees = {key: value for key, value in parallel.model_dump().items() if isinstance(value, int)}
+def _training(config: RunConfig, progress: Progress, processes: int) -> str:
+    train, rollout = config.train, config.rollout
+    degrees = {key: value for key, value in config.parallel.model_dump().items() if isinstance(value, int)}
     used = ", ".join(f"{key} {value}" for key, value in degrees.items() if value > 1)
     layout = f"{processes} process{'es' if processes > 1 else ''}" + (f" ({used})" if used else "")
+    size = f"{train.tokens_per_step:,} tokens"
+    if rollout is not None and rollout.prompts_per_step is not None:
+        size = f"{rollout.prompts_per_step:,} prompts with {rollout.samples_per_prompt:,} completions of each"
+        size += "" if rollout.share == 1 else " and texts of the dataset"
     return (
-        f"{progress.step:,} optimizer steps of {train.tokens_per_step:,} tokens; {progress.tokens:,} target tokens "
+        f"{progress.step:,} optimizer steps of {size}; {progress.tokens:,} target tokens "
         f"in all. Optimizer {train.optimizer}, peak learning rate {train.learning_rate:g}, schedule "
-        f"{train.schedule}, precision {train.precision}, seed {seed}. Layout: {layout}."
+        f"{train.schedule}, precision {train.precision}, seed {config.seed}. Layout: {layout}."
     )
 
 

@@ -313,6 +313,9 @@ def test_prompts_alone_need_no_completions(tmp_path: Path) -> None:
     config = write_on_policy_run(tmp_path, **{"data.eval": 0, "train.steps": 2})
     write_records(tmp_path / "train.jsonl", [{"prompt": f"Two and {number} is"} for number in range(15)])
     assert len(rollout_figures(distill(config))) == 2
+    run("export", tmp_path / "out", "--out", tmp_path / "made")
+    size = f"4 prompts with {config.rollout.samples_per_prompt} completions of each"
+    assert f"2 optimizer steps of {size}; " in (tmp_path / "made" / "README.md").read_text()
     held_out = write_on_policy_run(tmp_path / "held_out", **{"data.eval": 0.3})
     write_records(tmp_path / "held_out" / "train.jsonl", [{"prompt": f"Two and {number} is"} for number in range(15)])
     with pytest.raises(ConfigError, match=r"data.eval: got 0\.3, but held-out metrics need completions"):
