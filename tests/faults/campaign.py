@@ -32,6 +32,7 @@ TIMED = (
     "speed/step_seconds",
     "speed/tokens_per_second",
     "speed/sampled_tokens_per_second",
+    "speed/reward_seconds",
     "speed/waiting",
 )
 
