@@ -204,7 +204,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(tmp_path: Pa
 
 def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
     """Each stage that may take minutes is named before it begins."""
-    loss = "0.3*cross_entropy + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss"
+    loss = "1e-4*cross_entropy + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss"
     write_run(tmp_path, **{"objective.loss": loss, "data.train": str(tmp_path / "prompts.jsonl")})
     write_records(tmp_path / "prompts.jsonl", [{"prompt": "The still ", "completion": "is heated"}] * 3)
     before = contents(tmp_path)
@@ -222,7 +222,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
         r"run folder +.*/out: a new run",
         r".*The still ⟦is heated</s>⟧",
         r"one step +[\d,]+ tokens in [\d.]+ s \([\d.]+ s the first time, when the loss is compiled\), loss [\d.]+",
-        r"  cross_entropy +gradient norm [\d.]+",
+        r"  cross_entropy +gradient norm [\d.e-]+",
         r"  jsd\(0\.5\) +gradient norm [\d.]+",
         r"  entropy +gradient norm [\d.e-]+",
     ):
@@ -240,7 +240,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
     assert re.fullmatch(r"running the step again, with what was compiled in [\d.]+ s …", checked[stages[4]])
     followers = ["loading the models", "student ", "running one step", "running the step", "one step "]
     followers += ["  cross_entropy "]
-    assert re.search(r"^verdict +the gradient of entropy is \d+ times smaller than", shown.out, re.MULTILINE)
+    assert re.search(r"^verdict +the gradient of cross_entropy is [\d,]+ times smaller than", shown.out, re.MULTILINE)
     assert all(checked[at + 1].startswith(text) for at, text in zip(stages, followers, strict=True))
     if sys.platform == "linux":
         assert re.search(r"^peak memory +[\d.]+ GiB, of which this step added [\d.]+ GiB", shown.out, re.MULTILINE)
