@@ -37,10 +37,9 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import slow_reward
+from benchmarks.random_models import write_models, write_prompts
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import LOSS, metrics, run_config
 from stillhouse.output.log import RunLog
@@ -62,50 +61,12 @@ GROUP = 4
 ENDS = {"all completions of 64 tokens": 0.0, "ends at random": 1 / 32}
 
 
-def write_models(folder: Path, vocabulary: int, end: float = 0.0) -> Path:
-    """Student, teacher and prompts; returns their folder. end: the probability of an end at each token."""
+def write_sizes(folder: Path, vocabulary: int, end: float = 0.0) -> Path:
+    """Student, teacher and prompts in a folder of their own; returns it. end: see `write_models`."""
     folder = folder / f"vocabulary{vocabulary}-{end:.3f}"
-    words = {"</s>": 0} | {f"w{number}": number for number in range(1, vocabulary)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="</s>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(prefix="##")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
-    for seed, (name, (width, layers)) in enumerate({"student": STUDENT, "teacher": TEACHER}.items()):
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-            num_attention_heads=width // 32, num_key_value_heads=width // 64, head_dim=32, tie_word_embeddings=True,
-            max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-        )  # fmt: skip
-        model = Qwen3ForCausalLM(config)
-        if end:
-            set_end(model, end)
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    draws = np.random.default_rng(0)
-    texts = [
-        " ".join(f"w{integer}" for integer in draws.integers(1, vocabulary, PROMPT)) for _ in range(ROWS * STEPS)
-    ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    write_models(folder, {"student": STUDENT, "teacher": TEACHER}, vocabulary, end)
+    write_prompts(folder / "prompts.jsonl", ROWS * STEPS, PROMPT, vocabulary)
     return folder
-
-
-@torch.no_grad()
-def set_end(model: Qwen3ForCausalLM, probability: float) -> None:
-    """Make the end of sequence about as probable as this after every token of a random model.
-
-    The first channel of the residual stream gets the same value for every token, and no layer writes to it. The
-    head's row of the end of sequence reads this channel alone.
-    """
-    rows_VD = model.get_input_embeddings().weight
-    vocabulary, ids_BS = len(rows_VD), torch.arange(1, 1 + 4 * PROMPT).view(4, PROMPT)
-    rows_VD[:, 0] = 0.1
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight[0] = 0.0
-        layer.mlp.down_proj.weight[0] = 0.0
-    channel = float(model.model(ids_BS).last_hidden_state[..., 0].mean())
-    odds = probability / (1 - probability)
-    rows_VD[0] = 0.0
-    rows_VD[0, 0] = rows_VD[1, 0] + np.log(odds * (vocabulary - 1)) / channel
 
 
 def settings_of(folder: Path, out: Path, steps: int, **more: Any) -> dict[str, Any]:
@@ -385,7 +346,7 @@ def main() -> None:
              "student (width, layers)": STUDENT, "teacher (width, layers)": TEACHER}  # fmt: skip
     result: dict[str, Any] = {"sizes": sizes}
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {size: write_models(Path(temporary), size) for size in arguments.vocabularies}
+        folders = {size: write_sizes(Path(temporary), size) for size in arguments.vocabularies}
         if "trl" in arguments.parts:
             result["trl"] = {size: against_trl(folder, arguments.rounds) for size, folder in folders.items()}
             for size, figures in result["trl"].items():
@@ -394,7 +355,7 @@ def main() -> None:
             result["reward"] = {"seconds of a reward": slow_reward.SECONDS, "completions of a prompt": GROUP}
             for size in arguments.vocabularies:
                 for name, end in ENDS.items():
-                    folder = write_models(Path(temporary), size, end)
+                    folder = write_sizes(Path(temporary), size, end)
                     figures = with_reward(folder, arguments.rounds, arguments.steps)
                     result["reward"][f"vocabulary {size}, {name}"] = figures
                     print("vocabulary", size, name, figures["TRL / ours"], flush=True)

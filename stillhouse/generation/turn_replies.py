@@ -1,9 +1,10 @@
 """What follows a turn of the model: the text of an environment, or the replies of the tools that the turn calls."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -45,38 +46,48 @@ class SampleTurns:
     replies: Sequence[Any]
 
 
-class TurnReplies(Protocol):
-    """Replies to the turns of samples. May be called from any thread."""
+class TurnReplies(ABC):
+    """Replies to the turns of samples. May be called from any thread.
 
+    call: calls the user's environment or tools.
+    """
+
+    def __init__(self, call: EnvironmentCall):
+        self._call = call
+
+    @abstractmethod
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         """Request the reply to the last turn; None if the sample ends with it. The future raises
         UserFunctionError.
         """
-        ...
 
+    @abstractmethod
     def ids(self, reply: Any, most: int) -> list[int]:
         """The tokens of a reply, or more than `most` of them from its beginning; [] if the sample ends.
 
         Raises UserFunctionError for a reply that a sample cannot have.
         """
-        ...
+
+    @abstractmethod
+    def episode(self, sample: SampleTurns) -> Episode:
+        """The turns of a sample and the replies to them, as the user's object gets them."""
 
     def call_counts(self, replies: Sequence[Any]) -> tuple[int, int]:
         """How many calls of tools have had these replies to a sample, and how many of them were errors."""
-        ...
+        return 0, 0
 
     def reward(self, sample: SampleTurns) -> Future[float]:
         """Request the reward that the object of a sample gives at its end. The future raises
         UserFunctionError.
         """
-        ...
+        return self._call(*sample.arguments, replace(self.episode(sample), wants_reward=True))
 
     def end(self, number: int, arguments: CallArguments) -> Future[None]:
         """Drop the object of a sample that has ended."""
-        ...
+        return self._call(*arguments, Episode(number))
 
 
-class TextReplies:
+class TextReplies(TurnReplies):
     """The texts of an environment (`rollout.environment`), which may have any tokens but those of images.
 
     placeholders: the ids of the tokens that stand for features of images.
@@ -93,18 +104,16 @@ class TextReplies:
         prompt: str = "",
         warn: Callable[[str], None] | None = None,
     ):
-        self._call, self._tokenizer, self._placeholders = call, tokenizer, frozenset(placeholders)
+        super().__init__(call)
+        self._tokenizer, self._placeholders = tokenizer, frozenset(placeholders)
         self._prompt, self._warn, self._special = prompt.strip(), warn, special_ids(tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        reply = self._call(*sample.arguments, self._episode(sample))
+        reply = self._call(*sample.arguments, self.episode(sample))
         is_complete = int(sample.turns[-1][-1]) in self._special
         if self._prompt and is_complete and sample.arguments[0].rstrip().endswith(self._prompt):
             reply.add_done_callback(self._look)
         return reply
-
-    def reward(self, sample: SampleTurns) -> Future[float]:
-        return self._call(*sample.arguments, replace(self._episode(sample), wants_reward=True))
 
     def _look(self, reply: "Future[str | None]") -> None:
         """Warn if a reply to a complete turn of a conversation does not begin a turn of the student."""
@@ -119,7 +128,7 @@ class TextReplies:
             "replies with all text of a turn"
         )
 
-    def _episode(self, sample: SampleTurns) -> Episode:
+    def episode(self, sample: SampleTurns) -> Episode:
         return Episode(sample.number, turn_texts(self._tokenizer, sample), tuple(sample.replies))
 
     def ids(self, reply: str | None, most: int) -> list[int]:
@@ -130,12 +139,6 @@ class TextReplies:
         require_no_image(ids, self._placeholders, reply)
         return ids
 
-    def call_counts(self, replies: Sequence[Any]) -> tuple[int, int]:
-        return 0, 0
-
-    def end(self, number: int, arguments: CallArguments) -> Future[None]:
-        return self._call(*arguments, Episode(number))
-
 
 @dataclass(frozen=True)
 class TurnReply:
@@ -145,7 +148,7 @@ class TurnReply:
     ends: bool
 
 
-class MessageReplies:
+class MessageReplies(TurnReplies):
     """The texts of an environment as turns of the chat template (`rollout.reply`).
 
     A turn ends with the template's end marker, or with one of `rollout.stop`. A turn that ends with another
@@ -162,7 +165,8 @@ class MessageReplies:
         *,
         has_stops: bool,
     ):
-        self._call, self._format, self._placeholders = call, reply_format, frozenset(placeholders)
+        super().__init__(call)
+        self._format, self._placeholders = reply_format, frozenset(placeholders)
         self._has_stops = has_stops
         self._special = special_ids(reply_format.tokenizer) - {reply_format.marker_id}
 
@@ -172,15 +176,12 @@ class MessageReplies:
         if ends and (not self._has_stops or last in self._special):
             return None
         return _mapped(
-            self._call(*sample.arguments, self._episode(sample)),
+            self._call(*sample.arguments, self.episode(sample)),
             lambda text: TurnReply(text, ends) if text else None,
             lambda error: None,
         )
 
-    def reward(self, sample: SampleTurns) -> Future[float]:
-        return self._call(*sample.arguments, replace(self._episode(sample), wants_reward=True))
-
-    def _episode(self, sample: SampleTurns) -> Episode:
+    def episode(self, sample: SampleTurns) -> Episode:
         turns = turn_texts(self._format.tokenizer, sample)
         return Episode(sample.number, turns, tuple(reply.text for reply in sample.replies))
 
@@ -193,12 +194,6 @@ class MessageReplies:
             raise UserFunctionError(str(error)) from error
         require_no_image(ids, self._placeholders, reply.text)
         return ids
-
-    def call_counts(self, replies: Sequence[Any]) -> tuple[int, int]:
-        return 0, 0
-
-    def end(self, number: int, arguments: CallArguments) -> Future[None]:
-        return self._call(*arguments, Episode(number))
 
 
 @dataclass(frozen=True)
@@ -213,7 +208,7 @@ class ToolReply:
     ends: bool
 
 
-class ToolReplies:
+class ToolReplies(TurnReplies):
     """The replies of the tools that a turn calls, as the chat template writes them (`rollout.tools`).
 
     A turn ends with the template's end marker, or with one of `rollout.stop`. A turn that ends with another special
@@ -233,7 +228,8 @@ class ToolReplies:
         have_state: bool,
         warn: Callable[[str], None],
     ):
-        self._call, self._format, self._most_tokens, self._warn = call, tool_format, most_tokens, warn
+        super().__init__(call)
+        self._format, self._most_tokens, self._warn = tool_format, most_tokens, warn
         self._have_state, self._tokenizer = have_state, tool_format.tokenizer
         self._special = special_ids(self._tokenizer) - {tool_format.marker_id}
 
@@ -252,10 +248,7 @@ class ToolReplies:
             self._warn(f"the reply of the tools is {_LOST!r}: {first_line(error)}")
             return reply([_LOST] * len(calls))
 
-        return _mapped(self._call(*sample.arguments, self._episode(sample)), reply, lost)
-
-    def reward(self, sample: SampleTurns) -> Future[float]:
-        return self._call(*sample.arguments, replace(self._episode(sample), wants_reward=True))
+        return _mapped(self._call(*sample.arguments, self.episode(sample)), reply, lost)
 
     def ids(self, reply: ToolReply, most: int) -> list[int]:
         return self._format.reply_ids(reply.names, [self._bounded(text) for text in reply.texts], ends=reply.ends)
@@ -264,10 +257,7 @@ class ToolReplies:
         texts = [text for reply in replies for text in reply.texts]
         return len(texts), sum(text.startswith(ERROR) for text in texts)
 
-    def end(self, number: int, arguments: CallArguments) -> Future[None]:
-        return self._call(*arguments, Episode(number))
-
-    def _episode(self, sample: SampleTurns) -> Episode:
+    def episode(self, sample: SampleTurns) -> Episode:
         made = [[(call.name, call.arguments, call.problem) for call in self._calls(ids_N)] for ids_N in sample.turns]
         return Episode(sample.number, tuple(made), tuple(reply.texts for reply in sample.replies))
 

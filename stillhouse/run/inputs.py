@@ -310,12 +310,8 @@ def load_data(
         except NoSourceError as error:
             share = " (a share is written as a number, such as 0.05)" if source.endswith("%") else ""
             raise ConfigError(key, f"{error}{share}") from error
-        if rollout is not None and rollout.reply_role and not are_conversations(documents.records[0], tokenizer):
-            raise ConfigError(
-                "rollout.reply",
-                f"got {rollout.reply}, but the prompts of {source} are strings: expected raw, or conversations "
-                "('messages', or 'prompt' as a list of messages)",
-            )
+        if rollout is not None and rollout.reply_role:
+            _require_conversations(documents, source, rollout, tokenizer)
         return documents
 
     def load_train(rollouts: Sequence[RolloutConfig] = ()) -> Documents:
@@ -345,6 +341,18 @@ def load_data(
             f" with completions ({error})",
         ) from error
     return _split(train, data.eval)[0], _split(documents, data.eval)[1]
+
+
+def _require_conversations(
+    prompts: Documents, source: str, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise ConfigError unless the chat template writes the prompts of a source, as it writes replies."""
+    if not are_conversations(prompts.records[0], tokenizer):
+        raise ConfigError(
+            "rollout.reply",
+            f"got {rollout.reply}, but the prompts of {source} are strings: expected raw, or conversations "
+            "('messages', or 'prompt' as a list of messages)",
+        )
 
 
 def _load_options(
