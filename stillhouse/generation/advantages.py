@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -21,7 +22,7 @@ def with_advantages(
 ) -> list[Sample]:
     """Return the samples of one prompt with their advantages: the reward minus the mean reward of the prompt.
     "normalized" also divides by the standard deviation of these rewards (Shao et al. 2024, arXiv:2402.03300, section
-    4.1.2). Advantages are 0 if all rewards are equal, or if the samples have no rewards.
+    4.1.2), and gives 0 if `rewards_are_equal`. Advantages are 0 if the samples have no rewards.
 
     Raises ValueError for centered advantages that float32 cannot represent.
     """
@@ -30,15 +31,18 @@ def with_advantages(
         return list(samples)
     assert len(raw_rewards) == len(samples)
     rewards, exponent = _scaled(raw_rewards)
-    mean = statistics.fmean(rewards)
-    spread = (statistics.pstdev if deviation == "population" else statistics.stdev)(rewards)
-    if spread <= 1e-6 * max(map(abs, rewards)):  # equal but for rounding
-        advantages = [0.0 for _ in rewards]
-    elif how == "normalized":
-        advantages = [(reward - mean) / spread for reward in rewards]
-    else:
+    # the differences keep all digits of a small spread at a large reward; a mean of the rewards would not
+    differences = [reward - rewards[0] for reward in rewards]
+    mean = statistics.fmean(differences)
+    centered = [difference - mean for difference in differences]
+    if how == "centered":
         with np.errstate(over="ignore"):  # an infinite advantage raises ValueError below
-            advantages = np.ldexp(np.array(rewards) - mean, exponent).tolist()
+            advantages = np.ldexp(centered, exponent).tolist()
+    elif rewards_are_equal(raw_rewards):
+        advantages = [0.0 for _ in centered]
+    else:
+        spread = (statistics.pstdev if deviation == "population" else statistics.stdev)(centered)
+        advantages = [difference / spread for difference in centered]
     if max(map(abs, advantages)) > _LARGEST:
         raise ValueError(
             f"rollout.reward gives rewards from {min(raw_rewards):g} to {max(raw_rewards):g} for the completions of "
@@ -46,6 +50,11 @@ def with_advantages(
             "any"
         )
     return [replace(sample, advantage=advantage) for sample, advantage in zip(samples, advantages, strict=True)]
+
+
+def rewards_are_equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ at most by rounding, as sums of the same numbers in another order do."""
+    return max(rewards) - min(rewards) <= 4 * sys.float_info.epsilon * max(map(abs, rewards))
 
 
 def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from stillhouse.config import RolloutConfig
 from stillhouse.generation import PromptPlan, Sample
+from stillhouse.generation.advantages import rewards_are_equal
 
 
 def has_turns(rollout: RolloutConfig) -> bool:
@@ -32,14 +33,14 @@ def turn_statistics(samples: Sequence[Sample], rollouts: Iterable[RolloutConfig]
 
 
 def equal_rewards(samples: Sequence[Sample], plan: PromptPlan) -> dict[str, float]:
-    """Return `equal_rewards`: the share of prompts whose rewards are all equal, so that their advantages are 0.
+    """Return `equal_rewards`: the share of prompts whose rewards are all equal, so that they give no signal.
 
     Empty for samples without rewards.
     """
-    advantages: dict[int, list[float]] = {}
+    rewards: dict[int, list[float]] = {}
     for sample in samples:
         if sample.reward is not None:
-            advantages.setdefault(plan.group_of(sample.number), []).append(sample.advantage)
-    if not advantages:
+            rewards.setdefault(plan.group_of(sample.number), []).append(sample.reward)
+    if not rewards:
         return {}
-    return {"equal_rewards": statistics.fmean(not any(of_prompt) for of_prompt in advantages.values())}
+    return {"equal_rewards": statistics.fmean(map(rewards_are_equal, rewards.values()))}

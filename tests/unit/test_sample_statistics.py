@@ -39,8 +39,8 @@ def test_turns_and_calls_are_means_over_samples_and_errors_a_share_of_calls() ->
 
 
 def test_a_prompt_whose_rewards_are_equal_has_no_signal() -> None:
-    of_first = [sample(number, reward=0.25, advantage=0.0) for number in (0, 1)]
-    of_second = [sample(2, reward=1.0, advantage=1.0), sample(3, reward=0.0, advantage=-1.0)]
+    of_first = [sample(0, reward=0.1 + 0.2), sample(1, reward=0.3)]
+    of_second = [sample(2, reward=8e6 + 5), sample(3, reward=8e6)]
     assert equal_rewards([*of_first, *of_second], PLAN) == {"equal_rewards": 0.5}
     assert equal_rewards([*of_first, sample(4), sample(5)], PLAN) == {"equal_rewards": 1.0}
     assert equal_rewards([sample(4)], PLAN) == {}
@@ -77,7 +77,7 @@ def test_samples_jsonl_has_all_completions_of_some_prompts() -> None:
             [sample(number, reward=0.5) for number in range(4)],
             "in the last 5 steps, all completions of a prompt had the same reward, on average 0.5 in the last step",
         ),
-        (RolloutConfig(reward="a:f"), [sample(number, reward=0.5, advantage=number % 2) for number in range(4)], ""),
+        (RolloutConfig(reward="a:f"), [sample(number, reward=8e6 + number % 2) for number in range(4)], ""),
         (TOOLS, [sample(0), sample(1, (0, -1, 0), tool_calls=1)], ""),
         (GAME, [sample(0), sample(1, (0, -1, 0))], ""),
         (RolloutConfig(), [sample(0), sample(1, finish="length")], ""),
