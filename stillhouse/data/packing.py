@@ -225,8 +225,8 @@ class PackedMicroBatches(StepMicroBatches):
         return int(self.sequences.tokens_S[np.concatenate(self.rows)].sum())
 
     @property
-    def normalizer(self) -> int:
-        return max(1, int(self.sequences.targets_S[np.concatenate(self.rows)].sum()))
+    def targets(self) -> int:
+        return int(self.sequences.targets_S[np.concatenate(self.rows)].sum())
 
     def target_tokens(self) -> dict[int, int]:
         counts_D = self.sequences.documents.target_counts_D

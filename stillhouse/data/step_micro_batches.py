@@ -44,9 +44,14 @@ class StepMicroBatches(Sequence[MicroBatch]):
         return sum(int((micro_batch.document_T >= 0).sum()) for micro_batch in self._micro_batches)
 
     @property
+    def targets(self) -> int:
+        """The number of target tokens of the step."""
+        return sum(micro_batch.valid_tokens for micro_batch in self._micro_batches)
+
+    @property
     def normalizer(self) -> int:
         """The divisor of the step's losses: the number of its target tokens, at least 1."""
-        return max(1, sum(micro_batch.valid_tokens for micro_batch in self._micro_batches))
+        return max(1, self.targets)
 
     def target_tokens(self) -> dict[int, int]:
         """The number of target tokens of each document that has some, by its number in `MicroBatch.document_T`."""

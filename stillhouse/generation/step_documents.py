@@ -8,9 +8,11 @@ N tokens of all documents of the step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
+from stillhouse.config import RolloutConfig, sampling_temperatures
 from stillhouse.data import DataReport, Documents
 from stillhouse.data.offsets import offsets_of
 from stillhouse.generation.sample import Sample
@@ -33,9 +35,25 @@ class TargetRules:
     by_student: bool = True
     temperature_numbers: Sequence[int] = ()
 
+    @classmethod
+    def of(cls, rollouts: Sequence[RolloutConfig]) -> Self:
+        """rollouts: the section rollout for each source of prompts."""
+        rollout, temperatures = rollouts[0], sampling_temperatures(rollouts)
+        return cls(
+            mask_truncated=rollout.truncated == "mask",
+            position_decay=rollout.position_decay,
+            by_student=rollout.writer == "student",
+            temperature_numbers=[temperatures.index(source.temperature) for source in rollouts],
+        )
+
     @property
     def has_several_temperatures(self) -> bool:
         return len(set(self.temperature_numbers)) > 1
+
+    def is_target_N(self, sample: Sample) -> np.ndarray:
+        """Whether the student is trained on a token of the completion, [N] bool."""
+        is_masked = self.mask_truncated and sample.completion.finish == "length"
+        return sample.is_generated_N & (not is_masked)
 
 
 def step_documents(
@@ -90,10 +108,9 @@ def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRule
 def _columns(prompt_tokens: int, sample: Sample, rules: TargetRules) -> list[np.ndarray]:
     """Targets, weights, advantages, log-probabilities and versions of a sample's tokens, float32."""
     completion, is_generated_N = sample.completion, sample.is_generated_N
-    is_masked = rules.mask_truncated and completion.finish == "length"
     count = len(completion.ids_N)
     columns = (
-        (0, is_generated_N & (not is_masked)),
+        (0, rules.is_target_N(sample)),
         (0, _position_weights(count, rules)),
         (0, np.full(count, sample.advantage)),
         (0, completion.log_probs_N),

@@ -10,7 +10,7 @@ import torch
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
 from stillhouse.engine.engine import StepOutput
-from stillhouse.generation import POLICY_VERSION, PromptPlan, Sample, staleness
+from stillhouse.generation import POLICY_VERSION, PromptPlan, Sample, TargetRules, staleness
 from stillhouse.generation.advantages import mean_and_deviation
 from stillhouse.loops.held_out_images import shown_text
 from stillhouse.loops.rollout_warnings import RolloutWarnings
@@ -197,17 +197,22 @@ def sample_record(
     completion, tokenizer = sample.completion, session.tokenizer
     prompt_ids = session.train.documents.tokens(sample.prompt)
     by_student = session.rollout_config.writer == "student"
-    generated = zip(
-        completion.ids_N.tolist(), completion.versions_N.tolist(), sample.is_generated_N.tolist(), strict=True
+    columns_N = (
+        completion.ids_N,
+        completion.versions_N,
+        sample.is_generated_N,
+        TargetRules.of(session.rollouts).is_target_N(sample),
     )
     tokens = [
         records.SampleToken(
             text=tokenizer.decode([token]),
             divergence=divergences.get(position),
             version=version if is_generated and by_student else None,
-            target=is_generated,
+            target=is_target,
         )
-        for position, (token, version, is_generated) in enumerate(generated, start=len(prompt_ids))
+        for position, (token, version, is_generated, is_target) in enumerate(
+            zip(*(column_N.tolist() for column_N in columns_N), strict=True), start=len(prompt_ids)
+        )
     ]
     oldest = int(completion.versions_N[sample.is_generated_N].min())
     return records.Sample(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.checkpoint.served_models import require_same_writer
-from stillhouse.config import RolloutConfig, StudentConfig, sampling_temperatures
+from stillhouse.config import RolloutConfig, StudentConfig
 from stillhouse.config.reward_sum import has_part_of_object
 from stillhouse.data import Documents
 from stillhouse.generation import (
@@ -162,7 +162,7 @@ class Rollouts:
     def micro_batches(self, step: int, samples: Sequence[Sample]) -> ShardedMicroBatches:
         """Return this process's part of a step on these samples and on the dataset's completions."""
         dataset, numbers = self.session.dataset, self.plan.from_dataset(step)
-        prompts, rules = self.session.train.documents, target_rules(self.session.rollouts)
+        prompts, rules = self.session.train.documents, TargetRules.of(self.session.rollouts)
         return self._shard(step_documents(prompts, samples, rules, dataset, numbers))
 
     def _shard(self, documents: Documents) -> ShardedMicroBatches:
@@ -320,15 +320,4 @@ def make_queue(
         deviation=rollout.deviation,
         alive=_ServerWatch(),
         by_student=rollout.writer == "student",
-    )
-
-
-def target_rules(rollouts: Sequence[RolloutConfig]) -> TargetRules:
-    """Return the rules for the targets of completions. rollouts: the section rollout for each source of prompts."""
-    rollout, temperatures = rollouts[0], sampling_temperatures(rollouts)
-    return TargetRules(
-        mask_truncated=rollout.truncated == "mask",
-        position_decay=rollout.position_decay,
-        by_student=rollout.writer == "student",
-        temperature_numbers=[temperatures.index(source.temperature) for source in rollouts],
     )

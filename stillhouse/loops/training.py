@@ -65,16 +65,27 @@ class Training:
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
         self._gate = session.engine.gate_threshold
+        self._has_warned = False  # that a step has no targets
 
     def begin(self, step: int) -> None:
         watchdog.enter(f"step {step + 1}")
         self._started = time.monotonic()
 
     def update(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
-        """Make the optimizer step. Raises ValueError, with unchanged weights, if loss or gradient is not finite."""
+        """Make the optimizer step. Without targets there is none: weight decay and momentum would change weights.
+
+        Raises ValueError, with unchanged weights, if loss or gradient is not finite.
+        """
         session, checkpoints = self.session, self.folder.checkpoints
         self._rate = learning_rate(session.train_config, self.last_step, step)
         self._gate = session.engine.gate_threshold
+        if not micro_batches.of_all_ranks.targets:
+            session.engine.zero_grad()
+            self._norm = 0.0
+            if not self._has_warned:
+                self._has_warned = True
+                self.log.print_line(f"warning: step {step + 1} {no_targets_in_words(session)}, and changes no weight")
+            return
         try:
             self._norm = session.engine.update(self._rate, output)
         except NotFiniteError as error:
@@ -110,7 +121,7 @@ class Training:
         next_gate = session.engine.gate_threshold
         progress.gate = {} if next_gate is None else asdict(next_gate)
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
-        if progress.step == 1 and self._norm == 0.0:
+        if progress.step == 1 and self._norm == 0.0 and micro_batches.of_all_ranks.targets:
             self.log.print_line(_NO_GRADIENT)
         progress.metrics = {}  # a checkpoint contains only the evaluation of its own step
         if _evaluation_is_due(session, progress.step):
@@ -162,6 +173,12 @@ class Training:
             for damage in prune(folder.checkpoints, settings.keep, settings.best, settings.greater_is_better):
                 self.log.print_line(f"warning: {damage}")
         return saved
+
+
+def no_targets_in_words(session: Session) -> str:
+    """What is said of a step without targets."""
+    cause = " (its completions are cut at rollout.max_new_tokens, and rollout.truncated=mask leaves such ones out)"
+    return f"has no token to train on{'' if session.rollout_config is None else cause}"
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from stillhouse.display import escaped
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
+from stillhouse.loops.training import no_targets_in_words
 from stillhouse.models import Decoder, element_count
 from stillhouse.models.dtensors import local
 from stillhouse.objective.divergence import weighted_parts
@@ -170,6 +171,9 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
         yield "running one step: the completions …"
         samples, micro_batches = first_rollouts(session, folder)
         yield from (_row(*row) for row in sample_rows(session, session.plan, samples))
+        if not micro_batches.of_all_ranks.targets:
+            yield _row("verdict", f"the first step {no_targets_in_words(session)}")
+            return
     layers = session.engine.student.layout.compile
     compiled = "the loss and the layers are compiled" if layers else "the loss is compiled"
     if engine.needs_teacher:

@@ -22,12 +22,12 @@ from stillhouse.config import RunConfig
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.engine import Engine
-from stillhouse.generation import PromptPlan, step_documents
+from stillhouse.generation import PromptPlan, TargetRules, step_documents
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
-from stillhouse.loops.rollouts import make_queue, target_rules, turn_replies
+from stillhouse.loops.rollouts import make_queue, turn_replies
 from stillhouse.loops.step_packer import StepPacker
 from stillhouse.models import eos_ids
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start, temporary_groups
@@ -194,7 +194,7 @@ def _generated(
             rollouts, samplings, schedule, engine_in_job, prompts, plan, data.tokenizer, calls, replies
         )
         queue.ask(0)
-        documents = step_documents(prompts, queue.take(0), target_rules(rollouts))
+        documents = step_documents(prompts, queue.take(0), TargetRules.of(rollouts))
     return packer.micro_batches(documents, parts=sequences)
 
 
