@@ -15,6 +15,7 @@ from stillhouse.loops.rollouts import Rollouts
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.source_metrics import source_metrics
 from stillhouse.loops.training import training
+from stillhouse.models.forward_modes import noise_of
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
 from stillhouse.output.rollout_log import RolloutLog
@@ -29,7 +30,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     """
     engine, plan = session.engine, session.plan
     assert plan is not None
-    metrics = RolloutMetrics(plan, session.ranks, session.rollouts)
+    metrics = RolloutMetrics(plan, session.ranks, session.rollouts, noise_of(session.student))
     source = session.source_for(engine)
     with (
         closing(Rollouts(session, folder)) as rollouts,

@@ -1,7 +1,7 @@
 """The records of a step's samples: metrics and a few completions."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -29,16 +29,18 @@ _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "
 class RolloutMetrics:
     """The metrics of the steps since the run was started or resumed, with warnings about their samples.
 
-    rollouts: the section rollout for each source of prompts.
+    rollouts: the section rollout for each source of prompts. noise: see `RolloutWarnings`.
     """
 
-    def __init__(self, plan: PromptPlan, ranks: Ranks, rollouts: Sequence[RolloutConfig]):
+    def __init__(
+        self, plan: PromptPlan, ranks: Ranks, rollouts: Sequence[RolloutConfig], noise: Collection[str] = ()
+    ):
         self._plan, self._ranks, self._rollouts = plan, ranks, rollouts
         self._by_student = rollouts[0].writer == "student"
         # the parts of different rewards are metrics of the sources
         has_one_reward = len({rollout.reward for rollout in rollouts}) == 1
         self._reward_names = part_names(rollouts[0].reward) if has_one_reward else ()
-        self._warnings = RolloutWarnings(plan, rollouts)
+        self._warnings = RolloutWarnings(plan, rollouts, noise)
 
     def of(
         self,

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from stillhouse.config import RolloutConfig
 from stillhouse.display import name_list
@@ -25,10 +25,15 @@ MOST_OF_STEP = 0.5
 
 
 class RolloutWarnings:
-    """The warnings since the run was started or resumed. rollouts: the section rollout for each source of prompts."""
+    """The warnings since the run was started or resumed.
 
-    def __init__(self, plan: PromptPlan, rollouts: Sequence[RolloutConfig]):
+    rollouts: the section rollout for each source of prompts. noise: the names of the dropout with which the student
+        is trained.
+    """
+
+    def __init__(self, plan: PromptPlan, rollouts: Sequence[RolloutConfig], noise: Collection[str] = ()):
         self._plan, self._rollouts = plan, rollouts
+        self._noise = f", or the cause is the student's dropout in training ({name_list(noise)})" if noise else ""
         self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
         self._equal_steps = 0  # successive ones in which all rewards of every prompt are equal
         self._cut_steps = self._cut_samples = 0  # those since the last completion that has ended
@@ -129,14 +134,16 @@ class RolloutWarnings:
             self._warn(
                 "ratio",
                 f"the engine's log-probabilities differ by {fresh:.3g} nats on average from those in training, with "
-                "the same weights: it computes another model, another temperature or in another precision",
+                "the same weights: it computes another model, another temperature or in another precision"
+                f"{self._noise}",
             )
         elif ratio > MAX_STALE_LOG_RATIO or math.isnan(ratio):
             self._warn(
                 "stale ratio",  # its own name, so that the more certain warning above can still follow
                 f"the engine's log-probabilities, by weights that are at most {metrics['rollout/staleness_max']:.0f} "
                 f"steps older, differ by {ratio:.3g} nats on average from those in training: train.learning_rate is "
-                "too high, or the engine computes another model, another temperature or in another precision",
+                "too high, or the engine computes another model, another temperature or in another precision"
+                f"{self._noise}",
             )
 
     def _warn(self, what: str, line: str) -> None:

@@ -1,15 +1,23 @@
-"""How a model is run: in train or eval mode, and in which dtype."""
+"""How a model is run: in train or eval mode, with or without noise, and in which dtype."""
 
+import inspect
+import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from stillhouse.models.model_parts import text_config
 
+#: attributes of modules with a probability of dropout, or with the size of a router's noise
+_NOISE = re.compile(r"\w*drop\w*|\w*jitter_noise")
+#: of a router that samples experts in train mode, and needs this size in eval mode, too
+_SAMPLING = "router_jitter_noise"
+_NOISE_OF_CONFIG = re.compile(r"self\.config\.(\w*drop\w*)")
 #: the name of variable-length attention (see `varlen.py`); context parallelism adds to it
 VARLEN = "varlen"
 
@@ -31,6 +39,51 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
 def evaluating(*modules: nn.Module) -> AbstractContextManager[None]:
     """Set all submodules to eval mode; afterwards restore each submodule's previous mode."""
     return in_mode(*modules, training=False)
+
+
+def noise_of(model: nn.Module) -> list[str]:
+    """Return the names of the dropout, and of the routers' noise, of the modules in train mode; empty without any."""
+    paths = {path.removesuffix(".default") for path, _, _ in _noise(model)}  # peft's name of an adapter
+    return sorted({path.rpartition(".")[2] for path in paths} | _noise_of_config(model))
+
+
+def remove_noise(model: nn.Module) -> list[str]:
+    """Set the noise of a model in train mode to 0; return its names. The model's configuration does not change.
+
+    Raises ValueError for dropout that the model's code reads from its configuration in each forward.
+    """
+    if read_each_time := sorted(_noise_of_config(model)):
+        raise ValueError(
+            f"the model's code reads {read_each_time[0]} from its configuration in each step: expected 0.0 in its "
+            "config.json"
+        )
+    names = noise_of(model)
+    for _, module, attribute in list(_noise(model)):
+        if attribute == _SAMPLING:
+            module.eval()
+        else:
+            setattr(module, attribute, 0.0)
+    return names
+
+
+def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield a name, the module and its attribute for each size of noise that is not 0."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items() if module.training else ():
+            is_dropout = isinstance(module, _DropoutNd) and attribute == "p"
+            if (is_dropout or _NOISE.fullmatch(attribute)) and isinstance(value, float) and value > 0:
+                yield name if is_dropout else attribute, module, attribute
+
+
+def _noise_of_config(model: nn.Module) -> set[str]:
+    """The keys of dropout that a module's forward reads from its configuration, and that are not 0."""
+    keys: set[str] = set()
+    for module in model.modules():
+        config = getattr(module, "config", None) if module.training else None
+        with suppress(OSError, TypeError):  # code without a source file
+            named = _NOISE_OF_CONFIG.findall(inspect.getsource(type(module).forward)) if config is not None else []
+            keys |= {key for key in named if getattr(config, key, 0)}
+    return keys
 
 
 def attention_name(model: PreTrainedModel) -> str:

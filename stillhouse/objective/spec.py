@@ -117,6 +117,15 @@ class ObjectiveSpec:
         return any(part.sampled_kl is not None or part.policy_gradient is not None for part in self.parts)
 
     @property
+    def uses_ratios(self) -> bool:
+        """Whether a term depends on the ratio of a token's probabilities now and when the student sampled it."""
+        if self.by_origin:
+            return any(part.uses_ratios for part in self.parts)
+        is_corrected = self.correction.kind != "none"
+        of_policy = self.policy_gradient is not None and (is_corrected or self.policy.kind != "corrected")
+        return of_policy or (self.sampled_kl is not None and is_corrected)
+
+    @property
     def needs_rewards(self) -> bool:
         """Whether rewards are the only source of advantages. With teacher_kl, rewards are optional."""
         return self.policy_gradient is not None and not self.teacher_kl

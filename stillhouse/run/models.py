@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from stillhouse.models import (
     train_parts,
 )
 from stillhouse.models.document_packing import AUTO
+from stillhouse.models.forward_modes import remove_noise
 from stillhouse.models.packed_attention import activations_for
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
@@ -43,6 +44,8 @@ class ModelSources:
     packing: `data.packing`
     autocast: the dtype of the student's activations under autocast; None: the dtype of its weights
     images: whether the models read images
+    without_noise: whether the student is trained without dropout and routers' noise
+    removed_noise: the names of what the student does not have for this reason, when it has been built
     """
 
     student: StudentConfig
@@ -55,6 +58,8 @@ class ModelSources:
     packing: str
     autocast: torch.dtype | None
     images: bool = False
+    without_noise: bool = False
+    removed_noise: set[str] = field(default_factory=set)
 
     @property
     def teacher_is_base(self) -> bool:
@@ -189,7 +194,11 @@ class ModelSources:
             part.prepare(student, self.student, self.teachers.get("teacher"))
         if self.recompute:
             student.gradient_checkpointing_enable()
-        return student.train()
+        student.train()
+        if self.without_noise:
+            with as_config_error("student.model"):
+                self.removed_noise.update(remove_noise(student))
+        return student
 
 
 def model_fingerprints(

@@ -5,7 +5,7 @@ models are loaded. So each error is reported as early as possible.
 """
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -20,12 +20,14 @@ from stillhouse.config import (
     as_config_error,
 )
 from stillhouse.data import check_vocabulary
+from stillhouse.display import name_list
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.generation import PromptPlan
 from stillhouse.generation.user_functions import require_functions
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.float8 import FP8, float8_problem
 from stillhouse.objective.policy import PolicySettings
+from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.trackers import require_trackers
 from stillhouse.parallel import Layout, watchdog
 from stillhouse.run.agreement import require_same_sources
@@ -52,6 +54,7 @@ def check_before_loading(setup: RunSetup) -> None:
     config = setup.config
     require_trackers(config.track)
     require_adapters(config.student)
+    require_no_dropout(config.student, setup.objective.spec)
     # on all ranks, although only rank 0 calls them
     require_functions(config.eval, config.rollouts, config.rollout_key, config.rollout)
     require_optimizer(config.train, setup.layout)
@@ -94,6 +97,25 @@ def require_adapters(student: StudentConfig) -> None:
     """Raise ConfigError if the student has an adapter and peft is not installed."""
     if student.adapter is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
+
+
+def require_no_dropout(student: StudentConfig, objective: ObjectiveSpec) -> None:
+    """Raise ConfigError for an adapter with dropout in a run whose loss depends on ratios of probabilities."""
+    if student.adapter is not None and student.adapter.dropout and objective.uses_ratios:
+        raise ConfigError(
+            "student.adapter.dropout",
+            f"got {student.adapter.dropout:g}: expected 0.0, because the limits of policy_gradient and "
+            "rollout.correction would act on the noise of dropout, which the completions do not have",
+        )
+
+
+def noise_warnings(removed: Collection[str]) -> Iterator[str]:
+    """removed: the names of the noise that the student does not have; see `ModelSources`."""
+    if removed:
+        yield (
+            f"the student is trained without the dropout of its configuration ({name_list(removed)}): the ratios "
+            "of policy_gradient and rollout.correction compare with probabilities of completions, which have none"
+        )
 
 
 def require_attention(student: StudentConfig, teachers: Mapping[str, TeacherConfig], device: torch.device) -> None:

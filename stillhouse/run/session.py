@@ -28,6 +28,7 @@ from stillhouse.run.preflight import (
     check_data,
     check_models,
     evaluation_warnings,
+    noise_warnings,
     prompt_warnings,
     schedule_warnings,
 )
@@ -103,6 +104,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         teacher_images=data.teacher_images,
     )
     of_models = check_models({"student": session.student, **session.teachers}, models.self_teachers, data)
+    of_models += noise_warnings(sorted(models.removed_noise))
     warnings = [*setup.warnings, *data.warnings, *of_models, *_schedule_warnings(config, session, packed)]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session

@@ -150,6 +150,7 @@ class RunSetup:
             config.data.packing,
             self._autocast,
             images,
+            self.objective.spec.uses_ratios,
         )
 
     def engine(self, models: ModelSources, layout: Layout) -> tuple[Engine, SignalSource]:

@@ -1,0 +1,131 @@
+"""A loss with ratios of probabilities trains without dropout and routers' noise, under every layout, and says so."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import slow
+from kit.families import build
+from kit.on_policy_runs import rollout_figures, write_on_policy_run
+from kit.ranks import run_ranks
+from kit.runs import run
+from transformers import AutoModelForCausalLM, FalconConfig, MixtralConfig, PersimmonConfig, PhimoeConfig
+
+from stillhouse.config import ConfigError
+from stillhouse.models import evaluating
+from stillhouse.models.forward_modes import noise_of, remove_noise
+from stillhouse.run.session import prepare
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 61,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = SHAPE | {"intermediate_size": 40, "num_local_experts": 4, "num_key_value_heads": 2}
+#: what the first line of a warning says
+TRAINED_WITHOUT = "warning: the student is trained without the dropout of its configuration"
+
+
+def model_of(name: str) -> Any:
+    if name in ("gpt2", "phi3"):
+        return build(name, vocab_size=61)
+    torch.manual_seed(0)
+    if name == "mixtral":
+        return AutoModelForCausalLM.from_config(
+            MixtralConfig(**EXPERTS, router_jitter_noise=0.1, attention_dropout=0.2)
+        )
+    return AutoModelForCausalLM.from_config(PhimoeConfig(**EXPERTS, router_jitter_noise=0.3, input_jitter_noise=0.1))
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("gpt2", ["attn_dropout", "drop", "dropout", "resid_dropout"]),
+        ("phi3", ["resid_attn_dropout", "resid_mlp_dropout"]),
+        ("mixtral", ["attention_dropout", "jitter_noise"]),
+        ("phimoe", ["input_jitter_noise", "router_jitter_noise"]),
+    ],
+)
+def test_train_mode_without_noise_is_eval_mode(name: str, names: list[str]) -> None:
+    model = model_of(name)
+    configuration = copy.deepcopy(model.config.to_dict())
+    assert noise_of(model.eval()) == []
+    ids_BS = torch.randint(3, 61, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), evaluating(model):
+        expected_BSV = model(ids_BS).logits
+    model.train()
+    with torch.no_grad():
+        assert (model(ids_BS).logits - expected_BSV).abs().max() > 1e-3
+    assert noise_of(model) == names
+    assert remove_noise(model) == names
+    assert noise_of(model) == []
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        assert torch.equal(model(ids_BS).logits, expected_BSV)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.config.to_dict() == configuration
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (FalconConfig(**SHAPE, hidden_dropout=0.1), "hidden_dropout"),
+        (PersimmonConfig(**SHAPE, intermediate_size=40, attention_dropout=0.1), "attention_dropout"),
+    ],
+    ids=["falcon", "persimmon"],
+)
+def test_dropout_that_is_read_in_each_forward_is_refused(config: Any, key: str) -> None:
+    model = AutoModelForCausalLM.from_config(config).train()
+    assert key in noise_of(model)
+    with pytest.raises(ValueError, match=f"reads {key} from its configuration in each step: expected 0.0"):
+        remove_noise(model)
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings"),
+    [
+        (1, {"objective.loss": "policy_gradient(teacher_kl=1, clip_high=0.3)"}),
+        slow(1, {"objective.loss": "sampled_kl(k2)", "train.activation_checkpointing": True}),
+        slow(2, {"objective.loss": "policy_gradient(teacher_kl=1)", "parallel.fsdp": 2}),
+        slow(2, {"objective.loss": "policy_gradient(teacher_kl=1)", "parallel.pipeline": 2}),
+        slow(2, {"objective.loss": "policy_gradient(teacher_kl=1)", "parallel.tensor": 2}),
+    ],
+    ids=str,
+)
+def test_ratios_have_no_noise(tmp_path: Path, processes: int, settings: dict[str, Any]) -> None:
+    write_on_policy_run(tmp_path, family="gpt2" if "parallel.tensor" not in settings else "phi3", **settings)
+    arguments = ("distill", tmp_path / "run.yaml", "train.steps=3")
+    shown = run(*arguments).out if processes == 1 else run_ranks(processes, *arguments).texts
+    assert shown.count(TRAINED_WITHOUT) == 1
+    assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(tmp_path / "out"))
+    saved = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+    assert saved["resid_pdrop"] == 0.1  # the student's own configuration
+
+
+@pytest.mark.parametrize("loss", ["reverse_kl", "sampled_kl(k2)"])
+def test_without_ratios_dropout_stays(tmp_path: Path, loss: str) -> None:
+    settings = {"objective.loss": loss} | ({} if loss == "reverse_kl" else {"rollout.correction": "none"})
+    write_on_policy_run(tmp_path, family="gpt2", **settings)
+    shown = run("distill", tmp_path / "run.yaml", "train.steps=2").out
+    assert TRAINED_WITHOUT not in shown
+    assert any(line["rollout/log_ratio_max"] > 1e-2 for line in rollout_figures(tmp_path / "out"))
+    assert shown.count("or the cause is the student's dropout in training (attn_dropout, drop, dropout") == 1
+
+
+def test_dropout_of_an_adapter_is_refused_by_its_key(tmp_path: Path) -> None:
+    settings = {"student.adapter": {"r": 4, "dropout": 0.1}}
+    for loss, is_refused in (("policy_gradient(teacher_kl=1)", True), ("reverse_kl", False)):
+        config = write_on_policy_run(tmp_path, **settings, **{"objective.loss": loss})
+        if not is_refused:
+            assert noise_of(prepare(config, announce=False).student) == ["lora_dropout"]
+            continue
+        with pytest.raises(ConfigError, match=r"^student\.adapter\.dropout: got 0\.1: expected 0\.0") as raised:
+            prepare(config, announce=False)
+        assert raised.value.key == "student.adapter.dropout"
