@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import Definition, Divergence, Sides, sides
-from stillhouse.objective.numerics import difference
+from stillhouse.objective.numerics import difference, row_max
 
 
 class PieceSums(NamedTuple):
@@ -91,10 +91,10 @@ class NegativeLogAcceptance(Divergence):
 def piece_sums(pair: Sides) -> PieceSums:
     """Return the sums over the last dim of one piece."""
     log_least = torch.minimum(pair.log_p, pair.log_q)
-    largest = log_least.amax(-1)
-    reference = torch.where(largest == -math.inf, 0.0, largest)[..., None]
+    largest = row_max(log_least)
+    reference = torch.where(largest == -math.inf, 0.0, largest)
     return PieceSums(
-        largest,
+        largest[..., 0],
         (log_least - reference).exp().sum(-1),
         _below(pair, (pair.log_q - reference).exp()).sum(-1),
         _above(pair, pair.q).sum(-1),
@@ -126,7 +126,7 @@ def gradient_of_acceptance(pair: Sides, log_rate: Tensor, above: Tensor, below: 
 def _shares(pair: Sides) -> tuple[Tensor, Tensor]:
     """Return min(p, q) / A, and log A with a last dim of 1."""
     log_least = torch.minimum(pair.log_p, pair.log_q)
-    largest = log_least.amax(-1, keepdim=True).detach()
+    largest = row_max(log_least).detach()
     reference = torch.where(largest == -math.inf, 0.0, largest)
     least = (log_least - reference).exp()
     accepted = least.sum(-1, keepdim=True)
@@ -146,7 +146,7 @@ def _distributed(share: Tensor, value: Tensor, log_p: Tensor) -> Tensor:
 
 def _without_teacher(quantity: Tensor, log_p: Tensor) -> Tensor:
     """Replace the quantity by 0 in rows where the teacher gives no outcome, as a sparse signal's absent rows."""
-    return quantity.masked_fill(log_p.amax(-1, keepdim=True) == -math.inf, 0.0)
+    return quantity.masked_fill(row_max(log_p) == -math.inf, 0.0)
 
 
 def _above(pair: Sides, quantity: Tensor) -> Tensor:

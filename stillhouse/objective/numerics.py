@@ -63,6 +63,13 @@ def terms(t: Tensor) -> int:
     return SERIES_TERMS.get(t.dtype, SERIES_TERMS[torch.float32])
 
 
+def row_max(logits: Tensor) -> Tensor:
+    """The largest value over the last dim, which stays with size 1; −inf where that dim is empty (an empty shard)."""
+    if logits.shape[-1] == 0:
+        return logits.new_full((*logits.shape[:-1], 1), -math.inf)
+    return logits.amax(-1, keepdim=True)
+
+
 def log_sum_exp(largest: Tensor, others: Tensor) -> Tensor:
     """log Σ e^l where all e^l ≤ 1. largest: the number of terms that are 1. others: the sum of the other terms.
 
@@ -73,7 +80,7 @@ def log_sum_exp(largest: Tensor, others: Tensor) -> Tensor:
 
 def log_softmax(log_weights: Tensor) -> Tensor:
     """log_softmax over the last dim, with full precision for log-probabilities near 0; −inf in rows without mass."""
-    gap = log_weights - log_weights.amax(-1, keepdim=True)
+    gap = log_weights - row_max(log_weights)
     is_largest = gap == 0
     others = gap.exp().masked_fill(is_largest, 0.0).sum(-1, keepdim=True)
     normalizer = log_sum_exp(is_largest.sum(-1, keepdim=True).to(gap.dtype), others)

@@ -14,8 +14,8 @@ from kit import rollout_jobs as jobs
 from kit.objective_cases import T, V, distance, generator, make_full, make_labels, make_leaves, make_mixture
 from kit.processor_cases import OpenHeads
 from kit.rollout_cases import fused, make_batch, spec_of
-from kit.shard_cases import Layout
-from kit.shard_problems import SHARDS
+from kit.shard_cases import Borders, Layout
+from kit.shard_problems import FOUR, NARROW
 from kit.shard_ranks import GATHER, RankPool, shared_pool
 from kit.tensors import assert_near
 from torch import Tensor
@@ -256,23 +256,22 @@ def test_each_token_has_its_teacher() -> None:
 # vocabulary shards
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("borders", [FOUR, NARROW], ids=["four", "narrow"])
 @pytest.mark.parametrize(("kind", "gathers"), [("full", 1), ("dense", 1), ("mixture", 3), ("top-k", 0)])
-def test_shards(pool: RankPool, kind: str, gathers: int, ranks: int) -> None:
+def test_shards(pool: RankPool, kind: str, gathers: int, borders: Borders) -> None:
     """The teacher's heads and logits are sharded like the student's head, or whole on every rank."""
     signal = jobs.signal_of(kind, temperature=1.3)
     expected_T = teacher_log_probs(signal, LABELS, 1.3) if kind == "top-k" else plain(signal, 1.3)
-    for layout, collectives in ((Layout(SHARDS[ranks]), gathers), (Layout(SHARDS[ranks], "whole"), 0)):
-        answers = pool.call(jobs.log_probs, (kind, layout))[:ranks]
+    for layout, collectives in ((Layout(borders), gathers), (Layout(borders, "whole"), 0)):
+        answers = pool.call(jobs.log_probs, (kind, layout))
         for actual_T, counts in answers:
             assert distance(actual_T, expected_T) < 1e-12
             assert torch.equal(actual_T, answers[0][0])
             assert counts.get(GATHER, 0) == sum(counts.values()) == collectives
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_over_shards(pool: RankPool, ranks: int) -> None:
-    borders = SHARDS[ranks]
+@pytest.mark.parametrize("borders", [FOUR, NARROW], ids=["four", "narrow"])
+def test_gradients_over_shards(pool: RankPool, borders: Borders) -> None:
     cases = [
         ("k3, masked", "top-k", V),
         ("everything", "full", V),
@@ -284,7 +283,7 @@ def test_gradients_over_shards(pool: RankPool, ranks: int) -> None:
     ]
     for case, kind, vocabulary in cases:
         batch = make_batch(vocabulary=vocabulary)
-        answers = pool.call(jobs.rollouts, (case, kind, vocabulary, Layout(borders)))[:ranks]
+        answers = pool.call(jobs.rollouts, (case, kind, vocabulary, Layout(borders)))
         signal = jobs.signal_of(kind)
         if isinstance(signal, DenseLogits):
             signal = DenseLogits(signal.logits_TV[:, :vocabulary])

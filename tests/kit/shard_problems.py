@@ -50,15 +50,27 @@ from stillhouse.objective.token_gate import GateThreshold, TokenGateSettings
 #: uneven shards of 251 rows; over 4 ranks they are those of DTensor
 SHARDS = {2: cut(0, 100, V), 3: cut(0, 1, 170, V), 4: cut(0, 63, 126, 189, V)}
 FOUR = SHARDS[4]
+#: a rank without a row, one with a single row, and two with more
+NARROW = cut(0, 0, 1, 170, V)
 
 
 def distillation(
-    expression: str, signal: str, dtype: torch.dtype = torch.float32, sharpness: float = 1.0, vocabulary: int = V
+    expression: str,
+    signal: str,
+    dtype: torch.dtype = torch.float32,
+    sharpness: float = 1.0,
+    vocabulary: int = V,
+    vocab_size: int | None = None,
 ) -> Problem:
-    teacher = make_signal(signal, vocabulary=vocabulary, dtype=dtype, sharpness=sharpness, temperature=1.7)
+    """vocab_size: of the student's head; its other rows, and those of a teacher with a head, are padding."""
+    real = vocabulary if signal == "full" else vocab_size or vocabulary
+    teacher = make_signal(
+        signal, vocabulary=real, dtype=dtype, sharpness=sharpness, temperature=1.7, entries=min(8, real - 1)
+    )
     leaves = make_leaves(vocabulary=vocabulary, dtype=dtype, sharpness=sharpness)
     options = {"weights_T": some_weights(), "normalizer": 23.0}
-    return Problem(leaves, [Distill(teacher, parse_divergence(expression), 0.7, 1.7)], options=options)
+    terms: list[Term] = [Distill(teacher, parse_divergence(expression), 0.7, 1.7)]
+    return Problem(leaves, terms, {"vocab_size": vocab_size}, options)
 
 
 #: the terms of `other_terms`, in groups that share a pass

@@ -37,7 +37,7 @@ from kit.shard_cases import (
     oracle,
     over,
 )
-from kit.shard_problems import FOUR, ONE_ROUND, OTHER_TERMS, SHARDS, TWO_ROUNDS
+from kit.shard_problems import FOUR, NARROW, ONE_ROUND, OTHER_TERMS, SHARDS, TWO_ROUNDS
 from kit.shard_ranks import GATHER, Failure, RankPool, shared_pool
 
 from stillhouse.objective import linear_objective
@@ -50,11 +50,11 @@ def pool() -> RankPool:
 
 @pytest.mark.parametrize("signal", ALL_SIGNALS)
 def test_every_divergence_on_every_signal(pool: RankPool, signal: str) -> None:
-    """Over 4 ranks, and over 3 in float64, with uneven shards, several chunks, and weights of zero."""
+    """With uneven shards, one row, no row, several chunks, and weights of zero; in float64, too."""
     named = {name: partial(problems.distillation, name, signal) for name in ALL_DIVERGENCES}
     check(pool, over(Layout(FOUR), named))
     named = {name: partial(problems.distillation, name, signal, torch.float64) for name in ALL_DIVERGENCES}
-    check(pool, over(Layout(SHARDS[3]), named), within=1e-11)
+    check(pool, over(Layout(NARROW), named), within=1e-11)
 
 
 def test_every_other_term(pool: RankPool) -> None:
@@ -98,6 +98,20 @@ def test_peaked_rows(pool: RankPool, signal: str) -> None:
     """The logits have standard deviation 30: the maxima of two ranks may differ by a hundred."""
     peaked = partial(problems.distillation, signal=signal, sharpness=30.0)
     check(pool, over(Layout(FOUR), {name: partial(peaked, name) for name in DIVERGENCES_OF_PEAKED_ROWS}))
+
+
+@pytest.mark.parametrize(
+    "borders",
+    [cut(0, 4, 8, 9, 10), ((8, 9), (0, 8), (9, 10), (10, 10))],
+    ids=["last", "first and third"],
+)
+def test_shards_of_padded_rows_alone(pool: RankPool, borders: Borders) -> None:
+    named = {
+        f"{expression} on {signal}": partial(problems.distillation, expression, signal, vocabulary=10, vocab_size=8)
+        for expression in ALL_DIVERGENCES
+        for signal in ("full", "bucket")
+    }
+    check(pool, over(Layout(borders), named))
 
 
 def test_heads_with_a_scale_a_softcap_and_no_bias(pool: RankPool) -> None:
@@ -317,11 +331,11 @@ def test_shards_of_which_some_are_compiled(pool: RankPool, expression: str) -> N
         assert complaints(layout, answer[:3], problem(), oracle(problem())) == []
 
 
-@pytest.mark.parametrize("ranks", SHARDS)
-def test_log_probs_are_those_of_one_process(pool: RankPool, ranks: int) -> None:
+@pytest.mark.parametrize("borders", [SHARDS[2], FOUR, NARROW], ids=str)
+def test_log_probs_are_those_of_one_process(pool: RankPool, borders: Borders) -> None:
     """The gradient of an objective over all tokens with respect to the hidden states is summed once."""
     problem = partial(problems.distillation, "forward_kl", "full")
-    actual = pool.call(jobs.log_probs, Case("log probs", problem, Layout(SHARDS[ranks])))
+    actual = pool.call(jobs.log_probs, Case("log probs", problem, Layout(borders)))
     leaves = problem().leaves
     assert isinstance(leaves, Leaves)
     whole = {name: leaf.double().requires_grad_() for name, leaf in vars(leaves).items()}
@@ -330,7 +344,7 @@ def test_log_probs_are_those_of_one_process(pool: RankPool, ranks: int) -> None:
     log_q_T = log_q_TV.gather(1, labels_T.clamp_min(0)[:, None])[:, 0] * (labels_T >= 0)
     entropy_T = -(log_q_TV.exp() * log_q_TV).sum(1)
     jobs.over_all_tokens(log_q_T, entropy_T).backward()
-    for rank, (start, stop) in enumerate(SHARDS[ranks]):
+    for rank, (start, stop) in enumerate(borders):
         expected = {"log_q": log_q_T, "entropy": entropy_T, "hidden": whole["hidden"].grad}
         expected |= {name: whole[name].grad[start:stop] for name in ("weight", "bias")}
         for name, tensor in expected.items():

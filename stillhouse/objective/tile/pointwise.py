@@ -29,7 +29,7 @@ from torch import Tensor
 
 from stillhouse.objective.acceptance_rate import gradient_of_acceptance, piece_sums
 from stillhouse.objective.divergence import Pivot, Sides, sides
-from stillhouse.objective.numerics import difference, expect
+from stillhouse.objective.numerics import difference, expect, row_max
 from stillhouse.objective.tile.tile_plan import (
     STUDENT,
     Column,
@@ -42,7 +42,7 @@ from stillhouse.objective.tile.tile_plan import (
 
 def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     """Return the columns of `plan.raw_sums` [B, X] from tiles [B, V]. Tiles [B, P, V] of P pieces give [B, P, X]."""
-    references = [_reference(tile_BV) for tile_BV in tiles_BV]
+    references = [row_max(tile_BV) for tile_BV in tiles_BV]
     sums: Columns = {("reference", at): reference_B1[..., 0] for at, reference_B1 in enumerate(references)}
     if tiles_BV[0].shape[-1] == 0:
         zero_B = torch.zeros_like(sums["reference", STUDENT])
@@ -189,13 +189,6 @@ def _student_gaps(plan: PointwisePlan, softmax: StudentSoftmax, tiles_BV: Sequen
 def _named(columns: list[Column], columns_BX: Tensor) -> Columns:
     """The columns [B, 1] by their keys."""
     return dict(zip(columns, columns_BX.split(1, -1), strict=True))
-
-
-def _reference(logits_BV: Tensor) -> Tensor:
-    """The largest logit of each row, [B, 1]; −inf if the row has no columns."""
-    if logits_BV.shape[-1] == 0:
-        return logits_BV.new_full((*logits_BV.shape[:-1], 1), -math.inf)
-    return logits_BV.amax(-1, keepdim=True)
 
 
 def finite(reference: Tensor) -> Tensor:
