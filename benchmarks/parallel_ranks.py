@@ -129,9 +129,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
         if case.recomputed:
             student.gradient_checkpointing_enable()
     forward_backward = partial(runner.forward_backward, inputs(case, mesh))
-    optimizer = make_optimizer(
-        (parameter for _, parameter in runner.named_parameters()), TrainConfig(learning_rate=1e-3, betas=(0.9, 0.999))
-    )
+    optimizer = make_optimizer(runner.decoders, TrainConfig(learning_rate=1e-3, betas=(0.9, 0.999)))
 
     def step() -> None:
         forward_backward()

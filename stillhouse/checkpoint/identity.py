@@ -72,13 +72,16 @@ ORDER = "packing"
 #: the beginning of a key in `RunIdentity.data` for a processor of images, before the key of its model's section. The
 #: documents' hashes include it, so it only says what has changed
 PROCESSOR = "processor/"
+#: a key in `RunIdentity.data` with the names of the vectors of several dims that weight decay leaves out. Earlier
+#: versions applied it to them
+DECAY = "weight decay"
 
 
 @dataclass(frozen=True)
 class RunIdentity:
     """The hashes that must be the same when a run is resumed.
 
-    data: a hash of the documents, by split; also `ORDER` and `PROCESSOR`
+    data: a hash of the documents, by split; also `ORDER`, `PROCESSOR` and `DECAY`
     models: a hash of the tokenizer, and a hash of each model's files
     """
 

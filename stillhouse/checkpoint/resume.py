@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import checkpoints, set_aside
-from stillhouse.checkpoint.identity import ORDER, PROCESSOR, RunIdentity, decisive_values
+from stillhouse.checkpoint.identity import DECAY, ORDER, PROCESSOR, RunIdentity, decisive_values
 from stillhouse.checkpoint.integrity import IntactCheckpoint, verified
 from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
@@ -95,6 +95,12 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
         raise ValueError(
             f"data.packing: this run has ordered its documents for '{order_before}', and would now order them for "
             f"'{order}': expected data.packing={order_before}, if the models allow it, or another folder as out"
+        )
+    if DECAY in identity.data and DECAY not in before.data:
+        raise ValueError(
+            f"train.weight_decay: {path} is of an earlier version, which also applied weight decay to vectors with "
+            f"several dims ({identity.data[DECAY]}): choose another folder as out, and name this checkpoint as "
+            "checkpoint.resume there"
         )
     of_processors, of_processors_before = _processors(identity.data), _processors(before.data)
     changed = sorted(dict(of_processors.items() ^ of_processors_before.items()))

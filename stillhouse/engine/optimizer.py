@@ -2,28 +2,37 @@
 
 Muon (https://kellerjordan.github.io/posts/muon/) changes a matrix by its orthogonalized momentum. With `muon`, AdamW
 still trains the embedding, the head and all parameters that are not matrices. Muon's steps are scaled so that Muon
-can use the learning rates of AdamW (arXiv:2502.16982, section 2.2).
+can use the learning rates of AdamW (arXiv:2502.16982, section 2.2). What is a matrix is decided by the module that
+owns a parameter (`weight_kinds`): the biases of stacked experts and the A of a state-space layer have two dims, too.
 """
 
 import importlib.util
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
 
 from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.display import first_line
 from stillhouse.models import Decoder
-from stillhouse.models.dtensors import local, shard_slices
+from stillhouse.models.dtensors import gathered_tensor, local, shard_slices
 from stillhouse.parallel import Layout
 
 #: the optimizers whose result is the same for a sharded and for an unsharded matrix
 _OF_SHARDED_WEIGHTS = ("adamw", "muon")
 _KEY = "train.optimizer"
+
+WeightKind = Literal["matrix", "table", "vector"]
+#: transformers' names of matrices: those of routers, experts and latent projections are in no `nn.Linear`
+_MATRIX = re.compile(r"weight|(\w+_)?(proj|projection|gate)(_weight)?|(hc_)?fn")
+#: DBRX's experts, whose matrices are below each other in one tensor
+_STACKED_ROWS = re.compile(r"[wv]\d")
 
 
 def require_optimizer(train: TrainConfig, layout: Layout) -> None:
@@ -45,42 +54,60 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
         )
 
 
-def make_optimizer(
-    parameters: Iterable[nn.Parameter], train: TrainConfig, embeddings: Collection[Tensor] = ()
-) -> torch.optim.Optimizer:
-    """Return the optimizer of those parameters that require a gradient.
+def weight_kinds(models: Iterable[nn.Module]) -> dict[nn.Parameter, WeightKind]:
+    """Return the kind of each parameter, by the module that owns it and by its name there.
 
-    Weight decay applies to matrices, not to vectors (norms and biases). embeddings: the matrices that AdamW trains
-    although the optimizer is Muon (see `embedding_weights`).
+    matrix: the matrix of a linear map, or a stack of them (experts, heads), whose last two dims are rows and columns.
+    table: embeddings, heads and the kernels of convolutions. vector: all others, such as norms, biases and the A of
+    a state-space layer, alone or in a stack. Weight decay applies to matrices and tables, Muon to matrices.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    models = list(models)
+    kinds: dict[nn.Parameter, WeightKind] = {}
+    for module in (module for model in models for module in model.modules()):
+        for name, parameter in module.named_parameters(recurse=False):
+            if kinds.get(parameter) != "table":  # a tied head has the embedding's weight
+                kinds[parameter] = _kind(module, name, parameter)
+    heads = [model.output_weight for model in models if isinstance(model, Decoder) and model.has_head]
+    return kinds | {weight: "table" for weight in heads if isinstance(weight, nn.Parameter)}
+
+
+def _kind(module: nn.Module, name: str, parameter: Tensor) -> WeightKind:
+    if parameter.dim() < 2 or isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return "vector"
+    if (isinstance(module, nn.Embedding | _ConvNd) and name == "weight") or _STACKED_ROWS.fullmatch(name):
+        return "table"
+    return "matrix" if _MATRIX.fullmatch(name) else "vector"
+
+
+def stacked_vectors(models: Iterable[nn.Module]) -> list[str]:
+    """Return the names of the trained vectors with several dims. Earlier versions took them for matrices."""
+    models = list(models)
+    kinds = weight_kinds(models)
+    named = (entry for model in models for entry in model.named_parameters())
+    return [name for name, weight in named if kinds[weight] == "vector" and weight.dim() > 1 and weight.requires_grad]
+
+
+def make_optimizer(models: Iterable[nn.Module], train: TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of those parameters of the models that require a gradient (see `weight_kinds`)."""
+    kinds = {weight: kind for weight, kind in weight_kinds(models).items() if weight.requires_grad}
     if train.optimizer == "adafactor":
-        return torch.optim.Adafactor(_groups(trained, train), lr=train.learning_rate)
+        return torch.optim.Adafactor(_groups(kinds, train), lr=train.learning_rate)
     if train.optimizer == "muon":
-        excluded = {id(embedding) for embedding in embeddings}
-        by_muon = [parameter for parameter in trained if parameter.dim() == 2 and id(parameter) not in excluded]
-        by_adamw = [parameter for parameter in trained if parameter.dim() != 2 or id(parameter) in excluded]
+        by_muon = [weight for weight, kind in kinds.items() if kind == "matrix"]
+        by_adamw: dict[nn.Parameter, WeightKind] = {w: kind for w, kind in kinds.items() if kind != "matrix"}
         parts: list[torch.optim.Optimizer] = []
         if by_muon:
             parts.append(Muon(by_muon, train.learning_rate, train.weight_decay, train.momentum))
         return CombinedOptimizer(parts + [_adamw(by_adamw, train)] if by_adamw else parts)
-    return _adamw(trained, train)
-
-
-def embedding_weights(students: Iterable[Decoder]) -> list[Tensor]:
-    """Return the weights of the embeddings and heads on this process."""
-    weights: list[Tensor] = []
-    for student in students:
-        weights += [module.weight for module in student.modules() if isinstance(module, nn.Embedding)]
-        weights += [student.output_weight] if student.has_head else []
-    return weights
+    return _adamw(kinds, train)
 
 
 class Muon(torch.optim.Optimizer):
-    """torch's Muon with Nesterov momentum, also for sharded matrices.
+    """torch's Muon with Nesterov momentum, also for sharded matrices and for each matrix of a stack.
 
-    The momentum is sharded like the matrix. Each process gathers the full momentum of one matrix at a time, because a
-    shard of the orthogonalized momentum depends on the full momentum.
+    The momentum is sharded like the matrix. Each process gathers the full momentum of one matrix or stack at a time,
+    because a shard of the orthogonalized momentum depends on the full momentum. Of a stack that is sharded only
+    between its matrices, nothing is gathered.
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float):
@@ -97,8 +124,10 @@ class Muon(torch.optim.Optimizer):
                     state |= empty_state(self, matrix)
                 state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
                 update = matrix.grad.lerp(state["momentum_buffer"], momentum)
-                full_update = update.full_tensor() if isinstance(update, DTensor) else update
-                change = _orthogonal_step(full_update, group["lr"])[shard_slices(matrix)]
+                if _has_full_matrices(update):
+                    change = _orthogonal_step(local(update), group["lr"])
+                else:
+                    change = _orthogonal_step(gathered_tensor(update), group["lr"])[shard_slices(matrix)]
                 local(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
 
@@ -198,35 +227,45 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-def _adamw(parameters: Iterable[nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
+def _adamw(kinds: Mapping[nn.Parameter, WeightKind], train: TrainConfig) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
-    held = list(parameters)
-    groups = _groups(held, train)
+    groups = _groups(kinds, train)
     if train.optimizer != "adamw_8bit":
         # on a CPU, the fused kernel rounds in another way
-        return torch.optim.AdamW(groups, fused=all(parameter.is_cuda for parameter in held) or None, **options)
+        return torch.optim.AdamW(groups, fused=all(weight.is_cuda for weight in kinds) or None, **options)
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(groups, **options)
 
 
-def _groups(parameters: Iterable[nn.Parameter], train: TrainConfig) -> list[dict[str, Any]]:
+def _groups(kinds: Mapping[nn.Parameter, WeightKind], train: TrainConfig) -> list[dict[str, Any]]:
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
+    for parameter, kind in kinds.items():
         # the foreach implementation of AdamW needs all tensors of a group on one mesh
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups[parameter.dim() >= 2, mesh].append(parameter)
+        groups[kind != "vector", mesh].append(parameter)
     decay = {True: train.weight_decay, False: 0.0}
-    return [{"params": held, "weight_decay": decay[is_matrix]} for (is_matrix, _), held in groups.items()]
+    return [{"params": held, "weight_decay": decay[has_decay]} for (has_decay, _), held in groups.items()]
+
+
+def _has_full_matrices(tensor: Tensor) -> bool:
+    """Whether this process has each matrix of a stack completely or not at all, or has the full tensor."""
+    placements: Sequence[Any] = tensor.placements if isinstance(tensor, DTensor) else ()
+    return all(placement.is_replicate() or placement.dim < tensor.dim() - 2 for placement in placements)
 
 
 def _orthogonal_step(momentum: Tensor, rate: float) -> Tensor:
-    """Return the change of a matrix in a step of torch's Muon with this momentum, without weight decay."""
-    change = nn.Parameter(torch.zeros_like(momentum))
-    change.grad = momentum
+    """Return the change of a matrix, or of each matrix of a stack, in a step of torch's Muon with this momentum,
+    without weight decay.
+    """
+    changes = [nn.Parameter(torch.zeros_like(matrix)) for matrix in momentum[None].flatten(0, -3)]
+    for change, gradient in zip(changes, momentum[None].flatten(0, -3), strict=True):
+        change.grad = gradient
     options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
-    torch.optim.Muon([change], lr=rate, adjust_lr_fn="match_rms_adamw", **options).step()
-    return change.detach()
+    if changes:  # a process may have no expert
+        torch.optim.Muon(changes, lr=rate, adjust_lr_fn="match_rms_adamw", **options).step()
+        return torch.stack([change.detach() for change in changes]).view_as(momentum)
+    return momentum
 
 
 def _has_8_bits(value: object) -> bool:

@@ -11,7 +11,7 @@ from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
 from stillhouse.engine.engine import SavedTensors, StepOutput
 from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_metrics
-from stillhouse.engine.optimizer import embedding_weights, make_optimizer, make_step, skips_by_flag
+from stillhouse.engine.optimizer import make_optimizer, make_step, skips_by_flag
 from stillhouse.engine.parts import LossPart
 from stillhouse.engine.state_folder import write_state
 from stillhouse.engine.torch_state import TorchState
@@ -91,8 +91,7 @@ class TorchEngine(EnginePasses):
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        parameters = (parameter for _, parameter in self.student.named_parameters())
-        return make_optimizer(parameters, self._train, embedding_weights(self.student.decoders))
+        return make_optimizer(self.student.decoders, self._train)
 
     # ---- gradients
 

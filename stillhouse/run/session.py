@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from stillhouse.checkpoint.identity import ORDER, PROCESSOR, RunIdentity, configuration_hash
+from stillhouse.checkpoint.identity import DECAY, ORDER, PROCESSOR, RunIdentity, configuration_hash
 from stillhouse.config import RunConfig
 from stillhouse.data import DataReport, Documents, tokenizer_fingerprint
-from stillhouse.display import escaped
+from stillhouse.display import escaped, name_list
 from stillhouse.engine.engine import Engine
+from stillhouse.engine.optimizer import stacked_vectors
 from stillhouse.engine.schedule import (
     StepSchedule,
     make_on_policy_schedule,
@@ -84,7 +85,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         engine=engine,
         source=source,
         stores=stores,
-        identity=_identity(setup, data, model_hashes, by_length=by_length),
+        identity=_identity(setup, data, model_hashes, engine, by_length=by_length),
         train_config=config.train,
         eval_config=config.eval,
         checkpoint_config=config.checkpoint,
@@ -125,10 +126,15 @@ def _by_length(data: RunData, config: RunConfig, layout: Layout) -> RunData:
     return data.sorted_by_length(capacity, held_out_capacity)
 
 
-def _identity(setup: RunSetup, data: RunData, model_hashes: dict[str, str], *, by_length: bool) -> RunIdentity:
+def _identity(
+    setup: RunSetup, data: RunData, model_hashes: dict[str, str], engine: Engine, *, by_length: bool
+) -> RunIdentity:
     hashes = data.hashes | {f"{PROCESSOR}{section}": digest for section, digest in data.processors.items()}
     if by_length:
         hashes[ORDER] = ROWS
+    vectors = stacked_vectors(engine.student.decoders) if setup.config.train.weight_decay else []
+    if names := sorted({name for of_rank in engine.student.ranks.gather(vectors) for name in of_rank}):
+        hashes[DECAY] = name_list(names)
     return RunIdentity(configuration_hash(setup.values), hashes, model_hashes)
 
 

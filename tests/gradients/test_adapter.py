@@ -85,7 +85,7 @@ def peft_model(model: PreTrainedModel, like: Decoder) -> Any:
 def test_training_leaves_the_rest_as_it_was_to_the_byte(dtype: torch.dtype) -> None:
     decoder = adapted(tied=True, dtype=dtype)
     before = copy.deepcopy(decoder.state_dict())
-    optimizer = make_optimizer(decoder.parameters(), TrainConfig(learning_rate=1e-2, weight_decay=0.1))
+    optimizer = make_optimizer([decoder], TrainConfig(learning_rate=1e-2, weight_decay=0.1))
     for _ in range(3):
         decoder(IDS).float().logsumexp(-1).sum().backward()
         optimizer.step()

@@ -152,7 +152,7 @@ def test_only_the_chosen_parts_change(family: str, parts: list[str], tmp_path: P
     wanted = {name for part in parts for name in trained_names(decoder, part)}
     train_parts(decoder, parts)
     before = {name: weight.detach().clone() for name, weight in decoder.named_parameters()}
-    optimizer = make_optimizer(decoder.parameters(), TrainConfig(steps=1, learning_rate=0.1, micro_batch_tokens=8))
+    optimizer = make_optimizer([decoder], TrainConfig(steps=1, learning_rate=0.1, micro_batch_tokens=8))
     _, gradients = loss_and_gradients(decoder, packed(decoder, [documents]))
     optimizer.step()
     assert gradients.keys() == wanted

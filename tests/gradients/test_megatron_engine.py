@@ -89,6 +89,7 @@ def test_steps_are_those_of_the_other_engine(job: Job) -> None:
     assert not isinstance(answer, Failure), answer.text
     differences: list[Difference] = answer
     for rank, difference in enumerate(differences):
+        assert not difference.decay, rank
         for sums in (*difference.sums, difference.evaluation):
             assert worst(sums.items())[1] <= 1e-5, (rank, sums)
         assert difference.norm <= 1e-4, rank

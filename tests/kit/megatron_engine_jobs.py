@@ -26,6 +26,7 @@ from stillhouse.engine.megatron.build import build_megatron_student
 from stillhouse.engine.megatron.chunks import Chunks
 from stillhouse.engine.megatron.engine import MegatronEngine
 from stillhouse.engine.megatron.model_config import transformer_config
+from stillhouse.engine.megatron.trained import trained_parameters
 from stillhouse.engine.megatron.weights import gather
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
@@ -85,20 +86,22 @@ class Step:
 
 @dataclass
 class Trained:
-    """What the steps log, the held-out sums before the last one, the full gradients of the first one, and the weights
-    after the last one.
+    """What the steps log, the held-out sums before the last one, the full gradients of the first one, the weights
+    after the last one, and the names of this rank's weights without weight decay.
     """
 
     steps: list[Step]
     evaluation: dict[str, float]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor] = field(default_factory=dict)
+    without_decay: set[str] = field(default_factory=set)
 
 
 @dataclass
 class Difference:
     """Relative differences: of each step's metric sums, by name; the largest of the gradient's norm; of the held-out
-    sums, the first step's gradients and the last weights, by name.
+    sums, the first step's gradients and the last weights, by name. decay: the weights of which only one engine has
+    weight decay.
     """
 
     sums: list[dict[str, float]]
@@ -106,6 +109,7 @@ class Difference:
     evaluation: dict[str, float]
     gradients: dict[str, float]
     weights: dict[str, float]
+    decay: set[str]
 
 
 def compare(rank: Rank, job: Job) -> Difference:
@@ -118,6 +122,7 @@ def compare(rank: Rank, job: Job) -> Difference:
         engine = megatron_engine(job, spec)
         trained = run(engine, job)
         trained.weights = values(engine)
+        decay, without_decay = decays(engine)
         if job.adapter:
             require_frozen_base(engine, decoder(job, 0).state_dict(), trained.weights)
     pairs = [*zip(trained.steps, expected.steps, strict=True)]
@@ -131,15 +136,33 @@ def compare(rank: Rank, job: Job) -> Difference:
             for name, gradient in expected.gradients.items()
         },
         {name: relative_difference(weight, expected.weights[name]) for name, weight in trained.weights.items()},
+        (decay & expected.without_decay) | (without_decay - expected.without_decay),
     )
+
+
+def decays(engine: MegatronEngine) -> tuple[set[str], set[str]]:
+    """Return the names of weights of which this rank's optimizer has elements: with weight decay, and without it."""
+    with_decay: set[str] = set()
+    without_decay: set[str] = set()
+    for entry in trained_parameters(engine.student.student, engine.optimizer):
+        for group in [] if entry.optimizer is None else entry.optimizer.param_groups:
+            if any(weight is entry.master for weight in group["params"]):
+                names = with_decay if group["weight_decay"] else without_decay
+                names.update(block.name for block in entry.blocks)
+    assert with_decay
+    return with_decay, without_decay
 
 
 def reference(job: Job, spec: ObjectiveSpec) -> Trained:
     """Train by the other engine in this process."""
     student, teacher = (decoder(job, seed, verify=job.uneven) for seed in range(2))
     runner = one_process(student, None if job.adapter else teacher)
-    trained = run(TorchEngine(runner, spec, train=TRAIN, parts=parts(job, runner)), job)
+    engine = TorchEngine(runner, spec, train=TRAIN, parts=parts(job, runner))
+    trained = run(engine, job)
     trained.weights = {name: tensor.detach() for name, tensor in student.state_dict().items()}
+    groups = [group for group in engine.optimizer.param_groups if not group["weight_decay"]]
+    vectors = {weight for group in groups for weight in group["params"]}
+    trained.without_decay = {name for name, weight in student.named_parameters() if weight in vectors}
     return trained
 
 

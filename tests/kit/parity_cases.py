@@ -107,7 +107,8 @@ class Difference:
 
     gradients, weights: by parameter, relative to the norm of the parameter's reference. For gradients, the divisor is
     at least a thousandth of the whole gradient's norm. Elements of weights whose gradient is rounding alone are left
-    out, because AdamW divides a gradient by its own size.
+    out, because AdamW divides a gradient by its own size. groups: the parameters that another optimizer steps, or
+    that have another weight decay.
     """
 
     loss: float
@@ -116,6 +117,7 @@ class Difference:
     gradients: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     evaluation: float = 0.0
+    groups: list[str] = field(default_factory=list)
 
 
 def compare(rank: Rank, case: Case) -> Difference | None:
@@ -137,6 +139,9 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     for micro_batches, signals in requests:
         sharded.step(micro_batches, signals)
         sharded.engine.update(LEARNING_RATE)
+    difference.groups = [
+        name for name, kind in sharded.groups().items() if reference.groups[alias(name, reference.groups)] != kind
+    ]
     for name, parameter in sharded.runner.named_parameters():
         expected = reference.weights[alias(name, reference.weights)]
         elements = reference.exact_elements(alias(name, reference.weights))
@@ -149,7 +154,7 @@ def compare(rank: Rank, case: Case) -> Difference | None:
 @dataclass
 class Reference:
     """The results of one process: of the first step (sums, gradient norm, gradients; None without a gradient), the
-    weights after the last step, and the loss of an evaluation before the first step.
+    weights after the last step, the loss of an evaluation before the first step, and `Side.groups`.
     """
 
     sums: dict[str, float]
@@ -157,6 +162,7 @@ class Reference:
     gradients: dict[str, Tensor | None]
     weights: dict[str, Tensor]
     evaluation: float
+    groups: dict[str, tuple[bool, float]]
 
     @classmethod
     def on_rank_0(cls, rank: Rank, case: Case, steps: list[StepMicroBatches]) -> "Reference":
@@ -179,7 +185,7 @@ class Reference:
             side.step(micro_batches, signals)
             side.engine.update(LEARNING_RATE)
         weights = {name: parameter.detach() for name, parameter in parameters.items()}
-        return cls(sums, norm, gradients, weights, evaluation)
+        return cls(sums, norm, gradients, weights, evaluation, side.groups())
 
     def exact_elements(self, name: str) -> Tensor:
         """Return which elements of a parameter have a gradient that is more than rounding."""
@@ -234,6 +240,15 @@ class Side:
             if case.checkpointing:
                 student.gradient_checkpointing_enable()
         return self
+
+    def groups(self) -> dict[str, tuple[bool, float]]:
+        """Return for each trained parameter whether Muon trains it, and its weight decay."""
+        groups = self.engine.optimizer.param_groups
+        kinds = {
+            weight: ("momentum" in group, group["weight_decay"]) for group in groups for weight in group["params"]
+        }
+        named = self.runner.named_parameters()
+        return {name: kinds[parameter] for name, parameter in named if parameter.requires_grad}
 
     def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         return self.engine.student.shard(step, training=training)

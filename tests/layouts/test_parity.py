@@ -177,7 +177,8 @@ SLOW = [
     Case(layout(context=2), mtp="teacher", top_k=8),
     Case(layout(context=2), mtp="teacher", teacher=layout(tensor=2), other_tokens=True),
     Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), "llama", mtp="teacher"),
-    # Muon, which needs whole matrices
+    # Muon, which needs whole matrices, also of experts
+    Case(layout(fsdp=2, expert=2), "gpt_oss", optimizer="muon"),
     *(
         Case(layout(**degrees), family, optimizer="muon", mtp=mtp)
         for family, mtp, degrees in (
@@ -206,6 +207,7 @@ def test_training_equals_one_process(case: Case) -> None:
     weight_limit = WEIGHT if case.dtype == torch.float32 else 1e-2
     for rank, difference in enumerate(differences):
         assert difference.gradients, rank
+        assert not difference.groups, rank
         bad = {name: error for name, error in difference.gradients.items() if not error <= GRADIENT}
         assert not bad, (rank, "gradients", bad)
         bad = {name: error for name, error in difference.weights.items() if not error <= weight_limit}

@@ -14,7 +14,7 @@ from kit.runs import contents, run, write_run, write_texts
 from kit.signal_hooks import kill_at
 from kit.toy_tokenizer import toy_tokenizer
 
-from stillhouse.checkpoint.identity import RunIdentity
+from stillhouse.checkpoint.identity import DECAY, RunIdentity
 from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
@@ -165,6 +165,15 @@ def test_a_changed_processor_of_images_is_named() -> None:
         with pytest.raises(ValueError, match=r"^data\.train: the documents have changed"):
             require_unchanged_sources(Path("step"), Progress(data={"train": "a"}), identity)
     require_unchanged_sources(Path("step"), Progress(data={"train": "a"}), RunIdentity("", before, {}))
+
+
+def test_a_run_whose_weight_decay_reached_other_weights_is_named() -> None:
+    """Earlier versions applied weight decay to the stacked biases of experts, and did not write the key."""
+    now = RunIdentity("", {"train": "a", DECAY: "experts.down_proj_bias"}, {})
+    with pytest.raises(ValueError, match=r"^train.weight_decay: step is of an earlier version, .*down_proj_bias"):
+        require_unchanged_sources(Path("step"), Progress(data={"train": "a"}), now)
+    require_unchanged_sources(Path("step"), Progress(data=now.data), now)
+    require_unchanged_sources(Path("step"), Progress(data={"train": "a"}), RunIdentity("", {"train": "a"}, {}))
 
 
 def test_other_data_under_the_same_name_are_noticed(half: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import causal_families
 from kit.families import build
 from kit.layout_runs import assert_same_model, distill
 from kit.runs import Command, forward_backward, run, session_of, write_run
@@ -19,10 +20,11 @@ from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.config.read_config import dotted_values
 from stillhouse.engine.optimizer import (
-    embedding_weights,
+    CombinedOptimizer,
     make_optimizer,
     require_optimizer,
     set_learning_rate,
+    weight_kinds,
 )
 from stillhouse.models import Decoder
 from stillhouse.output.progress import Progress
@@ -74,7 +76,7 @@ def test_steps_are_those_of_the_library(kind: str, family: str) -> None:
     other = copy.deepcopy(model)
     decoder = Decoder(model, verify=False)
     settings = TrainConfig(learning_rate=1e-2, optimizer=kind, **SETTINGS)
-    optimizer = make_optimizer(decoder.parameters(), settings, embedding_weights([decoder]))
+    optimizer = make_optimizer([decoder], settings)
     expected = reference(kind, other, 1e-2)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     for step in range(3):
@@ -89,6 +91,73 @@ def test_steps_are_those_of_the_library(kind: str, family: str) -> None:
         change = (two - before[name]).norm()
         assert change > 1e-3
         assert (one - two).norm() <= (1e-5 if kind == "muon" else 0) * change, name
+
+
+#: family → the ends of the names of vectors with several dims, and of tables other than embedding and head
+STACKED: dict[str, tuple[set[str], set[str]]] = {
+    "gpt_oss": ({"gate_up_proj_bias", "down_proj_bias"}, set()),
+    "mamba": ({"A_log"}, {"conv1d.weight"}),
+    "zamba": ({"A_log", "D", "dt_proj_bias"}, {"conv1d.weight"}),
+    "recurrent_gemma": ({"input_gate_bias", "recurrent_gate_bias"}, {"conv_1d.weight"}),
+    "ernie4_5_moe": ({"e_score_correction_bias"}, set()),
+    "chameleon": ({"q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"}, set()),
+    "rwkv": ({"time_mix_key", "time_mix_value", "time_mix_receptance"}, set()),
+    "dbrx": (set(), {"w1", "v1", "w2"}),
+    "qwen3_next": (set(), {"conv1d.weight"}),
+    "gemma3_text": (set(), set()),
+}
+
+
+@pytest.mark.parametrize("family", STACKED)
+def test_the_module_decides_what_a_matrix_is(family: str) -> None:
+    """Vectors and matrices may be stacked; routers and experts have matrices without `nn.Linear`."""
+    model = causal_families.build(family)
+    decoder = Decoder(model, verify=False)
+    kinds, (vectors, tables) = weight_kinds([decoder]), STACKED[family]
+    names: dict[str, set[str]] = {"vector": set(), "table": set(), "matrix": set()}
+    for name, weight in decoder.named_parameters():
+        if weight.dim() == 1:
+            assert kinds[weight] == "vector", name
+        elif ".layers." in name or ".blocks." in name:
+            end = next((end for end in (*vectors, *tables) if name.endswith(f".{end}")), name)
+            names[kinds[weight]].add(end)
+    assert names["vector"] == vectors
+    assert names["table"] == tables
+    assert not names["matrix"] & {*vectors, *tables}
+    assert kinds[decoder.output_weight] == "table"
+    optimizer = make_optimizer([decoder], TrainConfig(weight_decay=0.1))
+    trained = [weight for weight in decoder.parameters() if weight.requires_grad]
+    decay = {weight: group["weight_decay"] for group in optimizer.param_groups for weight in group["params"]}
+    assert decay == {weight: 0.0 if kinds[weight] == "vector" else 0.1 for weight in trained}
+
+
+def test_muon_steps_each_matrix_of_a_stack_by_itself() -> None:
+    """A step of torch's Muon with each expert's matrices as parameters of their own; the biases are AdamW's."""
+    decoder = Decoder(causal_families.build("gpt_oss"), verify=False)
+    optimizer = make_optimizer([decoder], TrainConfig(learning_rate=1e-2, optimizer="muon", **SETTINGS))
+    assert isinstance(optimizer, CombinedOptimizer)
+    named = {name: weight for name, weight in decoder.named_parameters() if ".experts." in name}
+    others = {name: [nn.Parameter(part.detach().clone()) for part in weight] for name, weight in named.items()}
+    for step in range(2):
+        torch.manual_seed(step)
+        for weight in decoder.parameters():
+            weight.grad = torch.randn_like(weight)
+        for name, parts in others.items():
+            gradient = named[name].grad
+            assert gradient is not None
+            for part, part_gradient in zip(parts, gradient, strict=True):
+                part.grad = part_gradient.clone()
+        if step == 0:
+            matrices = [part for parts in others.values() for part in parts if part.dim() == 2]
+            vectors = [part for parts in others.values() for part in parts if part.dim() == 1]
+            muon = torch.optim.Muon(
+                matrices, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+            )
+            adamw = torch.optim.AdamW(vectors, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95))
+        for one in (optimizer, muon, adamw):
+            one.step()
+    for name, weight in named.items():
+        torch.testing.assert_close(weight.detach(), torch.stack(list(others[name])).detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

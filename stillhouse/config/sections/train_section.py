@@ -41,7 +41,7 @@ class TrainConfig(Section):
     min_learning_rate: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the end, as a share of the peak. No effect with schedule constant."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of matrices. 0: off."""
+    """Decoupled weight decay of matrices, embeddings and kernels, not of norms, biases and other vectors. 0: off."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and the second moment. No effect with optimizer adafactor."""
     eps: float = Field(default=1e-8, gt=0)

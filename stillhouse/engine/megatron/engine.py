@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from torch import Tensor
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamPredicate
+from torch import Tensor, nn
 
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
@@ -22,6 +23,7 @@ from stillhouse.engine.megatron.state import MegatronState
 from stillhouse.engine.megatron.student import MegatronStudent
 from stillhouse.engine.megatron.trained import require_partition, trained_parameters
 from stillhouse.engine.megatron.weights import gather, local_blocks
+from stillhouse.engine.optimizer import weight_kinds
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.state_folder import write_state
@@ -91,7 +93,7 @@ class MegatronEngine(EnginePasses):
             for gradient in self.student.gradients:
                 gradient.mul_(scale)
         for group in self.optimizer.param_groups:
-            # what Megatron-Core's own scheduler would set: vectors (norms and biases) have no weight decay
+            # what Megatron-Core's own scheduler would set
             group["lr"] = learning_rate
             group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
@@ -125,7 +127,10 @@ class MegatronEngine(EnginePasses):
             adam_eps=train.eps,
             clip_grad=0.0,
         )
-        optimizer = get_megatron_optimizer(settings, [*chunks.wrapped])
+        # Megatron-Core's rule is the number of dims, which is another one for an expert's bias than for the stack
+        vectors = self._vectors()
+        overrides: Any = {ParamKey(predicate=ParamPredicate("vector", vectors.__contains__)): {"wd_mult": 0.0}}
+        optimizer = get_megatron_optimizer(settings, [*chunks.wrapped], overrides)
         with torch.no_grad():
             entries = trained_parameters(chunks, optimizer)
             require_partition(entries)
@@ -134,6 +139,14 @@ class MegatronEngine(EnginePasses):
                 if (weight := chunks.unrounded.pop(entry.key, None)) is not None:
                     entry.master.copy_(entry.of_rank(weight))
         return optimizer
+
+    def _vectors(self) -> set[nn.Parameter]:
+        """Return the chunks' parameters without weight decay: those that are vectors in the full model."""
+        decoder, chunks = self.student.decoders[0], self.student.student
+        kinds = weight_kinds([decoder])
+        names = {name for name, parameter in decoder.named_parameters() if kinds[parameter] == "vector"}
+        blocks = [block for block in chunks.table.blocks if block.name in names]
+        return {chunks.models[block.chunk].get_parameter(block.parameter) for block in blocks}
 
     # ---- gradients
 

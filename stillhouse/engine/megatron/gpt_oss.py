@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 
 class ExpertProjection(nn.Module):
-    """A projection of one expert. shift_1O: the bias, a matrix, because weight decay applies to it as in the tensor
-    [E, O] of all experts.
-    """
+    """A projection of one expert. shift_1O: the bias, a row of the tensor [E, O] of all experts."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any):
         super().__init__()
