@@ -11,16 +11,16 @@ configuration.
 
 import hmac
 import json
-import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any
 
 from stillhouse.user_code.episodes import Episode, episode_of
+from stillhouse.user_code.messages import Messages
 from stillhouse.user_code.worker import ERROR, VALUE
 from stillhouse.user_code.worker_pool import SECONDS_TO_START, HostLostError, LostError, Worker, new_worker
 
@@ -94,16 +94,17 @@ class WorkerServer:
             with suppress(OSError, EOFError):
                 if not _accepted(client, self._token):
                     return
-                with _connection(client) as connection:
-                    connection.recv_bytes()
-                    try:
-                        worker = self._start(connection)
-                    except LostError as error:
-                        connection.send_bytes(json.dumps({_LOST: str(error)}).encode())
-                    answer = {} if worker is None else _answer(worker.require_started)
-                    while worker is not None:
-                        connection.send_bytes(json.dumps(answer).encode())
-                        answer = _answer(self._call, worker, json.loads(connection.recv_bytes()))
+                messages = _messages(client)
+                messages.receive()
+                try:
+                    worker = self._start(messages)
+                except LostError as error:
+                    messages.send(json.dumps({_LOST: str(error)}).encode())
+                answer = {} if worker is None else _answer(worker.require_started)
+                while worker is not None:
+                    # without a time limit: rank 0 alone decides when it gives up, and `close` ends the connection
+                    messages.send(json.dumps(answer).encode())
+                    answer = _answer(self._call, worker, json.loads(messages.receive()))
         finally:
             with self._lock:
                 self._clients.discard(client)
@@ -113,12 +114,12 @@ class WorkerServer:
             if worker is not None:
                 worker.end()
 
-    def _start(self, connection: "Connection[Any, Any]") -> Worker | None:
+    def _start(self, messages: Messages) -> Worker | None:
         with self._lock:
             if self._is_closed:
                 return None
             # the client sends nothing during a call: what can be read then is the connection's end
-            worker = new_worker(self._functions, self._memory_gib, lambda: connection.poll(0.0))
+            worker = new_worker(self._functions, self._memory_gib, lambda: messages.is_readable)
             self._workers.add(worker)
             return worker
 
@@ -164,7 +165,7 @@ class RemoteWorker:
 
     def __init__(self, host: str, server: socket.socket):
         self._host, self._server = host, server
-        self._connection = _connection(server)
+        self._messages = _messages(server)
 
     def require_started(self) -> Mapping[str, str]:
         """See `Worker.require_started`."""
@@ -189,17 +190,16 @@ class RemoteWorker:
     def end(self) -> None:
         """As `kill`, but in the thread of the calls."""
         self.kill()
-        self._connection.close()
         self._server.close()
 
     def _answer(self, message: bytes, seconds: float) -> Mapping[str, Any]:
+        seconds += _SECONDS_LATER
+        until = time.monotonic() + seconds
         try:
-            self._connection.send_bytes(message)
-            if not self._connection.poll(seconds + _SECONDS_LATER):
-                raise HostLostError(
-                    f"the workers on {self._host} have not answered for {seconds + _SECONDS_LATER:g} s"
-                )
-            answer: Mapping[str, Any] = json.loads(self._connection.recv_bytes())
+            self._messages.send(message, until)
+            answer: Mapping[str, Any] = json.loads(self._messages.receive(until))
+        except TimeoutError:
+            raise HostLostError(f"the workers on {self._host} have not answered for {seconds:g} s") from None
         except (EOFError, OSError) as error:
             raise HostLostError(f"the connection to the workers on {self._host} has ended") from error
         if _LOST in answer:
@@ -249,8 +249,6 @@ def _mac(token: bytes, *parts: bytes) -> bytes:
     return hmac.digest(token, b"".join(parts), "sha256")
 
 
-def _connection(end: socket.socket) -> "Connection[Any, Any]":
-    """Messages over a socket; only bytes are sent and received."""
-    end.settimeout(None)
+def _messages(end: socket.socket) -> Messages:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(os.dup(end.fileno()))
+    return Messages(end)

@@ -7,21 +7,25 @@ Answers are JSON, so that the run never unpickles what a function returns.
 import json
 import os
 import signal
+import socket
 import sys
 import sysconfig
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from stillhouse.hashing import file_hash
 from stillhouse.memory_limit import limit_memory
+from stillhouse.user_code.messages import Messages
 from stillhouse.user_code.tools import answer_of
 
 #: the keys of an answer: a result; the message of an error; a reason for which the process is not usable any more
 VALUE, ERROR, UNUSABLE = "value", "error", "unusable"
+#: the exit code of a process that cannot hold a request or its answer
+OUT_OF_MEMORY = 79
 
 
 def serve(settings: Mapping[str, Any]) -> NoReturn:
@@ -31,31 +35,37 @@ def serve(settings: Mapping[str, Any]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         # the run decides when its workers end; programs that a function starts get the default handlers
         signal.signal(number, lambda *_: None)
-    connection: Connection[Any, Any] = Connection(settings["descriptor"])
+    messages = Messages(socket.socket(fileno=settings["descriptor"]))
     try:
         is_limited = settings["memory_bytes"] is not None
         calls = [answer_of(key, path, is_limited=is_limited) for key, path in settings["functions"]]
         named = {one.partition(":")[0] for _, path in settings["functions"] for one in path.split()}
         sources = source_hashes(named)
     except ValueError as error:
-        _send(connection, {ERROR: str(error)})
+        _send(messages, {ERROR: str(error)})
         os._exit(1)
     if settings["memory_bytes"] is not None:
         limit_memory(settings["memory_bytes"])
-    _send(connection, {VALUE: sources})
-    while True:
-        try:
-            at, arguments = connection.recv()
-        except EOFError:  # the run has closed the connection
-            os._exit(0)
-        try:
-            answer = {VALUE: calls[at](*arguments)}
-        except ValueError as error:
-            ran_out = is_limited and isinstance(error.__cause__, MemoryError)
-            answer = {UNUSABLE if ran_out else ERROR: str(error)}
-        with suppress(OSError, ValueError):  # a function may have closed it
-            sys.stdout.flush()
-        _send(connection, answer)
+    _send(messages, {VALUE: sources})
+    try:
+        while True:
+            at, arguments = ForkingPickler.loads(messages.receive())
+            _send(messages, _answer(calls[at], arguments, is_limited=is_limited))
+    except (EOFError, ConnectionError):  # the run has closed the connection
+        os._exit(0)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+
+
+def _answer(call: Callable[..., Any], arguments: Any, *, is_limited: bool) -> dict[str, Any]:
+    try:
+        answer = {VALUE: call(*arguments)}
+    except ValueError as error:
+        ran_out = is_limited and isinstance(error.__cause__, MemoryError)
+        answer = {UNUSABLE if ran_out else ERROR: str(error)}
+    with suppress(OSError, ValueError):  # a function may have closed it
+        sys.stdout.flush()
+    return answer
 
 
 def source_hashes(named: Collection[str]) -> dict[str, str]:
@@ -74,5 +84,5 @@ def source_hashes(named: Collection[str]) -> dict[str, str]:
     return hashes
 
 
-def _send(connection: "Connection[Any, Any]", answer: Mapping[str, Any]) -> None:
-    connection.send_bytes(json.dumps(answer).encode())
+def _send(messages: Messages, answer: Mapping[str, Any]) -> None:
+    messages.send(json.dumps(answer).encode())

@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,23 +22,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 from stillhouse.display import first_line
 from stillhouse.user_code.call_queue import Call, CallQueue, require_json
 from stillhouse.user_code.episodes import Episode, episode_of
 from stillhouse.user_code.functions import UserFunctionError, about_completion
-from stillhouse.user_code.worker import ERROR, UNUSABLE, VALUE
+from stillhouse.user_code.messages import SECONDS_BETWEEN_LOOKS, Messages
+from stillhouse.user_code.worker import ERROR, OUT_OF_MEMORY, UNUSABLE, VALUE
 
 #: seconds in which a worker must have imported the functions
 SECONDS_TO_START = 600.0
 #: how often a call is made until it raises an error
 _ATTEMPTS = 2
-_SECONDS_BETWEEN_LOOKS = 0.5
 #: how long the end of the run may follow the end of another host's workers
 _SECONDS_FOR_END = 5.0
-_GUARD = ("/bin/sh", "-c", "read line; kill -KILL 0")
+#: the kernel sends SIGHUP to a group of which a process is stopped when the run ends
+_GUARD = ("/bin/sh", "-c", "trap '' HUP; read line; kill -KILL 0")
 _WORKER = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings['path']; "
     "from stillhouse.user_code.worker import serve; serve(settings)"
@@ -283,7 +285,8 @@ class Worker:
     ):
         self._memory_gib, self._is_abandoned = memory_gib, is_abandoned
         self._samples: set[int] = set()  # those whose objects it may have
-        self._connection, its_connection = Pipe()
+        self._connection, its_connection = socket.socketpair()
+        self._messages = Messages(self._connection)
         self._guard = subprocess.Popen(
             _GUARD,
             stdin=subprocess.PIPE,
@@ -310,7 +313,7 @@ class Worker:
 
         Returns the sha256 of the files of the modules that they have imported; see `source_hashes`.
         """
-        answer = self._receive(SECONDS_TO_START, "is not imported within {:g} s")
+        answer = self._answer(None, SECONDS_TO_START, "is not imported within {:g} s")
         if ERROR in answer:
             raise ValueError(answer[ERROR])
         sources: Mapping[str, str] = answer[VALUE]
@@ -319,9 +322,7 @@ class Worker:
     def call(self, at: int, arguments: Any, seconds: float) -> Mapping[str, Any]:
         """Call the function number `at`, and return its answer; see `worker.py`."""
         try:
-            self._connection.send((at, arguments))
-        except OSError:
-            raise LostError(self._how_it_ended()) from None
+            request = bytes(ForkingPickler.dumps((at, arguments)))
         except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
             raise ValueError(
                 f"{arguments[3]}: the record cannot be sent to a process of rollout.workers "
@@ -330,7 +331,7 @@ class Worker:
         calls = self._calls(episode_of(arguments))
         of_calls = f" for each of {calls} calls" if calls > 1 else ""
         late = f"does not return within {{:g}} s, the value of rollout.worker_timeout{of_calls},"
-        return self._receive(seconds * calls, late)
+        return self._answer(request, seconds * calls, late)
 
     def _calls(self, episode: Episode | None) -> int:
         """The number of the object's calls in a call: without the sample's object, those of earlier turns, too."""
@@ -341,30 +342,33 @@ class Worker:
         change(episode.number)
         return calls
 
-    def _receive(self, seconds: float, late: str) -> Mapping[str, Any]:
-        end = time.monotonic() + seconds
+    def _answer(self, request: bytes | None, seconds: float, late: str) -> Mapping[str, Any]:
+        """The answer to a request, or the one at the start. seconds: from the first byte of the request on."""
+        until = time.monotonic() + seconds
         try:
-            # a program that a function has started may keep the connection open after the worker has ended
-            while not self._connection.poll(max(0.0, min(_SECONDS_BETWEEN_LOOKS, end - time.monotonic()))):
-                if self._process.poll() is not None and not self._connection.poll(0.0):
-                    raise LostError(self._how_it_ended())
-                if self._is_abandoned():
-                    raise LostError("is given up")
-                if time.monotonic() > end:
-                    raise LostError(late.format(seconds))
-            answer: Mapping[str, Any] = json.loads(self._connection.recv_bytes())
+            if request is not None:
+                self._messages.send(request, until, self._exists)
+            answer: Mapping[str, Any] = json.loads(self._messages.receive(until, self._exists))
+        except TimeoutError:
+            raise LostError(late.format(seconds)) from None
         except (EOFError, OSError):
             raise LostError(self._how_it_ended()) from None
         return answer
 
+    def _exists(self) -> bool:
+        """Whether the worker runs; a program that it has started may keep the connection open for longer."""
+        if self._is_abandoned():
+            raise LostError("is given up")
+        return self._process.poll() is None
+
     def _how_it_ended(self) -> str:
         try:
-            code = self._process.wait(_SECONDS_BETWEEN_LOOKS)
+            code = self._process.wait(SECONDS_BETWEEN_LOOKS)
         except subprocess.TimeoutExpired:
             return "closes the connection of its process"
-        if code >= 0:
-            return f"ends its process with exit code {code}"
         limit = "" if self._memory_gib is None else f" (its limit is {self._memory_gib:g} GiB of memory)"
+        if code >= 0:
+            return f"ends its process with exit code {code}{limit if code == OUT_OF_MEMORY else ''}"
         return f"lets its process end by {signal.Signals(-code).name}{limit}"
 
     def kill(self) -> None:

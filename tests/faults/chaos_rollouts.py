@@ -5,10 +5,10 @@
 At a random moment the trainer, a server that writes completions, the teacher's server or all of them are killed,
 asked to end or stopped for some seconds, or the disk becomes full; or the reward or the environment calls
 `sys.exit(0)`, raises an error, or does not return, and the run is asked to end; or processes of `rollout.workers`
-are killed. Then what has ended is started again with the same command. A run whose completions are written in its own
-process must end bit-equal to an undisturbed one. With servers, each sample must have been trained exactly once
-(`trained_record.py`) and no token may be older than the bound; where the schedule determines the completions, the
-weights are those of the undisturbed run, but for rounding.
+are killed or stopped. Then what has ended is started again with the same command. A run whose completions are
+written in its own process must end bit-equal to an undisturbed one. With servers, each sample must have been trained
+exactly once (`trained_record.py`) and no token may be older than the bound; where the schedule determines the
+completions, the weights are those of the undisturbed run, but for rounding.
 """
 
 import json
@@ -43,6 +43,8 @@ STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
 #: seconds in which a server must answer, and a rank; what is stopped is continued after at most STOPPED seconds, and
 #: a server that has ended comes back after at most AWAY seconds
 PATIENCE, TIMEOUT, STOPPED, AWAY = 6, 20, 4.0, 9.0
+#: seconds in which a worker must answer, and after which it has imported its functions, for which it has 10 minutes
+WORKER_PATIENCE, STARTED = 6, 1.5
 #: connections that say nothing, more than a server has places for
 SILENT = 2100
 WEIGHTS = "model.safetensors"
@@ -75,7 +77,7 @@ class Setting:
     def faults(self) -> list[str]:
         has_functions = "rollout.reward" in self.more or "rollout.environment" in self.more
         kinds = list(OF_FUNCTIONS) if has_functions else []
-        kinds += ["killed workers"] if "rollout.workers" in self.more else []
+        kinds += ["killed workers", "stopped workers"] if "rollout.workers" in self.more else []
         kinds += ["kill", "kill", "terminate", "stop and continue", "full disk"]
         kinds += ["half open"] if self.writer or self.teacher else []
         return possible(kinds + (["damaged weights"] * 2 if self.writer else []))
@@ -83,6 +85,7 @@ class Setting:
 
 _REWARD = {"rollout.reward": "kit.misbehaving:length", "objective.loss": "policy_gradient + 0.5*reverse_kl"}
 _TURNS = {"rollout.environment": "kit.misbehaving:echo", "rollout.stop": ["e", "a", "i"]}
+_WORKERS = {"rollout.workers": 2, "rollout.worker_timeout": WORKER_PATIENCE}
 
 SETTINGS = {
     "sync": Setting("sync"),
@@ -90,9 +93,9 @@ SETTINGS = {
     "two_step_off": Setting("two_step_off"),
     "async": Setting("async"),
     "one_step_off, reward": Setting("one_step_off", _REWARD),
-    "sync, reward, workers": Setting("sync", _REWARD | {"rollout.workers": 2}),
-    "one_step_off, reward, workers": Setting("one_step_off", _REWARD | {"rollout.workers": 2}),
-    "async, several turns, workers": Setting("async", _TURNS | _REWARD | {"rollout.workers": 3}),
+    "sync, reward, workers": Setting("sync", _REWARD | _WORKERS),
+    "one_step_off, reward, workers": Setting("one_step_off", _REWARD | _WORKERS),
+    "async, several turns, workers": Setting("async", _TURNS | _REWARD | _WORKERS | {"rollout.workers": 3}),
     "async, several turns": Setting("async", _TURNS),
     "one_step_off, reward, fsdp 2": Setting("one_step_off", _REWARD | {"parallel.fsdp": 2}, processes=2),
     "one_step_off, fsdp 2": Setting("one_step_off", {"parallel.fsdp": 2}, processes=2),
@@ -280,22 +283,18 @@ def misbehaving(case: Case, out: Path, draw: random.Random, *, kind: str) -> tup
     return ranks, where
 
 
-def killed_workers(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
-    """In each step, kill a process in which rewards and environments run; the run itself is not disturbed.
-
-    Not more often, because a call that is lost twice ends the run.
-    """
-    ranks, killed, lines = case.start(out), 0, 0
-    process = ranks[0].process
-    assert process.pid is not None
-    while process.exitcode is None:
-        if log_lines(out) > lines and (workers := workers_of(process.pid)):
-            time.sleep(draw.uniform(0, 0.3))
+def lost_workers(case: Case, out: Path, draw: random.Random, *, number: signal.Signals) -> tuple[Ranks, str]:
+    """In each step, kill or stop a process of rewards and environments. More often, a call would be lost twice."""
+    ranks, hit, lines, seen = case.start(out), 0, 0, dict[int, float]()
+    while (process := ranks[0].process).exitcode is None:
+        seen = {worker: seen.get(worker, time.monotonic()) for worker in workers_of(process.pid or 0)}
+        workers = [worker for worker in seen if time.monotonic() - seen[worker] > STARTED]
+        if log_lines(out) > lines and workers:
             with suppress(ProcessLookupError):
-                os.kill(draw.choice(workers), signal.SIGKILL)
-            killed, lines = killed + 1, log_lines(out)
-        time.sleep(0.002)
-    return ranks, f"{killed} processes"
+                os.kill(draw.choice(workers), number)
+            hit, lines = hit + 1, log_lines(out)
+        time.sleep(draw.uniform(0, 0.1))
+    return ranks, f"{hit} processes"
 
 
 def half_open(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
@@ -390,7 +389,8 @@ FAULTS: dict[str, Fault] = OF_FUNCTIONS | {
     "stop and continue": partial(signalled, number=signal.SIGSTOP),
     "full disk": full_disk,
     "half open": half_open,
-    "killed workers": killed_workers,
+    "killed workers": partial(lost_workers, number=signal.SIGKILL),
+    "stopped workers": partial(lost_workers, number=signal.SIGSTOP),
     "damaged weights": damaged_weights,
 }
 CAMPAIGN = Campaign(prepare, FAULTS, GOOD)

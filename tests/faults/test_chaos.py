@@ -34,7 +34,8 @@ LAYOUTS = {
 #: the faults of on-policy runs; all samples of the last one come from servers
 SETTINGS = {
     "one_step_off, reward, workers": [
-        *("hanging function", "exiting function", "failing function", "killed workers", "terminate"),
+        *("hanging function", "exiting function", "failing function", "killed workers"),
+        *("stopped workers", "terminate"),
     ],
     "one_step_off, fsdp 2": ["kill"],
     "async, served, teacher served, fsdp 2": ["kill", "stop and continue", "half open", "damaged weights"],

@@ -15,7 +15,7 @@ from stillhouse.user_code.functions import UserFunctionError
 from stillhouse.user_code.worker_pool import WorkerPool
 
 CODE = """
-import os, subprocess, sys, time
+import json, os, signal, struct, subprocess, sys, time
 from pathlib import Path
 
 def length(prompt, completion, record):
@@ -34,6 +34,20 @@ def hangs(prompt, completion, record): time.sleep(1000)
 def holds_the_lock(prompt, completion, record): return 9**9**9
 def leaks(prompt, completion, record): return len(bytearray(2**30))
 
+def pid(prompt, completion, record): return os.getpid()
+
+def answers_half(prompt, completion, record):
+    marker = Path(record["marker"])
+    if not marker.exists():
+        marker.touch()
+        os.write(descriptor := json.loads(sys.argv[1])["descriptor"], struct.pack("!Q", 100) + b'{"value"')
+        if record["then"] == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        for _ in range(80):
+            os.write(descriptor, b" ")
+            time.sleep(0.2)
+    return 2.0
+
 def ends_once(prompt, completion, record):
     marker = Path(record["marker"])
     if not marker.exists():
@@ -44,7 +58,7 @@ def ends_once(prompt, completion, record):
 def starts_a_program(prompt, completion, record):
     program = subprocess.Popen(["sleep", "1000"])
     Path(record["marker"]).write_text(f"{os.getpid()} {program.pid}")
-    program.wait()
+    while True: time.sleep(1000)
 """
 
 
@@ -105,6 +119,11 @@ def test_many_calls_run_at_once(pools: list[WorkerPool]) -> None:
         ("hangs", {"seconds": 0.5}, "does not return within 0.5 s, the value of rollout.worker_timeout, for the com"),
         ("holds_the_lock", {"seconds": 0.5}, "does not return within 0.5 s"),
         ("leaks", {"memory_gib": 0.5}, "raises MemoryError for the completion ' 5' of train.jsonl:3; the call was"),
+        (
+            "pid",
+            {"memory_gib": 0.001},
+            "exit code 79 (its limit is 0.001 GiB of memory) for the completion ' 5' of t",
+        ),
     ],
 )
 def test_an_error_names_function_completion_and_line(
@@ -112,7 +131,7 @@ def test_an_error_names_function_completion_and_line(
 ) -> None:
     call = opened(pools, name, **limits)
     with pytest.raises(ValueError, match=rf"^rollout\.reward: worker_functions:{name} ") as raised:
-        call("2 + 2 =", " 5", {"a": 1}, "train.jsonl:3").result(60)
+        call("2 + 2 =", " 5", {"a": 4_000_000 * "1"}, "train.jsonl:3").result(60)
     assert words in str(raised.value)
     assert "stillhouse/" not in str(raised.value)
 
@@ -122,26 +141,53 @@ def test_a_worker_that_ends_is_replaced_and_its_call_repeated(pools: list[Worker
     assert call("", "", {"marker": str(tmp_path / "marker")}, "a:1").result(60) == 2.0
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_nothing_is_left_of_a_closed_pool_and_of_a_run_that_is_killed(tmp_path: Path, is_killed: bool) -> None:
+@pytest.mark.parametrize("size", [0, 400_000])
+def test_a_stopped_worker_is_replaced_also_if_the_record_does_not_fit_into_its_connection(
+    pools: list[WorkerPool], size: int
+) -> None:
+    call = opened(pools, "pid", seconds=1.0)
+    stopped = int(call("", "", {}, "a:1").result(60))
+    os.kill(stopped, signal.SIGSTOP)
+    assert call("", "", {"text": size * "a"}, "a:1").result(10) != stopped
+    assert not is_running(stopped)
+
+
+@pytest.mark.parametrize("then", ["stops", "drips"])
+def test_a_worker_that_does_not_end_its_answer_is_replaced(
+    pools: list[WorkerPool], tmp_path: Path, then: str
+) -> None:
+    call = opened(pools, "answers_half", seconds=1.0)
+    assert call("", "", {"marker": str(tmp_path / "marker"), "then": then}, "a:1").result(10) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("signals", "of_run"),
+    [((), None), ((), signal.SIGKILL), ((signal.SIGSTOP,), None), ((signal.SIGSTOP,), signal.SIGKILL)],
+    ids=["closed", "killed", "closed while all is stopped", "killed while all is stopped"],
+)
+def test_nothing_is_left_of_a_closed_pool_and_of_a_run_that_is_killed(
+    tmp_path: Path, signals: tuple[int, ...], of_run: int | None
+) -> None:
     """Neither the worker nor the program that the function has started, although the function hangs."""
-    marker = tmp_path / "marker"
+    marker, ends = tmp_path / "marker", tmp_path / "ends"
     child = os.fork()
     if not child:
         pool = WorkerPool([("rollout.reward", "worker_functions:starts_a_program")], 1, seconds=60)
         pool.caller("rollout.reward")("", "", {"marker": str(marker)}, "a:1")
-        while not marker.exists() or " " not in marker.read_text():
+        while not ends.exists():
             time.sleep(0.05)
-        if is_killed:
-            time.sleep(100)
         pool.close()
         os._exit(0)
     wait_for(lambda: marker.exists() and " " in marker.read_text())
     processes = [int(pid) for pid in marker.read_text().split()]
-    if is_killed:
-        assert all(map(is_running, processes))
-        os.kill(child, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (-signal.SIGKILL if is_killed else 0)
+    for number in signals:
+        os.killpg(os.getpgid(processes[0]), number)
+    assert all(map(is_running, processes))
+    if of_run is None:
+        ends.touch()
+    else:
+        os.kill(child, of_run)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -(of_run or 0)
     wait_for(lambda: not any(map(is_running, processes)))
 
 
