@@ -34,7 +34,7 @@ from stillhouse.display import escaped, first_line, name_list
 from stillhouse.libraries import reading
 from stillhouse.models.float8 import FP8, round_to_float8
 from stillhouse.models.model_checks import prefixed
-from stillhouse.models.quantized import keep_gradients, quantized_loading, require_quantized
+from stillhouse.models.quantized import keep_gradients, quantized_loading, require_quantized, require_rounding
 from stillhouse.models.unsaved_buffers import initialize_buffers
 
 #: the largest allowed number of layers: for a damaged, huge number, transformers would create layers for hours
@@ -98,14 +98,16 @@ def load_causal_lm(
                 output_loading_info=True,
                 **options,
             )
-        if quantize is not None:
-            with prefixed(failure):
-                if quantize == FP8:
-                    round_to_float8(model.to(device))
+        if quantize is not None and trained:
+            keep_gradients(model)
+        with prefixed(failure):
+            if quantize == FP8:
+                round_to_float8(model.to(device))
+            if quantize is not None:
                 require_quantized(model, quantize, name_or_path, revision)
+            else:
+                require_rounding(model)  # the folder may have quantized weights
     _require_all_weights(what, model, report["missing_keys"])
-    if quantize is not None and trained:
-        keep_gradients(model)
     # tests check the buffers of transformers' own families
     if type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
         initialize_buffers(model, model)

@@ -6,12 +6,16 @@
 
 The embedding, the norms and the output head keep the model's dtype, so that the objective uses the head's saved
 weight.
+
+N products, D width, R rows of a weight.
 """
 
+import copy
 import importlib.util
 import logging
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,9 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
 
 from stillhouse.libraries import reading
 from stillhouse.models.float8 import FP8, float8_problem
@@ -28,6 +35,10 @@ from stillhouse.models.float8 import FP8, float8_problem
 _REPACKS = "support_avx512bf16_for_cpu"
 #: the library of each kind
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes", FP8: "torchao"}
+#: vectors of signs by which a layer is checked, and rows of its weight: the first, the middle and the last ones
+PROBES, ROWS = 16, 16
+#: how many times the error of a right rounding, and which share of the weights, a layer's error may have
+LARGEST_ERROR, PRODUCT_ERROR = 1.5, 0.01
 
 
 def require_library(kind: str) -> None:
@@ -84,8 +95,92 @@ def require_quantized(
     if not os.path.isdir(folder):
         with reading("its files cannot be read again"):
             folder = snapshot_download(str(name_or_path), revision=revision, allow_patterns=["*.safetensors"])
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        _check_finite_file(path)
+    stored = {name: path for path in sorted(Path(folder).glob("*.safetensors")) for name in _check_finite_file(path)}
+    require_rounding(model, kind, stored)
+
+
+@torch.no_grad()
+def require_rounding(model: PreTrainedModel, kind: str = "nf4", stored: Mapping[str, Path] | None = None) -> None:
+    """Raise ValueError, naming the layer, if the error of its products is larger than that of a right rounding.
+
+    Libraries are wrong for single shapes: bitsandbytes 0.50 on a CPU for nf4 and widths that are no multiple of 64.
+    stored: the files by the names of their tensors. The products are compared with those of the weights there; those
+    of a weight that is not there, as in a folder of quantized weights, with what its 4-bit codes stand for.
+    """
+    stored = stored or {}
+    conversions = get_model_conversion_mapping(model)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    names: dict[str, Any] = dict.fromkeys(model.state_dict(), True)
+    keys = {rename_source_key(key, renamings, [], model.base_model_prefix, names)[0]: key for key in stored}
+    for name, module in model.named_modules():
+        weight: Any = getattr(module, "weight", None)
+        if weight is None or not is_quantized(weight):
+            continue
+        key = keys.get(f"{name}.weight")
+        is_transposed = getattr(module, "source_cls", None) is Conv1D
+        if key is not None and not is_transposed:
+            with safe_open(stored[key], framework="pt") as file:
+                _check_layer(name, module, kind, model.dtype, file.get_slice(key))
+        elif hasattr(weight, "quant_state"):
+            _check_layer(name, module, kind, model.dtype)
+
+
+def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD: Any = None) -> None:
+    """Compare products of random signs at a few rows of the weight. saved_RD: the saved weight, if there is one."""
+    rows, width, weight = layer.out_features, layer.in_features, layer.weight
+    if saved_RD is not None and saved_RD.get_shape() != [rows, width]:
+        return
+    what = f"{kind} cannot run the layer '{name}' of shape [{rows}, {width}] on {weight.device.type}"
+    remedy = (
+        "expected quantize: int8, unquantized weights, or a GPU (nf4 on a CPU needs widths that are multiples of 64)"
+    )
+    signs_ND = torch.randint(2, (PROBES, width), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
+    signs_ND = signs_ND.to(weight.device)
+    with reading(f"{what}; {remedy}; {LIBRARIES[kind]} says"):
+        # bitsandbytes changes the layout of a weight, and the dtype of later products, in the first product
+        products_NR = copy.deepcopy(layer)(signs_ND.to(dtype)).float()
+    if layer.bias is not None:
+        products_NR -= layer.bias.float()
+    saved_RD = decoded(weight) if (has_codes_alone := saved_RD is None) else saved_RD
+    for start in sorted({0, max(0, (rows - ROWS) // 2), max(0, rows - ROWS)}):
+        part = slice(start, start + ROWS)
+        right_RD = saved_RD[part].to(weight.device, torch.float32)
+        least = 0.0 if has_codes_alone else float((_rounded(right_RD, kind, weight) - right_RD).norm())
+        # the mean over random signs of the square of a product's error is the square of the error of its row
+        error = float((products_NR[:, part] - signs_ND @ right_RD.T).norm()) / PROBES**0.5
+        size = float(right_RD.norm())
+        if not error <= LARGEST_ERROR * least + PRODUCT_ERROR * size:
+            raise ValueError(
+                f"{what}: the error of its products is {error / size:.2g} of their size with the installed "
+                f"{LIBRARIES[kind]}, and rounding alone gives {least / size:.2g}; {remedy}"
+            )
+
+
+def _rounded(right_RD: Tensor, kind: str, weight: Any) -> Tensor:
+    """Return weights as the kind rounds them at best."""
+    if kind == "nf4":
+        size, code = weight.quant_state.blocksize, weight.quant_state.code.float()
+        flat = nn.functional.pad(right_RD.flatten(), (0, -right_RD.numel() % size)).reshape(-1, size)
+        largest = flat.abs().amax(1, keepdim=True).clamp(min=torch.finfo(flat.dtype).tiny)
+        nearest = torch.bucketize(flat / largest, (code[1:] + code[:-1]) / 2)
+        return (code[nearest] * largest).flatten()[: right_RD.numel()].reshape(right_RD.shape)
+    most = 127.0 if kind == "int8" else torch.finfo(torch.float8_e4m3fn).max
+    scale = right_RD.abs().amax(1, keepdim=True).clamp(min=torch.finfo(right_RD.dtype).tiny) / most
+    steps = right_RD / scale
+    return (steps.round() if kind == "int8" else steps.to(torch.float8_e4m3fn).float()) * scale
+
+
+def decoded(weight: Any) -> Tensor:
+    """Return what the 4-bit codes of a weight stand for, in float32: two codes per byte, one scale per block."""
+    state = weight.quant_state
+    scales = state.absmax
+    if state.nested:
+        from bitsandbytes.functional import dequantize_blockwise
+
+        scales = dequantize_blockwise(scales, state.state2) + state.offset
+    packed, size = weight.data.view(torch.uint8).flatten(), math.prod(state.shape)
+    codes = torch.stack([packed >> 4, packed & 15], 1).flatten()[:size].long()
+    return (state.code.float()[codes] * scales.float().repeat_interleave(state.blocksize)[:size]).reshape(state.shape)
 
 
 def keep_gradients(model: PreTrainedModel) -> None:
@@ -126,12 +221,14 @@ def _parts(weight: Tensor) -> list[Tensor]:
     return [weight]
 
 
-def _check_finite_file(path: Path) -> None:
+def _check_finite_file(path: Path) -> list[str]:
+    """Return the names of a file's tensors. Raises ValueError for one that is not finite."""
     unreadable = reading(f"{path} cannot be read")
     with unreadable:
         file = safe_open(path, framework="pt")
     with file:
-        for name in file.keys():  # noqa: SIM118  (a handle of safetensors is no mapping)
+        names = list(file.keys())
+        for name in names:
             with unreadable:
                 tensor = file.get_tensor(name)
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -139,3 +236,4 @@ def _check_finite_file(path: Path) -> None:
                     f"'{name}' in {path} has values that are NaN or infinite: expected finite weights; the "
                     "checkpoint is damaged"
                 )
+    return names

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from stillhouse.run.session import Session
 
 
-def save_teacher(folder: Path, change: Callable[[Any], None] = lambda model: None) -> Path:
-    """Save a teacher whose rows are multiples of 64 numbers, the blocks of nf4 on a CPU."""
+def save_teacher(folder: Path, change: Callable[[Any], None] = lambda model: None, width: int = 64) -> Path:
+    """Save a teacher. width: of its hidden states; nf4 on a CPU needs multiples of 64."""
     tokenizer = toy_tokenizer()
     torch.manual_seed(3)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=16, initializer_range=0.2, tie_word_embeddings=False,
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=16, initializer_range=0.2, tie_word_embeddings=False,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

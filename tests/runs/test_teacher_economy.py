@@ -17,11 +17,12 @@ from kit.serving import Server
 from kit.teacher_gradients import Gradients, assert_close, gradients
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from stillhouse.config import ConfigError
 from stillhouse.models import Decoder
 from stillhouse.models.pretrained import load_causal_lm
-from stillhouse.models.quantized import is_quantized, weight_bytes
+from stillhouse.models.quantized import is_quantized, require_rounding, weight_bytes
 from stillhouse.parallel import Degrees, Layout, WaitingWeights
 from stillhouse.run import preflight
 from stillhouse.run.preflight import require_teachers_fit
@@ -130,6 +131,51 @@ def test_a_damaged_weight_is_found_although_quantizing_hides_it(tmp_path: Path, 
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"'{name}' in .*model\.safetensors has values that are NaN or infinite"):
         Decoder.from_pretrained(tmp_path / "teacher", quantize=kind)
+
+
+def wide(folder: Path, kind: str, **options: Any) -> nn.Module:
+    """A teacher whose width, 96, is no multiple of 64."""
+    return load_causal_lm(save_teacher(folder / "wide", width=96), quantize=kind, **options)
+
+
+def test_a_layer_that_nf4_rounds_wrongly_is_refused_by_name(tmp_path: Path) -> None:
+    """bitsandbytes dequantizes such widths wrongly on a CPU; its kernels for some CPUs cannot run them at all."""
+    layer = r"nf4 cannot run the layer 'model.layers.0.self_attn.q_proj' of shape \[64, 96\] on cpu"
+    with pytest.raises(ValueError, match=layer + ".*widths that are multiples of 64"):
+        wide(tmp_path, "nf4")
+    with pytest.raises(ValueError, match=layer + ": the error of its products is 0.2.* rounding alone gives 0.09"):
+        wide(tmp_path, "nf4", trained=True)
+    wide(tmp_path, "int8", trained=True)
+
+
+def test_codes_in_a_folder_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
+    """transformers reads a folder that is quantized already, for which there are no other weights to compare with."""
+    for width, compressed in ((96, False), (64, True), (64, False)):
+        configuration = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=compressed
+        )
+        source, folder = save_teacher(tmp_path / f"plain-{width}", width=width), tmp_path / f"{width}-{compressed}"
+        model = AutoModelForCausalLM.from_pretrained(
+            source, quantization_config=configuration, device_map={"": "cpu"}, dtype=torch.float32
+        )
+        model.save_pretrained(folder)
+        if width == 96:
+            with pytest.raises(ValueError, match=r"nf4 cannot run the layer 'model.layers.0.self_attn.q_proj'"):
+                load_causal_lm(folder)
+        else:
+            load_causal_lm(folder)
+
+
+def test_a_wrong_scale_is_noticed_in_the_last_rows(tmp_path: Path) -> None:
+    source = save_teacher(tmp_path / "teacher")
+    model = load_causal_lm(source, quantize="int8")
+    path = source / "model.safetensors"
+    stored = dict.fromkeys(load_file(path), path)
+    require_rounding(model, "int8", stored)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.scale[-3:] *= 1.1
+    with pytest.raises(ValueError, match=r"int8 cannot run the layer 'model.layers.1.mlp.up_proj' of shape"):
+        require_rounding(model, "int8", stored)
 
 
 def test_a_model_that_is_quantized_already_is_not_quantized_again(folder: Path, tmp_path: Path) -> None:
