@@ -4,6 +4,7 @@ In a distributed run, no rank has the full student. So the files are written fro
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import StudentConfig
 from stillhouse.data import save_tokenizer
@@ -39,11 +40,16 @@ def save_student(
 ) -> None:
     """Save the student (with an adapter: only the adapter), the tokenizer, and the files of its processor for images.
 
+    The generation_config lists the tokens with which the student was trained to stop. It is beside an adapter, too,
+    because that of the base may lack them.
+
     student: the student, or this process's shard of it.
     resume: the folder of a checkpoint's tensors; read if the student has an adapter or is distributed over `ranks`.
     """
     if student.lora is not None:
         save_lora(student, _stored_lora(resume), folder)
+        if (generation := student.pretrained.generation_config) is not None:
+            generation.save_pretrained(folder)
     elif ranks.group is None:
         student.save_pretrained(folder)
     else:
@@ -119,12 +125,16 @@ def write_weights(
 def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | None = None) -> None:
     """Merge an adapter into the weights of its base model, in host memory; save the result as a Hugging Face model.
 
+    Its generation_config is that beside the adapter (adapters of earlier versions have none).
+
     dtype: the dtype of the computation and of the files; None: `base.dtype`
     """
     model = load_causal_lm(
         base.model, revision=base.revision, dtype=dtype or base.dtype, trust_remote_code=base.trust_remote_code
     )
     merged(model, adapter).save_pretrained(folder)
+    if (generation := adapter / GENERATION_CONFIG_NAME).is_file():
+        shutil.copyfile(generation, folder / GENERATION_CONFIG_NAME)
 
 
 def _stored_lora(resume: Path) -> dict[str, Tensor]:

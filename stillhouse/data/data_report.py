@@ -38,6 +38,7 @@ class DataReport:
     tokens: int = 0
     target_tokens: int = 0
     joined_turns: int = 0  # turns whose first token also has characters of the prompt
+    trained_ends: list[int] = field(default_factory=list)  # ids of the tokens that teach the student to stop
     trained_share: float | None = None  # the share of all trained tokens, only for a weighted source
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

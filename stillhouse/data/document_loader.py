@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport, piece_source
@@ -43,12 +42,11 @@ from stillhouse.data.render.record_forms import template_for
 from stillhouse.data.render.teacher_images import TeacherImages, not_read
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.substitutions import Substitution
-from stillhouse.data.text_warnings import TextWarnings
+from stillhouse.data.text_warnings import TextWarnings, TrainedEnds
 from stillhouse.data.token_cache import cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
 _BATCH = 512  # records per call of the tokenizer
-_PART = 2**22  # tokens that are searched at a time
 _REASONS = 5  # the most errors that a report keeps
 _BYTES_PER_CHARACTER = 200  # bytes of images that wait count like the memory that a tokenizer takes
 
@@ -71,6 +69,7 @@ class LoadOptions:
     tools: the JSON schemas of the tools that the model of a run may call. Conversations are written with them, or
         with those of their column `tools`, which must be among them.
     fits_teachers: whether `max_tokens` is the limit for what teachers read, too, if their tokens of images are more.
+    end_ids: the end-of-sequence ids of the student beside that of the tokenizer.
 
     Raises ValueError if `max_tokens` is less than 2.
     """
@@ -86,6 +85,7 @@ class LoadOptions:
     keep_records: bool = False
     fits_teachers: bool = True
     tools: Sequence[dict[str, Any]] | None = None
+    end_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
@@ -178,6 +178,8 @@ class _Loader:
         self.characters = 0  # the total length of the waiting records
         self.writer = DocumentWriter(folder)
         self.text_warnings = TextWarnings(tokenizer, options.targets)
+        self.end_ids = {*options.end_ids, *([] if (eos := tokenizer.eos_token_id) is None else [eos])}
+        self.trained_ends = TrainedEnds(tokenizer, self.end_ids)
 
     def add(self, record: Record) -> None:
         self.report.read += 1
@@ -206,11 +208,13 @@ class _Loader:
             raise ValueError(self.report.why_empty(self.options.max_tokens))
         tokens_N, targets_N = self.writer.arrays()
         report = self.report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
-        if self.options.targets != "none" and not self._stops(tokens_N, targets_N):
+        report.trained_ends = sorted(self.trained_ends.ids)
+        if self.options.targets != "none" and self.end_ids and not report.trained_ends:
+            ends = self.tokenizer.convert_ids_to_tokens(sorted(self.end_ids))
             report.warnings.append(
-                f"{report.source}: the end-of-sequence token {self.tokenizer.eos_token!r} is never a "
-                "target, so the student does not learn to stop with it (the chat template ends turns with "
-                "another token, or the limit cuts every document)"
+                f"{report.source}: no token that ends a text is a target (the student's: {name_list(ends)}), so it "
+                "does not learn to stop (the chat template ends turns without a special token, its {% generation %} "
+                "blocks leave it out, or the limit cuts every document)"
             )
         report.warnings.extend(self.text_warnings.lines())
         if self.template is not None:
@@ -232,7 +236,7 @@ class _Loader:
         try:
             self.foreign = foreign_columns(first.fields, self.tokenizer, prompts=targets == "none")
             fields = self._converted(first).fields
-            self.template = template_for(fields, self.tokenizer, targets, self.processor, tools)
+            self.template = template_for(fields, self.tokenizer, targets, self.processor, tools, self.end_ids)
         except RecordError:
             raise
         except ValueError as error:
@@ -319,6 +323,8 @@ class _Loader:
             return
         self.report.kept += 1
         self.report.joined_turns += encoded.joined_turns
+        if not is_prompt:
+            self.trained_ends.add(encoded, sum(len(piece.ids) for piece in pieces), stops=waiting.rendered.stops)
         for number, piece in enumerate(pieces):
             source = piece_source(waiting.where, number, len(pieces))
             of_teachers = of_piece(prefixes, waiting.images, len(piece.ids), is_first=not number)
@@ -366,12 +372,6 @@ class _Loader:
         self.report.cut_documents += 1
         self.report.cut_tokens += excess
         return [replace(encoded, ids=encoded.ids[:max_tokens], targets=encoded.targets[:max_tokens])]
-
-    def _stops(self, tokens_N: np.ndarray, targets_N: np.ndarray) -> bool:
-        """Whether an end-of-sequence token is a target; also True if the tokenizer has no such token."""
-        eos = self.tokenizer.eos_token_id
-        parts = (slice(start, start + _PART) for start in range(0, len(tokens_N), _PART))
-        return eos is None or any((tokens_N[part][targets_N[part]] == eos).any() for part in parts)
 
 
 def _kept_value(fields: dict[str, Any], column: str, allowed: Collection[Any] | None) -> Any:

@@ -1,11 +1,13 @@
-"""Warnings about records whose text may be tokenized differently from what the user expects."""
+"""What a user should know about the tokens of records: unexpected ones, and those with which they teach to stop."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.read.image_columns import MARK
-from stillhouse.data.render.templates import Rendered, Targets
+from stillhouse.data.render.templates import Encoded, Rendered, Targets
 from stillhouse.data.render.tokenizers import tokenize
 
 
@@ -62,3 +64,30 @@ class TextWarnings:
         """Whether a space and a letter have other tokens together than one after the other."""
         whole, space, letter = tokenize(self._tokenizer, ["a a", "a ", "a"], special=False)
         return whole != space + letter
+
+
+class TrainedEnds:
+    """Collects the tokens with which the documents of a source teach the student to stop.
+
+    end_ids: the end-of-sequence ids of tokenizer and student. They count wherever they are targets. Another special
+    token counts if it ends the last turn of a conversation: only there is it certain that the turn ends with it
+    (gpt-oss writes `<|end|>` behind thoughts, too).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]):
+        self._tokenizer, self._end_ids = tokenizer, sorted(end_ids)
+        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.ids: set[int] = set()
+
+    def add(self, encoded: Encoded, kept: int, *, stops: bool) -> None:
+        """kept: the number of tokens of the document that are trained on. stops: see `Rendered`."""
+        places = np.flatnonzero(encoded.targets)
+        ids_T = encoded.ids[places]
+        self.ids.update(ids_T[(places < kept) & np.isin(ids_T, self._end_ids)].tolist())
+        if not stops or not len(places):
+            return
+        last = len(places) - 1
+        while last and self._tokenizer.decode(ids_T[last : last + 1].tolist()).isspace():
+            last -= 1  # the template's line break
+        if places[last] < kept and int(ids_T[last]) in self._special:
+            self.ids.add(int(ids_T[last]))

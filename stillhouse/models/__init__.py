@@ -16,7 +16,7 @@ from stillhouse.models.model_checks import (
     check_saving,
     warn_of_positions,
 )
-from stillhouse.models.model_parts import eos_ids
+from stillhouse.models.model_parts import add_end_ids, eos_ids, read_end_ids
 from stillhouse.models.moe import balance_routers
 from stillhouse.models.quantized import element_count, quantized_identity, weight_bytes
 from stillhouse.models.router_aux_loss import RouterAuxLoss
@@ -32,6 +32,7 @@ __all__ = [
     "OutputProcessor",
     "ProofError",
     "RouterAuxLoss",
+    "add_end_ids",
     "add_lora",
     "balance_routers",
     "check_document_length",
@@ -45,6 +46,7 @@ __all__ = [
     "model_fingerprint",
     "prove_decoder",
     "quantized_identity",
+    "read_end_ids",
     "recorded",
     "train_parts",
     "warn_of_positions",

@@ -4,14 +4,21 @@ They are read from transformers' configurations and modules; no family is recogn
 another name for a setting, a plan or a head needs a change in this file only.
 """
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.output_capturing import OutputRecorder
+
+from stillhouse.display import escaped
+from stillhouse.libraries import reading
 
 #: the names of heads in transformers' weight files, and of embeddings, which can be tied to the head
 HEAD_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
@@ -91,10 +98,46 @@ def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Any) -> tuple[int, ...]
     Training ends a text with the tokenizer's id. But a model that was trained on conversations may end a turn with an
     id that only its generation_config has.
     """
-    config = decoder.pretrained.generation_config
+    ids = {*_end_ids(decoder.pretrained.generation_config), tokenizer.eos_token_id} - {None}
+    return tuple(sorted(map(int, ids)))
+
+
+def read_end_ids(name_or_path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> list[int]:
+    """Return the end-of-sequence ids of a model's generation_config.json, or else of its configuration."""
+    with reading(f"model '{escaped(name_or_path)}': its configuration cannot be read"):
+        try:
+            config = GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
+        except OSError:  # the file is optional; transformers, too, reads the configuration then
+            model_config = AutoConfig.from_pretrained(
+                name_or_path, revision=revision, trust_remote_code=trust_remote_code
+            )
+            config = GenerationConfig.from_model_config(model_config)
+    return sorted(_end_ids(config))
+
+
+def add_end_ids(decoder: Any, ids: Collection[int]) -> None:
+    """Add end-of-sequence ids to the model's generation_config, with which it is saved.
+
+    The changed configuration goes through its file: transformers refuses to save an inconsistent one (a temperature
+    without sampling) that has changed since it was read.
+    """
+    model = decoder.pretrained
+    before = _end_ids(model.generation_config)
+    if before >= set(ids):
+        return
+    united = sorted({*before, *ids})
+    with TemporaryDirectory() as folder, reading("the generation_config of the student cannot be saved"):
+        config = model.generation_config or GenerationConfig()
+        config.save_pretrained(folder)
+        path = Path(folder) / GENERATION_CONFIG_NAME
+        content = json.loads(path.read_bytes()) | {"eos_token_id": united if len(united) > 1 else united[0]}
+        path.write_text(json.dumps(content), encoding="utf-8")
+        model.generation_config = type(config).from_pretrained(folder)
+
+
+def _end_ids(config: GenerationConfig | None) -> set[int]:
     named = None if config is None else config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])}
-    return tuple(sorted(int(number) for number in ids if number is not None))
+    return {int(number) for number in (named if isinstance(named, list | tuple) else [named]) if number is not None}
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

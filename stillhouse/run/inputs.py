@@ -35,7 +35,7 @@ from stillhouse.data.render.tool_format import tool_format
 from stillhouse.data.token_cache import user_folder
 from stillhouse.generation.user_functions import tool_schemas
 from stillhouse.hashing import json_hash
-from stillhouse.run.tokenizers import load_tokenizers
+from stillhouse.run.tokenizers import end_ids_of, load_tokenizers
 from stillhouse.signals import SignalStore
 
 #: the schemas of tools, or None without tools
@@ -104,6 +104,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     _prove_replies(config, tokenizer, processor)
     images: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
     images["tools"] = tool_schemas(config.rollout)
+    images["end_ids"] = end_ids_of(config.student)
     train, held_out = load_data(*sections, config.rollouts, source_tools=source_tools, **images)
     dataset = None
     if not all(rollout.is_on_student_alone for rollout in config.rollouts):
@@ -289,6 +290,7 @@ def load_data(
     fits_teachers: bool = True,
     tools: ToolSchemas = None,
     source_tools: Sequence[ToolSchemas] = (),
+    end_ids: Sequence[int] = (),
 ) -> tuple[Documents, Documents | None]:
     """Load the training documents, and the held-out documents (None if the configuration has none).
 
@@ -296,6 +298,7 @@ def load_data(
     readers: how teachers in this job read images, by their names. fits_teachers: see `LoadOptions`
     tools: the schemas of the tools with which conversations of data.eval are written; those of the section rollout
     source_tools: those of each training source; empty without rollouts
+    end_ids: the student's end-of-sequence ids
 
     teachers: if given, the column of the route and the teachers' prefixes are read, too
     rollouts: the section rollout for each source; if given, the training documents are prompts with their records,
@@ -304,7 +307,8 @@ def load_data(
     cache = user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache)
 
     def load(key: str, source: str, of_source: ToolSchemas, rollout: RolloutConfig | None = None) -> Documents:
-        options = _load_options(data, objective, teachers, rollout, fits_teachers=fits_teachers, tools=of_source)
+        options = _load_options(data, objective, teachers, rollout)
+        options = replace(options, fits_teachers=fits_teachers, tools=of_source, end_ids=end_ids)
         try:
             documents = load_documents(source, tokenizer, options, cache, processor, readers)
         except NoSourceError as error:
@@ -356,13 +360,7 @@ def _require_conversations(
 
 
 def _load_options(
-    data: DataConfig,
-    objective: ObjectiveConfig,
-    teachers: TeachersConfig | None,
-    rollout: RolloutConfig | None,
-    *,
-    fits_teachers: bool,
-    tools: ToolSchemas,
+    data: DataConfig, objective: ObjectiveConfig, teachers: TeachersConfig | None, rollout: RolloutConfig | None
 ) -> LoadOptions:
     named = {} if teachers is None else teachers.named
     route = None if teachers is None else teachers.route
@@ -376,8 +374,6 @@ def _load_options(
         reader=route,
         prompts=rollout is not None,
         keep_records=rollout is not None,
-        fits_teachers=fits_teachers,
-        tools=tools,
     )
 
 

@@ -19,7 +19,9 @@ from stillhouse.engine.schedule import (
     micro_batch_capacity,
 )
 from stillhouse.generation import PromptPlan, PromptSource
+from stillhouse.loops.completion_engine import samplings
 from stillhouse.loops.session_objects import Session
+from stillhouse.models import add_end_ids
 from stillhouse.models.document_packing import ROWS
 from stillhouse.parallel import Layout, join, use_deterministic_algorithms, watchdog
 from stillhouse.run.image_models import require_image_layout, require_images_for_parts, with_images_proven
@@ -104,11 +106,23 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         balance=setup.balance,
         teacher_images=data.teacher_images,
     )
+    for decoder in session.engine.student.decoders:
+        add_end_ids(decoder, _trained_ends(session))
     of_models = check_models({"student": session.student, **session.teachers}, models.self_teachers, data)
     of_models += noise_warnings(sorted(models.removed_noise))
     warnings = [*setup.warnings, *data.warnings, *of_models, *_schedule_warnings(config, session, packed)]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
+
+
+def _trained_ends(session: Session) -> set[int]:
+    """The tokens with which the student learns to stop: those of documents, and those that end completions."""
+    documents = session.train.documents if session.rollout_config is None else session.dataset
+    ends = set[int]() if documents is None else set(documents.report.trained_ends)
+    added = session.tokenizer.get_added_vocab()
+    for sampling in samplings(session) if session.rollout_config is not None else ():
+        ends |= {*sampling.eos_ids, *(added[stop] for stop in sampling.stop if stop in added)}
+    return ends
 
 
 def _schedule_warnings(config: RunConfig, session: Session, data: RunData) -> Iterator[str]:

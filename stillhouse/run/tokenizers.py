@@ -11,6 +11,7 @@ from stillhouse.data.record import TemplateSyntaxError
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.display import first_line
 from stillhouse.libraries import reading
+from stillhouse.models import read_end_ids
 from stillhouse.models.pretrained import require_model_folder
 from stillhouse.signals import SignalStore
 
@@ -51,6 +52,12 @@ def load_tokenizers(
         if store is not None and store.same_conversation:
             _require_same_conversation(tokenizer, other, teacher.accept, f"{section}.accept")
     return tokenizer, warnings
+
+
+def end_ids_of(student: StudentConfig) -> list[int]:
+    """The student's own end-of-sequence ids, beside that of the tokenizer."""
+    with as_config_error("student.model"):
+        return read_end_ids(student.model, student.revision, trust_remote_code=student.trust_remote_code)
 
 
 def _tokenizer_of(section: str, model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:

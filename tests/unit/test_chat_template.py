@@ -1,11 +1,15 @@
 """data.chat_template: conversations get their template from a file or another tokenizer; the student keeps it."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kit.layout_runs import distill
 from kit.runs import contents, run, session_of, write_records, write_run
-from transformers import AutoTokenizer
+from kit.toy_tokenizer import SPECIAL, TEMPLATES
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.checkpoint.identity import configuration_hash
 from stillhouse.config.read_config import dotted_values
@@ -76,3 +80,55 @@ def test_a_template_that_does_not_end_is_stopped(folder: Path) -> None:
     failed = run("check", folder / "run.yaml", f"data.chat_template={folder / 'chat.jinja'}", code=2)
     assert "error: data.chat_template: " in failed.err
     assert "chat.jinja: the chat template of " in failed.err
+
+
+def ends_of(folder: Path) -> Any:
+    return json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+
+
+@pytest.fixture
+def base(folder: Path) -> Path:
+    """A base student: its configuration ends texts with `</s>`, and its template ends turns with another token."""
+    (folder / "chat.jinja").write_text(TEMPLATES["plain"])
+    configuration = folder / "student" / "generation_config.json"
+    configuration.write_text(json.dumps(json.loads(configuration.read_text()) | {"eos_token_id": 2}))
+    settings = {"data.chat_template": str(folder / "chat.jinja"), "train.steps": 2, "checkpoint.every": 1}
+    write_run(folder, **settings)
+    return folder
+
+
+@pytest.mark.parametrize("adapter", ["null", "{r: 2, alpha: 4}"])
+def test_a_saved_student_lists_the_token_that_ends_its_turns(base: Path, adapter: str) -> None:
+    distill(base, "out", 1, f"student.adapter={adapter}")
+    first = base / "out" / "checkpoints" / "step-00000001"
+    run(
+        "distill",
+        base / "run.yaml",
+        f"checkpoint.resume={first}",
+        f"out={base / 'again'}",
+        f"student.adapter={adapter}",
+    )
+    run("export", base / "out", "--out", base / "exported")
+    for made in ("out/model", "again/model", "exported", "out/checkpoints/step-00000001/student"):
+        assert ends_of(base / made) == [2, SPECIAL.index("<|im_end|>")], made
+    assert AutoModelForCausalLM.from_pretrained(base / "exported").generation_config.eos_token_id == [2, 5]
+    assert json.loads((base / "out" / "data.json").read_text())["train"]["trained_ends"] == [5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "pipeline"])
+def test_it_lists_the_token_under_torchrun(base: Path, layout: str) -> None:
+    distill(base, "out", 2, f"parallel.{layout}=2", "teacher=null", "objective.loss=cross_entropy")
+    assert ends_of(base / "out" / "model") == [2, 5]
+    assert ends_of(base / "out" / "checkpoints" / "step-00000001" / "student") == [2, 5]
+
+
+def test_a_student_that_writes_its_completions_lists_what_ends_them(base: Path) -> None:
+    """The tokenizer's end-of-sequence token, and a special token among rollout.stop."""
+    write_records(base / "prompts.jsonl", [{"prompt": "two and"}] * 4)
+    session = session_of(
+        base,
+        **{"data.train": str(base / "prompts.jsonl"), "objective.loss": "reverse_kl", "data.eval": 0},
+        **{"rollout.prompts_per_step": 2, "rollout.max_new_tokens": 4, "rollout.stop": ["<|im_end|>", "\n\n"]},
+    )
+    assert session.student.pretrained.generation_config.eos_token_id == [2, 5]

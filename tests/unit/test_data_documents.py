@@ -143,12 +143,18 @@ def test_datasets_without_a_document_say_why(
         load_records(tmp_path, records, **options)
 
 
-def test_a_stop_that_is_never_a_target_is_a_warning(tmp_path: Path) -> None:
-    # turns end in <|im_end|>
-    (warning,) = load_records(tmp_path, [{"messages": CHAT}], chat="plain").report.warnings
-    assert "'</s>' is never a target" in warning
-    right = toy_tokenizer(chat="plain", eos_token="<|im_end|>")
-    assert load_records(tmp_path, [{"messages": CHAT}], right).report.warnings == []
+def test_a_source_without_an_end_that_is_a_target_is_a_warning(tmp_path: Path) -> None:
+    whole = load_records(tmp_path, [{"messages": CHAT}], chat="plain")
+    assert whole.report.warnings == []
+    cut = load_records(tmp_path, [{"messages": CHAT}], chat="plain", max_tokens=whole.report.tokens - 2)
+    assert cut.report.target_tokens
+    (warning,) = cut.report.warnings
+    assert "no token that ends a text is a target (the student's: </s>), so it does not learn to stop" in warning
+    tokenizer = toy_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    )
+    assert load_records(tmp_path, [{"messages": CHAT}], tokenizer).report.warnings
 
 
 def test_marks_of_images_without_images_are_one_warning(tmp_path: Path) -> None:

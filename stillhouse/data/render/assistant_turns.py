@@ -9,6 +9,9 @@ after the anchor are compared: the text from the first n messages must be a pref
 conversation. Without the anchor, the two renderings must still end with these texts. So an edge is never searched in
 the conversation, and no text of a user can be mistaken for an edge.
 
+Some templates end a turn with nothing but the header of the next turn (GLM: `<|user|>`, `<|observation|>`). If this
+header begins with an end-of-sequence token of the model, the token belongs to the turn that it ends.
+
 Two deviations are supported in turns before the last message. The generation prompt may open the thoughts of a turn
 that has no thoughts in the whole conversation. The template may write a text after the end marker only in the last
 turn. Every other deviation raises ValueError.
@@ -32,19 +35,21 @@ class Turns:
 
     text: renders messages. If its argument `prompt` is true, the generation prompt follows the messages.
     body: the whole conversation as text.
-    special: the tokenizer's added tokens.
+    special: the tokenizer's added tokens. ends: those of them that are end-of-sequence tokens of the model.
     """
 
     text: Callable[[list[Message], bool], str]
     messages: list[Message]
     body: str
     special: tuple[str, ...]
+    ends: tuple[str, ...] = ()
 
     def spans(self, first: int) -> list[Span]:
         """The characters that the assistant generates, as one range per turn, in the messages from `first` on.
 
         A range includes the template's text between the generation prompt and the content (such as an empty thinking
-        block). It also includes the end marker of the turn, but not the white space after the marker.
+        block). It also includes the end marker of the turn, but not the white space after the marker. A turn without
+        a marker includes the end-of-sequence token with which the next turn begins.
         """
         spans: list[Span] = []
         for index, message in enumerate(self.messages):
@@ -112,10 +117,32 @@ class Turns:
     def _anchored(self, count: int) -> list[Message]:
         return [*self.messages[: count - 1], with_text_appended(self.messages[count - 1], ANCHOR)]
 
+    def closing_header(self) -> str:
+        """The end-of-sequence token with which the template would begin a turn behind the last message, which is the
+        assistant's. It is "" if the turn has an end marker, or if the next turn does not begin with such a token.
+        """
+        if not self.ends or self.body.rstrip().endswith(self.ends):
+            return ""
+        anchored = self._anchored(len(self.messages))
+        try:
+            behind = _behind(self.text(anchored, False))
+            longer = _behind(self.text([*anchored, _next_turn(self.messages[-1])], False))
+        except ValueError:
+            return ""  # the template refuses a turn behind this one
+        if behind is None or longer is None or not longer.startswith(behind):
+            return ""
+        return self._end_at(longer, len(behind))
+
     def _end_of_turn(self, start: int, stop: int) -> int:
         """The end of the turn without white space after the end marker, which the assistant does not generate."""
         turn = self.body[start:stop].rstrip()
+        if not turn.endswith(self.ends) and (end := self._end_at(self.body, stop)):
+            return stop + len(end)
         return start + len(turn) if turn.endswith(self.special) else stop
+
+    def _end_at(self, text: str, start: int) -> str:
+        """The end-of-sequence token at this position of a text; "" if there is none."""
+        return max((token for token in self.ends if text.startswith(token, start)), key=len, default="")
 
     def _error(self, count: int, prompt: bool) -> ValueError:
         return ValueError(
@@ -125,6 +152,16 @@ class Turns:
             "last turn, as 'prompt' and 'completion' (lists of messages), or use a chat template with "
             "{% generation %} blocks"
         )
+
+
+def _next_turn(message: Message) -> Message:
+    """A message that may follow this turn of the assistant: the reply of a tool, or a question."""
+    if not (calls := message.get("tool_calls")):
+        return {"role": "user", "content": "a"}
+    call = calls[0] if isinstance(calls[0], dict) else {}
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, dict) else None
+    return {"role": "tool", "content": "a", "name": name or "a", "tool_call_id": call.get("id") or "000000000"}
 
 
 def _behind(text: str) -> str | None:

@@ -6,7 +6,7 @@ a target. A record may have a column `tools` with the functions that the assista
 the text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from textwrap import shorten
 from typing import Any
@@ -58,6 +58,7 @@ class ChatTemplate(Template):
     that are lists of parts, all contents become such lists.
 
     tools: those of the run. A record's own tools must be among them.
+    end_ids: the end-of-sequence ids of the student. One of them that begins the next turn ends a turn without marker.
     """
 
     extras: tuple[str, ...] = ("tools",)
@@ -69,6 +70,7 @@ class ChatTemplate(Template):
         targets: Targets,
         processor: ImageProcessor | None = None,
         tools: Tools = None,
+        end_ids: Collection[int] = (),
     ):
         if not tokenizer.chat_template:
             raise ValueError(
@@ -84,7 +86,7 @@ class ChatTemplate(Template):
         self._prompt_example: tuple[list[Message], Tools] | None = None
         self._tools_example: tuple[list[Message], Tools, int] | None = None
         # A method of this object would make a reference cycle, which would keep this object and its process alive.
-        answer = Conversations(tokenizer, targets).answer
+        answer = Conversations(tokenizer, targets, end_ids).answer
         self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
         self.needs_parts, self.adds_special = False, False
         if processor is not None:
@@ -223,7 +225,8 @@ class ChatTemplate(Template):
             raise TemplateSyntaxError(self.tokenizer.name_or_path, problem)
         if problem:
             raise RecordError(problem)
-        return Rendered(body, spans=tuple((begin, end) for begin, end in spans))
+        stops = messages[-1]["role"] == "assistant"
+        return Rendered(body, spans=tuple((begin, end) for begin, end in spans), stops=stops)
 
 
 def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:

@@ -5,6 +5,7 @@ JSON types. It returns an error of the template instead of raising it.
 """
 
 import re
+from collections.abc import Collection
 from datetime import datetime
 from functools import lru_cache, partial
 from textwrap import shorten
@@ -31,11 +32,14 @@ class Conversations:
 
     targets: "all": all characters are targets, not only those of the assistant. "none": the text ends with the
         generation prompt.
+    end_ids: the end-of-sequence ids of the model. One of them that begins the next turn ends a turn without marker.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets, end_ids: Collection[int] = ()):
         self.tokenizer, self.targets = tokenizer, targets
-        self.special = tuple(tokenizer.get_added_vocab())
+        added = tokenizer.get_added_vocab()
+        self.special = tuple(added)
+        self.ends = tuple(token for token, index in added.items() if index in end_ids)
 
     def answer(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span], str, bool]:
         """The text, its target ranges from message `first` on, the error ("" if there is none), and whether it is an
@@ -66,21 +70,25 @@ class Conversations:
         return undated(source)
 
     def _turns(self, messages: list[Message], tools: Tools, body: str) -> Turns:
-        return Turns(partial(self._text, tools), messages, body, self.special)
+        return Turns(partial(self._text, tools), messages, body, self.special, self.ends)
 
     def _with_spans(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span]]:
         if first is None:
             return self._text(tools, messages), []
         if self.targets == "none":
             return self._text(tools, messages, prompt=True), []
-        if self.targets == "all":
-            body = self._text(tools, messages)
-            return body, [(0, len(body))]
         source = self._source(tools)
-        if "endgeneration" in source:
+        if self.targets != "all" and "endgeneration" in source:
             return self._with_marked_spans(source, messages, tools, first)
         body = self._text(tools, messages)
-        return body, self._turns(messages, tools, body).spans(first)
+        turns = self._turns(messages, tools, body)
+        closes = messages[-1]["role"] == "assistant" and "endgeneration" not in source
+        header = turns.closing_header() if closes else ""
+        spans = turns.spans(first) if self.targets == "completion" else [(0, len(body))]
+        if header:
+            body += header
+            spans[-1] = spans[-1][0], len(body)
+        return body, spans
 
     def _with_marked_spans(
         self, source: str, messages: list[Message], tools: Tools, first: int

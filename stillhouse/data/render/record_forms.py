@@ -8,7 +8,7 @@ In runs where a model generates the completions, only the prompt of a record is 
 messages), or `messages` without the assistant's turns at the end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -29,9 +29,10 @@ def template_for(
     targets: Targets,
     processor: ImageProcessor | None = None,
     tools: Tools = None,
+    end_ids: Collection[int] = (),
 ) -> Template:
     """The template for a dataset whose first record has these columns. processor: that of the student for images.
-    tools: those of the run, which only conversations can have.
+    tools: those of the run, which only conversations can have. end_ids: the end-of-sequence ids of the student.
 
     Raises ValueError if the columns match none or several of the forms, or if the tokenizer lacks something that the
     form needs: an end-of-sequence token, a chat template, or character offsets.
@@ -46,7 +47,7 @@ def template_for(
         # the content key is a hash of these columns, and must not depend on whether only the prompt is read
         columns = ("prompt", "completion")
     if _has_messages(columns, fields):
-        return ChatTemplate(tokenizer, columns, targets, processor, tools)
+        return ChatTemplate(tokenizer, columns, targets, processor, tools, end_ids)
     if tools is not None:
         raise ValueError("rollout.tools needs conversations: expected 'messages', or 'prompt' as a list of messages")
     return CompletionTemplate(tokenizer, columns, targets)

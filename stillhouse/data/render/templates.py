@@ -54,12 +54,14 @@ class Rendered:
     """A record as text. `prompt` and `body` are tokenized separately. spans: the target characters of a chat.
 
     encoded: the record's tokens if it has images, because an error of an image must name the record.
+    stops: whether the last target ends what the model writes; False if a conversation ends with another's message.
     """
 
     body: str
     prompt: str = ""
     spans: tuple[Span, ...] = ()
     encoded: Encoded | None = None
+    stops: bool = True
 
 
 class Template(Protocol):

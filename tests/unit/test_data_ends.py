@@ -1,0 +1,143 @@
+"""Where a text begins and ends: special tokens that it has already, and those with which a student learns to stop."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.documents import load_records
+from kit.families import build
+from kit.toy_tokenizer import SPECIAL, TEXT, toy_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from stillhouse.data import Documents
+from stillhouse.models import Decoder, add_end_ids, eos_ids, read_end_ids
+
+USER = {"role": "user", "content": "two and two?"}
+FOUR = {"role": "assistant", "content": "four"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+REPLY = {"role": "tool", "content": "4"}
+THINKS = {"role": "assistant", "content": "four", "reasoning_content": "two more than two"}
+ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+
+
+def glm_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with a GLM template of TRL: the original, or the one that TRL trains with."""
+    special = [*ENDS, "<|assistant|>", "<|system|>", "[gMASK]", "<sop>"]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator(
+        TEXT,
+        trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    backend.add_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=ENDS[0])
+    trl = find_spec("trl")
+    assert trl is not None
+    assert trl.origin is not None
+    tokenizer.chat_template = (Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+    return tokenizer
+
+
+def texts(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
+    ids, targets = documents.tokens(0), documents.targets(0)
+    return tokenizer.decode(ids), tokenizer.decode(ids[targets])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, FOUR],
+        [USER, FOUR, USER, THINKS],
+        [USER, THINKS, USER, FOUR],
+        [USER, CALLS],
+        [USER, CALLS, REPLY, FOUR, USER, CALLS],
+        [USER, FOUR, USER],
+    ],
+)
+def test_the_header_of_the_next_turn_ends_a_turn_without_a_marker(
+    tmp_path: Path, messages: list[dict[str, Any]]
+) -> None:
+    """The expected tokens and targets are those of the template that TRL trains GLM with."""
+    original, training = map(glm_tokenizer, ("glm4moe", "glm4moe_training"))
+    ends = original.convert_tokens_to_ids(list(ENDS))
+    record = {"messages": messages}
+    documents = load_records(tmp_path, [record], original, max_tokens=512, end_ids=ends)
+    expected = load_records(tmp_path, [record], training, max_tokens=512)
+    assert texts(documents, original) == texts(expected, training)
+    last = "<|observation|>" if messages[-1] is CALLS else "<|user|>"
+    assert original.convert_tokens_to_ids(last) in documents.report.trained_ends
+    assert not documents.report.warnings
+    whole = load_records(tmp_path, [record], original, max_tokens=512, end_ids=ends, tokens="all")
+    assert whole.tokens(0).tolist() == documents.tokens(0).tolist()
+    assert whole.targets(0)[1:].all()
+
+
+def test_a_header_that_is_no_end_of_sequence_ends_no_turn(tmp_path: Path) -> None:
+    tokenizer = glm_tokenizer("glm4moe")
+    (warning,) = (
+        documents := load_records(tmp_path, [{"messages": [USER, FOUR, USER, CALLS]}], tokenizer, max_tokens=512)
+    ).report.warnings
+    assert "no token that ends a text is a target (the student's: <|endoftext|>)" in warning
+    assert documents.report.trained_ends == []
+    assert "<|user|>" not in texts(documents, tokenizer)[1]
+
+
+def test_a_marker_is_followed_by_no_header(tmp_path: Path) -> None:
+    """A student whose end-of-sequence ids also have the header of a turn, as Phi-3's do."""
+    tokenizer = toy_tokenizer(chat="plain")
+    start, end = (SPECIAL.index(token) for token in ("<|im_start|>", "<|im_end|>"))
+    record = {"messages": [USER, FOUR, USER, FOUR]}
+    documents = load_records(tmp_path, [record], tokenizer, max_tokens=256, end_ids=[start, end])
+    assert texts(documents, tokenizer)[1] == "four<|im_end|>" * 2
+    assert documents.report.trained_ends == [end]
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [
+        ({"messages": [USER, FOUR]}, ["<|im_end|>"]),
+        ({"messages": [USER, FOUR, USER]}, []),  # only the last turn shows how one ends
+        ({"prompt": [USER], "completion": [FOUR]}, ["<|im_end|>"]),
+        ({"text": "two"}, ["</s>"]),
+        ({"prompt": "two", "completion": "four"}, ["</s>"]),
+    ],
+)
+def test_the_report_has_the_tokens_that_teach_to_stop(
+    tmp_path: Path, fields: dict[str, Any], ends: list[str]
+) -> None:
+    for tokens in ("completion", "all"):
+        tokenizer = toy_tokenizer(chat="plain")
+        report = load_records(tmp_path, [fields], tokenizer, tokens=tokens).report
+        assert tokenizer.convert_ids_to_tokens(report.trained_ends) == ends
+        assert bool(report.warnings) == (not ends)
+    cut = load_records(tmp_path, [fields, {**fields}], toy_tokenizer(chat="plain"), max_tokens=4, tokens="all")
+    assert cut.report.trained_ends == ([EOS] if "text" in fields else [])  # a text is split, not cut
+
+
+EOS = SPECIAL.index("</s>")
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [(None, 5), (5, 5), (2, [2, 5]), ([7, 2], [2, 5, 7])], ids=["none", "same", "one", "list"]
+)
+def test_trained_ends_are_saved_beside_those_of_the_model(tmp_path: Path, named: Any, expected: Any) -> None:
+    """Also if transformers would refuse to save the configuration after a change, for its unused temperature."""
+    decoder = Decoder(build("qwen3"))
+    GenerationConfig(eos_token_id=named, max_length=77).save_pretrained(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(path.read_text().replace("{", '{"temperature": 0.6, "top_p": 0.9, "do_sample": false,', 1))
+    decoder.pretrained.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    add_end_ids(decoder, {5})
+    decoder.save_pretrained(tmp_path / "saved")
+    saved = GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert saved.eos_token_id == expected
+    assert (saved.temperature, saved.max_length) == (0.6, 77)
+    assert set(eos_ids(toy_tokenizer(), decoder)) == {2, *read_end_ids(str(tmp_path / "saved"))}
+    (tmp_path / "saved" / "generation_config.json").unlink()
+    assert read_end_ids(str(tmp_path / "saved")) == sorted(
+        eos_ids(toy_tokenizer(eos_token=None), Decoder(build("qwen3")))
+    )  # type: ignore[arg-type]
