@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from kit.families import build
 from kit.toy_tokenizer import save_toy_tokenizer, toy_backend, toy_tokenizer
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.data import check_same_tokenizer, check_vocabulary, load_tokenizer, tokenizer_fingerprint
+from stillhouse.data.render.tokenizers import require_tokens_of_file
+from stillhouse.libraries import is_at_least
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> PreTrainedTokenizerFast:
@@ -131,3 +133,62 @@ def test_no_tokenizer_there(tmp_path: Path) -> None:
     build("qwen3").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no tokenizer: expected tokenizer[.]json"):
         load_tokenizer(str(tmp_path))
+
+
+def saved_as(folder: Path, backend: Tokenizer, name: str, **options: Any) -> str:
+    """Save a tokenizer whose configuration names a class of transformers."""
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name} | options))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["GemmaTokenizer", "LlamaTokenizer"])
+def test_a_class_that_reads_the_file_in_another_way_is_refused(tmp_path: Path, name: str) -> None:
+    """Gemma's class replaces the byte-level parts by SentencePiece's; transformers 5.17 does so for Llama's, too."""
+    folder = saved_as(tmp_path, toy_backend(), name)
+    if name == "GemmaTokenizer" or not is_at_least("transformers", "5.18"):
+        with pytest.raises(ValueError, match=rf"not read as its tokenizer\.json says: transformers .*{name}"):
+            load_tokenizer(folder)
+    else:
+        text = "two  and\ntwo"
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_a_decoder_that_is_not_the_files_is_refused(tmp_path: Path) -> None:
+    """The ids are those of the file; what the student writes would have no spaces."""
+    backend = toy_backend()
+    folder = saved_as(tmp_path, backend, "PreTrainedTokenizerFast")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    with pytest.raises(ValueError, match="that class decodes as 'AĠ"):
+        require_tokens_of_file("the tokenizer", tokenizer, str(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "GemmaTokenizer", "PreTrainedTokenizerFast"])
+def test_a_space_before_the_text_may_differ(tmp_path: Path, name: str) -> None:
+    """Llama's class takes add_prefix_space from the configuration; the file may say something else."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁Aastilf", "▁A", "▁a"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    options: dict[str, Any] = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    for prefix in ("always", "never"):
+        backend = Tokenizer(models.BPE(vocab, [("▁", "A"), ("▁", "a")], **options))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+        strip = [decoders.Strip(" ", 1, 0)] if prefix == "always" else []
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        for number, option in enumerate(({}, {"add_prefix_space": False}, {"add_prefix_space": True})):
+            load_tokenizer(saved_as(tmp_path / f"{prefix}{number}", backend, name, **option))
+
+
+def test_settings_that_no_class_reads_do_not_count(tmp_path: Path) -> None:
+    """A file may truncate, and a vocabulary may lack characters without having an unknown token."""
+    backend = toy_backend()
+    backend.enable_truncation(3)
+    load_tokenizer(saved_as(tmp_path / "truncated", backend, "PreTrainedTokenizerFast"))
+    pieces = Tokenizer(models.Unigram([("▁a", -1.0), ("a", -2.0), ("▁", -3.0)]))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=pieces).save_pretrained(tmp_path / "few")
+    load_tokenizer(str(tmp_path / "few"))

@@ -12,12 +12,16 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import transformers
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from stillhouse.hashing import json_hash
 from stillhouse.libraries import reading, writing
@@ -26,6 +30,9 @@ _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _NO_SETTING = ("vocab", "merges", "dropout")
 #: the files that contain the vocabulary of a tokenizer
 _OF_TOKENIZER = re.compile(r"(?i)token|vocab|merges|spiece|sentencepiece|.*\.(model|tiktoken|spm)$")
+TOKENIZER_FILE = "tokenizer.json"
+#: texts by which a tokenizer is compared with its file; the first word is short
+PROBES = ("A still: two  spaces,\na line\n\nbreak and\ttabs.", "f (x) =\n    x + 1024", "Я и мир. 你好 سلام é 🙂")
 #: the largest id that a token may have; even the largest vocabularies have only about a million tokens
 MAX_IDS = 10_000_000
 
@@ -65,7 +72,53 @@ def load_tokenizer(
         if tokenizer.is_fast:
             tokenizer.backend_tokenizer.to_str()
         tokenizer.save_pretrained(folder)  # every checkpoint does this, too
+    if tokenizer.is_fast:
+        with reading(f"{what} {where}"):
+            path = cached_file(
+                name_or_path, TOKENIZER_FILE, revision=revision, _raise_exceptions_for_missing_entries=False
+            )
+        if path is not None:
+            require_tokens_of_file(what, tokenizer, path)
     return tokenizer
+
+
+def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raise ValueError if a tokenizer encodes or decodes in another way than its tokenizer.json by itself.
+
+    The class that transformers chooses may replace parts of the file: transformers 5.17 reads a byte-level file whose
+    configuration names a Llama class as SentencePiece, and all spaces vanish. The space before a text may differ
+    (add_prefix_space).
+    """
+    with reading(f"{path} cannot be read"):
+        of_file = Tokenizer.from_file(path)
+    of_file.no_truncation()
+    for text in () if getattr(of_file.model, "dropout", None) else PROBES:  # with dropout, ids are random
+        expected = None
+        with suppress(ValueError), reading("the vocabulary lacks characters of the probe"):
+            expected = of_file.encode(text, add_special_tokens=False).ids
+        if expected is None:
+            continue
+        with reading(f"{what} cannot be used"):
+            actual = tokenize(tokenizer, [text], special=False)[0]
+        decoded = tokenizer.backend_tokenizer.decode(expected)
+        if _differ_in_prefix_alone(of_file, expected, actual) and decoded.strip() == of_file.decode(expected).strip():
+            continue
+        read, there = (tokenizer.convert_ids_to_tokens(ids[:8]) for ids in (actual, expected))
+        raise ValueError(
+            f"{what} is not read as its {TOKENIZER_FILE} says: transformers {transformers.__version__} reads it with "
+            f"the class {type(tokenizer).__name__}, for which {text!r} begins with {read}; with the file alone, it "
+            f"begins with {there}, which that class decodes as {decoded!r:.60}. Expected a class that fits the file "
+            'as tokenizer_class in tokenizer_config.json, such as "PreTrainedTokenizerFast", or a later transformers'
+        )
+
+
+def _differ_in_prefix_alone(of_file: Tokenizer, expected: list[int], actual: list[int]) -> bool:
+    """Whether ids of a text are equal, or differ only by the space before its first word."""
+    same = 0
+    while same < min(len(expected), len(actual)) and expected[-1 - same] == actual[-1 - same]:
+        same += 1
+    one, other = (of_file.decode(ids[: len(ids) - same]).split() for ids in (expected, actual))
+    return one == other and len(one) <= 1
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
