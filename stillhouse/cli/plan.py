@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs of a machine.")
 @click.option("--device", default="h100", show_default=True, help="rtx4090, a100, h100, h200 or b200.")
 @click.option(
-    "--document-tokens", type=click.IntRange(2), default=512, show_default=True, help="Length of the documents."
+    "--document-tokens",
+    type=click.IntRange(2),
+    default=512,
+    show_default=True,
+    help="Length of the documents; with rollout, of the prompts.",
 )
 @click.option("--fit", is_flag=True, help="Search layouts, micro-batches and recomputation; print the five fastest.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
@@ -39,7 +43,8 @@ def plan(
 
     Runs a step of the first, an inner and the last pipeline stage with tensors that have no values, in processes
     without a GPU. Prints their memory, kernels, messages and waits, and a predicted time. Needs neither data nor
-    weights: only the models' config.json. The exit code is 2 if the job does not fit.
+    weights: only the models' config.json. The exit code is 2 if the job does not fit. Of an on-policy run, only the
+    training step is planned.
 
     \b
     stillhouse plan run.yaml --ranks 64

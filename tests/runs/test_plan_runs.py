@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Con
 from stillhouse.config import ConfigError, load_config
 from stillhouse.models.trained_parts import train_parts
 from stillhouse.parallel import empty_decoder
+from stillhouse.tools.demo.run_files import write_text_run
 from stillhouse.tools.plan.fit import fit
 from stillhouse.tools.plan.layout_plan import DryRuns, Machine, planned_job
 from stillhouse.tools.plan.rank_counts import RankCounts
@@ -119,6 +120,21 @@ def _check_fsdp(rank: RankCounts, layer: int, rest: int) -> None:
     assert rank.sent[keys["allgather_base"]] == pytest.approx(2 * gathered, rel=0.01)
     assert rank.messages[keys["reduce_scatter_base"]] == 2 * (LAYERS + 2)
     assert rank.sent[keys["reduce_scatter_base"]] == pytest.approx(2 * 4 * (LAYERS * layer + rest), rel=0.01)
+
+
+def test_the_demos_file_and_a_step_on_completions_are_planned(tmp_path: Path, dry_runs: DryRuns) -> None:
+    """Also the terms of sampled tokens, which read advantages, log-probabilities and temperatures of each token."""
+    demo = planned_job(load_config(write_text_run(tmp_path / "demo")), Machine(1, 8, "h100"), 64)
+    loss = "policy_gradient(clip_low=0.2, ratio=sequence, kl_scale=0.01) + 0.5*reverse_kl + 0.1*sampled_kl(k3)"
+    on_policy = [
+        f"objective.loss={loss}",
+        *("rollout.prompts_per_step=4", "rollout.max_new_tokens=20", "rollout.reward=my:reward"),
+        "data.train=[{source: a}, {source: b, rollout: {temperature: 0.5}}]",
+    ]
+    completions = [job(tmp_path, 1, *on_policy), job(tmp_path, 2, "parallel.pipeline=2", *on_policy, rank=1)]
+    plans = dry_runs.counts([demo, *completions])
+    assert [plan.tokens for plan in plans] == [1024, 16 * 52, 16 * 52]
+    assert all(plan.peak["optimizer"] for plan in plans)
 
 
 def test_a_layout_that_cannot_run_is_refused_with_its_key(tmp_path: Path, dry_runs: DryRuns) -> None:

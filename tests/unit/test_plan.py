@@ -5,11 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoConfig
 
 from stillhouse import cli
 from stillhouse.config import ConfigError, load_config
+from stillhouse.data import DataReport, Documents, PackedSequences
+from stillhouse.engine.schedule import make_on_policy_schedule, make_step_schedule
+from stillhouse.generation import PromptSource
+from stillhouse.loops.step_packer import StepPacker
+from stillhouse.run.setup import layout_of
 from stillhouse.tools.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
 from stillhouse.tools.plan.dry_run import planned
 from stillhouse.tools.plan.layout_plan import Machine, Plan, has_tower, planned_job
@@ -19,6 +25,13 @@ from stillhouse.tools.plan.table import does_not_fit, lines, two_digits
 
 H100 = DEVICES["h100"]
 ONE = {"pipeline": 1, "replicate": 1, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}
+
+
+def planned_documents(count: int, length: int) -> Documents:
+    starts = np.arange(count + 1) * length
+    tokens_N, targets_N = np.zeros(count * length, dtype=np.int32), np.arange(count * length) % length > 0
+    hashes = np.arange(count, dtype=np.uint64)
+    return Documents(tokens_N, targets_N, starts, hashes, ["made"] * count, DataReport("made"))
 
 
 def layout(schedule: str = "1f1b", stages: int | None = None, **degrees: int) -> LayoutSize:
@@ -183,7 +196,6 @@ def test_a_job_names_the_folders_of_the_models(tmp_path: Path) -> None:
         (["teacher.parallel.fsdp=64"], "teacher.parallel"),
         (["teacher=null", "teachers.math.model=a", "teachers.code.model=b"], "teachers"),
         (["student.model=./no such model"], "student.model"),
-        (["rollout.max_new_tokens=8"], "rollout"),
         (["train.compile=true"], "train.compile"),
         (["parallel.engine=megatron"], "parallel.engine"),
     ],
@@ -193,6 +205,70 @@ def test_what_cannot_be_planned_is_refused_by_its_key(tmp_path: Path, overrides:
     with pytest.raises(ConfigError) as error:
         planned_job(config, Machine(64, 8, "h100"), 512)
     assert error.value.key == key
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["eval.samples=4", "data.eval=held_out.jsonl"],
+        ["data.eval={sums: a.jsonl, words: b.jsonl}", "checkpoint.best=eval/sums/forward_kl"],
+        ["eval.prompts.data=p.jsonl", "eval.prompts.max_new_tokens=8", "checkpoint.best=eval/prompts/reverse_kl"],
+        ["eval.callbacks=[my:accuracy]", "checkpoint.best=eval/accuracy", "checkpoint.greater_is_better=true"],
+        ["eval.tasks=[sums]", "checkpoint.best=eval/exact_match/sums", "checkpoint.resume=runs/other"],
+    ],
+)
+def test_a_plan_needs_no_evaluation_and_no_checkpoint(tmp_path: Path, overrides: list[str]) -> None:
+    config = load_config(None, overrides, settings=settings(tmp_path))
+    job = planned_job(config, Machine(1, 8, "h100"), 32)
+    assert load_config(None, settings=job["config"]).data.eval == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "prompt", "overrides"),
+    [
+        (1, 10, ["rollout.prompts_per_step=5"]),
+        (2, 3, ["rollout.prompts_per_step=8", "parallel.tensor=2"]),
+        (4, 30, ["rollout.prompts_per_step=3", "rollout.samples_per_prompt=2"]),
+        (4, 10, ["train.tokens_per_step=2048", "parallel.pipeline=2", "parallel.schedule=interleaved"]),
+        (64, 10, ["rollout.prompts_per_step=2"]),
+    ],
+)
+def test_a_step_on_completions_has_the_micro_batches_of_a_run(
+    tmp_path: Path, ranks: int, prompt: int, overrides: list[str]
+) -> None:
+    """Of completions of the greatest length, behind prompts of one length."""
+    overrides = ["rollout.max_new_tokens=20", "train.micro_batch_tokens=160", *overrides]
+    config = load_config(None, overrides, settings=settings(tmp_path))
+    job = planned_job(config, Machine(ranks, 8, "h100"), prompt)
+    planned = load_config(None, settings=job["config"])
+    length = job["document_tokens"]
+    assert length == min(64, prompt + 20)
+    layout = layout_of(config.parallel, ranks)
+    assert config.rollout is not None
+    sources = [PromptSource(9, config.rollout.samples_per_prompt)]
+    schedule, _ = make_on_policy_schedule(config.train, config.rollout, sources, 64, 0)
+    assert job["completions"].startswith(f"{schedule.sequences_per_step} in a step, each of {length} tokens")
+    documents = planned_documents(schedule.sequences_per_step, length)
+    packer = StepPacker(PackedSequences(documents, max_tokens=64, seed=0), config.train.micro_batch_tokens)
+    step = packer.micro_batches(documents, layout.degrees.data * layout.stages)
+    tokens = planned.data.max_tokens
+    rows = planned.train.tokens_per_step // tokens
+    steps = make_step_schedule(planned.train, rows, tokens, layout.degrees.data, layout.stages)
+    assert -(-rows // steps.rows_per_micro_batch) == len(step)
+    assert steps.rows_per_micro_batch * tokens == max(part.input_ids_BS.numel() for part in step)
+
+
+def test_sources_with_rollouts_of_their_own_are_planned_by_the_longest(tmp_path: Path) -> None:
+    sources = "data.train=[{source: a, weight: 3, rollout: {samples_per_prompt: 8}},"
+    sources += "{source: b, rollout: {max_new_tokens: 40}}]"
+    overrides = [sources, "rollout.prompts_per_step=4", "rollout.max_new_tokens=20"]
+    config = load_config(None, overrides, settings=settings(tmp_path))
+    job = planned_job(config, Machine(1, 8, "h100"), 9)
+    assert job["completions"].startswith("28 in a step, each of 49 tokens")
+    ranks = {"first": counts(layout(), products={"bfloat16": H100.bfloat16})}
+    plan = Plan(Machine(1, 8, "h100"), ranks, predict(ranks, H100, 8), completions=job["completions"])
+    assert "the training step alone" in "\n".join(lines(plan))
+    assert not plan.as_json()["counts_generation"]
 
 
 def test_layers_that_need_kernels_for_packed_documents_are_refused_by_the_key(tmp_path: Path) -> None:

@@ -47,3 +47,8 @@ class ParallelConfig(Section):
     offload: bool = False
     """Keep FSDP's shards of both models (weights, gradients, optimizer state) in host memory between uses; the
     optimizer runs on the CPU."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The number of the pipeline's stages on each of its ranks."""
+        return 2 if self.schedule in ("interleaved", "zero_bubble", "zbv") and self.pipeline > 1 else 1

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stillhouse.config import ParallelConfig, RunConfig
+from stillhouse.config import RunConfig, load_config
 from stillhouse.tools.plan.devices import LAUNCH, LINKS, PRODUCTS, TRAFFIC, Device
 from stillhouse.tools.plan.layout_plan import DryRuns, Job, Machine, Plan, has_tower, planned_job, successful
 from stillhouse.tools.plan.prediction import bubble_share, predict
@@ -54,10 +54,10 @@ class Candidate:
         degrees = {"pipeline": self.pipeline, "fsdp": self.fsdp, "context": self.context, "tensor": self.tensor}
         return degrees | {"replicate": 1, "expert": 1, "schedule": "1f1b"}
 
-    def overrides(self, config: ParallelConfig) -> list[str]:
-        """The candidate as arguments of a command that reads this section from a file."""
-        values = {key: value for key, value in self.parallel.items() if value != getattr(config, key)}
-        tokens = f"train.micro_batch_tokens={self.rows * self.max_tokens}"
+    def overrides(self, config: RunConfig) -> list[str]:
+        """The candidate as arguments of a command that reads this configuration from a file."""
+        values = {key: value for key, value in self.parallel.items() if value != getattr(config.parallel, key)}
+        tokens = f"train.micro_batch_tokens={self.rows * config.data.max_tokens}"
         recompute = f"train.activation_checkpointing={str(self.recompute).lower()}"
         return [*(f"parallel.{key}={value}" for key, value in values.items()), tokens, recompute]
 
@@ -81,14 +81,15 @@ def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Fit]:
     Raises ConfigError for models that no layout can run.
     """
     job = planned_job(config, machine, document_tokens)
+    planned = load_config(None, settings=job["config"])  # an on-policy run has other sequences
     with DryRuns() as runs:
-        rough = _measured(job, config, runs)
-        candidates = _candidates(config, machine, rough)
+        rough = _measured(job, planned, runs)
+        candidates = _candidates(planned, machine, rough)
         ranked = sorted((rough.seconds(candidate, machine), number) for number, candidate in enumerate(candidates))
         limit = _ROUGH * machine.device.usable
         chosen = [candidates[number] for _, number in ranked if rough.memory(candidates[number]) <= limit]
         plans = list(_estimated(job, chosen[:TRIED], machine, runs))
-    fits = [Fit(candidate.overrides(config.parallel), plan) for candidate, plan in plans if plan.fits]
+    fits = [Fit(candidate.overrides(config), plan) for candidate, plan in plans if plan.fits]
     return sorted(fits, key=lambda fit: fit.plan.prediction.seconds)[:BEST]
 
 
@@ -153,7 +154,7 @@ def _estimated(
         counts = {rank: RankCounts.from_json(answer) for rank, answer in of_this.items()}
         ranks = {LAST if rank else FIRST: _of_step(step, candidate) for rank, step in counts.items()}
         prediction = predict(ranks, machine.device, machine.gpus_per_node)
-        yield candidate, Plan(machine, ranks, prediction, has_tower(job))
+        yield candidate, Plan(machine, ranks, prediction, has_tower(job), job["completions"])
 
 
 def _of_step(counts: RankCounts, candidate: Candidate) -> RankCounts:

@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any, Self
 
-from stillhouse.config import ConfigError, RunConfig, load_config
+from stillhouse.config import ConfigError, RolloutConfig, RunConfig, load_config
 from stillhouse.libraries import reading
 from stillhouse.tools.plan.devices import DEVICES, Device
 from stillhouse.tools.plan.prediction import Prediction, predict
@@ -44,12 +44,14 @@ class Plan:
     """The dry run of a layout: the counts of its ranks by name, and the prediction.
 
     has_tower: whether a model has a vision tower, whose images the dry run does not have.
+    completions: of an on-policy run, those of a step in words; None for a run on a dataset.
     """
 
     machine: Machine
     ranks: Mapping[str, RankCounts]
     prediction: Prediction
     has_tower: bool = False
+    completions: str | None = None
 
     @property
     def largest(self) -> RankCounts:
@@ -74,6 +76,7 @@ class Plan:
             "bubble_share": prediction.bubble,
             "slowest": prediction.slowest,
             "counts_activations_of_images": not self.has_tower,
+            "counts_generation": self.completions is None,
             "counts": {name: rank.as_json() for name, rank in self.ranks.items()},
             "times": {name: time.as_json() for name, time in prediction.times.items()},
         }
@@ -90,14 +93,19 @@ def plan(config: RunConfig, machine: Machine, document_tokens: int) -> Plan:
         others = [(name, rank) for name, rank in planned_ranks(first.layout).items() if name != FIRST]
         counts = runs.counts([job | {"rank": rank} for _, rank in others])
     ranks = {FIRST: first} | {name: rank for (name, _), rank in zip(others, counts, strict=True)}
-    return Plan(machine, ranks, predict(ranks, machine.device, machine.gpus_per_node), has_tower(job))
+    prediction = predict(ranks, machine.device, machine.gpus_per_node)
+    return Plan(machine, ranks, prediction, has_tower(job), job["completions"])
 
 
 def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Job:
-    """Return the job of rank 0 (`child.py`). Models on the hub are replaced by folders with their configurations."""
+    """Return the job of rank 0 (`child.py`). Models on the hub are replaced by folders with their configurations.
+
+    document_tokens: the length of the documents; of an on-policy run, that of the prompts.
+    """
     _require_planned(config)
     values = config.model_dump(mode="json")
-    values |= {"device": "cuda", "track": []}
+    # a step has no evaluation and no checkpoint; null is a section's default
+    values |= {"device": "cuda", "track": [], "eval": None, "checkpoint": None}
     values["data"]["eval"] = 0
     values["student"]["init"] = None  # the weights have the same shapes, whatever they start from
     values["student"] |= {
@@ -110,6 +118,9 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
             for name in section.split("."):
                 target = target[name]
             target |= {"model": _folder(section, teacher.model, teacher.revision), "revision": None}
+    document_tokens, completions = min(document_tokens, config.data.max_tokens), None
+    if config.rollout is not None:
+        document_tokens, completions = _set_completions(values, config, config.rollout, machine, document_tokens)
     return {
         "kind": "whole",
         "config": values,
@@ -117,8 +128,34 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
         "rank": 0,
         "gpus_per_node": machine.gpus_per_node,
         "device": machine.name,
-        "document_tokens": min(document_tokens, config.data.max_tokens),
+        "document_tokens": document_tokens,
+        "completions": completions,
     }
+
+
+def _set_completions(
+    values: Job, config: RunConfig, rollout: RolloutConfig, machine: Machine, prompt_tokens: int
+) -> tuple[int, str]:
+    """Set the tokens of a step and of a sequence to those of the step's completions, as `StepPacker` packs them.
+
+    Returns the tokens of a completion with its prompt, and the completions in words. Every completion has
+    rollout.max_new_tokens, those of the source with the most.
+    """
+    sources, max_tokens = config.rollouts, config.data.max_tokens
+    weights = [source.weight for source in config.data.weighted_sources] or [1.0]
+    samples = sum(w * source.samples_per_prompt for w, source in zip(weights, sources, strict=True)) / sum(weights)
+    prompts = rollout.prompts_per_step or max(1, int(config.train.tokens_per_step // (max_tokens * samples)))
+    completions = max(1, round(prompts * samples))
+    new_tokens = max(source.max_new_tokens for source in sources)
+    tokens = min(max_tokens, prompt_tokens + new_tokens)
+    parts = machine.ranks // (config.parallel.tensor * config.parallel.context) * config.parallel.stages_per_rank
+    capacity = min(max_tokens, max(tokens, -(-completions * tokens // max(1, parts))))
+    in_sequence = capacity // tokens
+    values["data"]["max_tokens"] = in_sequence * tokens
+    values["train"]["tokens_per_step"] = -(-completions // in_sequence) * in_sequence * tokens
+    values["train"]["micro_batch_tokens"] = config.train.micro_batch_tokens // capacity * in_sequence * tokens
+    limit = f"rollout.max_new_tokens={new_tokens:,}"
+    return tokens, f"{completions:,} in a step, each of {tokens:,} tokens with its prompt ({limit})"
 
 
 class DryRuns:
@@ -211,8 +248,6 @@ def _require_planned(config: RunConfig) -> None:
         raise ConfigError(
             "train.compile", "got true: a plan counts the kernels of layers as they are written; expected false"
         )
-    if config.rollout is not None:
-        raise ConfigError("rollout", "a plan has no completions: expected null, to plan the step that trains on them")
 
 
 def _folder(section: str, name: str, revision: str | None) -> str:

@@ -17,7 +17,7 @@ from stillhouse.data import DataReport, Documents, PackedSequences, StepMicroBat
 from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.generation.step_documents import POLICY_VERSION
-from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
 from stillhouse.parallel import Layout, Mesh, ShardedMicroBatches, shard_micro_batches
 from stillhouse.signals import SignalStore, StoredTeacher
 from stillhouse.signals.signal_source import DeferredSignals
@@ -86,5 +86,5 @@ def _documents(config: RunConfig, rows: int, document_tokens: int) -> Documents:
     if config.rollout is None:
         return documents
     zeros_N = np.zeros(starts[-1], dtype=np.float32)
-    columns = (ADVANTAGES, OLD_LOG_PROBS, IS_SAMPLED, POLICY_VERSION)
+    columns = (ADVANTAGES, OLD_LOG_PROBS, IS_SAMPLED, POLICY_VERSION, SAMPLING)
     return replace(documents, per_token=dict.fromkeys(columns, zeros_N), weights_N=zeros_N + 1)

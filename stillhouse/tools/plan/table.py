@@ -27,6 +27,9 @@ def lines(plan: Plan) -> Iterator[str]:
     yield _row("speed", f"{rate} tokens/s, {prediction.model_share:.0%} of the peak in bfloat16 (MFU)")
     if plan.has_tower:
         yield _row("images", "not counted, nor the activations of the vision tower: the documents are texts")
+    if plan.completions is not None:
+        yield _row("completions", f"{plan.completions}; the plan is of the training step alone")
+        yield _row("", "not counted: the generation of completions, their rewards, and a wait for them")
     yield ""
     yield _cells("", [f"{name} stage" for name in ranks] if len(ranks) > 1 else ["every rank"])
     yield _cells("rank", [str(rank.rank) for rank in ranks.values()])
