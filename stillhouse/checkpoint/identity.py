@@ -69,6 +69,12 @@ _ADDED: dict[str, Any] = {
 
 #: the key in `RunIdentity.data` for the packing that determines the order of the documents: "rows", or absent
 ORDER = "packing"
+#: keys in `RunIdentity.models` of runs that generate completions, and what an error says of them: the
+#: end-of-sequence ids in words, and `text_fingerprint`. Earlier versions did not write them
+COMPLETION_KEYS = {
+    "end_ids": "the ids that end a completion (eos_token_id in generation_config.json, or the tokenizer's eos_token)",
+    "text": "the text of ids and conversations (the decoder, the added tokens or the chat template of the tokenizer)",
+}
 #: the beginning of a key in `RunIdentity.data` for a processor of images, before the key of its model's section. The
 #: documents' hashes include it, so it only says what has changed
 PROCESSOR = "processor/"
@@ -82,7 +88,7 @@ class RunIdentity:
     """The hashes that must be the same when a run is resumed.
 
     data: a hash of the documents, by split; also `ORDER`, `PROCESSOR` and `DECAY`
-    models: a hash of the tokenizer, and a hash of each model's files
+    models: a hash of the tokenizer, and a hash of each model's files; also `COMPLETION_KEYS`
     """
 
     configuration: str

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import checkpoints, set_aside
-from stillhouse.checkpoint.identity import DECAY, ORDER, PROCESSOR, RunIdentity, decisive_values
+from stillhouse.checkpoint.identity import (
+    COMPLETION_KEYS,
+    DECAY,
+    ORDER,
+    PROCESSOR,
+    RunIdentity,
+    decisive_values,
+)
 from stillhouse.checkpoint.integrity import IntactCheckpoint, verified
 from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
@@ -116,7 +123,16 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
             f"{' and '.join(changed)}: the documents have changed since {path} was written; restore "
             "them, or choose another folder as out"
         )
-    if changed := _changed(before.models, identity.models):
+    models = dict(identity.models)
+    for name, words in COMPLETION_KEYS.items():
+        now = models.pop(name, None)
+        if None not in (was := before.models.get(name), now) and was != now:
+            values = f" from {was} to {now}" if max(len(str(was)), len(str(now))) < SHORT else ""
+            raise ValueError(
+                f"{words}: changed{values} since {path} was written; restore the files, or choose "
+                "another folder as out"
+            )
+    if changed := _changed(before.models, models):
         raise ValueError(
             f"{' and '.join(changed)}: its files have changed since {path} was written; restore them, or choose "
             "another folder as out"

@@ -13,6 +13,7 @@ from stillhouse.data.render.tokenizers import (
     check_vocabulary,
     load_tokenizer,
     save_tokenizer,
+    text_fingerprint,
     tokenizer_fingerprint,
 )
 from stillhouse.data.step_micro_batches import StepMicroBatches
@@ -37,5 +38,6 @@ __all__ = [
     "make_micro_batch",
     "read_records",
     "save_tokenizer",
+    "text_fingerprint",
     "tokenizer_fingerprint",
 ]

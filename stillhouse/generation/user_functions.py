@@ -16,6 +16,7 @@ from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.section import function_hint
 from stillhouse.display import first_line, name_list
 from stillhouse.user_code.episodes import Episode, caller_of
+from stillhouse.user_code.function_state import has_state, state_text
 from stillhouse.user_code.functions import (
     CALLBACKS,
     ENVIRONMENT,
@@ -70,6 +71,11 @@ def loaded_tools(rollout: RolloutConfig, key: str = TOOLS) -> Tools | None:
         return Tools(rollout.tool_paths, function_hint)
 
 
+def tool_functions(tools: Tools | None) -> list[UserFunction]:
+    """The functions and classes of the user that have these tools."""
+    return [] if tools is None else [*tools.functions.values(), *tools.classes]
+
+
 def tool_schemas(rollout: RolloutConfig | None, key: str = TOOLS) -> list[dict[str, Any]] | None:
     """The schemas of the tools, which chat templates read; None without tools. key: see `loaded_tools`.
 
@@ -110,14 +116,30 @@ def require_functions(
             with as_config_error(EVAL_REWARD):
                 _require_one_rewarding_class(section)
     for number, rollout in enumerate(rollouts):
-        loaded_tools(rollout, rollout_key(number, "tools"))
+        functions = tool_functions(loaded_tools(rollout, rollout_key(number, "tools")))
         of_source = [(REWARD, part.name) for part in reward_parts(rollout.reward) if part.is_function]
         of_source += [] if rollout.environment is None else [(ENVIRONMENT, rollout.environment)]
         for kind, path in of_source:
-            user_function(kind, path, rollout_key(number, kind.removeprefix("rollout.")))
+            functions.append(user_function(kind, path, rollout_key(number, kind.removeprefix("rollout."))))
+        for function in functions:
+            _require_state(function, rollout.workers, rollout_key(number, function.key.removeprefix("rollout.")))
         if has_part_of_object(rollout.reward):
             with as_config_error(rollout_key(number, "reward")):
                 _require_one_rewarding_class(rollout)
+
+
+def _require_state(function: UserFunction, workers: int, key: str) -> None:
+    """Raise ConfigError for a function with a state that a checkpoint cannot have. key: its full key"""
+    with as_config_error(key):
+        if not has_state(function):
+            return
+        state_text(function)
+    if workers:
+        raise ConfigError(
+            "rollout.workers",
+            f"got {workers}: expected 0, because {function} has a state (state_dict), and a checkpoint has that of "
+            "the process of rank 0 alone",
+        )
 
 
 def _require_one_rewarding_class(rollout: RolloutConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import reward_parts
+from stillhouse.generation.advantages import rewards_are_equal
 from stillhouse.generation.user_functions import (
     CompletionCall,
     EnvironmentCall,
@@ -20,13 +21,19 @@ from stillhouse.generation.user_functions import (
     environment_call,
     loaded_tools,
     reward_call,
+    tool_functions,
     user_function,
 )
 from stillhouse.parallel import log_rank0
 from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.episodes import Episodes
+from stillhouse.user_code.function_state import FunctionStates, has_state
 from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS, Turn, UserFunctionError, about_completion
 from stillhouse.user_code.worker_pool import WorkerHost, WorkerPool
+
+#: after how many calls a reward's first one is repeated: a state that only the first one has made, such as a mean of
+#: one number, may give the same number again
+_REPEATED_AFTER = 8
 
 
 class CallTimes:
@@ -73,10 +80,16 @@ class CompletionCalls:
     """
 
     def __init__(
-        self, rollouts: Sequence[RolloutConfig], hosts: Sequence[WorkerHost] = (), *, reward_key: str = REWARD
+        self,
+        rollouts: Sequence[RolloutConfig],
+        hosts: Sequence[WorkerHost] = (),
+        *,
+        reward_key: str = REWARD,
+        compare_first: bool = False,
     ):
         """rollouts: the section rollout for each source of prompts. hosts: other hosts with workers.
-        reward_key: the key of the configuration that has the rewards.
+        reward_key: the key of the configuration that has the rewards. compare_first: whether the first call of each
+        reward is repeated, to warn of one that does not depend on its arguments alone.
         """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         paths, self._reward_key = worker_functions(rollouts, reward_key), reward_key
@@ -114,6 +127,12 @@ class CompletionCalls:
             if key == ENVIRONMENT
         }
         tools = {tuple(source.tool_paths): self._of_tools(source) for source in rollouts if source.tool_paths}
+        tool_list = [function for source in rollouts for function in tool_functions(loaded_tools(source))]
+        self.states = FunctionStates([*functions.values(), *tool_list])
+        if compare_first:
+            with_state = {path for (_, path), function in functions.items() if has_state(function)}
+            for path in parts.keys() - with_state:
+                parts[path] = compared_once(f"{reward_key}: {path}", parts[path])
         self.sources = [
             self._of_source(source, parts, environments, *tools.get(tuple(source.tool_paths), (None, False)))
             for source in rollouts
@@ -235,6 +254,44 @@ def _when_all_done(
 
     for future in futures:
         future.add_done_callback(count)
+
+
+def compared_once(name: str, call: CompletionCall) -> CompletionCall:
+    """Return the same call, which also repeats its first one later, and warns if it gives another number then."""
+    count, first_arguments, first = 0, tuple[Any, ...](), Future[Any]()
+
+    def compared(*arguments: Any) -> Future[Any]:
+        nonlocal count, first_arguments, first
+        future, count = call(*arguments), count + 1
+        if count == 1:
+            first_arguments, first = arguments, future
+        if count == _REPEATED_AFTER:
+            try:
+                again = call(*first_arguments)
+            except UserFunctionError as error:
+                again = Future()
+                again.set_exception(error)
+            # when both are done
+            first.add_done_callback(lambda _: again.add_done_callback(lambda _: _compare(name, first, again)))
+        return future
+
+    return compared
+
+
+def _compare(name: str, first: Future[Any], again: Future[Any]) -> None:
+    if first.exception() is not None:
+        return
+    number, problem = first.result(), again.exception()
+    if isinstance(problem, UserFunctionError):
+        second = "later fails"
+    elif problem is None and not rewards_are_equal([number, again.result()]):
+        second = f"later {again.result():.6g}"
+    else:
+        return
+    warn(
+        f"{name} gives {number:.6g} and {second} for the same arguments: a reward that depends on anything else is "
+        "another one when the run is resumed. A function with state_dict and load_state_dict keeps its state"
+    )
 
 
 def warn(line: str) -> None:

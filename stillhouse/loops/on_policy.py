@@ -33,8 +33,8 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     metrics = RolloutMetrics(plan, session.ranks, session.rollouts, noise_of(session.student))
     source = session.source_for(engine)
     with (
-        closing(Rollouts(session, folder)) as rollouts,
-        training(session, folder, checkpoint, rollouts.queue) as run,
+        closing(Rollouts(session, folder, is_new=checkpoint is None)) as rollouts,
+        training(session, folder, checkpoint, rollouts.queue, rollouts.functions) as run,
         RolloutLog(
             folder if is_first() else None,
             run.progress.step,

@@ -47,6 +47,7 @@ from stillhouse.preemption import OverdueError
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
+from stillhouse.user_code.function_state import FunctionStates
 from stillhouse.user_code.functions import UserFunctionError
 
 Result = TypeVar("Result")
@@ -61,7 +62,8 @@ class Rollouts:
     on all ranks together: the other ranks get the requests of rank 0.
     """
 
-    def __init__(self, session: Session, folder: RunFolder):
+    def __init__(self, session: Session, folder: RunFolder, *, is_new: bool = True):
+        """is_new: whether the run has no checkpoint."""
         assert session.rollout_config is not None
         assert session.plan is not None
         self.session, self.config, self.plan = session, session.rollout_config, session.plan
@@ -83,7 +85,7 @@ class Rollouts:
         self._hosts = WorkerHosts(session.rollouts, session.ranks)
         if is_first():
             assert self.engine is not None
-            self.calls = CompletionCalls(session.rollouts, self._hosts.hosts)
+            self.calls = CompletionCalls(session.rollouts, self._hosts.hosts, compare_first=is_new)
             self.queue = make_queue(
                 session.rollouts,
                 samplings(session),
@@ -95,6 +97,11 @@ class Rollouts:
                 self.calls,
                 turn_replies(session.rollouts, self.calls, session.tokenizer, session.image_processor),
             )
+
+    @property
+    def functions(self) -> FunctionStates | None:
+        """The user's functions, on rank 0."""
+        return None if self.calls is None else self.calls.states
 
     def require_same_writer(self, folder: RunFolder) -> None:
         """Raise ValueError on all ranks if servers that keep their weights had other weights when the run began."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import prune
 from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
@@ -14,6 +15,7 @@ from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.generation import RolloutQueue
+from stillhouse.loops.completion_calls import warn
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
 from stillhouse.loops.held_out_metrics import evaluate
@@ -29,6 +31,7 @@ from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_
 from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
 from stillhouse.preemption import Preempted, finishing, requested
 from stillhouse.signals import SignalsLostError
+from stillhouse.user_code.function_state import FunctionStates
 from stillhouse.user_code.functions import UserFunctionError
 
 #: suffix of the keys of the teacher's own cross-entropy, on all held-out data and on each of several sets
@@ -45,6 +48,7 @@ class Training:
     """The state of a run between two steps. `progress` is up to date after each step.
 
     queue: the queue of an on-policy run; a checkpoint stores its samples.
+    functions: the user's functions of an on-policy run, on rank 0; a checkpoint stores their states.
     greedy: the evaluations that need completions; None if the run has none.
     """
 
@@ -55,10 +59,11 @@ class Training:
         progress: Progress,
         log: RunLog | NoLog,
         queue: RolloutQueue | None,
+        functions: FunctionStates | None,
         greedy: GreedyEvaluation | None,
     ):
         self.session, self.folder, self.progress, self.log = session, folder, progress, log
-        self.queue, self.greedy = queue, greedy
+        self.queue, self.functions, self.greedy = queue, functions, greedy
         self.last_step = session.step_schedule.steps
         self.steps = range(progress.step, self.last_step)
         self._of_teacher: dict[str, float] | None = None
@@ -160,13 +165,12 @@ class Training:
         progress, session, folder = self.progress, self.session, self.folder
         watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
         progress.seconds, progress.log_bytes, progress.log_sha256 = self.log.seconds, *self.log.position
+        queue = None if self.queue is None else self.queue.state()
+        with session.ranks.all_raise(UserFunctionError):
+            if self.functions is not None:  # all their results so far are in the queue's state
+                progress.functions, progress.sources = self.functions.texts(), self.functions.sources
         saved = save_checkpoint(
-            folder.checkpoints,
-            progress,
-            session.engine,
-            session.tokenizer,
-            None if self.queue is None else self.queue.state(),
-            session.processor_files,
+            folder.checkpoints, progress, session.engine, session.tokenizer, queue, session.processor_files
         )
         if is_first():
             settings = session.checkpoint_config
@@ -187,13 +191,14 @@ def training(
     folder: RunFolder,
     checkpoint: IntactCheckpoint | None = None,
     queue: RolloutQueue | None = None,
+    functions: FunctionStates | None = None,
 ) -> Iterator[Training]:
     """Yield a run that is ready for its remaining steps; the checkpoint, if there is one, has been loaded.
 
     If teachers' signals or completions are not available, or if a function of the user fails, the finished steps are
     saved, and SignalsLostError or UserFunctionError is raised. At the end, the student has the final weights.
     """
-    progress = _progress(session, folder, checkpoint, queue)
+    progress = _progress(session, folder, checkpoint, queue, functions)
     with ExitStack() as stack:
         steps, track = session.step_schedule.steps, session.track
         log = stack.enter_context(open_log(folder, progress, steps, track, session.values, session.ranks))
@@ -203,7 +208,7 @@ def training(
         if greedy is not None:
             require_same_prompts(progress.data, greedy.prompt_hashes)
             progress.data = progress.data | greedy.prompt_hashes
-        run = Training(session, folder, progress, log, queue, greedy)
+        run = Training(session, folder, progress, log, queue, functions, greedy)
         if is_due:
             run.evaluate()
         stack.enter_context(finishing("this step and a checkpoint of it"))
@@ -213,7 +218,11 @@ def training(
 
 
 def _progress(
-    session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None, queue: RolloutQueue | None
+    session: Session,
+    folder: RunFolder,
+    checkpoint: IntactCheckpoint | None,
+    queue: RolloutQueue | None,
+    functions: FunctionStates | None,
 ) -> Progress:
     """Load the checkpoint, if there is one, and return the run's progress at its start."""
     progress, steps = Progress(), session.step_schedule.steps
@@ -225,12 +234,16 @@ def _progress(
             session.engine.gate_threshold = GateThreshold(**progress.gate)
         if session.rollout_config is not None and folder.owns(checkpoint.path):
             _restore_queue(session, checkpoint, progress.step, queue)
+            with session.ranks.all_raise(UserFunctionError):
+                if functions is not None:
+                    functions.load(progress.functions, progress.sources, warn)
         if progress.step > steps:
             raise ValueError(
                 f"{checkpoint.path} is at step {progress.step}, and this run ends at {steps}: nothing to train"
             )
         if not folder.owns(checkpoint.path):  # a checkpoint of another run, which has a log of its own
-            progress = replace(progress, started_from=str(checkpoint.path.resolve()), log_bytes=0, data={})
+            no_history: dict[str, Any] = {"log_bytes": 0, "data": {}, "functions": {}, "sources": {}}
+            progress = replace(progress, started_from=str(checkpoint.path.resolve()), **no_history)
     prompts = {name: digest for name, digest in progress.data.items() if name.startswith(PROMPTS)}
     return replace(
         progress,

@@ -122,8 +122,8 @@ class ObjectiveSpec:
         if self.by_origin:
             return any(part.uses_ratios for part in self.parts)
         is_corrected = self.correction.kind != "none"
-        of_policy = self.policy_gradient is not None and (is_corrected or self.policy.kind != "corrected")
-        return of_policy or (self.sampled_kl is not None and is_corrected)
+        has_policy_ratio = self.policy_gradient is not None and (is_corrected or self.policy.kind != "corrected")
+        return has_policy_ratio or (self.sampled_kl is not None and is_corrected)
 
     @property
     def needs_rewards(self) -> bool:

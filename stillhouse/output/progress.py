@@ -40,6 +40,7 @@ class Progress:
     started_from: the checkpoint of another run that this run began with, if any.
     teacher_gradients: the size of each teacher's gradient (`TeacherBalance.gradients`).
     gate: the threshold of the objective's token gate in the next step; empty if it keeps all tokens, or is absent.
+    functions, sources: the states of the user's functions as JSON, and the hashes of modules (`FunctionStates`).
     """
 
     __pydantic_config__ = _STRICT
@@ -56,6 +57,8 @@ class Progress:
     started_from: str | None = None
     teacher_gradients: dict[str, NonNegativeFloat] = field(default_factory=dict)
     gate: dict[str, float] = field(default_factory=dict)
+    functions: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
 
     def saved_log(self, path: Path) -> bytes | None:
         """The content of metrics.jsonl when this progress was saved; None if the file no longer begins with it."""

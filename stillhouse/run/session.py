@@ -6,9 +6,16 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from stillhouse.checkpoint.identity import DECAY, ORDER, PROCESSOR, RunIdentity, configuration_hash
+from stillhouse.checkpoint.identity import (
+    COMPLETION_KEYS,
+    DECAY,
+    ORDER,
+    PROCESSOR,
+    RunIdentity,
+    configuration_hash,
+)
 from stillhouse.config import RunConfig
-from stillhouse.data import DataReport, Documents, tokenizer_fingerprint
+from stillhouse.data import DataReport, Documents, text_fingerprint, tokenizer_fingerprint
 from stillhouse.display import escaped, name_list
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.optimizer import stacked_vectors
@@ -21,9 +28,10 @@ from stillhouse.engine.schedule import (
 from stillhouse.generation import PromptPlan, PromptSource
 from stillhouse.loops.completion_engine import samplings
 from stillhouse.loops.session_objects import Session
-from stillhouse.models import add_end_ids
+from stillhouse.models import add_end_ids, eos_ids
 from stillhouse.models.document_packing import ROWS
 from stillhouse.parallel import Layout, join, use_deterministic_algorithms, watchdog
+from stillhouse.run.agreement import require_same_sources
 from stillhouse.run.image_models import require_image_layout, require_images_for_parts, with_images_proven
 from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import (
@@ -87,7 +95,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         engine=engine,
         source=source,
         stores=stores,
-        identity=_identity(setup, data, model_hashes, engine, by_length=by_length),
+        identity=_identity(setup, data, model_hashes, engine, source, by_length=by_length),
         train_config=config.train,
         eval_config=config.eval,
         checkpoint_config=config.checkpoint,
@@ -106,23 +114,22 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         balance=setup.balance,
         teacher_images=data.teacher_images,
     )
-    for decoder in session.engine.student.decoders:
-        add_end_ids(decoder, _trained_ends(session))
+    _add_trained_ends(session)
     of_models = check_models({"student": session.student, **session.teachers}, models.self_teachers, data)
-    of_models += noise_warnings(sorted(models.removed_noise))
-    warnings = [*setup.warnings, *data.warnings, *of_models, *_schedule_warnings(config, session, packed)]
-    session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
+    of_models += [*noise_warnings(models.removed_noise), *_schedule_warnings(config, session, packed)]
+    session.warnings = [escaped(line) for line in dict.fromkeys([*setup.warnings, *data.warnings, *of_models])]
     return session
 
 
-def _trained_ends(session: Session) -> set[int]:
-    """The tokens with which the student learns to stop: those of documents, and those that end completions."""
+def _add_trained_ends(session: Session) -> None:
+    """Add the tokens with which the student learns to stop: those of documents, and those that end completions."""
     documents = session.train.documents if session.rollout_config is None else session.dataset
     ends = set[int]() if documents is None else set(documents.report.trained_ends)
     added = session.tokenizer.get_added_vocab()
     for sampling in samplings(session) if session.rollout_config is not None else ():
         ends |= {*sampling.eos_ids, *(added[stop] for stop in sampling.stop if stop in added)}
-    return ends
+    for decoder in session.engine.student.decoders:
+        add_end_ids(decoder, ends)
 
 
 def _schedule_warnings(config: RunConfig, session: Session, data: RunData) -> Iterator[str]:
@@ -141,7 +148,13 @@ def _by_length(data: RunData, config: RunConfig, layout: Layout) -> RunData:
 
 
 def _identity(
-    setup: RunSetup, data: RunData, model_hashes: dict[str, str], engine: Engine, *, by_length: bool
+    setup: RunSetup,
+    data: RunData,
+    model_hashes: dict[str, str],
+    engine: Engine,
+    source: SignalSource,
+    *,
+    by_length: bool,
 ) -> RunIdentity:
     hashes = data.hashes | {f"{PROCESSOR}{section}": digest for section, digest in data.processors.items()}
     if by_length:
@@ -149,7 +162,21 @@ def _identity(
     vectors = stacked_vectors(engine.student.decoders) if setup.config.train.weight_decay else []
     if names := sorted({name for of_rank in engine.student.ranks.gather(vectors) for name in of_rank}):
         hashes[DECAY] = name_list(names)
-    return RunIdentity(configuration_hash(setup.values), hashes, model_hashes)
+    decisive = _decisive_for_completions(setup, data, engine, source)
+    return RunIdentity(configuration_hash(setup.values), hashes, model_hashes | decisive)
+
+
+def _decisive_for_completions(setup: RunSetup, data: RunData, engine: Engine, source: SignalSource) -> dict[str, str]:
+    """The values of `COMPLETION_KEYS`; empty for a run that generates none. Raises ValueError if ranks differ."""
+    rollout, evaluation, writer = setup.config.rollout, setup.config.eval, engine.student.decoders[0]
+    if rollout is None and not (evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks):
+        return {}
+    if rollout is not None and rollout.writer == "teacher" and not rollout.urls:
+        writer = source.decoders.get("teacher") or engine.student.teacher or writer
+    ids, text = eos_ids(data.tokenizer, writer), text_fingerprint(data.tokenizer)
+    decisive = {"end_ids": ", ".join(map(str, ids)), "text": text}
+    require_same_sources({COMPLETION_KEYS[name]: value for name, value in decisive.items()}, setup.ranks)
+    return decisive
 
 
 def _runs_rows(engine: Engine, source: SignalSource) -> bool:

@@ -1,5 +1,6 @@
 """Ranks with different settings, files or folders are refused before the first step."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -64,7 +65,10 @@ def test_a_rank_with_another_configuration(here: Path, tmp_path: Path, override:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("which", ["data.train", "student", *(slow(which) for which in ("teacher", "tokenizer"))])
+@pytest.mark.parametrize(
+    "which",
+    ["data.train", "student", *(slow(which) for which in ("teacher", "tokenizer", "the ids that end a completion"))],
+)
 def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path, which: str) -> None:
     """Each rank reads its own copy, as on machines with separate disks."""
     folders = [tmp_path / "machine 0", tmp_path / "machine 1"]
@@ -79,13 +83,22 @@ def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path,
         for name in ("student", "teacher"):
             path = folders[1] / name / "tokenizer.json"
             path.write_text(path.read_text().replace('"trim_offsets": true', '"trim_offsets": false'))
+    elif which == "the ids that end a completion":
+        path = folders[1] / "student" / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, 9]}))
     else:
         shutil.rmtree(folders[1] / which)
         save_model(folders[1] / which, "qwen3" if which == "teacher" else "llama", seed=9)
-    local = ["student.model=student", "teacher.model=teacher", "data.train=train.jsonl", "data.eval=eval.jsonl"]
+    local = [
+        "eval.samples=1",
+        "student.model=student",
+        "teacher.model=teacher",
+        "data.train=train.jsonl",
+        "data.eval=eval.jsonl",
+    ]
     ranks = in_separate_folders(here, tmp_path, "distill", here / "run.yaml", f"out={tmp_path}/out", *local)
     assert ranks.wait() == [1, 1], ranks.texts
-    named = ranks[0].err.partition("error: ")[2].partition(":")[0]
+    named = ranks[0].err.partition("error: ")[2].partition(":")[0].partition(" (")[0]
     assert named == which
     assert "rank 1 and rank 0 read different files under the same name" in ranks[0].err
     assert not (tmp_path / "out").exists()

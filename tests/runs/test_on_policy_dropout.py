@@ -93,7 +93,6 @@ def test_dropout_that_is_read_in_each_forward_is_refused(config: Any, key: str) 
     [
         (1, {"objective.loss": "policy_gradient(teacher_kl=1, clip_high=0.3)"}),
         slow(1, {"objective.loss": "sampled_kl(k2)", "train.activation_checkpointing": True}),
-        slow(2, {"objective.loss": "policy_gradient(teacher_kl=1)", "parallel.fsdp": 2}),
         slow(2, {"objective.loss": "policy_gradient(teacher_kl=1)", "parallel.pipeline": 2}),
         slow(2, {"objective.loss": "policy_gradient(teacher_kl=1)", "parallel.tensor": 2}),
     ],

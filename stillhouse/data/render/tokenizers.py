@@ -158,6 +158,20 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return json_hash(asdict(_identity(tokenizer)))
 
 
+def text_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A sha256 of what decides the text of ids and of conversations, beside `tokenizer_fingerprint`."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
+    return json_hash(
+        {
+            "decoder": backend.get("decoder"),
+            "added": backend.get("added_tokens"),
+            "special": sorted(tokenizer.all_special_ids),
+            "clean_up": bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
+            "template": tokenizer.chat_template,
+        }
+    )
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) -> list[str]:
     """Check that a head with `rows` rows has a row for each token. Returns warnings. More rows are allowed.
 

@@ -1,0 +1,102 @@
+"""What a checkpoint has of the user's functions: the state of those that have one, and the hashes of their sources.
+
+A function has a state if it has the methods `state_dict()` and `load_state_dict(state)`, or if it is a method of an
+object that has them. For a class, these must be class methods: the objects of its samples are made anew.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from stillhouse.display import name_list
+from stillhouse.user_code.episodes import method_of
+from stillhouse.user_code.functions import UserFunction, UserFunctionError
+from stillhouse.user_code.worker import source_hashes
+
+SAVE, LOAD = "state_dict", "load_state_dict"
+#: the most characters of a state as JSON
+MOST_CHARACTERS = 2**24
+
+
+class FunctionStates:
+    """The user's functions of a run, in this process. sources: the sha256 of modules that are not installed."""
+
+    def __init__(self, functions: Iterable[UserFunction]):
+        functions = list(functions)
+        self._with_state = {str(function): function for function in functions if has_state(function)}
+        hashes = source_hashes({function.path.partition(":")[0] for function in functions}) if functions else {}
+        ours = ("__main__", __name__.partition(".")[0])
+        self.sources = {name: digest for name, digest in hashes.items() if name.partition(".")[0] not in ours}
+
+    def texts(self) -> dict[str, str]:
+        """The states as JSON, by the functions' keys and paths. Raises UserFunctionError."""
+        return {name: state_text(function) for name, function in self._with_state.items()}
+
+    def load(self, texts: Mapping[str, str], sources: Mapping[str, str], warn: Callable[[str], None]) -> None:
+        """Load the states of a checkpoint. texts, sources: `texts()` and `sources` when it was written.
+
+        warn: prints a line if the source of a module has changed, or if a state has no function, or vice versa.
+        Raises UserFunctionError if a function does not load its state.
+        """
+        if changed := [name for name, digest in self.sources.items() if sources.get(name, digest) != digest]:
+            warn(
+                f"the source of {name_list(changed)} has changed since the checkpoint was written: the functions of "
+                "the run may give other results than before"
+            )
+        for name in sorted(texts.keys() ^ self._with_state.keys()):
+            missing = f"no longer has {SAVE} and {LOAD}" if name in texts else "has no state in the checkpoint"
+            warn(f"{name} {missing}: it begins anew, and the run is another one than without an interruption")
+        for name, function in self._with_state.items():
+            if name in texts:
+                method_of(function, _owner(function), LOAD)(json.loads(texts[name]))
+
+
+def has_state(function: UserFunction) -> bool:
+    """Whether a function has a state. Raises ValueError if it has only one of both methods."""
+    owner = _owner(function)
+    names = [name for name in (SAVE, LOAD) if _is_method(owner, name)]
+    if len(names) == 1:
+        raise ValueError(f"got {function.path!r}, which has only {names[0]}: expected both {SAVE} and {LOAD}")
+    return bool(names)
+
+
+def state_text(function: UserFunction) -> str:
+    """The state of a function as JSON. Raises UserFunctionError for a state that JSON would change."""
+    method = method_of(function, _owner(function), SAVE)
+    try:
+        state = method()
+        text = json.dumps(state) if _is_json(state) else None
+    except RecursionError as error:
+        raise UserFunctionError(f"{method} gives a state that is nested too deeply") from error
+    if text is None:
+        raise UserFunctionError(
+            f"{method} gives a state with other types than JSON has: expected dicts with text as keys, lists, text, "
+            "numbers, true, false and None"
+        )
+    if len(text) > MOST_CHARACTERS:
+        raise UserFunctionError(
+            f"{method} gives a state of {len(text):,} characters as JSON: expected at most {MOST_CHARACTERS:,}"
+        )
+    return text
+
+
+def _owner(function: UserFunction) -> Any:
+    """The object that has the state: that of a bound method, or the function itself."""
+    return getattr(function.function, "__self__", function.function)
+
+
+def _is_method(owner: Any, name: str) -> bool:
+    if inspect.isclass(owner):
+        return isinstance(inspect.getattr_static(owner, name, None), classmethod | staticmethod)
+    method = getattr(owner, name, None)
+    # a reward model's weights are no state of a run
+    return callable(method) and not str(getattr(method, "__module__", "")).startswith("torch.")
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(type(key) is str and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or type(value) in (bool, int, float, str)

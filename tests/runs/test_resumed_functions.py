@@ -1,0 +1,317 @@
+"""What a resumed on-policy run depends on: states and sources of functions, and where a completion ends."""
+
+import json
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import slow
+from kit.on_policy_runs import rollout_figures, write_on_policy_run
+from kit.ranks import Ranks, run_ranks
+from kit.runs import Command, contents, run, write_run
+from kit.signal_hooks import signal_at
+
+from stillhouse.config import ConfigError
+from stillhouse.loops.completion_calls import compared_once
+from stillhouse.output.progress import read_state, write_state
+from stillhouse.run.session import prepare
+from stillhouse.user_code.function_state import FunctionStates, has_state, state_text
+from stillhouse.user_code.functions import REWARD, UserFunction, UserFunctionError, load_function
+
+HOOKS = """
+import torch
+
+class Plain:
+    def __init__(self):
+        self.lengths = []
+
+    def __call__(self, prompt, completion, record):
+        self.lengths.append(len(completion))
+        return len(completion) - sum(self.lengths) / len(self.lengths)
+
+class Stateful(Plain):
+    def state_dict(self):
+        return {"lengths": self.lengths, "none": None, "smallest": float("-inf")}
+
+    def load_state_dict(self, state):
+        assert state["none"] is None and state["smallest"] == float("-inf")
+        self.lengths = state["lengths"]
+
+class Replies(Stateful):
+    def __call__(self, prompt, completion, record):
+        super().__call__(prompt, completion, record)
+        return f" {len(self.lengths) % 7}!" if completion.count("!") < 2 else None
+
+class Wrong(Stateful):
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+class Half(Plain):
+    def state_dict(self):
+        return {}
+
+class Game:
+    played = 0
+
+    def reset(self, prompt, record):
+        type(self).played += 1
+
+    def step(self, turn):
+        return None
+
+    @classmethod
+    def state_dict(cls):
+        return cls.played
+
+    @classmethod
+    def load_state_dict(cls, state):
+        cls.played = state
+
+class Model(torch.nn.Linear):
+    def forward(self, prompt, completion, record):
+        return 0.0
+
+def length(prompt, completion, record):
+    return float(len(completion))
+
+plain, stateful, replies, half, model = Plain(), Stateful(), Replies(), Half(), Model(3, 2)
+tuples, numbers, tensors = Wrong({"a": (1, 2)}), Wrong({1: 2}), Wrong([torch.zeros(2)])
+deep = []
+deep.append(deep)
+endless, long, method = Wrong(deep), Wrong("a" * 2**24), stateful.__call__
+"""
+#: advantages that depend on the size of rewards
+ON_POLICY = {
+    "objective.loss": "policy_gradient",
+    "teacher": False,
+    "rollout.advantage": "centered",
+    "checkpoint.every": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("hooks", None)
+
+
+def finished(processes: int, *arguments: Any, code: int = 0, **options: Any) -> str:
+    """Run a command to its end in new processes, and return what they print."""
+    if processes == 1:
+        command = Command(*arguments, **options)
+        assert command.wait() == code, command.err
+        return command.out + command.err
+    ranks = Ranks(processes, *arguments, **options)
+    assert set(ranks.wait()) == {code}, ranks.texts
+    return ranks.texts
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings"),
+    [
+        (1, {"rollout.reward": "hooks:stateful"}),
+        slow(1, {"rollout.reward": "hooks:plain"}),
+        slow(1, {"rollout.reward": "hooks:stateful + 0.5*hooks:length", "rollout.schedule": "one_step_off"}),
+        slow(
+            1,
+            {
+                "rollout.reward": "hooks:stateful",
+                "rollout.environment": "hooks:replies",
+                "rollout.stop": ["e", "a"],
+            },
+        ),
+        slow(2, {"rollout.reward": "hooks:stateful", "parallel.fsdp": 2}),
+    ],
+    ids=str,
+)
+def test_a_killed_run_keeps_the_state_of_its_functions(
+    tmp_path: Path, processes: int, settings: dict[str, Any]
+) -> None:
+    """A reward with a state that it does not offer is another one after a resume, and the run has said so."""
+    write_on_policy_run(tmp_path, **ON_POLICY | settings)
+    arguments, out = ("distill", tmp_path / "run.yaml"), tmp_path / "out"
+    shown = finished(processes, *arguments, f"out={tmp_path / 'undisturbed'}")
+    is_kept = "plain" not in settings["rollout.reward"]
+    compared = r"warning: rollout\.reward: hooks:plain gives \S+ and later \S+ for the same arguments"
+    assert len(re.findall(compared, shown)) == (not is_kept)
+    assert shown.count("for the same arguments") == (not is_kept)
+    hook = {"hook": signal_at, "hook_arguments": (3, signal.SIGKILL)}
+    if processes == 1:
+        assert Command(*arguments, **hook).wait() == -signal.SIGKILL
+    else:
+        assert -signal.SIGKILL in Ranks(processes, *arguments, **hook).wait(grace=2)
+    shown = finished(processes, *arguments)
+    assert "resuming from" in shown
+    assert "for the same arguments" not in shown  # the calls of a resumed run are those of the undisturbed one
+    assert "the source of" not in shown
+    assert (contents(out / "model") == contents(tmp_path / "undisturbed" / "model")) == is_kept
+    assert (rollout_figures(out) == rollout_figures(tmp_path / "undisturbed")) == is_kept
+
+
+@pytest.mark.slow
+def test_a_changed_source_of_a_reward_is_said(tmp_path: Path) -> None:
+    write_on_policy_run(tmp_path, **ON_POLICY, **{"rollout.reward": "hooks:stateful"})
+    arguments = ("distill", tmp_path / "run.yaml")
+    command = Command(*arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
+    assert command.wait() == -signal.SIGKILL
+    path = tmp_path / "hooks.py"
+    path.write_text(path.read_text().replace("Stateful()", "Plain()"))
+    shown = finished(1, *arguments)
+    assert "warning: the source of hooks has changed since the checkpoint was written" in shown
+    assert "warning: rollout.reward: hooks:stateful no longer has state_dict and load_state_dict" in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "problem"),
+    [
+        (
+            {"rollout.workers": 1},
+            "rollout.workers",
+            r"got 1: expected 0, because rollout\.reward: hooks:stateful has",
+        ),
+        ({"rollout.reward": "hooks:half"}, "rollout.reward", "has only state_dict: expected both"),
+        ({"rollout.reward": "hooks:tuples"}, "rollout.reward", "other types than JSON has"),
+        ({"rollout.reward": "hooks:numbers"}, "rollout.reward", "other types than JSON has"),
+        ({"rollout.reward": "hooks:length + hooks:tensors"}, "rollout.reward", "other types than JSON has"),
+        ({"rollout.reward": "hooks:endless"}, "rollout.reward", "nested too deeply"),
+        ({"rollout.reward": "hooks:long"}, "rollout.reward", "expected at most 16,777,216"),
+        ({"rollout.environment": "hooks:half"}, "rollout.environment", "has only state_dict"),
+    ],
+)
+def test_a_state_that_cannot_be_kept_is_refused(
+    tmp_path: Path, settings: dict[str, Any], key: str, problem: str
+) -> None:
+    config = write_on_policy_run(tmp_path, **ON_POLICY, **{"rollout.reward": "hooks:stateful"} | settings)
+    with pytest.raises(ConfigError, match=problem) as raised:
+        prepare(config, announce=False)
+    assert raised.value.key == key
+
+
+def test_the_object_of_a_method_and_the_class_of_an_environment_have_a_state() -> None:
+    states = {}
+    for name in ("method", "length", "model"):
+        function = load_function(REWARD, f"hooks:{name}")
+        states[name] = state_text(function) if has_state(function) else None
+    expected = {"lengths": [], "none": None, "smallest": -float("inf")}
+    assert json.loads(str(states.pop("method"))) == expected
+    assert states == {"length": None, "model": None}
+    game = load_function("rollout.environment", "hooks:Game")
+    assert state_text(game) == "0"
+    FunctionStates([game]).load({"rollout.environment: hooks:Game": "5"}, {}, print)
+    assert state_text(game) == "5"
+
+
+def test_a_function_that_does_not_load_its_state_is_named() -> None:
+    def fail(_: object) -> None:
+        raise KeyError("lengths")
+
+    function = load_function(REWARD, "hooks:stateful").function
+    function.load_state_dict = fail  # type: ignore[attr-defined]
+    states = FunctionStates([UserFunction(REWARD, "hooks:stateful", function)])
+    with pytest.raises(UserFunctionError, match=r"rollout\.reward: hooks:stateful\.load_state_dict raises KeyError"):
+        states.load({"rollout.reward: hooks:stateful": "{}"}, {}, print)
+
+
+def changed_ends(student: Path) -> None:
+    path = student / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, 9]}))
+
+
+def changed_decoder(student: Path) -> None:
+    path = student / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], {"type": "Fuse"}]}
+    path.write_text(json.dumps(content))
+
+
+def changed_template(student: Path) -> None:
+    (student / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+
+
+REFUSED = {
+    changed_ends: "the ids that end a completion (eos_token_id in generation_config.json, or the tokenizer's eos_",
+    changed_decoder: "the text of ids and conversations (the decoder, the added tokens or the chat template of the",
+    changed_template: "the text of ids and conversations (the decoder, the added tokens or the chat template of the",
+}
+
+
+@pytest.mark.parametrize("processes", [1, slow(2)])
+def test_what_decides_completions_does_not_change_behind_a_resume(tmp_path: Path, processes: int) -> None:
+    write_on_policy_run(tmp_path, **{"train.steps": 2})
+    arguments, out = ("distill", tmp_path / "run.yaml"), tmp_path / "out"
+    run_ranks(2, *arguments) if processes == 2 else run(*arguments)
+    shutil.rmtree(out / "model")
+    kept = shutil.copytree(tmp_path / "student", tmp_path / "kept")
+    for change, words in REFUSED.items():
+        change(tmp_path / "student")
+        commands = (arguments, ("check", *arguments[1:])) if processes == 1 else (arguments,)
+        for command in commands:
+            shown = run(*command, code=1).err if processes == 1 else finished(2, *command, code=1)
+            assert words in shown
+            assert "restore the files, or choose another folder as out" in shown
+            assert ("changed from 2 to 2, 9 since" in shown) == (change is changed_ends)
+        shutil.rmtree(tmp_path / "student")
+        shutil.copytree(kept, tmp_path / "student")
+    changed_ends(tmp_path / "student")
+    state_of_earlier_version(out / "checkpoints" / "step-00000002")
+    assert "resuming from" in finished(processes, *arguments)
+
+
+def state_of_earlier_version(checkpoint: Path) -> None:
+    """Remove what earlier versions did not write."""
+    state = read_state(checkpoint)
+    for name in ("end_ids", "text"):
+        del state.progress.models[name]
+    write_state(checkpoint, state)
+
+
+def test_a_run_without_completions_takes_other_end_ids(tmp_path: Path) -> None:
+    write_run(tmp_path, **{"train.steps": 2})
+    run("distill", tmp_path / "run.yaml")
+    shutil.rmtree(tmp_path / "out" / "model")
+    changed_ends(tmp_path / "student")
+    assert "resuming from" in run("distill", tmp_path / "run.yaml").out
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["here", "elsewhere"])
+def test_the_first_call_of_a_reward_is_repeated_once(capsys: pytest.CaptureFixture[str], late: bool) -> None:
+    """late: the results come after all calls have been made, as those of servers and workers do."""
+
+    def shown(results: list[float | UserFunctionError]) -> str:
+        futures: list[Future[Any]] = []
+
+        def call(*arguments: Any) -> Future[Any]:
+            futures.append(Future())
+            result = results[len(futures) - 1]
+            if not late and isinstance(result, UserFunctionError):
+                raise result
+            if not late:
+                futures[-1].set_result(result)
+            return futures[-1]
+
+        compared = compared_once("rollout.reward: a:f", call)
+        for number in range(20):
+            assert compared("", str(number), {}, "", []) is futures[number + (number > 7)]
+        for future, result in zip(futures, results, strict=True):
+            if late:
+                fail = isinstance(result, UserFunctionError)
+                future.set_exception(result) if fail else future.set_result(result)  # type: ignore[arg-type]
+        return capsys.readouterr().out
+
+    same: list[float | UserFunctionError] = [float(number) for number in range(8)] + [0.0] + [1.0] * 12
+    assert shown(same) == ""
+    assert shown([0.1 + 0.2, *same[1:8], 0.3, *same[9:]]) == ""
+    assert shown([*same[:8], 0.5, *same[9:]]).startswith("warning: rollout.reward: a:f gives 0 and later 0.5 for the")
+    assert "gives 0 and later fails for the same" in shown([*same[:8], UserFunctionError("no"), *same[9:]])
