@@ -93,7 +93,7 @@ chaos: $(VENV)/.development
 	PYTHONPATH=.:tests:tests/faults:benchmarks OMP_NUM_THREADS=1 $(BIN)/python tests/faults/chaos_rollouts.py \
 		--faults 60 --out benchmarks/results/chaos-rollouts-$$(date +%F).json
 
-# 40,000 damaged configurations, data files, model folders and folders of published weights
+# 50,000 damaged configurations, data files, model folders and folders of published weights, and random conversations
 fuzz: $(VENV)/.development
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz.py all
 

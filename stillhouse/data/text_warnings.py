@@ -13,14 +13,15 @@ from stillhouse.data.render.tokenizers import tokenize
 
 @dataclass
 class _Records:
-    """The number of some records, and the place of the first one."""
+    """The number of some records, the place of the first one, and what its warning names."""
 
     count: int = 0
     first: str = ""
+    what: str = ""
 
-    def add(self, where: str) -> None:
+    def add(self, where: str, what: str = "") -> None:
         self.count += 1
-        self.first = self.first or where
+        self.first, self.what = self.first or where, self.what or what
 
 
 class TextWarnings:
@@ -29,11 +30,15 @@ class TextWarnings:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets):
         self._tokenizer, self._targets = tokenizer, targets
         self._with_mark, self._with_space = _Records(), _Records()
+        self._without_thoughts, self._changed = _Records(), _Records()
 
     def add(self, rendered: Rendered, where: str) -> None:
         """where: `file:line` of the record."""
         if MARK in rendered.prompt + rendered.body and (rendered.encoded is None or not rendered.encoded.images):
             self._with_mark.add(where)
+        for records, of_kind in ((self._without_thoughts, rendered.dropped), (self._changed, rendered.changed)):
+            if of_kind:
+                records.add(where, of_kind)
         if self._has_space_before_completion(rendered):
             self._with_space.add(where)
 
@@ -43,6 +48,19 @@ class TextWarnings:
             lines.append(
                 f"{mark.first}: its text has {MARK}, and the record has no image, so that {MARK} is read as text; "
                 f"expected a column images if it marks the place of one (such records: {mark.count:,})"
+            )
+        if (dropped := self._without_thoughts).count:
+            lines.append(
+                f"{dropped.first}: the chat template does not write {dropped.what}, so that the student does not "
+                "learn it. Templates of reasoning models leave out the thoughts of turns before the last question, "
+                "and read one name of thoughts alone. To train on them: a template that writes them "
+                "(data.chat_template), or a record for each turn, as 'prompt' and 'completion' "
+                f"(such records: {dropped.count:,})"
+            )
+        if (changed := self._changed).count:
+            lines.append(
+                f"{changed.first}: the chat template does not write {changed.what} as it is, but with changes inside "
+                f"the text (such records: {changed.count:,})"
             )
         if space.count and self._joins_spaces():
             lines.append(

@@ -1,4 +1,5 @@
-"""Thousands of damaged inputs: each must be loaded, or refused with a ValueError.
+"""Thousands of damaged inputs: each must be loaded, or refused with a ValueError. The subject "messages" has random
+conversations for the chat templates of TRL: each text must be in the document, or be refused, or a warning names it.
 
     python tests/faults/fuzz.py configurations --mutations 10000 --seed 0
     python tests/faults/fuzz.py all                                         # and write benchmarks/results/fuzz-*.json
@@ -134,7 +135,7 @@ def add(campaign: Campaign, first: int, kind: str, details: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", help="configurations, data, images, models, published, adapters, or all")
+    parser.add_argument("subject", help="configurations, data, images, messages, models, published, adapters, or all")
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
@@ -145,7 +146,7 @@ def main() -> None:
         with contextlib.suppress(BrokenPipeError):
             work(options.subject, options.seed, options.first, options.mutations)
         return
-    every = ["configurations", "data", "models", "published", "adapters"]
+    every = ["configurations", "data", "messages", "models", "published", "adapters"]
     subjects = every if options.subject == "all" else [options.subject]
     with ThreadPoolExecutor(len(subjects)) as pool:  # each thread waits for its worker
         campaigns = list(pool.map(lambda name: run(name, options.mutations, options.seed, options.first), subjects))

@@ -22,6 +22,7 @@ import torch
 from kit.image_models import picture, write_processor
 from kit.mutations import ODD, PIECES, damage_files, damaged_bytes, damaged_lines, damaged_text, damaged_value
 from kit.runs import save_model, write_records, write_texts
+from kit.template_messages import template_messages
 from kit.toy_tokenizer import GENERATION_TEMPLATE, REASONING_TEMPLATE, toy_tokenizer
 
 from stillhouse.config import RunConfig, dump_config, load_config
@@ -309,6 +310,7 @@ SUBJECTS: dict[str, Callable[[Path], Load]] = {
     "configurations": configurations,
     "data": data,
     "images": images,
+    "messages": template_messages,
     "models": models,
     "published": published,
     "adapters": partial(published, lora=True),

@@ -36,9 +36,10 @@ GENERATION_TEMPLATE = (
 REASONING_TEMPLATE = (
     "{% set last = namespace(question=-1) %}{% for message in messages %}{% if message.role == 'user' %}"
     "{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for message in messages %}{% set parts = message.content.split('</think>') %}"
+    "{% for message in messages %}{% set is_answer = message.role == 'assistant' %}"
+    "{% set parts = message.content.split('</think>') if is_answer else [message.content] %}"
     "{{ '<|im_start|>' + message.role + '\n' }}"
-    "{% if message.role == 'assistant' and loop.index0 > last.question %}"
+    "{% if is_answer and loop.index0 > last.question %}"
     "{% set thoughts = message.reasoning_content or (parts[0] | replace('<think>', '') if parts[1:] else '') %}"
     "{{ '<think>\n' + thoughts | trim + '\n</think>\n' }}{% endif %}"
     "{{ parts[-1] }}{% if message.tool_calls %}{{ '\n\n' if parts[-1] else '' }}"

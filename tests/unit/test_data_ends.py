@@ -70,7 +70,7 @@ def test_the_header_of_the_next_turn_ends_a_turn_without_a_marker(
     assert texts(documents, original) == texts(expected, training)
     last = "<|observation|>" if messages[-1] is CALLS else "<|user|>"
     assert original.convert_tokens_to_ids(last) in documents.report.trained_ends
-    assert not documents.report.warnings
+    assert not [line for line in documents.report.warnings if "end-of-sequence" in line]
     whole = load_records(tmp_path, [record], original, max_tokens=512, end_ids=ends, tokens="all")
     assert whole.tokens(0).tolist() == documents.tokens(0).tolist()
     assert whole.targets(0)[1:].all()

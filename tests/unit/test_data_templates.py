@@ -195,25 +195,46 @@ THINKS = "('<think></think>' if last and assistant else '') + message.content"
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (turns("message.content + (' /think' if last else '')"), "first 2 messages and the generation prompt"),
-        (turns("message.content + (message.content if last else '')"), "first 2 messages and the generation prompt"),
-        (turns("message.content", prompt="<|im_start|>model\\n"), "first 2 messages and the generation prompt"),
+        (
+            turns("message.content + (' /think' if last else '')"),
+            "first 2 messages and the generation prompt",
+        ),
+        (
+            turns("message.content + (message.content if last else '')"),
+            "first 2 messages and the generation prompt",
+        ),
+        (
+            turns("message.content", prompt="<|im_start|>model\\n"),
+            "first 2 messages and the generation prompt",
+        ),
         # The last turn has no thoughts although the prompt opens them: the template dropped the record's thoughts.
-        (turns("message.content.split('</think>')[-1]", prompt=OPENS), "first 4 messages and the generation"),
+        (turns("message.content.split('</think>')[-1]", prompt=OPENS), "ends a prompt with '<|im_start|>assist"),
         # The heading depends on the content, so the anchor has another heading than the message.
-        (turns(THINKS, OPENS, "('' if message.content[0] == ' ' else '\\n')"), "first 2 messages and the gen"),
+        (
+            turns(THINKS, OPENS, "('' if message.content[0] == ' ' else '\\n')"),
+            "first 2 messages and the gen",
+        ),
         # The generation prompt already contains the answer.
-        (turns("message.content", "<|im_start|>assistant\\n Paris is<|im_end|>\\n<|im_start|>"), "first 3 messages"),
+        (
+            turns("message.content", "<|im_start|>assistant\\n Paris is<|im_end|>\\n<|im_start|>"),
+            "renders the first 3 messages",
+        ),
         # The template drops the anchor, or the anchor changes other text: in the whole or in its beginning.
         (turns("'gone' if assistant and not messages[4:] else message.content"), "first 3 messages"),
-        (turns(THINKS) + "{% if messages[4:] %}{{ messages[2].content | length }}{% endif %}", "first 3 messages"),
-        (turns(THINKS) + "{% if messages[-1].content == ' Paris is' %}{{ '!' }}{% endif %}", "first 3 messages"),
+        (
+            turns(THINKS) + "{% if messages[4:] %}{{ messages[2].content | length }}{% endif %}",
+            "renders the first 3 messages",
+        ),
+        (
+            turns(THINKS) + "{% if messages[-1].content == ' Paris is' %}{{ '!' }}{% endif %}",
+            "renders the first 3 messages",
+        ),
     ],
 )
 def test_a_template_that_leaves_the_turns_unclear_is_refused(template: str, reason: str) -> None:
     tokenizer = toy_tokenizer(chat="plain")
     tokenizer.chat_template = template
-    with pytest.raises(RecordError, match=f"renders the {reason}"):
+    with pytest.raises(RecordError, match=re.escape(reason)):
         encode({"messages": CHAT}, tokenizer)
 
 
@@ -335,7 +356,7 @@ TEXT, COMPLETION, MESSAGES = {"text": "good"}, {"prompt": "a", "completion": "b"
         (MESSAGES, {"messages": [{"from": "a", "value": "b"}]}, "1 of 'messages' has no 'role' (found from, value)"),
         (MESSAGES, {"messages": [CHAT[0], {"role": "user"}]}, "2 of 'messages' has no 'content' (found role)"),
         (MESSAGES, {"messages": [{"role": "user", "content": 5}]}, "'content' of message 1 of 'messages' must be"),
-        (MESSAGES, {"messages": [CHAT[2]]}, "renders the first 0 messages"),
+        (MESSAGES, {"messages": [CHAT[2]]}, "begins with a turn of the assistant"),
         (MESSAGES, MESSAGES | {"tools": "add"}, "'tools' is a string, but not JSON (Expecting value: "),
         (MESSAGES, MESSAGES | {"tools": "{}"}, "'tools' must be a list of objects, or the JSON of one, got a string"),
         (MESSAGES, MESSAGES | {"tools": {"a": 1}}, "'tools' must be a list of objects, or the JSON of one, got an"),

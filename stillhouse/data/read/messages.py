@@ -6,6 +6,8 @@ image part without a value stands for the next image of the record's column of i
 
 import json
 from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from stillhouse.data.record import RecordError, column_value, describe, without_null
@@ -18,6 +20,8 @@ Tools = list[dict[str, Any]] | None
 MASKS = ("weight", "train", "loss")
 #: ShareGPT's names of the roles. Chat templates do not know these names, so no turn would be a target
 OTHER_ROLES = {"human": "user", "gpt": "assistant"}
+#: other names of the assistant. Only turns with the role assistant are targets, whatever a template writes
+_ASSISTANTS = ("ai", "bot", "chatbot", "chatgpt", "model")
 
 
 #: keys of an image part that may have its value
@@ -50,9 +54,19 @@ def _message(message: Any, name: str) -> Message:
         elif not isinstance(message[key], str):
             expected = "a string" if key == "role" else "a string or a list of parts"
             raise RecordError(f"'{key}' of {name} must be {expected}, got {describe(message[key])}")
-    if (role := message["role"]) in OTHER_ROLES:
-        raise RecordError(f"'role' of {name} is {role!r}: expected {OTHER_ROLES[role]!r} (system, user, assistant)")
+    if expected := _expected_role(message["role"]):
+        raise RecordError(f"'role' of {name} is {message['role']!r}: expected {expected!r} (system, user, assistant)")
     return message
+
+
+@lru_cache(maxsize=256)
+def _expected_role(role: str) -> str:
+    """The role that is meant by another project's name, or by a spelling error; "" for every other role."""
+    plain = role.strip().lower()
+    expected = OTHER_ROLES.get(plain, "assistant" if plain in _ASSISTANTS else plain)
+    if expected in ("system", "user", "assistant"):
+        return expected if expected != role else ""
+    return "assistant" if get_close_matches(plain, ["assistant"], cutoff=0.8) else ""
 
 
 def _parts(parts: list[Any], name: str) -> list[dict[str, Any]]:
@@ -108,6 +122,14 @@ def with_parts(message: Message) -> Message:
     if not isinstance(content, str):
         return message
     return message | {"content": [{"type": "text", "text": content}] if content else []}
+
+
+def with_joined_parts(message: Message) -> Message:
+    """The message with its content as a string, if the content is a list of texts."""
+    content = message.get("content")
+    if not isinstance(content, list) or any(part["type"] != "text" for part in content):
+        return message
+    return message | {"content": text_of(message)}
 
 
 def require_targets(messages: list[Message], column: str) -> None:

@@ -64,7 +64,14 @@ class Turns:
     def edge(self, count: int, *, prompt: bool) -> int:
         """The position in the body where the first `count` messages (and the generation prompt) end."""
         if not count:
-            raise self._error(count, prompt)
+            raise ValueError(
+                "the conversation begins with a turn of the assistant: a chat template writes no generation prompt "
+                "without a message before it, so the tokens that the assistant generates cannot be identified; "
+                "expected a turn of the user or system first, this turn in 'prompt' and the turns to learn in "
+                "'completion' (lists of messages), or a chat template with {% generation %} blocks"
+            )
+        if count == len(self.messages) and not prompt:
+            return len(self.body)
         beginning = self.text(self.messages[:count], prompt)
         if self.body.startswith(beginning):
             return len(beginning)
@@ -145,12 +152,22 @@ class Turns:
         return max((token for token in self.ends if text.startswith(token, start)), key=len, default="")
 
     def _error(self, count: int, prompt: bool) -> ValueError:
+        what = "the assistant's tokens cannot be identified: the chat template"
+        is_last = count + prompt == len(self.messages)
+        if prompt and is_last and self.body.startswith(before := self.text(self.messages[:count], False)):
+            expected = self.text(self.messages[:count], True).removeprefix(before)
+            written = self.body[len(before) : len(before) + len(expected) + 20]
+            return ValueError(
+                f"{what} ends a prompt with {expected[-80:]!r}, but begins message {count + 1} with "
+                f"{written[:100]!r}: expected a message with thoughts ('reasoning_content') if the generation prompt "
+                "opens them, a template whose generation prompt does not (data.chat_template: a copy of it with "
+                "{%- set enable_thinking = false %} as its first line), or one with {% generation %} blocks"
+            )
+        only = "" if is_last else "give only the last turn, as 'prompt' and 'completion' (lists of messages), or "
         return ValueError(
-            "the assistant's tokens cannot be identified: the chat template renders the first "
-            f"{count} messages{' and the generation prompt' if prompt else ''} by themselves differently from the "
-            "same messages within the whole conversation (reasoning templates rewrite earlier turns); give only the "
-            "last turn, as 'prompt' and 'completion' (lists of messages), or use a chat template with "
-            "{% generation %} blocks"
+            f"{what} renders the first {count} messages{' and the generation prompt' if prompt else ''} by "
+            "themselves differently from the same messages within the whole conversation (reasoning templates "
+            f"rewrite earlier turns); {only}use a chat template with {{% generation %}} blocks"
         )
 
 

@@ -40,7 +40,11 @@ from stillhouse.data.render.conversations import Conversations
 from stillhouse.data.render.image_processor import Expanded, ImageProcessor
 from stillhouse.data.render.isolated_process import Isolated, LimitError
 from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets, Template
+from stillhouse.data.render.written_texts import Loss, is_refused
+from stillhouse.display import name_list
 
+#: roles that a refusal of another role names, if the template writes them
+ROLES = ("system", "developer", "user", "assistant", "tool")
 #: limits of processor time and memory for rendering one conversation
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
 
@@ -110,12 +114,16 @@ class ChatTemplate(Template):
             tools = self.tools if tools is None else require_among(tools, self.tools)
         require_length(sum(len(text_of(message)) for message in messages), " and ".join(self.columns))
         messages, images = _without_images(messages)
-        rendered = self._rendered(messages, tools, first)
+        rendered, lost = self._rendered(messages, tools, first)
         if self.targets == "none":
             self._prompt_example = self._prompt_example or (messages, tools)
         if tools:
             self._tools_example = self._tools_example or (messages, tools, first)
         require_encodable(rendered.body, f"'{self.columns[0]}'")
+        if lost:
+            self._require_written(messages, tools, first, lost)
+            names = {loss.kind: self._name_of(loss, first) for loss in reversed(lost)}
+            rendered = replace(rendered, dropped=names.get("thought", ""), changed=names.get("changed", ""))
         return self._with_images(rendered, images) if images else rendered
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
@@ -166,14 +174,15 @@ class ChatTemplate(Template):
     def _text_or_none(self, messages: list[Message], tools: Tools, first: int | None) -> str | None:
         """The text of a conversation; None if the template refuses it. See `Conversations.answer`."""
         try:
-            return self._rendered(messages, tools, first).body
+            return self._rendered(messages, tools, first)[0].body
         except RecordError:
             return None
 
     def render_prefix(self, text: str) -> str:
-        body = self._rendered([{"role": "system", "content": text}], None, None).body
+        rendered, lost = self._rendered([{"role": "system", "content": text}], None, None)
+        body = rendered.body
         # Some templates write the system turn into the user's turn, and drop it without a user's turn.
-        if "".join(text.split()) not in "".join(body.split()):
+        if lost:
             raise RecordError(
                 f"the chat template writes a system turn with this text alone as {shorten(body, 80)!r}, without "
                 "the text: expected a template that writes it (data.chat_template), or records with strings"
@@ -185,7 +194,7 @@ class ChatTemplate(Template):
         targets="none". Raises RecordError if the template refuses them.
         """
         assert not prompt or self.targets == "none"
-        return self._rendered(messages, tools, 0 if prompt else None).body
+        return self._rendered(messages, tools, 0 if prompt else None)[0].body
 
     def _prompt(self, fields: dict[str, Any]) -> list[Message]:
         for column in self.columns:
@@ -214,11 +223,12 @@ class ChatTemplate(Template):
         encoded = _with_targets(expanded.ids, expanded.offsets, expanded.shifted(rendered.spans))
         return replace(rendered, encoded=_with_image_tokens(encoded, expanded, images))
 
-    def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> Rendered:
+    def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[Rendered, list[Loss]]:
+        """The conversation as text, and the losses of its texts."""
         if self.needs_parts:
             messages = [with_parts(message) for message in messages]
         try:
-            body, spans, problem, is_syntax = self.render_isolated(messages, tools, first)
+            body, spans, lost, problem, is_syntax = self.render_isolated(messages, tools, first)
         except LimitError as error:
             raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
         if is_syntax:
@@ -226,7 +236,44 @@ class ChatTemplate(Template):
         if problem:
             raise RecordError(problem)
         stops = messages[-1]["role"] == "assistant"
-        return Rendered(body, spans=tuple((begin, end) for begin, end in spans), stops=stops)
+        rendered = Rendered(body, spans=tuple((begin, end) for begin, end in spans), stops=stops)
+        return rendered, [Loss(*loss) for loss in lost]
+
+    def _require_written(self, messages: list[Message], tools: Tools, first: int, lost: list[Loss]) -> None:
+        """Raise RecordError if a target or an instruction is lost."""
+        loss = next(filter(is_refused, lost), None)
+        if loss is None:
+            return
+        place, role = self._name_of(loss, first), messages[loss.message]["role"]
+        name = self.tokenizer.name_or_path
+        if loss.kind == "object":
+            raise RecordError(
+                f"the chat template of {name!r} writes the parts of {place} as objects, and not as text: expected a "
+                "template that reads parts (data.chat_template), or a string"
+            )
+        written = [other for other in ROLES if self._writes(other, messages, tools, loss.message)]
+        if role not in written and "tool_calls" not in loss.what and "function_call" not in loss.what:
+            raise RecordError(
+                f"the chat template of {name!r} does not write {place}, whose role is {role!r}: expected a role that "
+                f"it writes there ({name_list(written)}), or a template that writes this one (data.chat_template)"
+            )
+        beside = " beside its calls" if messages[loss.message].get("tool_calls") and "calls" not in loss.what else ""
+        raise RecordError(
+            f"the chat template of {name!r} does not write {place}{beside}: expected a template that writes it "
+            "(data.chat_template), or records without it"
+        )
+
+    def _writes(self, role: str, messages: list[Message], tools: Tools, index: int) -> bool:
+        """Whether the template writes a message with this role in the place of message `index`."""
+        message: Message = {"role": role, "content": ANCHOR}
+        body = self._text_or_none([*messages[:index], message, *messages[index + 1 :]], tools, None)
+        return body is not None and ANCHOR in body
+
+    def _name_of(self, loss: Loss, first: int) -> str:
+        """The name of a lost text: the number of its message is that within its column."""
+        is_last = loss.message >= first and self.targets != "none"
+        column, number = self.columns[-1 if is_last else 0], loss.message + 1 - (first if is_last else 0)
+        return f"{loss.what} of message {number} of '{column}'"
 
 
 def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:

@@ -14,10 +14,11 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from stillhouse.data.read.messages import Message, Tools
+from stillhouse.data.read.messages import Message, Tools, with_joined_parts, with_parts
 from stillhouse.data.record import require_length
 from stillhouse.data.render.assistant_turns import Span, Turns
 from stillhouse.data.render.templates import Targets
+from stillhouse.data.render.written_texts import Loss, is_refused, losses
 from stillhouse.display import first_line
 from stillhouse.libraries import reading
 
@@ -41,20 +42,52 @@ class Conversations:
         self.special = tuple(added)
         self.ends = tuple(token for token, index in added.items() if index in end_ids)
 
-    def answer(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span], str, bool]:
-        """The text, its target ranges from message `first` on, the error ("" if there is none), and whether it is an
-        error of the template's syntax. Such an error is written as what follows the words "a chat template that".
+    def answer(
+        self, messages: list[Message], tools: Tools, first: int | None
+    ) -> tuple[str, list[Span], list[Loss], str, bool]:
+        """The text, its target ranges from message `first` on, the messages' texts that are not in it, the error (""
+        if there is none), and whether it is an error of the template's syntax. Such an error is written as what
+        follows the words "a chat template that".
 
         first: None if the messages are the beginning of a longer conversation, without targets and generation prompt.
         """
         try:
-            body, spans = self._with_spans(messages, tools, first)
+            body, spans, lost = self._in_a_form(messages, tools, first)
             require_length(len(body), "the text that the chat template renders")
         except ValueError as error:
             if isinstance(error.__cause__, TemplateSyntaxError):
-                return "", [], _syntax_problem(error.__cause__), True
-            return "", [], str(error), False
-        return body, spans, "", False
+                return "", [], [], _syntax_problem(error.__cause__), True
+            return "", [], [], str(error), False
+        return body, spans, lost, "", False
+
+    def _in_a_form(
+        self, messages: list[Message], tools: Tools, first: int | None
+    ) -> tuple[str, list[Span], list[Loss]]:
+        """The conversation in the first of these forms in which the template writes all texts: with its contents as
+        they are, with parts joined as strings, with strings as parts.
+        """
+        joined, parts = ([change(message) for message in messages] for change in (with_joined_parts, with_parts))
+        answers, problem = [], None
+        for form in (messages, *([joined] if joined != messages else []), *([parts] if parts != messages else [])):
+            try:
+                answers.append(answer := self._with_losses(form, tools, first))
+            except ValueError as error:
+                problem = problem or error
+                continue
+            if not any(map(is_refused, answer[2])):
+                return answer
+            if form is parts:
+                answers.pop()  # the losses of another form are those of the record
+        if problem is not None and not answers:
+            raise problem
+        return min(answers, key=lambda answer: (any(loss.kind == "object" for loss in answer[2]), len(answer[2])))
+
+    def _with_losses(
+        self, messages: list[Message], tools: Tools, first: int | None
+    ) -> tuple[str, list[Span], list[Loss]]:
+        body, spans = self._with_spans(messages, tools, first)
+        prompt = self.targets == "none" and first is not None
+        return body, spans, losses(partial(self._text, tools, prompt=prompt), messages, body)
 
     def _text(self, tools: Tools, messages: list[Message], prompt: bool = False) -> str:
         source = self._source(tools)
@@ -106,7 +139,7 @@ class Conversations:
         if first == 0:
             return bodies[0], spans[0]
         turns = self._turns(messages, tools, bodies[0])
-        start = turns.edge(first, prompt=messages[first]["role"] == "assistant")
+        start = turns.edge(first, prompt=False)
         return bodies[0], [(begin, end) for begin, end in spans[0] if begin >= start]
 
 

@@ -55,6 +55,8 @@ class Rendered:
 
     encoded: the record's tokens if it has images, because an error of an image must name the record.
     stops: whether the last target ends what the model writes; False if a conversation ends with another's message.
+    dropped, changed: the first thoughts of a chat that the template leaves out, and the first text that it changes,
+        such as "'reasoning_content' of message 2 of 'messages'". "" without such a text.
     """
 
     body: str
@@ -62,6 +64,8 @@ class Rendered:
     spans: tuple[Span, ...] = ()
     encoded: Encoded | None = None
     stops: bool = True
+    dropped: str = ""
+    changed: str = ""
 
 
 class Template(Protocol):

@@ -1,0 +1,231 @@
+"""Proves that a chat template writes all texts of one conversation: contents, thoughts, and calls of tools.
+
+The texts of the conversation are rendered a second time, with a mark in the middle of each one. Without its marks,
+this rendering must be the first one. Then a text is written if its mark is there with the text on both sides of it.
+So a text that the conversation has twice must be written twice, and "4" is not found in "24". If the marks change the
+rendering, because the template looks at the texts, each text must occur in the first rendering as often as in the
+conversation.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+from stillhouse.data.read.messages import Message
+
+#: keys with the thoughts of a turn
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+#: templates recognize these marks in contents, remove them, and may drop the text between them: those of thoughts, of
+#: replies of tools, and the flags that turn thoughts on and off
+_MARKS = re.compile(
+    r"(</?(?:seed:)?think(?:ing)?>|\[/?THINK\]|<\|channel>|<channel\|>|</?tool_response>|/no_?think\b|/think\b)"
+)
+_OPENS = re.compile(r"<(?:seed:)?think(?:ing)?>|\[THINK\]|<\|channel>")
+_CLOSES = re.compile(r"</(?:seed:)?think(?:ing)?>|\[/THINK\]|<channel\|>")
+#: the mark of a text, and that of a number, which is put in its place
+_MARK, _NUMBER = "StillhouseMark8f3a{}z", 918_273_645_000_000
+_MARKED = re.compile(r"StillhouseMark8f3a(\d+)z|918273645(\d{6})(?:\.5)?")
+#: a key of parts of contents. If it is written, the template writes the object in place of its text
+_PART_KEY, _WITH_PART_KEY = "StillhousePart8f3a{}z", re.compile(r"StillhousePart8f3a(\d+)z")
+
+#: text: a content or a call. thought: thoughts, which templates of reasoning models drop from earlier turns. changed:
+#: a text that is written in other words. object: a part of a content that is written as an object
+Kind = Literal["text", "thought", "changed", "object"]
+
+
+class Loss(NamedTuple):
+    """A text that is not written. message: its index. what: its name within the message."""
+
+    message: int
+    what: str
+    kind: Kind
+
+
+def is_refused(loss: Loss) -> bool:
+    """Whether a record with this loss is refused, because a target or an instruction is lost."""
+    return loss.kind in ("text", "object")
+
+
+class _Text(NamedTuple):
+    """A text with the loss that it would be. half: how many of its characters are in front of its mark."""
+
+    text: str
+    half: int
+    loss: Loss
+
+
+def losses(render: Callable[[list[Message]], str], messages: list[Message], body: str) -> list[Loss]:
+    """The texts of the messages that are not in their rendering, one loss for each name of a text.
+
+    render: renders messages. body: a text that begins with the rendering of these ones.
+    """
+    marked = _Marked()
+    try:
+        copies = [marked.message(index, message) for index, message in enumerate(messages)]
+    except RecursionError as error:
+        raise ValueError("its tool calls are nested too deeply") from error
+    try:
+        rendered = render(copies)
+    except ValueError:  # the template refuses the marks
+        return list(dict.fromkeys(_counted(marked.texts, body)))
+    if match := _WITH_PART_KEY.search(rendered):
+        return [Loss(int(match[1]), "'content'", "object")]
+    lost = _compared(rendered, marked.texts, body)
+    return list(dict.fromkeys(_counted(marked.texts, body) if lost is None else lost))
+
+
+def _compared(rendered: str, texts: list[_Text], body: str) -> Iterator[Loss] | None:
+    """The losses of a rendering with marks; None if `body` does not begin with it."""
+    # by turns a text, the number in the mark of a text (or None), and that in the mark of a number (or None)
+    pieces = _MARKED.split(rendered)
+    between, of_numbers = pieces[::3], pieces[2::3]
+    numbers = [int(text or number) for text, number in zip(pieces[1::3], of_numbers, strict=True)]
+    if any(number >= len(texts) for number in numbers):
+        return None
+    plain = [between[0]]
+    for number, is_number, behind in zip(numbers, of_numbers, between[1:], strict=True):
+        plain += [texts[number].text if is_number else "", behind]
+    if not body.startswith("".join(plain)):
+        return None
+    is_whole: dict[int, bool] = {}
+    for number, is_number, before, behind in zip(numbers, of_numbers, between[:-1], between[1:], strict=True):
+        is_whole[number] = is_whole.get(number, False) or bool(is_number) or _is_around(texts[number], before, behind)
+    return (
+        text.loss._replace(kind="changed") if number in is_whole else text.loss
+        for number, text in enumerate(texts)
+        if not is_whole.get(number)
+    )
+
+
+def _is_around(text: _Text, before: str, behind: str) -> bool:
+    """Whether a text is on both sides of its mark, as it is or as a string of JSON or Python."""
+    if before.endswith(text.text[: text.half]) and behind.startswith(text.text[text.half :]):
+        return True
+    mark = _MARK.format("")
+    for written in _as_strings(f"{text.text[: text.half]}{mark}{text.text[text.half :]}"):
+        head, _, tail = written.partition(mark)
+        if before.endswith(head) and behind.startswith(tail):
+            return True
+    return False
+
+
+def _as_strings(text: str) -> Iterator[str]:
+    """The text as a string of JSON (also twice, and in ASCII) and of Python, without the quotes."""
+    of_json = json.dumps(text, ensure_ascii=False)
+    yield of_json[1:-1]
+    yield json.dumps(text)[1:-1]
+    yield json.dumps(of_json, ensure_ascii=False)[3:-3]
+    yield repr(text)[1:-1]
+
+
+def _counted(texts: list[_Text], body: str) -> Iterator[Loss]:
+    """The losses of texts that occur in the body less often than in the conversation."""
+    by_text: dict[str, list[Loss]] = {}
+    for text in texts:
+        by_text.setdefault(text.text, []).append(text.loss)
+    for written, of_text in by_text.items():
+        found = max(map(body.count, (written, *_as_strings(written))))
+        yield from of_text[: max(0, len(of_text) - found)]
+
+
+@dataclass
+class _Marked:
+    """Puts a mark into each text of a conversation.
+
+    texts: in the order of the numbers in their marks. ids: with marks, those of calls that contain the call's name,
+    because Kimi's template writes the id in place of the name.
+    """
+
+    texts: list[_Text] = field(default_factory=list)
+    ids: dict[str, str] = field(default_factory=dict)
+
+    def message(self, index: int, message: Message) -> Message:
+        marked = dict(message)
+        content, is_assistant = message.get("content"), message["role"] == "assistant"
+        if isinstance(content, str):
+            marked["content"] = self._content(content, Loss(index, "'content'", "text"), is_assistant)
+        elif isinstance(content, list):
+            marked["content"] = [
+                self._part(part, _loss_of_part(index, number, content), is_assistant)
+                for number, part in enumerate(content, start=1)
+            ]
+        for key in THOUGHTS:
+            if isinstance(message.get(key), str):
+                marked[key] = self._segment(message[key], Loss(index, f"'{key}'", "thought"))
+        if isinstance(of_call := message.get("tool_call_id"), str):
+            marked["tool_call_id"] = self.ids.get(of_call, of_call)
+        if calls := message.get("tool_calls"):
+            marked["tool_calls"] = self._calls(calls, index)
+        if call := message.get("function_call"):
+            marked["function_call"] = self._call(call, Loss(index, "'function_call'", "text"))
+        return marked
+
+    def _part(self, part: dict[str, Any], loss: Loss, is_assistant: bool) -> dict[str, Any]:
+        if part["type"] != "text":
+            return part
+        return {**part, "text": self._content(part["text"], loss, is_assistant), _PART_KEY.format(loss.message): ""}
+
+    def _content(self, text: str, loss: Loss, is_assistant: bool) -> str:
+        """A content with marks. Between the marks of thoughts, the losses of an assistant's texts are thoughts."""
+        pieces = _MARKS.split(text)
+        of_thoughts = [mark if _OPENS.fullmatch(mark) or _CLOSES.fullmatch(mark) else "" for mark in pieces[1::2]]
+        before = accumulate(of_thoughts, _latest, initial="")
+        behind = list(accumulate(of_thoughts[::-1], _latest, initial=""))[::-1]
+        thoughts = Loss(loss.message, f"the thoughts in {loss.what}", "thought")
+        for number, (last, coming) in enumerate(zip(before, behind, strict=True)):
+            is_thought = is_assistant and bool(_OPENS.fullmatch(last) or _CLOSES.fullmatch(coming))
+            pieces[2 * number] = self._segment(pieces[2 * number], thoughts if is_thought else loss)
+        return "".join(pieces)
+
+    def _segment(self, text: str, loss: Loss) -> str:
+        """The text with a mark in the middle of what is left without white space around it."""
+        if not (core := text.strip()):
+            return text
+        half = len(core) // 2
+        middle = len(text) - len(text.lstrip()) + half
+        self.texts.append(_Text(core, half, loss))
+        return f"{text[:middle]}{_MARK.format(len(self.texts) - 1)}{text[middle:]}"
+
+    def _calls(self, calls: Any, index: int) -> Any:
+        if not isinstance(calls, list):
+            return self._value(calls, Loss(index, "'tool_calls'", "text"))
+        return [
+            self._call(call, Loss(index, f"call {number} of 'tool_calls'" if calls[1:] else "'tool_calls'", "text"))
+            for number, call in enumerate(calls, start=1)
+        ]
+
+    def _call(self, call: Any, loss: Loss) -> Any:
+        """A call with marks in its name and in the values of its arguments."""
+        if not isinstance(call, dict):
+            return self._value(call, loss)
+        if isinstance(function := call.get("function"), dict):
+            marked = call | {"function": self._call(function, loss)}
+            name, of_call = function.get("name"), call.get("id")
+            if isinstance(name, str) and isinstance(of_call, str) and name and name in of_call:
+                self.ids[of_call] = marked["id"] = of_call.replace(name, marked["function"]["name"])
+            return marked
+        return call | {key: self._value(call[key], loss) for key in ("name", "arguments") if key in call}
+
+    def _value(self, value: Any, loss: Loss) -> Any:
+        """A JSON value with marks in its texts and in place of its numbers."""
+        if isinstance(value, str):
+            return self._segment(value, loss)
+        if isinstance(value, dict):
+            return {key: self._value(inner, loss) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self._value(inner, loss) for inner in value]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            self.texts.append(_Text(str(value), 0, loss))
+            return _NUMBER + len(self.texts) - 1 + (0.5 if isinstance(value, float) else 0)
+        return value
+
+
+def _loss_of_part(index: int, number: int, parts: list[Any]) -> Loss:
+    return Loss(index, f"part {number} of 'content'" if parts[1:] else "'content'", "text")
+
+
+def _latest(mark: str, other: str) -> str:
+    return other or mark

@@ -1,0 +1,138 @@
+"""Random conversations in all forms of messages, and the rule that chat templates and `load_documents` must keep:
+each text of a message is in the document, or the record is refused, or a warning names the text.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kit.toy_tokenizer import toy_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from stillhouse.data import LoadOptions, load_documents
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ODD_ROLES = ("function", "ipython", "assistent", "bot", "model", "human")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
+def chat_templates() -> dict[str, str]:
+    """The chat templates that TRL has, by their names."""
+    spec = find_spec("trl")
+    assert spec is not None
+    assert spec.origin is not None
+    return {
+        path.stem: path.read_text() for path in sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja"))
+    }
+
+
+def template_messages(folder: Path) -> Callable[[random.Random], None]:
+    """A subject of the campaign (`kit/subjects.py`). It raises AssertionError where the rule is broken."""
+    tokenizers = {name: toy_tokenizer() for name in chat_templates()}
+    for name, template in chat_templates().items():
+        tokenizers[name].chat_template = template
+
+    def load(draw: random.Random) -> None:
+        name = draw.choice([*tokenizers])
+        record, texts = random_record(draw)
+        require_texts(folder / "given.jsonl", record, texts, tokenizers[name], prompts=draw.random() < 0.2)
+
+    return load
+
+
+def require_texts(
+    path: Path,
+    record: dict[str, Any],
+    texts: list[tuple[str, str]],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    prompts: bool,
+) -> None:
+    """Load a record and compare its text with what it must have.
+
+    texts: pairs of a text and the key that has it, or "thoughts".
+    prompts: load the part that a prompt has; the texts of the turns at its end are then not expected.
+    """
+    path.write_text(json.dumps(record))
+    documents = load_documents(path, tokenizer, LoadOptions(max_tokens=50_000, prompts=prompts))
+    body = tokenizer.decode(documents.tokens(0), clean_up_tokenization_spaces=False)
+    warnings = " ".join(documents.report.warnings)
+    for (text, key), count in Counter(texts).items():
+        if prompts and not any(text in json.dumps(message, ensure_ascii=False) for message in prompt_of(record)):
+            continue
+        escaped = json.dumps(text)[1:-1]
+        strings = (text, escaped, json.dumps(escaped)[1:-1])
+        is_warned = key == "thoughts" and "the chat template does not write" in warnings
+        assert is_warned or max(map(body.count, strings)) >= (1 if prompts else count), (text, key, body)
+
+
+def prompt_of(record: dict[str, Any]) -> list[Message]:
+    messages = list(record.get("prompt") or record["messages"])
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return messages
+
+
+def random_record(draw: random.Random) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """A record with a conversation, and its texts with the keys that have them."""
+    texts: list[tuple[str, str]] = []
+    roles = [*draw.choice([(), (), ("system",), ("developer",)])]
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        roles += ["user", "assistant"]
+        if draw.random() < 0.3:
+            roles += [*["tool"] * draw.choice([1, 1, 2]), "assistant"]
+    if draw.random() < 0.3:
+        roles[draw.randrange(len(roles))] = draw.choice([*ROLES, *ODD_ROLES])
+    messages = [_message(draw, role, texts, roles[number + 1 :][:1] == ["tool"]) for number, role in enumerate(roles)]
+    if messages[-1]["role"] == "assistant" and draw.random() < 0.4 and messages[1:]:
+        return {"prompt": messages[:-1], "completion": messages[-1:]}, texts
+    return {"messages": messages}, texts
+
+
+def _message(draw: random.Random, role: str, texts: list[tuple[str, str]], calls: bool) -> Message:
+    message: Message = {"role": role}
+    form = draw.choice(["text", "text", "text", "parts", "none"]) if calls else draw.choice(["text", "text", "parts"])
+    if form == "text":
+        message["content"] = _text(draw, texts, "content")
+        if role == "assistant" and draw.random() < 0.2:
+            message["content"] = f"<think>\n{_text(draw, texts, 'thoughts')}\n</think>\n\n{message['content']}"
+    elif form == "parts":
+        parts = [{"type": "text", "text": _text(draw, texts, "content")} for _ in range(draw.choice([1, 1, 2]))]
+        message["content"] = parts
+    elif draw.random() < 0.5:
+        message["content"] = None
+    if role == "assistant" and draw.random() < 0.3:
+        message[draw.choice(THOUGHTS)] = _text(draw, texts, "thoughts")
+    if calls or (role == "assistant" and draw.random() < 0.1):
+        message["tool_calls"] = [_call(draw, texts, number) for number in range(draw.choice([1, 1, 2]))]
+    if role == "tool":
+        message |= {"tool_call_id": "000000000", "name": "name0"}
+    return message
+
+
+def _call(draw: random.Random, texts: list[tuple[str, str]], number: int) -> dict[str, Any]:
+    arguments: Any = {"where": _text(draw, texts, "tool_calls"), "much": draw.randint(10**6, 10**7)}
+    texts.append((str(arguments["much"]), "tool_calls"))
+    if draw.random() < 0.3:
+        arguments = json.dumps(arguments)
+    elif draw.random() < 0.1:
+        texts[-2:], arguments = [], None
+    name = _text(draw, texts, "tool_calls")
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"{number:09d}", "type": "function", "function": function}
+
+
+def _text(draw: random.Random, texts: list[tuple[str, str]], key: str) -> str:
+    """A new text, or an earlier one of the same key."""
+    earlier = [text for text, of_key in texts if of_key == key and not text.isdigit()]
+    if earlier and draw.random() < 0.1:
+        text = draw.choice(earlier)
+    else:
+        text = f"t{draw.randrange(10**9)}{draw.choice(['', ' two', ' é', ' say', '!'])}"
+    texts.append((text, key))
+    return text

@@ -1,0 +1,205 @@
+"""Each text of a conversation is in its document, or its record is refused, or a warning names it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.documents import load_records
+from kit.template_messages import chat_templates
+from kit.toy_tokenizer import PLAIN_TEMPLATE, toy_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from stillhouse.data import DataError, Documents
+
+USER, ANSWER = {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", "n": 7}}}
+
+
+def student(template: str) -> PreTrainedTokenizerFast:
+    """template: the name of one of TRL's templates, or a template."""
+    tokenizer = toy_tokenizer()
+    tokenizer.chat_template = chat_templates().get(template, template)
+    return tokenizer
+
+
+def load(folder: Path, template: str, record: dict[str, Any] | list[Any], **options: Any) -> Documents:
+    records = [{"messages": record}] if isinstance(record, list) else [record]
+    return load_records(folder, records, student(template), max_tokens=4000, **options)
+
+
+def text(documents: Documents, number: int = 0) -> str:
+    return toy_tokenizer().decode(documents.tokens(number))
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": part} for part in texts]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma", "phi3", "gptoss", "smolvlm", "idefics3", "gemma3"])
+def test_parts_and_strings_give_the_same_document(tmp_path: Path, name: str) -> None:
+    """Of templates for strings, of which some print a list as Python does, and of templates for parts."""
+    strings = load(tmp_path, name, [USER, ANSWER])
+    in_parts = load(
+        tmp_path, name, [USER | {"content": parts("Two ", "and two?")}, ANSWER | {"content": parts("Four.")}]
+    )
+    assert "Four." in text(strings)
+    assert "Two and two?" in text(strings)
+    if name != "gemma3":  # it strips each part
+        assert text(in_parts) == text(strings)
+    assert strings.targets(0).sum() == in_parts.targets(0).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "problem"),
+    [
+        (
+            "qwen3",
+            [{"role": "developer", "content": "Be brief."}, USER, ANSWER],
+            "1 of 'messages', whose role is 'dev",
+        ),
+        (
+            "qwen3",
+            [USER, ANSWER, {"role": "function", "content": "4"}, ANSWER],
+            "3 of 'messages', whose role is 'func",
+        ),
+        ("qwen3", [USER, ANSWER | {"role": "assistent"}], "'assistent': expected 'assistant'"),
+        ("llama3", [USER, ANSWER | {"role": "bot"}], "'bot': expected 'assistant'"),
+        ("gemma", [USER, ANSWER | {"role": "model"}], "'model': expected 'assistant'"),
+        ("llama3", [USER | {"role": "User"}, ANSWER], "'User': expected 'user'"),
+        (
+            "llama3",
+            [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+            "write 'tool_calls' of message 2",
+        ),
+        (
+            "gemma3",
+            [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+            "write 'tool_calls' of message 2",
+        ),
+        (
+            "llama3_1",
+            [USER, ANSWER | {"tool_calls": [CALL]}],
+            "write 'content' of message 2 of 'messages' beside its",
+        ),
+        ("qwen3", [USER, ANSWER | {"content": "A.<think>b</think>c"}], "does not write 'content' of message 2"),
+        (
+            "qwen3",
+            [USER, ANSWER | {"function_call": CALL["function"]}],
+            "does not write 'function_call' of message 2",
+        ),
+    ],
+)
+def test_lost_instructions_and_targets_are_refused(
+    tmp_path: Path, name: str, messages: list[dict[str, Any]], problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem) as refused:
+        load(tmp_path, name, messages)
+    assert str(refused.value).startswith(f"{tmp_path}/train.jsonl:1: ")
+    records = [{"messages": messages}, {"messages": [USER, ANSWER]}]
+    documents = load_records(tmp_path, records, student(name), max_tokens=4000, on_error="skip")
+    assert (len(documents), documents.report.skipped) == (1, 1)
+
+
+def test_the_message_of_a_column_and_the_roles_that_are_written_are_named(tmp_path: Path) -> None:
+    record = {"prompt": [USER], "completion": [{"role": "critic", "content": "Well."}, ANSWER]}
+    with pytest.raises(
+        DataError, match=r"message 1 of 'completion', whose role is 'critic'.*assistant, system, tool, u"
+    ):
+        load(tmp_path, "qwen3", record)
+    with pytest.raises(DataError, match="message 1 of 'prompt', whose role is 'critic'"):
+        load(tmp_path, "qwen3", {"prompt": [{"role": "critic", "content": "Well."}, USER]}, prompts=True)
+
+
+#: templates that drop a text which the conversation has a second time, or which is a part of another one
+_ONCE = PLAIN_TEMPLATE.replace(
+    "messages %}", "messages %}{% if loop.first or message.content != loop.previtem.content %}"
+).replace("{% endfor %}", "{% endif %}{% endfor %}")
+_NO_SYSTEM = PLAIN_TEMPLATE.replace("in messages", "in messages if message.role != 'system'")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (_NO_SYSTEM, [{"role": "system", "content": "4"}, USER | {"content": "2, 4, 24?"}, ANSWER]),
+        (_NO_SYSTEM, [{"role": "system", "content": "Two and two?"}, USER, ANSWER]),
+        (_ONCE, [USER, USER, ANSWER]),
+        (
+            PLAIN_TEMPLATE.replace("message.content +", "message.content[:40] +"),
+            [USER | {"content": "Two? " * 10}, ANSWER],
+        ),
+    ],
+)
+def test_a_text_is_not_found_in_another_one(tmp_path: Path, template: str, messages: list[Any]) -> None:
+    with pytest.raises(DataError, match="does not write"):
+        load(tmp_path, template, messages)
+
+
+def test_a_text_that_is_changed_warns(tmp_path: Path) -> None:
+    template = PLAIN_TEMPLATE.replace("message.content +", "message.content.replace('two', 'three') +")
+    documents = load(tmp_path, template, [USER, ANSWER])
+    assert "'content' of message 1 of 'messages' as it is, but with changes inside" in str(documents.report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("gemma3", "reasoning_content"), ("llama3", "thinking"), ("phi3", "reasoning")]
+)
+def test_lost_thoughts_warn_once(tmp_path: Path, name: str, key: str) -> None:
+    record = {"messages": [USER, ANSWER | {key: "Twice two."}]}
+    documents = load_records(tmp_path, [{"messages": [USER, ANSWER]}, record, record], student(name), max_tokens=4000)
+    (line,) = [line for line in documents.report.warnings if key in line]
+    assert line.startswith(
+        f"{tmp_path}/train.jsonl:2: the chat template does not write '{key}' of message 2 of 'messages'"
+    )
+    assert "(such records: 2)" in line
+    assert text(documents, 0) == text(documents, 1)
+
+
+def test_thoughts_of_earlier_turns_warn_and_the_rest_of_their_contents_is_proven(tmp_path: Path) -> None:
+    answer = ANSWER | {"content": "<think>\nTwice two.\n</think>\n\nFour."}
+    documents = load(tmp_path, "qwen3", [USER, answer, USER, answer])
+    assert text(documents).count("Twice two.") == 1
+    assert "the thoughts in 'content' of message 2 of 'messages'" in documents.report.warnings[0]
+    assert not load(tmp_path, "qwen3", [USER, answer]).report.warnings
+
+
+@pytest.mark.parametrize(
+    "content", ["", "/no_think", " \n", "4", "</think>", '"4"\n<b>\'é\\', "StillhouseMark8f3a0z"]
+)
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gptoss", "gemma4"])
+def test_odd_texts_are_written(tmp_path: Path, name: str, content: str) -> None:
+    call = ANSWER | {
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"city": content, "n": 0}}}],
+    }
+    messages = [USER | {"content": content}, call, {"role": "tool", "name": "f", "content": content}, ANSWER]
+    documents = load(tmp_path, name, messages)
+    assert not [line for line in documents.report.warnings if "does not write" in line]
+    written = {content, json.dumps(content, ensure_ascii=False)[1:-1]}
+    assert any(text(documents).count(string) >= 3 for string in written) or len(written) == 2
+
+
+def test_a_call_that_is_written_by_its_id(tmp_path: Path) -> None:
+    """As Kimi's template does."""
+    written = "{% for call in message.tool_calls %}{{ call.id + call.function.arguments | tojson }}{% endfor %}"
+    template = PLAIN_TEMPLATE.replace("'<|im_end|>", "'' }}" + written + "{{ '<|im_end|>")
+    calls = [{"id": "functions.f:0", **CALL}, {"id": "functions.f:1", **CALL}]
+    documents = load(tmp_path, template, [USER, ANSWER | {"tool_calls": calls}])
+    assert "functions.f:1" in text(documents)
+    with pytest.raises(DataError, match="call 1 of 'tool_calls' of message 2"):
+        load(tmp_path, template, [USER, ANSWER | {"tool_calls": [{"id": "call_7", **CALL}] * 2}])
+
+
+@pytest.mark.parametrize("name", ["nemotron_3_nano", "nemotron_3_nano_training"])
+def test_a_generation_prompt_that_opens_thoughts(tmp_path: Path, name: str) -> None:
+    record = {"prompt": [USER], "completion": [ANSWER]}
+    if name.endswith("training"):
+        assert load(tmp_path, name, record).targets(0).any()
+        return
+    with pytest.raises(
+        DataError, match=r"ends a prompt with .*<think>.*\(data.chat_template: a copy of it with"
+    ) as error:
+        load(tmp_path, name, record)
+    assert "last turn" not in str(error.value)
+    assert load(tmp_path, "{%- set enable_thinking = false %}\n" + chat_templates()[name], record).targets(0).any()
+    assert load(tmp_path, name, record | {"completion": [ANSWER | {"reasoning_content": "Hm."}]}).targets(0).any()
