@@ -24,6 +24,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged, save_lora
 from stillhouse.models.checkpoint_names import save_as, saved_names
 from stillhouse.models.pretrained import auto_class, load_causal_lm
+from stillhouse.models.shared_weights import match_tied_flag
 from stillhouse.parallel import Ranks
 
 #: the maximum size of one file when a model is written from a checkpoint
@@ -132,6 +133,7 @@ def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | N
     model = load_causal_lm(
         base.model, revision=base.revision, dtype=dtype or base.dtype, trust_remote_code=base.trust_remote_code
     )
+    match_tied_flag(model)
     merged(model, adapter).save_pretrained(folder)
     if (generation := adapter / GENERATION_CONFIG_NAME).is_file():
         shutil.copyfile(generation, folder / GENERATION_CONFIG_NAME)

@@ -21,13 +21,14 @@ from stillhouse.models.decoder import Decoder
 
 
 def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
-    """Return the names that a tensor may have in transformers' files: a tied head may be saved as the embedding."""
+    """Return the names that a tensor may have in transformers' files: of two tied tensors, one may be saved."""
     model, name = decoder.pretrained, base_name(name)
     prefix = f"{decoder.backbone_name}."
     if decoder.mtp is not None and is_mtp(name):
         return [decoder.mtp.checkpoint_name(model, name.removeprefix("mtp."))]
     if name.startswith("backbone."):
-        return [prefix + name.removeprefix("backbone.")]
+        name = prefix + name.removeprefix("backbone.")
+        return [name, *(target for target, source in model.all_tied_weights_keys.items() if source == name)]
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
     candidates = [f"{head}.{name.removeprefix('head.linear.')}"]
     if getattr(model.config, "tie_word_embeddings", False):  # transformers ignores the text configuration's value
@@ -51,8 +52,8 @@ class StoredNames:
     with images. transformers' conversions rename them, and make some of the model's tensors from several stored ones.
     """
 
-    def __init__(self, decoder: Decoder, stored: Iterable[str]):
-        self._model = decoder.pretrained
+    def __init__(self, model: PreTrainedModel, stored: Iterable[str]):
+        self._model = model
         self._conversions = get_model_conversion_mapping(self._model)
         renamings = [conversion for conversion in self._conversions if isinstance(conversion, WeightRenaming)]
         self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]

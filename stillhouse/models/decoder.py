@@ -46,7 +46,7 @@ from stillhouse.models.model_parts import (
 )
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
-from stillhouse.models.shared_weights import keep_shared_once
+from stillhouse.models.shared_weights import keep_shared_once, match_tied_flag
 from stillhouse.models.trained_parts import image_weights_reached
 from stillhouse.models.varlen import VARLEN_LENGTHS, Activations
 from stillhouse.objective import FullVocab, OutputHead
@@ -54,7 +54,7 @@ from stillhouse.objective import FullVocab, OutputHead
 if TYPE_CHECKING:  # `mtp_layers` needs a later version of transformers than this file
     from stillhouse.models.mtp.mtp_layers import MtpLayers
 
-HEAD_WEIGHT = "head.linear.weight"
+HEAD_WEIGHT, HEAD_BIAS = "head.linear.weight", "head.linear.bias"
 Kind = TypeVar("Kind", bound=LayerLossModule)
 
 
@@ -93,6 +93,7 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         linear = require_decoder(model)
+        match_tied_flag(model)
         # a plain attribute assignment would register the model's parameters a second time
         self.__dict__["pretrained"] = model
         self.backbone_name = str(backbone_name(model))

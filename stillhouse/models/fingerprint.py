@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from stillhouse.hashing import file_hash
+from stillhouse.models.weight_files import weight_files
 
 #: files up to this total size are hashed completely
 WHOLE_BYTES = 2**30
 #: for larger weights: the number of evenly spaced samples of each tensor, and the bytes of a sample
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def model_fingerprint(folder: str | os.PathLike[str]) -> str:
     """Return a sha256 of a model folder's configuration, its weights and the code that the configuration names.
+
+    Other safetensors files in the folder (see `weight_files`) do not change it.
 
     If the files exceed `WHOLE_BYTES` in total, the hash covers only the sizes and headers of the safetensors files
     and samples of each tensor. It then still detects another model, or the same model after more training, but may
@@ -25,10 +27,11 @@ def model_fingerprint(folder: str | os.PathLike[str]) -> str:
     """
     root, digest = Path(folder), hashlib.sha256()
     config = root / "config.json"
-    patterns = ["config.json", *_WEIGHTS]
+    patterns = ["config.json", "*.safetensors.index.json"]
     if config.is_file() and b"auto_map" in config.read_bytes():
         patterns.append("*.py")
-    paths = sorted({path for pattern in patterns for path in root.glob(pattern)})
+    weights = (path for path in weight_files(root) if path.is_file())  # whoever reads them refuses a missing file
+    paths = sorted({path for pattern in patterns for path in root.glob(pattern)}.union(weights))
     is_small = sum(path.stat().st_size for path in paths) <= WHOLE_BYTES
     for path in paths:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())

@@ -6,13 +6,13 @@ other weights, or if an index, the configuration's `transformers_weights` or an 
 these cases raise a ValueError before transformers reads anything. For a damaged file, the ValueError names the file.
 """
 
-import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -27,7 +27,6 @@ from transformers.utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     TRANSFORMERS_DYNAMIC_MODULE_NAME,
-    cached_file,
 )
 
 from stillhouse.display import escaped, first_line, name_list
@@ -36,13 +35,19 @@ from stillhouse.models.float8 import FP8, round_to_float8
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.quantized import keep_gradients, quantized_loading, require_quantized, require_rounding
 from stillhouse.models.unsaved_buffers import initialize_buffers
+from stillhouse.models.weight_files import (
+    INDEX,
+    SAFETENSORS,
+    json_object,
+    named_weights,
+    require_index,
+    tensor_files,
+)
 
 #: the largest allowed number of layers: for a damaged, huge number, transformers would create layers for hours
 MAX_LAYERS = 10_000
 _ADAPTER = "adapter_config.json"
-_SAFETENSORS, _INDEX = ".safetensors", ".safetensors.index.json"
 _PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_EXPECTED = "expected the name of a safetensors file of the same folder; nothing else is read"
 _DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -90,7 +95,7 @@ def load_causal_lm(
             with prefixed(failure):
                 options |= quantized_loading(config, quantize, options["dtype"], device)
         build = auto_class(config, images=images)
-        with reading(failure):
+        with _damaged_files_named(failure, name_or_path, revision), reading(failure):
             model, report = build.from_pretrained(
                 name_or_path,
                 revision=revision or "main",
@@ -190,6 +195,25 @@ def _missing_files_named(what: str, name: str | os.PathLike[str], revision: str 
         ) from error
 
 
+@contextmanager
+def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: str | None) -> Iterator[None]:
+    """Raise a ValueError, which begins with `failure`, that names the file with weights which is missing or damaged.
+
+    The errors of transformers name no file.
+    """
+    if os.path.isdir(name):
+        with prefixed(failure):
+            tensor_files(name)
+    try:
+        yield
+    except ValueError:
+        config = None if os.path.isdir(name) else try_to_load_from_cache(str(name), CONFIG_NAME, revision=revision)
+        if isinstance(config, str):
+            with prefixed(failure):
+                tensor_files(os.path.dirname(config), partial=True)
+        raise
+
+
 def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
     """Raise ValueError if loading a folder or hub id would read weights from files other than its own safetensors.
 
@@ -199,19 +223,17 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
     folder = escaped(os.fspath(name))
     if os.path.isdir(name):
         _require_safetensors(folder, os.listdir(name))
-    config = _json_object(name, CONFIG_NAME, revision)
+    config = json_object(name, CONFIG_NAME, revision)
     parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
     values = {prefix + key: value for prefix, part in parts.items() for key, value in part.items()}
     for key, value in values.items():
         if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
             raise ValueError(f"{folder}/{CONFIG_NAME} has {key} {value}: expected at most {MAX_LAYERS:,}")
     indexes = [SAFE_WEIGHTS_INDEX_NAME]
-    if (weights := config.get("transformers_weights")) is not None:
-        if not isinstance(weights, str) or not weights.endswith((_SAFETENSORS, _INDEX)):
-            raise ValueError(f"{folder}/{CONFIG_NAME}: transformers_weights is {weights!r:.80}: {_EXPECTED}")
-        indexes += [weights] if weights.endswith(_INDEX) else []
+    if (weights := named_weights(folder, config)) is not None:
+        indexes += [weights] if weights.endswith(INDEX) else []
     for index in indexes:
-        _require_own_files(f"{folder}/{index}", _json_object(name, index, revision))
+        require_index(f"{folder}/{index}", json_object(name, index, revision))
 
 
 def require_model_folder(name: str | os.PathLike[str]) -> None:
@@ -240,38 +262,9 @@ def _require_safetensors(folder: str, files: list[str]) -> None:
             "with the adapter merged into it; for another adapter, save the result of peft's merge_and_unload()"
         )
     pickled = [file for file in files if file.endswith(_PICKLE)]
-    if pickled and not any(file.endswith(_SAFETENSORS) for file in files):
+    if pickled and not any(file.endswith(SAFETENSORS) for file in files):
         raise ValueError(
             f"{folder} has its weights as pickle ({name_list(pickled)}), which can run any code while it is read, so "
             "it is not read, even with trust_remote_code: expected safetensors. If you trust the file, "
             "convert it yourself: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
-
-
-def _require_own_files(index: str, content: dict[str, Any]) -> None:
-    """Raise ValueError for an index that names other files than safetensors files in its folder.
-
-    content: the index; empty if there is none.
-    """
-    files = content.get("weight_map", {})
-    if not isinstance(files, dict):
-        raise ValueError(f"{index}: weight_map is not an object that maps tensors to files")
-    for file in files.values():
-        if not isinstance(file, str) or not file.endswith(_SAFETENSORS) or os.path.basename(file) != file:
-            raise ValueError(f"{index} names the file {file!r:.80}: {_EXPECTED}")
-
-
-def _json_object(name: str | os.PathLike[str], file: str, revision: str | None) -> dict[str, Any]:
-    """Return a JSON file of a folder or hub id; empty if there is none. Raise ValueError if it is no JSON object."""
-    what = f"model '{escaped(os.fspath(name))}' cannot be read: its {file}"
-    try:
-        path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError):  # the name does not exist or cannot be reached
-        return {}
-    if path is None:
-        return {}
-    with reading(f"{what} is not JSON"), open(path, encoding="utf-8") as text:
-        content = json.load(text)
-    if not isinstance(content, dict):
-        raise ValueError(f"{what} holds a {type(content).__name__}, expected a JSON object")
-    return content

@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from stillhouse.libraries import reading
 from stillhouse.models.float8 import FP8, float8_problem
+from stillhouse.models.weight_files import weight_files
 
 #: bitsandbytes lays the weights out anew at their first evaluation on some CPUs, for kernels without gradients
 _REPACKS = "support_avx512bf16_for_cpu"
@@ -94,8 +95,9 @@ def require_quantized(
     folder = name_or_path
     if not os.path.isdir(folder):
         with reading("its files cannot be read again"):
-            folder = snapshot_download(str(name_or_path), revision=revision, allow_patterns=["*.safetensors"])
-    stored = {name: path for path in sorted(Path(folder).glob("*.safetensors")) for name in _check_finite_file(path)}
+            patterns = ["*.json", "*.safetensors"]
+            folder = snapshot_download(str(name_or_path), revision=revision, allow_patterns=patterns)
+    stored = {name: path for path in weight_files(folder) for name in _check_finite_file(path)}
     require_rounding(model, kind, stored)
 
 

@@ -3,6 +3,35 @@
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
+
+from stillhouse.models.model_checks import describe
+from stillhouse.models.model_parts import text_config
+
+_KEY = "tie_word_embeddings"
+
+
+def match_tied_flag(model: PreTrainedModel) -> None:
+    """Let the configuration say whether the model's head is tied to its embedding.
+
+    transformers does not tie weights that differ in the files. Saved with a configuration that says otherwise, the
+    model would give other logits in every reader that obeys the configuration.
+    Raises ValueError if the same key also shares weights between layers (Zamba 2): no value describes such a model.
+    """
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    is_tied, config = head is embedding, model.config
+    if getattr(config, _KEY, False):
+        names = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+        pairs = {name: [model.get_parameter_or_buffer(part) for part in (name, other)] for name, other in names}
+        separate = [name for name, (weight, other) in pairs.items() if weight is not other]
+        if separate and any(weight is not head for weight, _ in pairs.values()):
+            raise ValueError(
+                f"{describe(model)} has {_KEY} true, but '{separate[0]}' has other values than the weight with which "
+                "this key shares it. In this family, it also shares weights between layers: expected equal values"
+            )
+    for part in (config, text_config(config)):
+        if getattr(part, _KEY, is_tied) != is_tied:
+            setattr(part, _KEY, is_tied)
 
 
 def keep_shared_once(decoder: nn.Module) -> None:

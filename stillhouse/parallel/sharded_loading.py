@@ -5,16 +5,18 @@ decoder = empty_decoder(folder)           the full model on the meta device: sha
 load_weights(decoder, folder, device)     allocate memory for this process's shards, read them from the files
 """
 
+import math
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stillhouse.display import escaped
@@ -22,10 +24,15 @@ from stillhouse.libraries import reading
 from stillhouse.models import Activations, Decoder
 from stillhouse.models.adapter import is_lora
 from stillhouse.models.checkpoint_names import StoredNames, checkpoint_names, is_mtp, parts_of_stack
+from stillhouse.models.decoder import HEAD_BIAS, HEAD_WEIGHT
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.dtensors import local, shard_slices
 from stillhouse.models.pretrained import auto_class, keep_in_float32, parse_dtype, require_safe_files
 from stillhouse.models.unsaved_buffers import initialize_buffers
+from stillhouse.models.weight_files import read_tensor, tensor_files
+
+#: the number of elements that are compared at a time
+COMPARED_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,14 @@ def empty_decoder(
     packing: str = AUTO,
     images: bool = False,
     activations: Activations | None = None,
+    weights: str | os.PathLike[str] | None = "",
 ) -> Decoder:
     """Return a decoder with a folder's configuration on the meta device.
 
     dtype: None or "auto" for the dtype in which the model was saved. packing, activations: see `Decoder`.
     images: see `auto_class`.
+    weights: the folder from which the weights will be read; "" for this folder, None if they are in no files. Weights
+    that differ there are not tied, whatever the configuration says (see `match_tied_flag`).
     Raises ValueError for a model that cannot be constructed, needs its own code, or is quantized.
     """
     require_safe_files(folder)
@@ -87,6 +97,8 @@ def empty_decoder(
             trust_remote_code=False,
         )
         keep_in_float32(model)
+    if weights is not None:
+        _untie(model, weights or folder)
     if os.path.isfile(os.path.join(folder, GENERATION_CONFIG_NAME)):  # the file is optional
         with reading(f"{folder}: its {GENERATION_CONFIG_NAME} cannot be read"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -119,47 +131,47 @@ def read_weights(
     folder. The vocabularies of the two models may have different numbers of rows.
     Raises ValueError as `load_weights` does.
     """
-    files = _files(folder)
-    names = StoredNames(decoder, files)
+    state = decoder.state_dict()
+    is_head = {*state} <= {decoder.embedding_name, HEAD_WEIGHT, HEAD_BIAS}
+    files = tensor_files(folder, partial=is_head)
+    names = StoredNames(decoder.pretrained, files)
     if not prefix and renamed is None:
         names.remember()
     shared = decoder.shared_names()
 
     def read(stored: str) -> Tensor:
-        with (
-            reading(f"{files[stored]}: its weights cannot be read"),
-            safe_open(files[stored], framework="pt") as file,
-        ):
-            return file.get_tensor(stored)
+        return read_tensor(files[stored], stored)
 
-    for name, value in decoder.state_dict().items():
+    for name, value in state.items():
         if not name.startswith(prefix) or _is_initialised(decoder, name):
             continue
-        of_all = [name, *(alias for alias, other in shared.items() if other == name)]
+        # first the other names: a folder with only the files of a head may lack the embedding's
+        of_all = [*(alias for alias, other in shared.items() if other == name), name]
         candidates = [candidate for alias in of_all for candidate in checkpoint_names(decoder, alias)]
+        wanted = checkpoint_names(decoder, name)[0]
         if renamed is not None:
-            candidates = [renamed(candidate) for candidate in candidates]
+            candidates, wanted = [renamed(candidate) for candidate in candidates], renamed(wanted)
         stored = next(filter(None, map(names.get, candidates)), None)
         if stored is not None:
             has_vocabulary = name == decoder.embedding_name or name.startswith("head.linear.")
             is_padded = renamed is not None and has_vocabulary
             _read_rows(local(value), [*shard_slices(value)], value.shape, [stored], files, is_padded)
-        elif parts := parts_of_stack(decoder, candidates[0]):
+        elif parts := parts_of_stack(decoder, wanted):
             experts, *slices = shard_slices(value)
             for number, expert in enumerate(local(value), start=experts.start):
                 of_expert = [part.replace("*", str(number)) for part in parts]
                 of_expert = [names.get(part) or part for part in of_expert]
                 _read_rows(expert, slices, value.shape[1:], of_expert, files, False)
-        elif (converted := names.converted(candidates[0], read)) is not None:
+        elif (converted := names.converted(wanted, read)) is not None:
             if converted.shape != value.shape:  # a stored part is missing; `copy_` would broadcast
                 raise ValueError(
-                    f"{folder}: '{candidates[0]}' is made of stored tensors and has the shape "
+                    f"{folder}: '{wanted}' is made of stored tensors and has the shape "
                     f"{list(converted.shape)}: expected {list(value.shape)}"
                 )
             local(value).copy_(converted[*shard_slices(value)])
         else:
             raise ValueError(
-                f"{folder} has no tensor '{candidates[0]}', and none from which transformers makes it: expected the "
+                f"{folder} has no tensor '{wanted}', and none from which transformers makes it: expected the "
                 "names of the model itself or those of its released checkpoints"
             )
 
@@ -172,13 +184,13 @@ def _is_initialised(decoder: Decoder, name: str) -> bool:
 
 @torch.no_grad()
 def _read_rows(
-    shard: Tensor, slices: list[slice], shape: torch.Size, parts: list[str], files: dict[str, str], is_padded: bool
+    shard: Tensor, slices: list[slice], shape: torch.Size, parts: list[str], files: dict[str, Path], is_padded: bool
 ) -> None:
     """Read this process's `shard` of a global tensor.
 
     slices: the place of the shard in the global tensor. shape: the global shape.
     parts: the names of the stored tensors that together have the rows of the global tensor, in order.
-    files: see `_files`.
+    files: see `tensor_files`.
     is_padded: whether the number of stored rows may differ by padding rows; missing rows become zero.
     Raises ValueError for a part that is in no file or has another shape.
     """
@@ -215,13 +227,36 @@ def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -
     make_buffers(decoder)
 
 
-def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the path of the file that has a tensor, by tensor name."""
-    files: dict[str, str] = {}
-    for path in Path(folder).glob("*.safetensors"):
-        with reading(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
-            files |= dict.fromkeys(file.keys(), str(path))
-    return files
+def _untie(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+    """Separate tied weights of a model on the meta device that differ in a folder's files, as transformers does.
+
+    The weights are compared in the model's dtype. A weight that is not stored, or whose file is missing, stays tied.
+    """
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    files = tensor_files(folder, partial=True) if ties else {}
+    names = StoredNames(model, files)
+    for target, source in ties.items():
+        parameter = model.get_parameter_or_buffer(source)
+        places = [(files[stored], stored) for stored in (names.get(source), names.get(target)) if stored is not None]
+        if len(places) < 2 or not all(path.is_file() for path, _ in places):
+            continue
+        if not _are_equal(places, parameter.dtype):
+            module, _, leaf = target.rpartition(".")
+            setattr(model.get_submodule(module), leaf, nn.Parameter(torch.empty_like(parameter)))
+            model.all_tied_weights_keys.pop(target, None)
+
+
+def _are_equal(places: list[tuple[Path, str]], dtype: torch.dtype) -> bool:
+    """Whether two stored tensors are equal in a dtype; some rows are in memory at a time. places: files and names."""
+    with ExitStack() as opened:
+        opened.enter_context(reading(f"{places[0][0]} and {places[1][0]}: their weights cannot be compared"))
+        one, other = (opened.enter_context(safe_open(path, framework="pt")).get_slice(name) for path, name in places)
+        if one.get_shape() != other.get_shape():
+            return False
+        rows, *widths = one.get_shape()
+        step = max(1, COMPARED_ELEMENTS // math.prod(widths))
+        starts = range(0, rows, step)
+        return all(torch.equal(*(part[at : at + step].to(dtype) for part in (one, other))) for at in starts)
 
 
 def make_buffers(decoder: Decoder) -> None:

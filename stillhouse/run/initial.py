@@ -31,6 +31,16 @@ _MAY_DIFFER = {
 }
 
 
+def initial_folder(student: StudentConfig, teacher: TeacherConfig | None) -> str | None:
+    """Return the folder from which a student with `student.init` gets its weights; None if they are random."""
+    assert student.init is not None
+    if student.init.source == "random":
+        return None
+    assert teacher is not None
+    assert teacher.model is not None
+    return local_folder(teacher.model, teacher.revision)
+
+
 def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> Callable[[Decoder], None]:
     """Return a function that writes the initial weights into the allocated tensors of a student, under any layout.
 
@@ -38,11 +48,9 @@ def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed:
     """
     init, config = student.init, read_configuration(local_folder(student.model, student.revision))
     assert init is not None
-    if init.source == "random":
+    teacher_folder = initial_folder(student, teacher)
+    if teacher_folder is None:
         return partial(_initialize_randomly, config=config, dtype=parse_dtype(student.dtype), seed=seed)
-    assert teacher is not None
-    assert teacher.model is not None
-    teacher_folder = local_folder(teacher.model, teacher.revision)
     layers = _fitting_layers(init, text_config(config), text_config(read_configuration(teacher_folder)))
     return partial(_read_layers, folder=teacher_folder, layers=layers)
 

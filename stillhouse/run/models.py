@@ -27,7 +27,7 @@ from stillhouse.models.forward_modes import remove_noise
 from stillhouse.models.packed_attention import activations_for
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
-from stillhouse.run.initial import initial_weights
+from stillhouse.run.initial import initial_folder, initial_weights
 from stillhouse.signals import SignalStore
 
 
@@ -126,11 +126,12 @@ class ModelSources:
 
     def _sharded_student(self) -> ModelSource:
         """The source of this process's shard of the student. The weights are from files or from `student.init`."""
-        student = self.student
-        source = self._source("student", student.model, student, None, self.offload, self.autocast)
+        student, teacher = self.student, self.teachers.get("teacher")
+        folder = "" if student.init is None else initial_folder(student, teacher)
+        source = self._source("student", student.model, student, None, self.offload, self.autocast, folder)
         if student.init is None:
             return source
-        read = initial_weights(student, self.teachers.get("teacher"), self.seed)
+        read = initial_weights(student, teacher, self.seed)
 
         def weights(decoder: Decoder) -> None:
             allocate(decoder, self.mesh.device, offload=self.offload)
@@ -148,8 +149,11 @@ class ModelSources:
         device: torch.device | None,
         offload: bool,
         autocast: torch.dtype | None = None,
+        weights_folder: str | None = "",
     ) -> ModelSource:
-        """section: the key of the model's section. name: the model's hub id or folder. autocast: of its forward."""
+        """section: the key of the model's section. name: the model's hub id or folder. autocast: of its forward.
+        weights_folder: see `empty_decoder`.
+        """
         if model.trust_remote_code:
             raise ConfigError(
                 f"{section}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
@@ -169,6 +173,7 @@ class ModelSources:
             packing=self.packing,
             images=self.images,
             activations=activations_for(model.attention, device or self.mesh.device, autocast),
+            weights=weights_folder,
         )
         return ModelSource(build, weights, offload=offload, name=section)
 

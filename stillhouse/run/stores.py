@@ -1,6 +1,5 @@
 """Opens the signal stores that a configuration names, and proves that they fit the run."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +12,14 @@ import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import ConfigError, TeacherConfig, as_config_error
 from stillhouse.data import Documents, load_tokenizer
 from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
+from stillhouse.models.weight_files import json_object, named_weights, weight_files
 from stillhouse.objective import forward_kl
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Ranks, is_first, log_rank0
@@ -240,12 +241,12 @@ def _teacher_files(teacher: TeacherConfig) -> Path:
     with reading(unreadable):
         folder = Path(snapshot_download(teacher.model, revision=teacher.revision, allow_patterns=SMALL_FILES))
     if teacher.signal == "hidden":
-        names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
-        if index.is_file():
-            with reading(unreadable):
-                names = files_of_head(json.loads(index.read_text()))
         with reading(unreadable):
-            snapshot_download(teacher.model, revision=teacher.revision, allow_patterns=names)
+            download = partial(snapshot_download, teacher.model, revision=teacher.revision)
+            # a single file comes before the files of an index
+            single = named_weights(str(folder), json_object(folder, CONFIG_NAME)) or SAFE_WEIGHTS_NAME
+            download(allow_patterns=[single])
+            download(allow_patterns=files_of_head(folder))
     return folder
 
 
@@ -255,5 +256,5 @@ def _is_readable(teacher: TeacherConfig) -> bool:
         return False
     if teacher.prove == "always":
         return True
-    files = Path(teacher.model).glob("*.safetensors") if os.path.isdir(teacher.model) else ()
-    return 0 < sum(path.stat().st_size for path in files) <= SMALL
+    files = weight_files(teacher.model) if os.path.isdir(teacher.model) else []
+    return all(path.is_file() for path in files) and 0 < sum(path.stat().st_size for path in files) <= SMALL

@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,6 +12,7 @@ from stillhouse.data import save_tokenizer
 from stillhouse.models import Decoder, model_parts
 from stillhouse.models.checkpoint_names import checkpoint_names
 from stillhouse.models.lm_head import Head
+from stillhouse.models.weight_files import tensor_files
 from stillhouse.parallel import empty_decoder, load_weights
 from stillhouse.parallel.build_runner import only_head
 
@@ -45,11 +45,11 @@ def head_of(folder: Path | str, dtype: str = "auto", *, images: bool = False) ->
     return decoder
 
 
-def files_of_head(index: Any) -> list[str]:
-    """The files with the output head; all files if no weight has a known name of a head.
+def files_of_head(folder: Path) -> list[str]:
+    """The files of a model's folder with the output head; all files if no weight has a known name of a head.
 
-    index: the content of `model.safetensors.index.json`
+    The folder may lack the files, but not the index, if there is one.
     """
-    files = {name: str(file) for name, file in index["weight_map"].items()}
+    files = {name: path.name for name, path in tensor_files(folder, partial=True).items()}
     head_files = {file for name, file in files.items() if name.rpartition(".")[0].endswith(model_parts.HEAD_NAMES)}
     return sorted(head_files or set(files.values()))

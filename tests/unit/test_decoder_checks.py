@@ -330,7 +330,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken config": (lambda folder: (folder / "config.json").write_text("{"), ""),
     "unknown type": (lambda folder: (folder / "config.json").write_text('{"model_type": "not-a-model"}'), ""),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ""),
-    "cut weights": (cut_weights, ""),
+    "cut weights": (cut_weights, r"/model\.safetensors is not a readable safetensors file"),
     # transformers would initialise the head with random numbers
     "no head": (
         lambda folder: build("llama").model.save_pretrained(folder),

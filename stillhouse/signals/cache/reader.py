@@ -71,7 +71,7 @@ class SignalCache(SignalStore):
     def __init__(self, folder: Path):
         self.folder, self.name, self.teacher_folder = folder, str(folder), folder / TEACHER
         self.hashes = _index(folder)
-        # added files are refused, too, because every *.safetensors file of a model's folder is loaded
+        # added files are refused, too, because they may change which files are read, as an index does
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
         for name in sorted({MANIFEST} | present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
             self._require_unchanged(name)

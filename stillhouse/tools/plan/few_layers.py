@@ -140,6 +140,7 @@ def _few_layers(config: RunConfig, stages: int, student: int, teacher: int) -> I
 def _written(model: str, parent: str, name: str, layers: int) -> str:
     """Write the configuration of a model with fewer layers; return its folder."""
     values = json.loads((Path(model) / "config.json").read_text())
+    values["tie_word_embeddings"] = empty_decoder(model).tied  # the files may have another head than the embedding
     language = values.get("text_config", values)  # beside that of a vision tower
     for key, value in language.items():
         if isinstance(value, list) and key.endswith("layer_types"):

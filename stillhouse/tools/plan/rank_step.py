@@ -148,8 +148,9 @@ class _PlannedModels(ModelSources):
         device: torch.device | None,
         offload: bool,
         autocast: torch.dtype | None = None,
+        weights_folder: str | None = "",
     ) -> ModelSource:
-        source = super()._source(section, name, model, device, offload, autocast)
+        source = super()._source(section, name, model, device, offload, autocast, weights_folder)
         purpose = STUDENT if section == "student" else TEACHER
         # a module cannot replace its fake tensors, because their mode refers to them; meta tensors have no such mode
         load = partial(self._allocate, purpose, device or self.mesh.device, offload)

@@ -41,7 +41,7 @@ class ModelReader:
 
     def _by_model_names(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors by their names in the decoder, which may stack or join several of the stored ones."""
-        state, names = self._decoder.state_dict(), StoredNames(self._decoder, stored)
+        state, names = self._decoder.state_dict(), StoredNames(self._decoder.pretrained, stored)
         tensors = {}
         for name, in_model in saved_names(self._decoder).items():
             tensors[name] = self._tensor(in_model, len(state[name]) if state[name].dim() else 1, names, stored)

@@ -1,0 +1,121 @@
+"""The files in a model's folder that have its weights: transformers' choice, for every loader.
+
+A folder may have other safetensors files, which are not read: shards of an earlier download, the file that an index
+has replaced, or variants such as model.fp16.safetensors.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from stillhouse.display import escaped
+from stillhouse.libraries import reading
+
+SAFETENSORS, INDEX = ".safetensors", ".safetensors.index.json"
+EXPECTED = "expected the name of a safetensors file of the same folder; nothing else is read"
+
+
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the files with the weights of a model's folder, in the order in which transformers reads them.
+
+    These are the file, or the files of the index, that `transformers_weights` in config.json names; otherwise
+    model.safetensors; otherwise the files that model.safetensors.index.json names; otherwise none.
+    Raises ValueError for names of other files than safetensors files in the folder. The files may be missing.
+    """
+    return [Path(folder) / name for name in sorted(set(_placed(Path(folder)).values()))]
+
+
+def tensor_files(folder: str | os.PathLike[str], *, partial: bool = False) -> dict[str, Path]:
+    """Return the file of each tensor in a model's folder, by the tensor's name; empty for a folder without weights.
+
+    partial: files that the index names may be missing, for example in a folder with only the files of a head; their
+    tensors are those that the index places there.
+    Raises ValueError, naming the file, for one that is missing or damaged, and for one without a tensor that the
+    index places there.
+    """
+    placed = _placed(Path(folder))
+    tensors_of: dict[str, set[str]] = {name: set() for name in sorted(set(placed.values()))}
+    for tensor, name in placed.items():
+        tensors_of[name] |= {tensor} - {""}
+    files: dict[str, Path] = {}
+    for name, tensors in tensors_of.items():
+        path = Path(folder) / name
+        if partial and not path.is_file():
+            files |= dict.fromkeys(tensors, path)
+            continue
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is missing, but {CONFIG_NAME} or the index of this folder names it: expected it"
+            )
+        with reading(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
+            stored = set(file.keys())
+        if absent := sorted(tensors - stored):
+            raise ValueError(
+                f"{path} has no tensor {escaped(absent[0])!r}, which the index of this folder places there: expected "
+                "the files that the index was written for"
+            )
+        files |= dict.fromkeys(stored, path)
+    return files
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Return a tensor of a file. Raises ValueError, naming the file, if it cannot be read."""
+    with reading(f"{path}: its weights cannot be read"), safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def require_index(index: str, content: dict[str, Any]) -> dict[str, str]:
+    """Return the file of each tensor. Raises ValueError for other files than safetensors files in the index's folder.
+
+    content: the index; empty if there is none.
+    """
+    files = content.get("weight_map", {})
+    if not isinstance(files, dict):
+        raise ValueError(f"{index}: weight_map is not an object that maps tensors to files")
+    for file in files.values():
+        if not isinstance(file, str) or not file.endswith(SAFETENSORS) or os.path.basename(file) != file:
+            raise ValueError(f"{index} names the file {file!r:.80}: {EXPECTED}")
+    return files
+
+
+def named_weights(folder: str, config: dict[str, Any]) -> str | None:
+    """Return the file that `transformers_weights` names, if any. Raises ValueError for a file outside the folder."""
+    name = config.get("transformers_weights")
+    if name is None:
+        return None
+    if not isinstance(name, str) or not name.endswith((SAFETENSORS, INDEX)) or os.path.basename(name) != name:
+        raise ValueError(f"{folder}/{CONFIG_NAME}: transformers_weights is {name!r:.80}: {EXPECTED}")
+    return name
+
+
+def json_object(name: str | os.PathLike[str], file: str, revision: str | None = None) -> dict[str, Any]:
+    """Return a JSON file of a folder or hub id; empty if there is none. Raise ValueError if it is no JSON object."""
+    what = f"model '{escaped(os.fspath(name))}' cannot be read: its {file}"
+    try:
+        path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):  # the name does not exist or cannot be reached
+        return {}
+    if path is None:
+        return {}
+    with reading(f"{what} is not JSON"), open(path, encoding="utf-8") as text:
+        content = json.load(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} holds a {type(content).__name__}, expected a JSON object")
+    return content
+
+
+def _placed(folder: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor that the index names; for a file without an index, under ""."""
+    shown = escaped(os.fspath(folder))
+    name = named_weights(shown, json_object(folder, CONFIG_NAME))
+    if name is None:
+        name = SAFE_WEIGHTS_NAME if (folder / SAFE_WEIGHTS_NAME).is_file() else SAFE_WEIGHTS_INDEX_NAME
+    if not name.endswith(INDEX) or (name != SAFE_WEIGHTS_INDEX_NAME and not (folder / name).is_file()):
+        return {"": name}
+    return require_index(f"{shown}/{name}", json_object(folder, name))

@@ -1,0 +1,179 @@
+"""Which files of a model's folder are read: transformers' choice, by every loader. Damaged files are named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from kit.families import build
+from kit.runs import save_model, session_of, write_run
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from stillhouse.models import Decoder, model_fingerprint
+from stillhouse.models.weight_files import weight_files
+from stillhouse.parallel import empty_decoder, load_weights
+from stillhouse.signals.teacher_folder import head_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+IDS = torch.arange(3, 40)[None]
+#: the largest size of a file; the models of the tests have several
+SIZE = "30KB"
+
+
+def loaded(folder: Path) -> Decoder:
+    """Load a folder as the processes of a layout do."""
+    decoder = empty_decoder(folder)
+    load_weights(decoder, folder, torch.device("cpu"))
+    return decoder.eval()
+
+
+def other_weights(folder: Path, **options: Any) -> Path:
+    """Save other weights of the same model below a folder."""
+    build("llama", seed=7).save_pretrained(folder, **options)
+    return folder
+
+
+def edit(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def leftover_shards(folder: Path) -> None:
+    """Shards of another version, with their index, beside a single file."""
+    build("llama").save_pretrained(folder)
+    for path in other_weights(folder / "other", max_shard_size=SIZE).glob("*.safetensors*"):
+        shutil.copy(path, folder)
+
+
+def variant(folder: Path) -> None:
+    build("llama").save_pretrained(folder)
+    shutil.copy(other_weights(folder / "other") / SINGLE, folder / "model.fp16.safetensors")
+
+
+def beside_an_index(folder: Path) -> None:
+    """A file that sorts after all files of the index, and one that sorts before them."""
+    build("llama").save_pretrained(folder, max_shard_size=SIZE)
+    for name in ("old.safetensors", "consolidated.safetensors"):
+        shutil.copy(other_weights(folder / "other") / SINGLE, folder / name)
+
+
+def named_file(folder: Path) -> None:
+    build("llama").save_pretrained(folder)
+    (folder / SINGLE).rename(folder / "step-7.safetensors")
+    shutil.copy(other_weights(folder / "other") / SINGLE, folder)
+    edit(folder, transformers_weights="step-7.safetensors")
+
+
+def named_index(folder: Path) -> None:
+    build("llama").save_pretrained(folder, max_shard_size=SIZE)
+    (folder / INDEX).rename(folder / "step-7.safetensors.index.json")
+    shutil.copy(other_weights(folder / "other") / SINGLE, folder)
+    edit(folder, transformers_weights="step-7.safetensors.index.json")
+
+
+@pytest.mark.parametrize("write", [leftover_shards, variant, beside_an_index, named_file, named_index])
+def test_every_loader_reads_the_files_that_transformers_reads(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
+    (tmp_path / "unrelated.safetensors").write_bytes(b"not a header")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(expected.lm_head.weight, build("llama").lm_head.weight)
+    for decoder in (Decoder.from_pretrained(tmp_path), loaded(tmp_path)):
+        assert torch.equal(decoder(IDS), expected(IDS).logits)
+    assert torch.equal(head_of(tmp_path).output_weight, expected.lm_head.weight)
+    before = model_fingerprint(tmp_path)
+    (tmp_path / "unrelated.safetensors").write_bytes(b"another one")
+    assert model_fingerprint(tmp_path) == before
+    read = weight_files(tmp_path)[-1]
+    save_file({name: tensor + 1 for name, tensor in load_file(read).items()}, read, metadata={"format": "pt"})
+    assert model_fingerprint(tmp_path) != before
+
+
+def test_a_student_with_the_teachers_layers_gets_those_that_transformers_reads(tmp_path: Path) -> None:
+    save_model(tmp_path / "teacher", seed=2)
+    shutil.copytree(tmp_path / "teacher", tmp_path / "student")
+    write_run(tmp_path)
+    init = {"student.init": {"from": "teacher", "layers": "first 2"}}
+    expected = session_of(tmp_path, **init).student.state_dict()
+    save_model(tmp_path / "other", seed=9)
+    shutil.copy(tmp_path / "other" / SINGLE, tmp_path / "teacher" / "model.fp16.safetensors")
+    for name, tensor in session_of(tmp_path, **init).student.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def without_a_tensor(path: Path) -> None:
+    tensors = load_file(path)
+    tensors.popitem()
+    save_file(tensors or {"x": Tensor(1)}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (missing, "is missing, but config.json or the index of this folder names it"),
+        (cut, "is not a readable safetensors file"),
+        (without_a_tensor, "has no tensor '.*', which the index of this folder places there"),
+    ],
+)
+@pytest.mark.parametrize("load", [Decoder.from_pretrained, loaded], ids=["one process", "a layout"])
+def test_a_damaged_file_of_an_index_is_named(
+    tmp_path: Path, load: Callable[[Path], Decoder], damage: Callable[[Path], None], message: str
+) -> None:
+    build("llama").save_pretrained(tmp_path, max_shard_size=SIZE)
+    path = sorted(tmp_path.glob("*.safetensors"))[1]
+    damage(path)
+    with pytest.raises(ValueError, match=f"{path} {message}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("load", [Decoder.from_pretrained, loaded], ids=["one process", "a layout"])
+def test_a_tensor_in_another_file_than_the_index_says_is_refused(
+    tmp_path: Path, load: Callable[[Path], Decoder]
+) -> None:
+    build("llama").save_pretrained(tmp_path, max_shard_size=SIZE)
+    index = json.loads((tmp_path / INDEX).read_text())
+    first, second, *_ = sorted(set(index["weight_map"].values()))
+    name = next(name for name, file in index["weight_map"].items() if file == first)
+    index["weight_map"][name] = second
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"{second} has no tensor '{name}'"):
+        load(tmp_path)
+
+
+def test_a_folder_with_the_files_of_the_head_alone(tmp_path: Path) -> None:
+    """As of a served teacher on the hub, of which no other file is downloaded."""
+    model = build("llama", tied=False)
+    model.save_pretrained(tmp_path, max_shard_size=SIZE)
+    files = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    for path in tmp_path.glob("*.safetensors"):
+        if path.name != files["lm_head.weight"]:
+            path.unlink()
+    assert torch.equal(head_of(tmp_path).output_weight, model.lm_head.weight)
+    with pytest.raises(ValueError, match=r"is missing, but config\.json or the index"):
+        loaded(tmp_path)
+
+
+def test_a_damaged_file_of_a_model_of_the_hub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a download that filled the disk; the hub is not asked again."""
+    cache = tmp_path / "models--some--model"
+    build("llama").save_pretrained(cache / "snapshots" / "0123")
+    cut(cache / "snapshots" / "0123" / SINGLE)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0123")
+    for name, value in (("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    with pytest.raises(ValueError, match=rf"^model 'some/model' .*/{SINGLE} is not a readable safetensors file"):
+        Decoder.from_pretrained("some/model")
