@@ -123,11 +123,11 @@ def finished(processes: int, *arguments: Any, code: int = 0, **options: Any) -> 
     [
         (1, {"rollout.reward": "hooks:stateful"}),
         slow(1, {"rollout.reward": "hooks:plain"}),
-        slow(1, {"rollout.reward": "hooks:stateful + 0.5*hooks:length", "rollout.schedule": "one_step_off"}),
         slow(
             1,
             {
-                "rollout.reward": "hooks:stateful",
+                "rollout.reward": "hooks:stateful + 0.5*hooks:length",
+                "rollout.schedule": "one_step_off",
                 "rollout.environment": "hooks:replies",
                 "rollout.stop": ["e", "a"],
             },
