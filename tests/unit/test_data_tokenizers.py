@@ -166,6 +166,13 @@ def test_a_decoder_that_is_not_the_files_is_refused(tmp_path: Path) -> None:
         require_tokens_of_file("the tokenizer", tokenizer, str(tmp_path / "tokenizer.json"))
 
 
+def test_a_class_that_cuts_texts_in_other_places_is_a_warning(tmp_path: Path) -> None:
+    """transformers chooses such a class for model types such as qwen3_5, whatever tokenizer_config.json says."""
+    folder = saved_as(tmp_path, toy_backend(), "Qwen2Tokenizer")
+    with pytest.warns(UserWarning, match=r"which cuts texts in other places than its tokenizer\.json"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "GemmaTokenizer", "PreTrainedTokenizerFast"])
 def test_a_space_before_the_text_may_differ(tmp_path: Path, name: str) -> None:
     """Llama's class takes add_prefix_space from the configuration; the file may say something else."""
