@@ -151,6 +151,11 @@ def auto_class(config: PreTrainedConfig, *, images: bool = False) -> Any:
     return AutoModelForImageTextToText if has_images and (images or not causal) else AutoModelForCausalLM
 
 
+def leaves_out_images(config: PreTrainedConfig) -> bool:
+    """Whether `auto_class` chooses the language model alone of a family that also has a class that reads images."""
+    return auto_class(config, images=True) is not auto_class(config)
+
+
 def keep_in_float32(model: PreTrainedModel) -> None:
     """Convert the tensors that transformers keeps in float32 when it loads a model in a half-precision dtype.
 

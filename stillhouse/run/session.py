@@ -42,6 +42,7 @@ from stillhouse.run.preflight import (
     noise_warnings,
     prompt_warnings,
     schedule_warnings,
+    tower_warnings,
 )
 from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.signals import SignalSource
@@ -117,6 +118,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     _add_trained_ends(session)
     of_models = check_models({"student": session.student, **session.teachers}, models.self_teachers, data)
     of_models += [*noise_warnings(models.removed_noise), *_schedule_warnings(config, session, packed)]
+    of_models += tower_warnings(config.student) if image_inputs is None else []
     session.warnings = [escaped(line) for line in dict.fromkeys([*setup.warnings, *data.warnings, *of_models])]
     return session
 

@@ -12,11 +12,13 @@ import torch
 import transformers
 from kit import slow
 from kit.causal_families import CAUSAL, build, poisoned_memory
+from kit.runs import session_of, write_run
 from kit.shard_ranks import shared_pool
+from kit.toy_tokenizer import toy_tokenizer
 from kit.weights_jobs import export_under
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForImageTextToText, PreTrainedModel
 
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
 from stillhouse.engine.state_folder import WEIGHT, write_state
@@ -110,6 +112,24 @@ def test_weights_are_read_and_written_as_by_transformers(tmp_path: Path, family:
     updates.submit(updates.read(published), "1")
     updates.apply()
     require_same(server.state_dict(), loaded.state_dict())
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_a_whole_model_trained_on_text_is_saved_as_a_language_model(tmp_path: Path, family: str) -> None:
+    """Without a processor or without images, and a warning says that the saved student has no vision tower."""
+    write_run(tmp_path)
+    tokenizer = toy_tokenizer()
+    build(family, whole=True, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "whole")
+    tokenizer.save_pretrained(tmp_path / "whole")
+    alone = {"teacher": None, "objective.loss": "cross_entropy"}
+    session = session_of(tmp_path, **alone, **{"student.model": str(tmp_path / "whole")})
+    assert any("the saved student has no vision tower" in warning for warning in session.warnings)
+    session.student.save_pretrained(tmp_path / "saved")
+    require_readable(tmp_path / "saved", session.student)
+    with pytest.raises(ValueError, match=r"Unrecognized configuration class .*TextConfig"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
+    session = session_of(tmp_path, **alone)
+    assert not any("vision tower" in warning for warning in session.warnings)
 
 
 @pytest.mark.parametrize(("family", "whole"), [("qwen3_5", True), ("zamba2", False), slow("kimi_k25", False)])
