@@ -5,7 +5,6 @@ A component gets only its own section. The keys are a contract; `docs/config.md`
 
 from stillhouse.config.errors import ConfigError, MissingKeyError, as_config_error
 from stillhouse.config.explain_errors import override_hint
-from stillhouse.config.other_tools import loss_hint
 from stillhouse.config.read_config import dump_config, load_config
 from stillhouse.config.sections.checkpoint_section import CheckpointConfig
 from stillhouse.config.sections.data_section import DataConfig, SourceConfig
@@ -41,7 +40,6 @@ __all__ = [
     "as_config_error",
     "dump_config",
     "load_config",
-    "loss_hint",
     "override_hint",
     "sampling_temperatures",
 ]

@@ -6,11 +6,12 @@ The class of a section defines the valid values of a single key. A rule defines 
 import os
 import re
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 
 from stillhouse.config.engine_rules import RULES_OF_ENGINES
 from stillhouse.config.errors import ConfigError, listed
 from stillhouse.config.evaluation_rules import RULES_OF_EVALUATION
+from stillhouse.config.other_tools import loss_hint
 from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.rule import FIELDS, NAMED, Rule, default, excludes, needs
 from stillhouse.config.schema import yaml_value
@@ -20,16 +21,28 @@ from stillhouse.config.servers import ENGINES
 from stillhouse.config.source_kinds import OF_WEIGHTS, SOURCES
 from stillhouse.config.student_rules import RULES_OF_STUDENT
 from stillhouse.display import enumerated
+from stillhouse.objective.spec_expression import expression_fields
 
 
 def check_rules(config: RunConfig) -> None:
     """Raise ConfigError with the first mistake of each key if the configuration breaks rules."""
     mistakes: dict[str | None, ConfigError] = {}
-    for rule in RULES:
-        for mistake in rule.mistakes(config):
-            mistakes.setdefault(mistake.key, mistake)
+    for mistake in chain(_mistakes_of_losses(config), *(rule.mistakes(config) for rule in RULES)):
+        mistakes.setdefault(mistake.key, mistake)
     if mistakes:
         raise listed(list(mistakes.values()))
+
+
+def _mistakes_of_losses(config: RunConfig) -> Iterator[ConfigError]:
+    """The errors of expressions of losses that cannot be read."""
+    losses = dict(config.objective.losses)
+    if config.student.mtp is not None and config.student.mtp.objective is not None:
+        losses["student.mtp.objective"] = config.student.mtp.objective
+    for key, loss in losses.items():
+        try:
+            expression_fields(loss)
+        except ValueError as error:
+            yield ConfigError(key, f"{error}{loss_hint(str(error))}")
 
 
 def _is_within(folder: str, parent: str) -> bool:

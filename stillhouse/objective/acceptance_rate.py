@@ -27,8 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stillhouse.objective.divergence import Definition, Divergence, Sides, sides
+from stillhouse.objective.divergence import Divergence, Sides, sides
 from stillhouse.objective.numerics import difference, row_max
+from stillhouse.objective.parameters import AcceptanceParameters
 
 
 class PieceSums(NamedTuple):
@@ -54,16 +55,8 @@ class Acceptance(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NegativeLogAcceptance(Divergence):
+class NegativeLogAcceptance(AcceptanceParameters, Divergence):
     """−log Σ min(p, q). `value` and `balanced` distribute it over the outcomes in proportion to min(p, q)."""
-
-    definition = Definition(
-        "acceptance",
-        "−log Σ min(p, q), of the whole sum",
-        "−[q < p] / Σ min(p, q)",
-        infinite="min(p, q) = 0 for every token",
-        synonyms=("acceptance_rate", "speculative"),
-    )
 
     def balanced(self, pair: Sides) -> Tensor:
         share, log_rate = _shares(pair)

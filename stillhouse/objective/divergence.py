@@ -22,15 +22,15 @@ and a divergence that is truly infinite (forward KL where the teacher has mass a
 Autograd can differentiate all functions; `reference.py` uses that, and the tests compare the slopes with it.
 """
 
-import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from stillhouse.objective.numerics import excess, expect, log_ratio
+from stillhouse.objective.parameters import Parameters, require_weight, shortest
 
 
 class Pivot(NamedTuple):
@@ -67,31 +67,12 @@ def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivo
     return Sides(log_p, log_q, log_p.exp(), log_q.exp(), ratio, pivot)
 
 
-class Definition(NamedTuple):
-    """The texts about a divergence for expressions, error messages and docs/objective.md.
-
-    name: its name in expressions and metrics. value, slope: formulas of f, and of h up to a constant.
-    domain: the allowed parameters. infinite: which probabilities of zero make the divergence infinite.
-    example: example parameters, if it has required ones. synonyms: other projects' names for it.
-    """
-
-    name: str
-    value: str
-    slope: str
-    domain: str = ""
-    infinite: str = ""
-    example: str = ""
-    synonyms: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, eq=False)
-class Divergence(ABC):
+class Divergence(Parameters):
     """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences.
 
     A subclass is a frozen dataclass. Its fields are the divergence's parameters.
     """
-
-    definition: ClassVar[Definition]
 
     @abstractmethod
     def balanced(self, pair: Sides) -> Tensor:
@@ -100,21 +81,6 @@ class Divergence(ABC):
     @abstractmethod
     def balanced_slope(self, pair: Sides) -> Tensor:
         """q·(∂f/∂q + c), elementwise; c is a number per row that makes the result 0 or small where p = q."""
-
-    def __str__(self) -> str:
-        """The expression that `parse_divergence` turns into this divergence."""
-        values = [(field, getattr(self, field.name)) for field in fields(self)]
-        shown = [
-            shortest(value) if field.default is MISSING else f"{field.name}={type(field.default)(value)}"
-            for field, value in values
-            if value != field.default
-        ]
-        return f"{self.definition.name}({', '.join(shown)})" if shown else self.definition.name
-
-    def require(self, in_domain: bool, reason: str) -> None:
-        """Raise ValueError with `reason` unless `in_domain`."""
-        if not in_domain:
-            raise ValueError(f"{self}: expected {self.definition.domain}; {reason}")
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """f(log p, log q), elementwise, in nats."""
@@ -166,8 +132,7 @@ class WeightedSum(Divergence):
 
     def __post_init__(self) -> None:
         for weight, part in self.parts:
-            if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
-                raise ValueError(f"weight {weight} of {part}: expected a positive number")
+            require_weight(weight, part)
 
     def balanced(self, pair: Sides) -> Tensor:
         return self._sum(part.balanced(pair) for _, part in self.parts)
@@ -192,9 +157,3 @@ class WeightedSum(Divergence):
 def weighted_parts(divergence: Divergence) -> tuple[tuple[float, Divergence], ...]:
     """Return the summands of a divergence with their weights; a single divergence has the weight 1."""
     return divergence.parts if isinstance(divergence, WeightedSum) else ((1.0, divergence),)
-
-
-def shortest(number: float) -> str:
-    """Return a short text that reads back as the same number; 1.0 becomes "1"."""
-    short = f"{number:g}"
-    return short if float(short) == number else repr(number)

@@ -5,22 +5,20 @@
     policy_gradient(clip_low=0.2, surrogate=cispo) + 0.1*sampled_kl(k3)
 
 Python's own parser reads the text. Only sums, products with a number, names, and calls with literal arguments are
-accepted; nothing is evaluated. An argument is a number, or a word for the arguments that take one, such as k3.
+accepted; nothing is evaluated. An argument is a number, or a word for the arguments that take one, such as k3. Needs
+no torch.
 """
 
 import ast
 import difflib
 import inspect
-import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from types import MappingProxyType
 from typing import TypeVar
 
-from stillhouse.objective.divergence import Divergence
-from stillhouse.objective.formulas import DIVERGENCES
+from stillhouse.objective.parameters import PARAMETERS
 
 Made = TypeVar("Made")
 Words = Mapping[str, Collection[str]]
@@ -65,28 +63,6 @@ class Summand:
         return make(*self.arguments, **dict(self.keywords))
 
 
-def parse_divergence(text: str) -> Divergence:
-    """Return the divergence of an expression, for example '0.9*forward_kl + 0.1*jsd(0.5, normalized=True)'.
-
-    Raises ValueError for an unknown name (the message has the nearest known one), wrong arguments, or a weight ≤ 0.
-    """
-    summands = parse_sum(text)
-    for summand in summands:
-        if summand.name not in DIVERGENCES:
-            raise unknown_name(summand.name, place=summand.place)
-    return weighted_sum(summands)
-
-
-def weighted_sum(summands: Sequence[Summand]) -> Divergence:
-    """Return the sum of one or more named divergences with their coefficients."""
-    kinds = [DIVERGENCES[summand.name] for summand in summands]
-    parts = [
-        summand.coefficient * summand.call(kind, kind.definition.example)
-        for summand, kind in zip(summands, kinds, strict=True)
-    ]
-    return reduce(operator.add, parts)
-
-
 def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summand]:
     """Return the summands of an expression, in order. Raises ValueError that quotes the invalid part of the text.
 
@@ -112,7 +88,7 @@ def unknown_name(name: str, others: Mapping[str, Iterable[str]] | None = None, p
 
     others: known names that are not divergences, each with the synonyms that other projects use.
     """
-    synonyms = {divergence: kind.definition.synonyms for divergence, kind in DIVERGENCES.items()} | dict(others or {})
+    synonyms = {divergence: kind.definition.synonyms for divergence, kind in PARAMETERS.items()} | dict(others or {})
     names = sorted(synonyms)
     near = [other for other in names if name.lower() in synonyms[other]]
     near = near or difflib.get_close_matches(name, names, n=1)

@@ -1,30 +1,39 @@
 """The divergences, one class each, and the table of their names.
 
 E(a, b) = a log(a/b) + b − a. p, q, f, h and the constant c are those of `divergence.py`. In the docstrings here,
-f* = f + c (q − p). Alpha-beta is in `alpha_beta.py`, −log of the
+f* = f + c (q − p). Alpha-beta is in `alpha_beta_family.py`, −log of the
 accepted share of drafts in `acceptance_rate.py`.
 
 Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898).
 """
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
-from stillhouse.objective.alpha_beta import AlphaBeta
-from stillhouse.objective.divergence import Definition, Divergence, KullbackLeibler, Sides, sides
+from stillhouse.objective.alpha_beta_family import AlphaBeta
+from stillhouse.objective.divergence import Divergence, KullbackLeibler, Sides, sides
+from stillhouse.objective.expression import Summand, parse_sum, unknown_name
 from stillhouse.objective.numerics import difference, excess, expect, interpolation, interpolation_logs, log_ratio
+from stillhouse.objective.parameters import (
+    ForwardKLParameters,
+    JensenShannonParameters,
+    ReverseKLParameters,
+    SkewForwardKLParameters,
+    SkewReverseKLParameters,
+    TotalVariationParameters,
+)
 
 
 @dataclass(frozen=True)
-class ForwardKL(KullbackLeibler):
+class ForwardKL(ForwardKLParameters, KullbackLeibler):
     """KL(p‖q): the student must give mass to every token that has mass under the teacher. c = 1, f* = E(p, q)."""
 
-    definition = Definition(
-        "forward_kl", "p log(p/q)", "−p/q", infinite="q = 0 < p", synonyms=("kl", "fkl", "kld", "kl_div", "soft_loss")
-    )
     student_first = False
 
     def balanced_slope(self, pair: Sides) -> Tensor:
@@ -35,12 +44,9 @@ class ForwardKL(KullbackLeibler):
 
 
 @dataclass(frozen=True)
-class ReverseKL(KullbackLeibler):
+class ReverseKL(ReverseKLParameters, KullbackLeibler):
     """KL(q‖p): the student must give no mass to tokens without mass under the teacher. c = −1, f* = E(q, p)."""
 
-    definition = Definition(
-        "reverse_kl", "q log(q/p)", "log(q/p)", infinite="p = 0 < q", synonyms=("rkl", "mode_seeking")
-    )
     student_first = True
 
     def balanced_slope(self, pair: Sides) -> Tensor:
@@ -51,28 +57,12 @@ class ReverseKL(KullbackLeibler):
 
 
 @dataclass(frozen=True)
-class JensenShannon(Divergence):
+class JensenShannon(JensenShannonParameters, Divergence):
     """β·KL(p‖m) + (1 − β)·KL(q‖m) with m = βp + (1 − β)q. c = 0, f* = β E(p, m) + (1 − β) E(q, m).
 
     It tends to 0 for β → 0 and β → 1. `normalized=True` divides by β(1 − β); the result tends to forward KL for β → 0
     and to reverse KL for β → 1.
     """
-
-    definition = Definition(
-        "jsd",
-        "βp log(p/m) + (1−β) q log(q/m), m = βp + (1−β)q; normalized: divided by β(1−β)",
-        "(1−β) log(q/m); normalized: divided by β(1−β)",
-        "0 < beta < 1",
-        example="0.5",
-        synonyms=("js", "gkd"),
-    )
-    beta: float
-    normalized: bool = False
-
-    def __post_init__(self) -> None:
-        self.require(0 < self.beta < 1, "it is 0 at both ends: use forward_kl or reverse_kl, normalized=True near by")
-        if self.normalized not in (True, False):
-            raise ValueError(f"jsd(normalized={self.normalized}): expected True or False")
 
     def balanced(self, pair: Sides) -> Tensor:
         of_p, of_q = self.weights()
@@ -91,25 +81,8 @@ class JensenShannon(Divergence):
         return self.beta, 1 - self.beta
 
 
-@dataclass(frozen=True)
-class _Skewed(Divergence):
-    alpha: float
-
-    def __post_init__(self) -> None:
-        self.require(0 <= self.alpha < 1, "it is zero everywhere at alpha = 1")
-
-
-class SkewForwardKL(_Skewed):
+class SkewForwardKL(SkewForwardKLParameters, Divergence):
     """KL(p‖m) with m = αp + (1 − α)q; α = 0 is forward KL (DistiLLM, equation 4). c = 1 − α, f* = E(p, m)."""
-
-    definition = Definition(
-        "skew_forward_kl",
-        "p log(p/m), m = αp + (1−α)q",
-        "−(1−α) p/m",
-        "0 ≤ alpha < 1",
-        infinite="q = 0 < p, if α = 0",
-        example="0.1",
-    )
 
     def balanced(self, pair: Sides) -> Tensor:
         m_to_p, _ = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, self.alpha)
@@ -133,17 +106,8 @@ class SkewForwardKL(_Skewed):
         return (self.alpha - 1) * p * (q / interpolation(p, q, self.alpha))
 
 
-class SkewReverseKL(_Skewed):
+class SkewReverseKL(SkewReverseKLParameters, Divergence):
     """KL(q‖m) with m = (1 − α)p + αq; α = 0 is reverse KL (DistiLLM, equation 5). c = α − 1, f* = E(q, m)."""
-
-    definition = Definition(
-        "skew_reverse_kl",
-        "q log(q/m), m = (1−α)p + αq",
-        "log(q/m) − α q/m",
-        "0 ≤ alpha < 1",
-        infinite="p = 0 < q, if α = 0",
-        example="0.1",
-    )
 
     def balanced(self, pair: Sides) -> Tensor:
         _, m_to_q = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, 1 - self.alpha)
@@ -167,10 +131,8 @@ class SkewReverseKL(_Skewed):
 
 
 @dataclass(frozen=True)
-class TotalVariation(Divergence):
+class TotalVariation(TotalVariationParameters, Divergence):
     """½ Σ|p − q|, between 0 and 1. c = 0; the slope at the argmax is subtracted from all slopes."""
-
-    definition = Definition("total_variation", "½ abs(p − q)", "½ sign(q − p)")
 
     def balanced(self, pair: Sides) -> Tensor:
         return 0.5 * difference(pair.p, pair.q, pair.ratio).abs()
@@ -181,7 +143,7 @@ class TotalVariation(Divergence):
         return 0.5 * expect(pair.q, sign if pair.pivot is None else sign - torch.sign(pair.pivot.ratio))
 
 
-#: all divergences by their names in expressions; add a new divergence here
+#: all divergences by their names in expressions; add a new divergence here, and its parameters in `parameters.py`
 DIVERGENCES: dict[str, type[Divergence]] = {
     kind.definition.name: kind
     for kind in (
@@ -199,3 +161,25 @@ DIVERGENCES: dict[str, type[Divergence]] = {
 forward_kl, reverse_kl, jsd, total_variation = ForwardKL, ReverseKL, JensenShannon, TotalVariation
 skew_forward_kl, skew_reverse_kl, alpha_beta = SkewForwardKL, SkewReverseKL, AlphaBeta
 acceptance = NegativeLogAcceptance
+
+
+def parse_divergence(text: str) -> Divergence:
+    """Return the divergence of an expression, for example '0.9*forward_kl + 0.1*jsd(0.5, normalized=True)'.
+
+    Raises ValueError for an unknown name (the message has the nearest known one), wrong arguments, or a weight ≤ 0.
+    """
+    summands = parse_sum(text)
+    for summand in summands:
+        if summand.name not in DIVERGENCES:
+            raise unknown_name(summand.name, place=summand.place)
+    return weighted_sum(summands)
+
+
+def weighted_sum(summands: Sequence[Summand]) -> Divergence:
+    """Return the sum of one or more named divergences with their coefficients."""
+    kinds = [DIVERGENCES[summand.name] for summand in summands]
+    parts = [
+        summand.coefficient * summand.call(kind, kind.definition.example)
+        for summand, kind in zip(summands, kinds, strict=True)
+    ]
+    return reduce(operator.add, parts)

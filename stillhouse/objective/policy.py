@@ -4,16 +4,17 @@
     policy_gradient(surrogate=cispo, clip_low=1, clip_high=0.5)
     policy_gradient(ratio=sequence, clip_low=3e-4, clip_high=4e-4)
 
-`PolicyGradient` in `sampled_terms.py` has the formulas.
+`PolicyGradient` in `sampled_terms.py` has the formulas. This file needs no torch.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from stillhouse.objective.importance_correction import Correction
-from stillhouse.objective.sampled_terms import Surrogate
+if TYPE_CHECKING:
+    from stillhouse.objective.importance_correction import Correction
 
+Surrogate = Literal["clip", "cispo", "corrected"]
 RatioOf = Literal["token", "sequence"]
 
 
@@ -69,7 +70,7 @@ class PolicySettings:
         limits = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual_clip": self.dual_clip}
         return {name: value for name, value in limits.items() if value is not None}
 
-    def options(self, correction: Correction) -> dict[str, Any]:
+    def options(self, correction: "Correction") -> dict[str, Any]:
         """Return the arguments of `PolicyGradient`."""
         options: dict[str, Any] = {"surrogate": self.kind, "kl_scale": self.kl_scale}
         if self.kind == "corrected":

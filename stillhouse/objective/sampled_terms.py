@@ -22,13 +22,13 @@ from torch import Tensor
 
 from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
 from stillhouse.objective.numerics import expect
+from stillhouse.objective.policy import Surrogate
 from stillhouse.objective.row_temperatures import OnTile, RowTemperatures, Temperatures, distinct
 from stillhouse.objective.signals import check_temperature
+from stillhouse.objective.spec_expression import check_estimator
 from stillhouse.objective.terms import LabelTerm, check_labels, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
-
-Surrogate = Literal["clip", "cispo", "corrected"]
 
 
 class SampledTerm(LabelTerm):
@@ -302,17 +302,6 @@ class LogProb(SampledTerm):
 def k3(r_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return e^r − 1 − r and its derivative with respect to log q, where r = log p − log q."""
     return torch.expm1(r_C) - r_C, -torch.expm1(r_C)
-
-
-def check_estimator(estimator: str) -> None:
-    if estimator == "k1":
-        raise ValueError(
-            "estimator='k1' as a loss: the expected on-policy gradient of log q − log p at the sampled token is 0; "
-            "expected 'k2' (descends reverse KL) or 'k3' (forward KL). k1 is an advantage: pass log p − log q to "
-            "PolicyGradient"
-        )
-    if estimator not in ("k2", "k3"):
-        raise ValueError(f"estimator={estimator!r}: expected 'k2' (descends reverse KL) or 'k3' (forward KL)")
 
 
 def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor | None) -> None:

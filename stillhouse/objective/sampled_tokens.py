@@ -19,8 +19,8 @@ from stillhouse.objective.head import OutputHead, common_vocabulary, detached
 from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
 from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures, at_rows, distinct, term_options
 from stillhouse.objective.sampled_terms import LogProb
+from stillhouse.objective.signal_log_probs import teacher_log_probs
 from stillhouse.objective.signals import Signal, check_per_token
-from stillhouse.objective.teacher_log_probs import teacher_log_probs
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, weighted_parts
+from stillhouse.objective.formulas import weighted_sum
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
 from stillhouse.objective.metric_keys import ADVANTAGES, OLD_LOG_PROBS
@@ -330,5 +331,10 @@ class ObjectiveSpec:
 
 def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> ObjectiveSpec:
     """Return the objective of an expression (`spec_expression.py`). Raises ValueError as `expression_fields` does."""
-    fields = expression_fields(text)
+    fields, divergences = expression_fields(text)
+    if divergences:
+        total = weighted_sum(divergences)
+        (scale, first), *others = weighted_parts(total)
+        # a single divergence keeps its coefficient as the scale, so that its reported value is unscaled
+        fields |= {"divergence": total} if others else {"divergence": first, "divergence_scale": scale}
     return ObjectiveSpec(**fields, temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared)

@@ -8,17 +8,17 @@ Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` 
 `policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `policy.py`. There, cross-entropy and z-loss
 count at the other tokens. Divergences and the entropy count at all tokens and need no importance correction: they are
 exact for any token.
+
+This file needs no torch, so that a misspelt loss is refused before torch is imported.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-from stillhouse.objective.divergence import weighted_parts
-from stillhouse.objective.expression import Summand, parse_sum, unknown_name, weighted_sum
-from stillhouse.objective.formulas import DIVERGENCES
+from stillhouse.objective.expression import Summand, parse_sum, unknown_name
+from stillhouse.objective.parameters import PARAMETERS, require_weight
 from stillhouse.objective.policy import policy_fields
-from stillhouse.objective.sampled_terms import check_estimator
 
 #: the names in the grammar that are not divergences, and other projects' names for them
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -31,8 +31,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def expression_fields(text: str) -> dict[str, Any]:
-    """Return the fields of `ObjectiveSpec` that an expression sets.
+def expression_fields(text: str) -> tuple[dict[str, Any], list[Summand]]:
+    """Return the fields of `ObjectiveSpec` that an expression sets, without the divergence; and the divergences.
 
     Raises ValueError for an unknown or repeated name, and for a coefficient that is not finite or, except for
     `entropy`, not positive.
@@ -40,7 +40,7 @@ def expression_fields(text: str) -> dict[str, Any]:
     others: dict[str, Summand] = {}
     divergences: list[Summand] = []
     for summand in parse_sum(text, TAKE_WORDS):
-        if summand.name in DIVERGENCES:
+        if summand.name in PARAMETERS:
             divergences.append(summand)
         elif summand.name not in OTHERS:
             raise unknown_name(summand.name, OTHERS, summand.place)
@@ -50,12 +50,13 @@ def expression_fields(text: str) -> dict[str, Any]:
             others[summand.name] = summand
     _check_coefficients(others, text)
     fields: dict[str, Any] = {name: summand.coefficient for name, summand in others.items()}
-    if divergences:
-        fields |= _of_divergences(divergences)
+    for summand in divergences:
+        kind = PARAMETERS[summand.name]
+        require_weight(summand.coefficient, summand.call(kind, kind.definition.example))
     for name, of_arguments in ARGUMENTS.items():
         if name in others:
             fields |= others[name].call(of_arguments)
-    return fields
+    return fields, divergences
 
 
 def _check_coefficients(others: dict[str, Summand], text: str) -> None:
@@ -70,14 +71,15 @@ def _check_coefficients(others: dict[str, Summand], text: str) -> None:
         raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
 
 
-def _of_divergences(summands: list[Summand]) -> dict[str, Any]:
-    """Return one divergence and its scale.
-
-    A single divergence keeps its coefficient as the scale, so that its reported value is unscaled; a sum has scale 1.
-    """
-    total = weighted_sum(summands)  # raises ValueError for a coefficient that is not positive
-    (scale, first), *others = weighted_parts(total)
-    return {"divergence": total} if others else {"divergence": first, "divergence_scale": scale}
+def check_estimator(estimator: str) -> None:
+    if estimator == "k1":
+        raise ValueError(
+            "estimator='k1' as a loss: the expected on-policy gradient of log q − log p at the sampled token is 0; "
+            "expected 'k2' (descends reverse KL) or 'k3' (forward KL). k1 is an advantage: pass log p − log q to "
+            "PolicyGradient"
+        )
+    if estimator not in ("k2", "k3"):
+        raise ValueError(f"estimator={estimator!r}: expected 'k2' (descends reverse KL) or 'k3' (forward KL)")
 
 
 def _cross_entropy(label_smoothing: float = 0.0) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from stillhouse.config import (
     TeacherConfig,
     TeachersConfig,
     TokenGateConfig,
-    loss_hint,
     sampling_temperatures,
 )
 from stillhouse.engine.parts import PARTS, LossPart, LossSections
@@ -97,10 +96,7 @@ class RunObjective:
     def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
         """Parse one expression, and check it against the section `rollout`."""
         objective = self.objective
-        try:
-            spec = parse_objective(loss, objective.temperature, objective.scale_by_temperature_squared)
-        except ValueError as error:
-            raise ConfigError(key, f"{error}{loss_hint(str(error))}") from error
+        spec = parse_objective(loss, objective.temperature, objective.scale_by_temperature_squared)
         if key.startswith(BY_ORIGIN):
             _require_terms_of(key, loss, spec)
         return self._on_rollouts(key, loss, spec)

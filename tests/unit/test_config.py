@@ -96,3 +96,23 @@ def test_the_configuration_is_free_of_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ast.literal_eval(done.stdout) == []
+
+
+def test_mistakes_in_losses_are_found_with_all_others_and_without_torch() -> None:
+    """Also: no public name of the objective is the name of one of its modules, which would replace it."""
+    code = """
+import sys
+from stillhouse.config import ConfigError, load_config
+losses = {"objective": {"loss": "0.5*foward_kl"}, "train": {"steps": 2, "epochs": 1}}
+losses["student"] = {"model": "a", "mtp": {"objective": "jsd(1.5)"}}
+try:
+    load_config(None, settings={"data": {"train": "x"}, "teacher": {"model": "b"}, "out": "c"} | losses)
+except ConfigError as error:
+    print(*(part.key for part in error.parts), "torch" in sys.modules)
+import pkgutil
+from stillhouse import objective
+from stillhouse.objective.public import __all__ as names
+print({module.name for module in pkgutil.iter_modules(objective.__path__)} & {*names})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["objective.loss student.mtp.objective train.steps False", "set()"], done

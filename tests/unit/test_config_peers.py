@@ -11,9 +11,9 @@ from kit.pages import code_blocks
 from ruamel.yaml import YAML
 
 from stillhouse.cli import cli
-from stillhouse.config import RunConfig, load_config, loss_hint, override_hint
+from stillhouse.config import RunConfig, load_config, override_hint
 from stillhouse.config.explain_errors import nearest
-from stillhouse.config.other_tools import PEERS, peer_entries, peer_hint, peer_table
+from stillhouse.config.other_tools import PEERS, loss_hint, peer_entries, peer_hint, peer_table
 from stillhouse.config.schema import value_fields
 from stillhouse.config.write_docs import with_names
 from stillhouse.user_code.functions import REWARD, checked_reward, load_function

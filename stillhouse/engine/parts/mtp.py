@@ -67,8 +67,7 @@ class MtpLoss(LossPart):
         if mtp is None:
             return None
         if mtp.objective is not None:
-            with as_config_error("student.mtp.objective"):
-                parsed = parse_objective(mtp.objective, objective.temperature, objective.scale_by_temperature_squared)
+            parsed = parse_objective(mtp.objective, objective.temperature, objective.scale_by_temperature_squared)
             if parsed.needs_rollouts or parsed.uld is not None:
                 raise ConfigError(
                     "student.mtp.objective",

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective import numerics
-from stillhouse.objective.divergence import Definition, Divergence, Sides
+from stillhouse.objective.divergence import Divergence, Sides
 from stillhouse.objective.numerics import difference, excess, expect, polynomial, terms
+from stillhouse.objective.parameters import AlphaBetaParameters
 
 
 @dataclass(frozen=True)
-class AlphaBeta(Divergence):
+class AlphaBeta(AlphaBetaParameters, Divergence):
     """The alpha-beta divergence; (1, 0) is forward KL, (0, 1) reverse KL (ABKD, equation 3). c = 0.
 
     It is an f-divergence only for α + β = 1; for other sums, merging outcomes may increase it. A negative exponent
@@ -32,17 +33,6 @@ class AlphaBeta(Divergence):
     negative exponent: the divergence is then finite if all logits are finite and (p/q)^α does not overflow.
     Near a limiting case (α = 0, β = 0 or α + β = 0), the result loses digits: use the limit itself.
     """
-
-    definition = Definition(
-        "alpha_beta",
-        "−(p^α q^β − α/(α+β) p^(α+β) − β/(α+β) q^(α+β)) / (αβ)",
-        "−(p^α q^(β−1) − q^(α+β−1)) / α",
-        "finite alpha ≥ 0 and beta ≥ 0, or alpha + beta = 0",
-        infinite="q = 0 < p, if β = 0; p = 0 < q, if α = 0; both, if α + β = 0",
-        example="0.2, 0.7",
-    )
-    alpha: float
-    beta: float
 
     def __new__(cls, alpha: float, beta: float) -> "AlphaBeta":
         if alpha + beta == 0:
@@ -53,11 +43,6 @@ class AlphaBeta(Divergence):
 
     def __getnewargs__(self) -> tuple[float, float]:
         return self.alpha, self.beta  # used by copy and pickle
-
-    def __post_init__(self) -> None:
-        is_finite = math.isfinite(self.alpha) and math.isfinite(self.beta)
-        in_domain = is_finite and (self.alpha + self.beta == 0 or min(self.alpha, self.beta) >= 0)
-        self.require(in_domain, "a negative exponent is infinite at a probability of zero")
 
     def balanced(self, pair: Sides) -> Tensor:
         """p^(α+β) (β (e^((α+β)r) − 1 − (α+β)r) − (α+β) (e^(βr) − 1 − βr)) / (αβ(α+β)).
