@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -15,6 +14,8 @@ from stillhouse.generation.sample import Sample
 Deviation = Literal["population", "sample"]
 
 _LARGEST = float(np.finfo(np.float32).max)
+#: four units in the last place of float32, relative to a number
+_ROUNDING = 4 * float(np.finfo(np.float32).eps)
 
 
 def with_advantages(
@@ -53,8 +54,11 @@ def with_advantages(
 
 
 def rewards_are_equal(rewards: Sequence[float]) -> bool:
-    """Whether rewards differ at most by rounding, as sums of the same numbers in another order do."""
-    return max(rewards) - min(rewards) <= 4 * sys.float_info.epsilon * max(map(abs, rewards))
+    """Whether rewards differ at most by the rounding of float32, in which many rewards are computed.
+
+    Cosines of equal vectors, for example, differ by up to four units in the last place.
+    """
+    return max(rewards) - min(rewards) <= _ROUNDING * max(map(abs, rewards))
 
 
 def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
