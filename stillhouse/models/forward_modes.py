@@ -1,15 +1,14 @@
 """How a model is run: in train or eval mode, with or without noise, and in which dtype."""
 
-import inspect
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from stillhouse.models.model_parts import text_config
 
@@ -17,7 +16,6 @@ from stillhouse.models.model_parts import text_config
 _NOISE = re.compile(r"\w*drop\w*|\w*jitter_noise")
 #: of a router that samples experts in train mode, and needs this size in eval mode, too
 _SAMPLING = "router_jitter_noise"
-_NOISE_OF_CONFIG = re.compile(r"self\.config\.(\w*drop\w*)")
 #: the name of variable-length attention (see `varlen.py`); context parallelism adds to it
 VARLEN = "varlen"
 
@@ -43,20 +41,14 @@ def evaluating(*modules: nn.Module) -> AbstractContextManager[None]:
 
 def noise_of(model: nn.Module) -> list[str]:
     """Return the names of the dropout, and of the routers' noise, of the modules in train mode; empty without any."""
-    paths = {path.removesuffix(".default") for path, _, _ in _noise(model)}  # peft's name of an adapter
-    return sorted({path.rpartition(".")[2] for path in paths} | _noise_of_config(model))
+    return sorted({path.removesuffix(".default").rpartition(".")[2] for path, _, _ in _noise(model)})
 
 
 def remove_noise(model: nn.Module) -> list[str]:
     """Set the noise of a model in train mode to 0; return its names. The model's configuration does not change.
 
-    Raises ValueError for dropout that the model's code reads from its configuration in each forward.
+    `require_no_noise` finds noise whose size is no attribute of a module.
     """
-    if read_each_time := sorted(_noise_of_config(model)):
-        raise ValueError(
-            f"the model's code reads {read_each_time[0]} from its configuration in each step: expected 0.0 in its "
-            "config.json"
-        )
     names = noise_of(model)
     for _, module, attribute in list(_noise(model)):
         if attribute == _SAMPLING:
@@ -66,6 +58,12 @@ def remove_noise(model: nn.Module) -> list[str]:
     return names
 
 
+def noise_keys(config: PreTrainedConfig) -> list[str]:
+    """The keys of a language model's configuration that have dropout or a size of noise."""
+    values = text_config(config).to_dict().items()
+    return sorted(key for key, value in values if _NOISE.fullmatch(key) and isinstance(value, float) and value > 0)
+
+
 def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield a name, the module and its attribute for each size of noise that is not 0."""
     for name, module in model.named_modules():
@@ -73,17 +71,6 @@ def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             is_dropout = isinstance(module, _DropoutNd) and attribute == "p"
             if (is_dropout or _NOISE.fullmatch(attribute)) and isinstance(value, float) and value > 0:
                 yield name if is_dropout else attribute, module, attribute
-
-
-def _noise_of_config(model: nn.Module) -> set[str]:
-    """The keys of dropout that a module's forward reads from its configuration, and that are not 0."""
-    keys: set[str] = set()
-    for module in model.modules():
-        config = getattr(module, "config", None) if module.training else None
-        with suppress(OSError, TypeError):  # code without a source file
-            named = _NOISE_OF_CONFIG.findall(inspect.getsource(type(module).forward)) if config is not None else []
-            keys |= {key for key in named if getattr(config, key, 0)}
-    return keys
 
 
 def attention_name(model: PreTrainedModel) -> str:

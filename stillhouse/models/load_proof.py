@@ -45,6 +45,7 @@ from stillhouse.models.forward_modes import (
     autocast_dtype,
     evaluating,
     in_mode,
+    noise_keys,
     uses_flash_attention,
 )
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
@@ -180,10 +181,24 @@ def run_probe(forward: Forward, probe: ProbeDocuments, device: torch.device) -> 
 
     forward: returns the hidden states of each depth for ids and positions [B, S].
     """
+    # the same dropout and noise in both passes
+    return _run_passes(forward, probe, device, [(probe.ids_BS, 0), (probe.exchanged_ids_BS, 0)])
+
+
+def run_with_other_noise(
+    forward: Forward, probe: ProbeDocuments, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """As `run_probe`, but pass A twice, with other random numbers."""
+    return _run_passes(forward, probe, device, [(probe.ids_BS, 0), (probe.ids_BS, 1)])
+
+
+def _run_passes(
+    forward: Forward, probe: ProbeDocuments, device: torch.device, ids_and_seeds: Sequence[tuple[Tensor, int]]
+) -> list[tuple[Tensor, Tensor]]:
     passes = []
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for ids_BS in (probe.ids_BS, probe.exchanged_ids_BS):
-            torch.manual_seed(0)  # the same dropout and noise in both passes
+        for ids_BS, seed in ids_and_seeds:
+            torch.manual_seed(seed)
             passes.append(forward(ids_BS.to(device), probe.position_ids_BS.to(device)))
     return list(zip(*passes, strict=True))
 
@@ -233,6 +248,22 @@ def prove_documents(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe
     for depth, (first_BSD, second_BSD) in enumerate(depths):
         _require_finite(decoder, "hidden states", first_BSD, second_BSD)
         _prove_separation(model, first_BSD, second_BSD, probe, depth)
+
+
+def require_no_noise(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Check the hidden states that `run_with_other_noise` has returned in train mode.
+
+    Raises ProofError if they depend on random numbers.
+    """
+    model = decoder.pretrained
+    change = max((float(relative_errors(*hidden).max()) for hidden in depths), default=0.0)
+    if not change <= _UNCHANGED:
+        keys = name_list(noise_keys(model.config)) or "the sizes of its noise"
+        raise ProofError(
+            f"{describe(model)} has noise in train mode that is not removed for this loss, whose ratios compare with "
+            f"probabilities of completions without noise (its hidden states change by {change:.2%} with the random "
+            f"numbers): expected 0.0 for {keys} in its config.json"
+        )
 
 
 def prove_places(

@@ -19,7 +19,7 @@ from stillhouse.parallel.pair import TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.run_layout import SCHEMES, Layout
 from stillhouse.parallel.runner import Runner
-from stillhouse.parallel.runner_proof import prove_runner
+from stillhouse.parallel.runner_proof import prove_no_noise, prove_runner
 from stillhouse.parallel.sharded_loading import ModelSource
 from stillhouse.parallel.stages import (
     HiddenSize,
@@ -54,7 +54,8 @@ def build_runner(
     """Build this process's runner.
 
     teacher_head_only: build only the teacher's head, because the teacher's layers have a separate layout.
-    prove: prove the models under the layout (`prove_runner`), if they need a proof (`needs_proof`).
+    prove: prove the models under the layout (`prove_runner`), if they need a proof (`needs_proof`), and that a
+        student without noise has none.
     Raises ValueError for a model that does not fit the layout, and ProofError for a model that gives wrong results.
     """
     require_prefetchable_teacher(layout, student_source, teacher_head_only=teacher_head_only)
@@ -88,6 +89,8 @@ def build_runner(
     if prove and needs_proof(layout, mesh, *sources):
         has_layers = is_base or (teacher_source is not None and not teacher_head_only)
         prove_runner(runner, student_source, teacher_source, teacher_in_stages=has_layers)
+    if prove and student_source.without_noise and student_source.has_values:
+        prove_no_noise(runner, student_source.name)
     return runner
 
 

@@ -30,8 +30,10 @@ from stillhouse.models.load_proof import (
     prove_documents,
     prove_logits,
     prove_places,
+    require_no_noise,
     run_probe,
     run_whole_rows,
+    run_with_other_noise,
 )
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.processor_targets import DistillTargets
@@ -106,6 +108,20 @@ def prove_runner(
                 runner.sum_over_tensor_ranks(
                     partial_gradients(runner, partial(forward.inputs, forward.micro_batch()))
                 )
+
+
+def prove_no_noise(runner: Runner, name: str) -> None:
+    """Prove that a runner's student does not depend on random numbers in train mode. A collective of all processes.
+
+    name: the student's name in errors. Raises ProofError on all processes.
+    """
+    forward = ProbeForward(runner, {})
+    with in_mode(*runner.decoders, training=True), layers_not_compiled():
+        hidden = run_with_other_noise(forward, forward.probe, forward.device)
+    with _raised(runner, name):
+        require_no_noise(runner.decoders[-1], hidden)
+    for pair in runner.pairs.values():
+        reshard(pair)
 
 
 def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:

@@ -46,6 +46,7 @@ class ModelSource:
     offload: keep FSDP's shards of this model in host memory between uses, even if the layout does not offload.
     name: the model's name in errors.
     is_proven: whether `build` returns a full model that has already been proven, for example by `Decoder`.
+    without_noise: whether `build` removes dropout and routers' noise, which a runner has to prove.
     has_values: whether the weights have values. Those of a dry run have none, so nothing can be proven of them.
     """
 
@@ -55,6 +56,7 @@ class ModelSource:
     offload: bool = False
     name: str = "model"
     is_proven: bool = False
+    without_noise: bool = False
     has_values: bool = True
 
 

@@ -76,7 +76,12 @@ class ModelSources:
     def student_source(self) -> ModelSource:
         """The student, prepared for training."""
         source = self._whole_student() if self.mesh.ranks.size == 1 else self._sharded_student()
-        return replace(source, build=lambda: self._prepared(source.build()), teacher_is_base=self.teacher_is_base)
+        return replace(
+            source,
+            build=lambda: self._prepared(source.build()),
+            teacher_is_base=self.teacher_is_base,
+            without_noise=self.without_noise,
+        )
 
     def teacher(self, section: str, device: torch.device | None = None, *, offload: bool = False) -> ModelSource:
         """The source of a teacher. Each process reads its own shard from the teacher's files.
@@ -201,8 +206,7 @@ class ModelSources:
             student.gradient_checkpointing_enable()
         student.train()
         if self.without_noise:
-            with as_config_error("student.model"):
-                self.removed_noise.update(remove_noise(student))
+            self.removed_noise.update(remove_noise(student))
         return student
 
 

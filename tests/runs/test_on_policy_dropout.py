@@ -9,9 +9,11 @@ import pytest
 import torch
 from kit import slow
 from kit.families import build
+from kit.layout_runs import distill
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import run_ranks
 from kit.runs import run
+from kit.toy_tokenizer import toy_tokenizer
 from transformers import AutoModelForCausalLM, FalconConfig, MixtralConfig, PersimmonConfig, PhimoeConfig
 
 from stillhouse.config import ConfigError
@@ -74,18 +76,30 @@ def test_train_mode_without_noise_is_eval_mode(name: str, names: list[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("config", "key"),
+    ("config", "keys"),
     [
         (FalconConfig(**SHAPE, hidden_dropout=0.1), "hidden_dropout"),
-        (PersimmonConfig(**SHAPE, intermediate_size=40, attention_dropout=0.1), "attention_dropout"),
+        (
+            PersimmonConfig(**SHAPE, intermediate_size=40, attention_dropout=0.1, hidden_dropout=0.2),
+            "attention_dropout, hidden_dropout",
+        ),
     ],
     ids=["falcon", "persimmon"],
 )
-def test_dropout_that_is_read_in_each_forward_is_refused(config: Any, key: str) -> None:
-    model = AutoModelForCausalLM.from_config(config).train()
-    assert key in noise_of(model)
-    with pytest.raises(ValueError, match=f"reads {key} from its configuration in each step: expected 0.0"):
-        remove_noise(model)
+@pytest.mark.parametrize("processes", [1, slow(2)])
+def test_dropout_that_is_no_attribute_of_a_module_is_refused(
+    tmp_path: Path, config: Any, keys: str, processes: int
+) -> None:
+    """These families read it from their configuration in each forward."""
+    torch.manual_seed(0)
+    tokenizer = toy_tokenizer()
+    config.vocab_size = len(tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "student")
+    tokenizer.save_pretrained(tmp_path / "student")
+    write_on_policy_run(tmp_path, **{"objective.loss": "policy_gradient(teacher_kl=1)"})
+    ended = distill(tmp_path, "out", processes, "train.steps=1", code=1)
+    assert f"(model type '{config.model_type}') has noise in train mode that is not removed" in ended.err
+    assert f"expected 0.0 for {keys} in its config.json" in ended.err
 
 
 @pytest.mark.parametrize(
