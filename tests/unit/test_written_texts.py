@@ -50,6 +50,24 @@ def test_parts_and_strings_give_the_same_document(tmp_path: Path, name: str) -> 
     assert strings.targets(0).sum() == in_parts.targets(0).sum()
 
 
+def test_the_forms_of_contents_that_templates_need(tmp_path: Path) -> None:
+    """DeepSeek's joins the content of a call with it, and LLaVA's writes only the first of several parts."""
+    call = CALL | {"function": {"name": "f", "arguments": '{"city": "Oslo"}'}}
+    for content in ({"content": None}, {}, {"content": ""}):
+        calls = {"role": "assistant", "tool_calls": [call], **content}
+        documents = load(tmp_path, "deepseekv3_training", [USER, calls, {"role": "tool", "content": "4"}, ANSWER])
+        assert "<｜Assistant｜><｜tool▁calls▁begin｜>" in text(documents)
+    in_parts = load(tmp_path, "llava_next", [USER | {"content": parts("Two and", " two?")}, ANSWER])
+    assert "Two and two?" in text(in_parts)
+
+
+def test_the_error_of_the_form_that_the_template_reads_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"ends a prompt with .*<think>"):
+        load(tmp_path, "deepseekv3", [USER | {"content": parts("Two and two?")}, ANSWER])
+    with pytest.raises(DataError, match="refuses the messages: Conversation roles must alternate"):
+        load(tmp_path, "gemma", [USER, USER, ANSWER])
+
+
 @pytest.mark.parametrize(
     ("name", "messages", "problem"),
     [
@@ -76,6 +94,11 @@ def test_parts_and_strings_give_the_same_document(tmp_path: Path, name: str) -> 
             "gemma3",
             [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
             "write 'tool_calls' of message 2",
+        ),
+        (
+            "gptoss_training",
+            [USER, ANSWER | {"tool_calls": [CALL]}, {"role": "tool", "content": "4"}, ANSWER],
+            "not write 'content' of message 2 of 'messages' beside its calls: expected a template",
         ),
         (
             "llama3_1",
@@ -197,7 +220,7 @@ def test_a_generation_prompt_that_opens_thoughts(tmp_path: Path, name: str) -> N
         assert load(tmp_path, name, record).targets(0).any()
         return
     with pytest.raises(
-        DataError, match=r"ends a prompt with .*<think>.*\(data.chat_template: a copy of it with"
+        DataError, match=r"ends a prompt with .*<think>.*\(data.chat_template: if it reads enable_thinking, a copy"
     ) as error:
         load(tmp_path, name, record)
     assert "last turn" not in str(error.value)

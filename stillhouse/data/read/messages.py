@@ -125,8 +125,8 @@ def with_parts(message: Message) -> Message:
 
 
 def with_joined_parts(message: Message) -> Message:
-    """The message with its content as a string, if the content is a list of texts."""
-    content = message.get("content")
+    """The message with its content as a string, if the content is a list of texts, or absent."""
+    content = message.get("content", [])
     if not isinstance(content, list) or any(part["type"] != "text" for part in content):
         return message
     return message | {"content": text_of(message)}

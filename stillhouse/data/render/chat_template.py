@@ -251,13 +251,16 @@ class ChatTemplate(Template):
                 f"the chat template of {name!r} writes the parts of {place} as objects, and not as text: expected a "
                 "template that reads parts (data.chat_template), or a string"
             )
-        written = [other for other in ROLES if self._writes(other, messages, tools, loss.message)]
-        if role not in written and "tool_calls" not in loss.what and "function_call" not in loss.what:
+        has_calls = any(messages[loss.message].get(key) for key in ("tool_calls", "function_call"))
+        written = (
+            [] if has_calls else [other for other in ROLES if self._writes(other, messages, tools, loss.message)]
+        )
+        if written and role not in written:
             raise RecordError(
                 f"the chat template of {name!r} does not write {place}, whose role is {role!r}: expected a role that "
                 f"it writes there ({name_list(written)}), or a template that writes this one (data.chat_template)"
             )
-        beside = " beside its calls" if messages[loss.message].get("tool_calls") and "calls" not in loss.what else ""
+        beside = " beside its calls" if has_calls and "call" not in loss.what else ""
         raise RecordError(
             f"the chat template of {name!r} does not write {place}{beside}: expected a template that writes it "
             "(data.chat_template), or records without it"

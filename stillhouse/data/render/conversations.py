@@ -64,22 +64,23 @@ class Conversations:
         self, messages: list[Message], tools: Tools, first: int | None
     ) -> tuple[str, list[Span], list[Loss]]:
         """The conversation in the first of these forms in which the template writes all texts: with its contents as
-        they are, with parts joined as strings, with strings as parts.
+        they are, with all as strings (parts joined, "" for a call without content), with all as parts.
         """
-        joined, parts = ([change(message) for message in messages] for change in (with_joined_parts, with_parts))
-        answers, problem = [], None
-        for form in (messages, *([joined] if joined != messages else []), *([parts] if parts != messages else [])):
+        strings = [with_joined_parts(message) for message in messages]
+        parts = [with_parts(message) for message in strings]
+        answers, problems = [], []
+        for form in (messages, *([strings] if strings != messages else []), *([parts] if parts != messages else [])):
             try:
                 answers.append(answer := self._with_losses(form, tools, first))
             except ValueError as error:
-                problem = problem or error
+                problems += [error] if form is not parts else []
                 continue
             if not any(map(is_refused, answer[2])):
                 return answer
             if form is parts:
                 answers.pop()  # the losses of another form are those of the record
-        if problem is not None and not answers:
-            raise problem
+        if not answers:  # an error that is not the template's tells more than that it refuses a form
+            raise min(problems, key=lambda error: str(error).startswith(_REFUSED))
         return min(answers, key=lambda answer: (any(loss.kind == "object" for loss in answer[2]), len(answer[2])))
 
     def _with_losses(
