@@ -112,10 +112,12 @@ def test_a_short_schedule_a_long_warm_up_and_a_tiny_floor_are_warned_of(tmp_path
 
 
 def test_warnings_about_the_data_are_shown(tmp_path: Path) -> None:
-    """With a chat template that has no end of sequence, for example, a student never learns to stop."""
+    """With a chat template that ends turns without a special token, for example, a student never learns to stop."""
     write_run(tmp_path)
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "")
     for name in ("student", "teacher"):
-        toy_tokenizer(chat="plain").save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
     turns = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four"}]
     for name in ("train.jsonl", "eval.jsonl"):
         write_records(tmp_path / name, [{"messages": turns}] * 9)
