@@ -69,6 +69,11 @@ from stillhouse.cli.hub import settle_offline
     "--generate", is_flag=True, help="Write completions in place of signals, with weights that can be replaced."
 )
 @click.option(
+    "--weights-root",
+    metavar="FOLDER",
+    help="With --generate: load published weights from below this folder alone. [default: from anywhere]",
+)
+@click.option(
     "--deterministic",
     is_flag=True,
     help="Compute each request by itself, so that its answer does not depend on other requests. Slower.",

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 #: the most pixels of an image: Pillow's limit against files that decompress to more than the memory
 MAX_PIXELS = 1024**3 // 4 // 3
+#: the most that the longer side of an image may have of the shorter one, as for Qwen's processors: a processor that
+#: gives the shorter side a fixed length would make more pixels of a longer image than the memory holds
+MAX_ASPECT_RATIO = 200
+#: the most pixels of all scans of a progressive JPEG together: each scan goes through all pixels, and takes 30 bytes
+_SCANNED_PIXELS = 16 * MAX_PIXELS
+#: the most bytes of a file that Pillow decodes in Python, which for PPM takes seconds for each megabyte
+_INTERPRETED_BYTES = 2**18
 #: the most bytes of an encoded image
 MAX_IMAGE_BYTES = 64 * 2**20
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
@@ -94,35 +101,68 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
 
     most_pixels: a larger image is scaled down to at most this number of pixels.
 
-    Raises RecordError for an image that cannot be decoded completely or has more than `MAX_PIXELS`, and ValueError if
-    Pillow is not installed.
+    Raises RecordError for an image that cannot be decoded completely, that has more than `MAX_PIXELS` or another form
+    than `require_size` accepts, or that would take minutes to decode, and ValueError if Pillow is not installed.
     """
     pillow = require_pillow()
-    image_ops = imported("PIL.ImageOps", "images")
     try:
         with reading("cannot be decoded", passes=pillow.UnidentifiedImageError):
             pillow.init()  # without it, only the usual formats are known
             image = pillow.open(io.BytesIO(data), formats=[name for name in FORMATS if name in pillow.OPEN])
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise RecordError(f"has {width:,} × {height:,} pixels: expected at most {MAX_PIXELS:,} in all")
-        with reading("cannot be decoded"):
-            image.load()
-            # before Pillow 11.3, PNG files with 16 bits of grey have the mode I
-            has_16_bits = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
-            image = image_ops.exif_transpose(image)
-            if has_16_bits:
-                image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        require_size(*image.size)
+        _require_quick(image, data)
+        with reading("cannot be decoded", passes=RecordError):
+            return _decoded(image, most_pixels)
     except pillow.UnidentifiedImageError as error:
         raise RecordError(f"is not an image: expected one of {', '.join(FORMATS)}") from error
     except RecordError:
         raise
     except ValueError as error:
         raise RecordError(str(error)) from error
+
+
+def _decoded(image: "Image", most_pixels: int | None) -> "Image":
+    image.load()
+    # before Pillow 11.3, PNG files with 16 bits of grey have the mode I
+    has_16_bits = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
+    image = imported("PIL.ImageOps", "images").exif_transpose(image)
+    if has_16_bits:
+        image = require_pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise RecordError(f"has 32 bits per pixel (mode {image.mode}): expected 8 or 16 per channel")
     image = image.convert("RGB")
-    return image if most_pixels is None else _scaled_down(image, most_pixels)
+    if most_pixels is not None:
+        image = _scaled_down(image, most_pixels)
+        require_size(*image.size)  # the sides were rounded
+    return image
+
+
+def require_size(width: int, height: int) -> None:
+    """Raise RecordError for an image whose pixels, or those that a processor makes of it, need too much memory."""
+    if width * height > MAX_PIXELS:
+        raise RecordError(f"has {width:,} × {height:,} pixels: expected at most {MAX_PIXELS:,} in all")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise RecordError(
+            f"has {width:,} × {height:,} pixels: expected a longer side of at most {MAX_ASPECT_RATIO} times the "
+            "shorter one"
+        )
+
+
+def _require_quick(image: "Image", data: bytes) -> None:
+    """Raise RecordError for an image that would take minutes to decode. image: opened, not decoded."""
+    is_jpeg = image.format in ("JPEG", "MPO") or "jpeg" in str(image.info.get("compression"))  # the latter: TIFF
+    scans = data.count(b"\xff\xda") if is_jpeg else 1
+    if scans * math.prod(image.size) > _SCANNED_PIXELS:
+        raise RecordError(
+            f"has {scans:,} scans of {math.prod(image.size):,} pixels: expected at most {_SCANNED_PIXELS:,} pixels "
+            "in all scans; save it again"
+        )
+    decoders = {tile[0] for tile in image.tile}  # type: ignore[attr-defined]
+    if len(data) > _INTERPRETED_BYTES and decoders & require_pillow().DECODERS.keys():
+        raise RecordError(
+            f"has {len(data):,} bytes of a kind of {image.format} that decodes slowly: expected at most "
+            f"{_INTERPRETED_BYTES:,}; save it as PNG"
+        )
 
 
 def pixel_count(image: EncodedImage, most_pixels: int | None = None) -> int:

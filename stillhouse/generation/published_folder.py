@@ -65,6 +65,10 @@ class Manifest(BaseModel):
     base: AdapterBase | None = None
 
 
+class NoVersionError(ValueError):
+    """There is no version of the weights at a path. The message says what is there."""
+
+
 class PublishedFolder:
     """A published folder that is being read.
 
@@ -76,7 +80,7 @@ class PublishedFolder:
         self.path, self._descriptor = path, descriptor
         names = set(os.listdir(descriptor))
         if MANIFEST not in names:
-            raise ValueError(f"{path} is no complete version of the weights: it has no {MANIFEST}")
+            raise NoVersionError(f"{path} is no complete version of the weights: it has no {MANIFEST}")
         with self._opened(MANIFEST, MANIFEST_BYTES) as file:
             content = file.read(MANIFEST_BYTES)
         self.sha256 = hashlib.sha256(content).hexdigest()
@@ -151,7 +155,7 @@ def published_folder(path: Path) -> Iterator[PublishedFolder]:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         shown = escaped(str(path))[:200]
-        raise ValueError(f"{shown} is no complete version of the weights: {error.strerror}") from error
+        raise NoVersionError(f"{shown} is no complete version of the weights: {error.strerror}") from error
     try:
         yield PublishedFolder(path, descriptor)
     finally:

@@ -15,22 +15,26 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from safetensors.torch import load
 from torch import Tensor
 
 from stillhouse.data.render.image_inputs import DocumentImages
 from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
 from stillhouse.hashing import json_hash
+from stillhouse.libraries import reading
 from stillhouse.serving.strict_body import FirstWrong, StrictBody, first_problem
 
 #: the key of the list in the header, and the beginning of the tensors' names
 IMAGES, _PREFIX = "images", "image."
+#: the most bytes of a body's header, whose parts cost much more time than their bytes
+_HEADER_BYTES = 4 * 2**20
 _Side = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class SentImages(StrictBody):
     """sizes: the width and height of each picture that the processor got. sha256: see `images_hash`."""
 
-    sizes: FirstWrong[tuple[_Side, _Side]] = Field(min_length=1)
+    sizes: FirstWrong[tuple[_Side, _Side]] = Field(min_length=1, max_length=4096)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
@@ -115,6 +119,23 @@ def encode_images(
     return tensors, {IMAGES: sent}
 
 
+def header_of(content: bytes, key: str) -> Any:
+    """The JSON value of `key` in the header of a safetensors body."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return json.loads(header["__metadata__"][key])
+
+
+def decode_body(content: bytes, key: str, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the JSON object `key` of a body's header, and the body's tensors. what: the body, for messages."""
+    with reading(f"{what} is not a safetensors body"):
+        if (size := int.from_bytes(content[:8], "little")) > _HEADER_BYTES:
+            raise ValueError(f"its header has {size:,} bytes: expected at most {_HEADER_BYTES:,}")
+        tensors, options = load(content), header_of(content, key)
+    if not isinstance(options, dict):
+        raise ValueError(f"{what} is not a safetensors body: '{key}' of its header is no object")
+    return options, tensors
+
+
 def take_images(header: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
     """Remove what `encode_images` has added, and return it for `decode_images`."""
     names = [name for name in tensors if name.startswith(_PREFIX)]
@@ -130,14 +151,12 @@ def decode_images(
     """
     if sent is None and not tensors:
         return [None] * len(documents)
+    if isinstance(sent, list) and len(sent) != len(documents):
+        raise ValueError(f"images of {len(sent)} sequences: expected an entry for each of {len(documents)}, or null")
     try:
         entries = _LIST.validate_json(json.dumps(sent))
     except ValidationError as error:
         raise ValueError(f"images: {first_problem(error)}") from error
-    if len(entries) != len(documents):
-        raise ValueError(
-            f"images of {len(entries)} sequences: expected an entry for each of {len(documents)}, or null"
-        )
     by_document: dict[str, dict[str, Tensor]] = {
         str(number): {} for number, entry in enumerate(entries) if entry is not None
     }

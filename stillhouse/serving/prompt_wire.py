@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from stillhouse.data.render.image_inputs import DocumentImages
 from stillhouse.data.render.image_processor import ImageTensors
-from stillhouse.libraries import reading
-from stillhouse.serving.image_wire import decode_images, encode_images, take_images
+from stillhouse.serving.image_wire import decode_body, decode_images, encode_images, take_images
 from stillhouse.serving.strict_body import FirstWrong, TokenId, first_problem
 
 _KEY = "generate"
@@ -29,12 +28,7 @@ def encode_prompt(body: dict[str, Any], images: ImageTensors) -> bytes:
 
 def decode_prompt(content: bytes) -> tuple[bytes, DocumentImages | None]:
     """The request as JSON, and the images of its prompt. Raises ValueError for another body."""
-    with reading("the request is not a safetensors body"):
-        tensors = load(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        body = json.loads(header["__metadata__"][_KEY])
-    if not isinstance(body, dict):
-        raise ValueError(f"the request is not a safetensors body: '{_KEY}' of its header is no object")
+    body, tensors = decode_body(content, _KEY, "the request")
     images = take_images(body, tensors)
     if tensors:
         raise ValueError(f"tensors {sorted(tensors)}: expected those of images alone")

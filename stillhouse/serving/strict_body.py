@@ -14,6 +14,8 @@ class _FailFast(FailFast):
 
 #: a list whose validation stops at the first wrong value, because millions of values may be wrong
 FirstWrong = Annotated[list[T], _FailFast()]
+#: the most lists in a body of JSON: as many as tokens of a request with ids for each, by far
+_MOST_LISTS = 2**18
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -21,6 +23,12 @@ class StrictBody(BaseModel):
     """A body that is refused if a field is unknown or has another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def require_few_lists(content: bytes) -> None:
+    """Raise ValueError for a body of JSON with millions of lists, which would take seconds to make and to free."""
+    if (lists := content.count(b"[")) > _MOST_LISTS:
+        raise ValueError(f"{lists} lists or '[': expected at most {_MOST_LISTS} in JSON")
 
 
 def first_problem(error: ValidationError) -> str:

@@ -22,13 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import Field, ValidationError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from stillhouse.data.render.image_processor import ImageTensors
-from stillhouse.libraries import reading
-from stillhouse.serving.image_wire import decode_images, encode_images, take_images
-from stillhouse.serving.strict_body import JSON, SAFETENSORS, FirstWrong, StrictBody, first_problem
+from stillhouse.serving.image_wire import decode_body, decode_images, encode_images, take_images
+from stillhouse.serving.strict_body import JSON, SAFETENSORS, FirstWrong, StrictBody, first_problem, require_few_lists
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 
 KEY = "score"
@@ -133,7 +132,7 @@ def decode_answer(
 
     Raises ValueError if the answer is truncated, belongs to another request, or has tensors of other shapes.
     """
-    options, tensors = _decoded(content, "the answer")
+    options, tensors = decode_body(content, KEY, "the answer")
     teacher = options.pop("teacher", None)
     if not isinstance(teacher, str) or options != _options(signal):
         raise ValueError(f"the answer has {options}: expected {_options(signal)} and the teacher")
@@ -149,7 +148,7 @@ def decode_answer(
 
 
 def _from_safetensors(content: bytes) -> tuple[SignalSpec, dict[str, Tensor], tuple[Any, dict[str, Tensor]]]:
-    options, tensors = _decoded(content, "the request")
+    options, tensors = decode_body(content, KEY, "the request")
     images = take_images(options, tensors)
     signal = ScoreOptions.model_validate(options).spec()
     expected = {"token_ids": torch.int32, "offsets": torch.int64, "rows": torch.int32}
@@ -162,6 +161,7 @@ def _from_safetensors(content: bytes) -> tuple[SignalSpec, dict[str, Tensor], tu
 
 
 def _from_json(content: bytes, most_documents: int) -> tuple[SignalSpec, dict[str, Tensor]]:
+    require_few_lists(content)
     body = ScoreBody.model_validate_json(content)
     _require_few(len(body.token_ids), most_documents)
     lengths = [len(tokens) for tokens in body.token_ids]
@@ -200,22 +200,6 @@ def _with_ids(
         raise ValueError(f"ids of shape {None if ids is None else list(ids.shape)}: expected {shape}")
     parts = ids.split([len(rows) for rows in ranges])
     return [DocumentRows(*document) for document in zip(documents, ranges, parts, strict=True)]
-
-
-def _decoded(content: bytes, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the JSON of a body's header, and the body's tensors."""
-    with reading(f"{what} is not a safetensors body"):
-        tensors = load(content)
-        options = header_of(content)
-    if not isinstance(options, dict):
-        raise ValueError(f"{what} is not a safetensors body: '{KEY}' of its header is no object")
-    return options, tensors
-
-
-def header_of(content: bytes) -> Any:
-    """The JSON value of `KEY` in the header of a safetensors body."""
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return json.loads(header["__metadata__"][KEY])
 
 
 def _options(signal: SignalSpec) -> dict[str, Any]:

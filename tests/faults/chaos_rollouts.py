@@ -307,7 +307,7 @@ def half_open(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
             address = ("127.0.0.1", case.services[name].port)
             client = clients.enter_context(socket.create_connection(address, timeout=30))
             with suppress(ConnectionError):  # it was closed for a newer one
-                client.sendall(draw.choice([b"", b"GET /v1/info HTTP/1.1\r\nhost: x\r\nx: "]))
+                client.sendall(draw.choice([b"", b"GET /v1/info HTTP/1.1\r\nhost: localhost\r\nx: "]))
         ended(ranks)
     return ranks, f"{where}, {name}"
 

@@ -50,9 +50,9 @@ def is_answered(server: Server, path: str = "/v1/info") -> bool:
 
 HALVES = {
     "idle": b"",
-    "half a header": b"GET /v1/info HTTP/1.1\r\nhost: x\r\nx-more: a",
-    "idle after an answer": b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n",
-    "half a second header": b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\nGET /v1",
+    "half a header": b"GET /v1/info HTTP/1.1\r\nhost: localhost\r\nx-more: a",
+    "idle after an answer": b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "half a second header": b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\nGET /v1",
 }
 
 
@@ -75,7 +75,7 @@ def test_connections_that_wait_are_closed_after_some_seconds(server: Server) -> 
 
 
 def test_a_header_that_comes_byte_by_byte_is_given_up(server: Server) -> None:
-    with opened(server, b"GET /v1/info HTTP/1.1\r\nhost: x\r\nx: ") as client:
+    with opened(server, b"GET /v1/info HTTP/1.1\r\nhost: localhost\r\nx: ") as client:
         started = time.monotonic()
         while _sends(client) and time.monotonic() - started < 30:
             time.sleep(0.2)
@@ -91,7 +91,7 @@ def _sends(client: socket.socket) -> bool:
 
 
 def test_requests_without_their_bodies_leave_room_for_probes(server: Server) -> None:
-    head = f"POST {SCORE} HTTP/1.1\r\nhost: x\r\ncontent-type: {JSON}\r\ncontent-length: 9\r\n\r\n{{".encode()
+    head = f"POST {SCORE} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\ncontent-length: 9\r\n\r\n{{".encode()
     with ExitStack() as clients:
         for _ in range(FEW):
             clients.enter_context(opened(server, head))
@@ -115,10 +115,29 @@ def test_a_body_over_the_limit_gets_413_and_no_reset(server: Server, more: int, 
     assert answer.json()["error"]["message"].startswith("the body is too large")
 
 
+@pytest.mark.parametrize(
+    ("target", "headers", "status"),
+    [
+        (SCORE, "connection: close", 413),
+        (SCORE, "expect: 100-continue", 413),
+        ("/v1/nothing", "connection: close", 404),
+        (SCORE, "content-type: text/plain\r\nconnection: close", 415),
+    ],
+)
+def test_an_early_answer_is_followed_by_no_reset(server: Server, target: str, headers: str, status: int) -> None:
+    """Also if the connection is closed after it. Python's urllib asks for that, and sends all of its body before."""
+    kind, size = "" if "content-type" in headers else f"content-type: {JSON}\r\n", 150 * 2**20
+    head = f"POST {target} HTTP/1.1\r\nhost: localhost\r\n{kind}{headers}\r\ncontent-length: {size}\r\n\r\n"
+    with opened(server, head.encode()) as client:
+        for _ in range(size // 2**20):
+            client.sendall(b" " * 2**20)
+        assert client.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
+
+
 def test_a_slow_body_over_the_limit_gets_413_and_no_reset(server: Server) -> None:
     """Its rest arrives for longer than a connection may wait for a header."""
-    head = f"POST {SCORE} HTTP/1.1\r\nhost: x\r\ncontent-type: {JSON}\r\ncontent-length: {JSON_LIMIT + 1}\r\n\r\n"
-    with opened(server, head.encode()) as client:
+    head = f"POST {SCORE} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\n"
+    with opened(server, f"{head}content-length: {JSON_LIMIT + 1}\r\n\r\n".encode()) as client:
         for _ in range(20):
             client.sendall(b" " * (JSON_LIMIT // 20))
             time.sleep(0.1)
@@ -127,7 +146,7 @@ def test_a_slow_body_over_the_limit_gets_413_and_no_reset(server: Server) -> Non
 
 
 def test_a_client_that_waits_for_100_continue_is_refused_at_once(server: Server) -> None:
-    head = f"POST {SCORE} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nexpect: 100-continue\r\n"
+    head = f"POST {SCORE} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nexpect: 100-continue\r\n"
     with opened(server, f"{head}content-length: {10**9}\r\n\r\n".encode()) as client:
         assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
         while client.recv(4096):
@@ -140,13 +159,39 @@ def test_no_answer_names_the_host_of_the_request(server: Server, path: str) -> N
         content = b""
         while more := client.recv(4096):
             content += more
-    assert content.startswith(b"HTTP/1.1 404 ")
+    assert content.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 421 "))
     assert b"evil.example" not in content
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 421),
+        ({"host": "127.0.0.1.evil.example:8000"}, 421),
+        ({"host": "192.168.0.5:8000"}, 421),
+        ({"host": "[::1"}, 421),
+        ({"host": "LOCALHOST:1"}, 200),
+        ({"host": "127.3.2.1:80"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:3000"}, 200),
+    ],
+)
+def test_without_a_token_only_names_of_this_machine_are_served(
+    server: Server, headers: dict[str, str], status: int
+) -> None:
+    answer = server.client.get("/v1/info", headers=headers)
+    assert answer.status_code == status
+    assert status == 200 or "STILLHOUSE_TOKEN" in answer.json()["error"]["message"]
+    assert server.client.get("/healthz", headers=headers).status_code == 200
 
 
 MANY = 2_000_000
 LISTS = {
     "empty documents": (SCORE, b'{"token_ids":[' + b"[]," * MANY + b"[1]]}"),
+    "documents": (SCORE, b'{"token_ids":[' + b"[1]," * MANY + b"[1]]}"),
+    "ids of a document": (SCORE, b'{"token_ids":[[1]],"signal":"chosen","ids":[[' + b"[]," * MANY + b"[1]]]}"),
     "numbers for documents": (SCORE, b'{"token_ids":[' + b"1," * MANY + b"1]}"),
     "empty texts": ("/v1/completions", b'{"max_tokens":0,"prompt":[' + b'"",' * MANY + b'""]}'),
     "empty prompts": ("/v1/completions", b'{"max_tokens":0,"prompt":[' + b"[]," * MANY + b"[1]]}"),
@@ -161,7 +206,7 @@ def test_millions_of_wrong_values_are_refused_soon(server: Server, folder: Path)
             started, running = time.monotonic(), writer if path == GENERATE else server
             answer = httpx2.post(running.url + path, content=content, headers={"content-type": JSON}, timeout=120)
             assert answer.status_code == 400
-            assert time.monotonic() - started < 30
+            assert time.monotonic() - started < 3
 
 
 def test_two_servers_on_one_port_the_second_ends_with_one_line(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit import slow
 from kit.hostile import assert_survives, from_the_openapi_document
-from kit.serving import Server
+from kit.serving import Server, load_weights
 from safetensors.torch import save
 
 from stillhouse.generation.publish_weights import publish
@@ -229,7 +229,7 @@ def test_extreme_sampling_that_is_allowed_is_answered(writer: Server) -> None:
 
 def test_an_oversized_body_is_refused_before_it_is_read(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        client.sendall(b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         client.sendall(f"content-length: {10**15}\r\n\r\n{{".encode())
         assert client.recv(100).startswith(b"HTTP/1.1 413 ")
 
@@ -238,7 +238,7 @@ def test_an_oversized_body_in_chunks_is_refused_at_the_limit(server: Server) -> 
     """It has no Content-Length."""
     sent = 0
     with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        client.sendall(b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         client.sendall(b"transfer-encoding: chunked\r\n\r\n")
         client.setblocking(False)
         chunk, answer = b"10000\r\n" + b" " * 0x10000 + b"\r\n", b""
@@ -257,6 +257,16 @@ def test_an_oversized_body_in_chunks_is_refused_at_the_limit(server: Server) -> 
     assert answer.startswith((b"HTTP/1.1 413 ", b"closed"))
     assert JSON_LIMIT // 2 < sent < 4 * JSON_LIMIT
     assert server.client.get("/healthz").status_code == 200
+
+
+def test_a_client_is_not_told_which_paths_exist(writer: Server, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "not readable").mkdir(mode=0)
+    places = [folder, folder / "config.json", tmp_path / "nowhere", tmp_path / "not readable", Path("/root")]
+    answers = [load_weights(writer, place, "7").json()["error"]["message"] for place in places]
+    assert {answer.replace(str(place), "…") for answer, place in zip(answers, places, strict=True)} == {
+        "… is no complete version of the weights that this server can read: expected the folder that the run writes "
+        "to, on a file system of both; the server's log says more"
+    }
 
 
 MALFORMED = [
@@ -327,7 +337,7 @@ def test_other_content_types_and_large_bodies_are_refused(by_path: dict[str, htt
 def test_files_that_are_not_in_the_table_do_not_exist(server: Server, name: str) -> None:
     """Sent as it is: a client would tidy the path."""
     with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(f"GET /v1/files/{name} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        client.sendall(f"GET /v1/files/{name} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         status = int(client.recv(4096).split()[1])
     assert status == 404
 
@@ -337,11 +347,11 @@ def test_files_that_are_not_in_the_table_do_not_exist(server: Server, name: str)
     [
         b"GET / HTTP/9.9\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
-        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
-        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-        b"GET /v1/info HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
-        b"GET /v1/head HTTP/1.1\r\nhost: x\r\nrange: bytes=9-1,-,x\r\nconnection: close\r\n\r\n",
+        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
+        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /v1/info HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET /v1/head HTTP/1.1\r\nhost: localhost\r\nrange: bytes=9-1,-,x\r\nconnection: close\r\n\r\n",
     ],
 )
 def test_what_is_no_http_is_refused(server: Server, raw: bytes) -> None:

@@ -304,10 +304,24 @@ BAD: dict[str, tuple[Callable[[Parts], Parts], str]] = {
     "no images": (without_images, "sequence 1: token"),
     "images of another document": (of_other_document, "placeholder tokens for images with"),
     "too many images": (many, "257 images: expected at most 256 per request"),
-    "a huge picture": (huge, "its pictures have 1,099,511,630,848 pixels: expected at most 89,478,485 in all"),
+    "a huge picture": (huge, "pictures of 1,099,511,631,699 pixels: expected at most 2,0"),
+    "a large picture of few bytes": (
+        lambda parts: with_images(parts, 1, sizes=[(9000, 9000)], tensors={"pixel_values": torch.zeros(0, 2)}),
+        "pictures of 81,004,072 pixels: expected at most 1,6",
+    ),
+    "a long picture": (
+        lambda parts: with_images(parts, 1, sizes=[(1, 201)]),
+        "sequence 1: picture 1: has 1 × 201 pixels: expected a longer side of at most 200 times the shorter one",
+    ),
     "many large pictures": (
-        lambda parts: with_images(parts, 0, sizes=[(6000, 6000)] * 3),
+        lambda parts: with_images(
+            parts, 0, sizes=[(6000, 6000)] * 3, tensors={"pixel_values": torch.zeros(2**9, 2**10)}
+        ),
         "its pictures have 108,000,000 pixels: expected at most 89,478,485 in all",
+    ),
+    "no placeholders": (
+        lambda parts: [parts[0], (parts[2][0], parts[1][1]), parts[2]],
+        "sequence 1: 0 placeholder tokens for 1 pictures",
     ),
     "another size": (lambda parts: with_images(parts, 1, sizes=[(200, 100)]), "pictures of these sizes"),
     "one size for two": (lambda parts: with_images(parts, 0, sizes=[(64, 48)]), "pictures of these sizes"),

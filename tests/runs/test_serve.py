@@ -264,7 +264,7 @@ def test_a_client_that_leaves_frees_its_place(folder: Path) -> None:
     with Server(folder, *options, hook=slow_down, hook_arguments=(SCORING, 0.3)) as server:
         body = json.dumps({"token_ids": [[5] * 37] * 30}).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as leaving:
-            head = "POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head = "POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             leaving.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             wait_for(lambda: "stillhouse_held_tokens 1110.0" in server.client.get("/metrics").text)
         started = time.monotonic()
@@ -307,6 +307,8 @@ def test_every_route_but_healthz_needs_the_token(folder: Path, options: tuple[st
                 for method in ("GET", "POST"):
                     answer = stranger.request(method, path, headers=sent)
                     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
+        of_proxy = {"host": "teacher.example:8000", "origin": "https://teacher.example"}
+        assert server.client.get("/v1/info", headers=of_proxy).status_code == 200
         large = stranger.post(paths[-1], content=b" " * (20 * 2**20))
         assert large.status_code == 401  # and no reset connection
         assert stranger.get("/healthz").status_code == 200

@@ -210,8 +210,8 @@ def test_another_place_or_version_is_refused(server: Server, folder: Path, publi
         ("weights/version-00000007", "7", "expected an absolute path"),
         (tmp_path / "nowhere", "7", "no complete version"),
         (folder, "7", "no complete version"),
-        (folder / "config.json", "7", "Not a directory"),
-        ("/" + "a" * 4000, "7", "File name too long"),
+        (folder / "config.json", "7", "no complete version"),
+        ("/" + "a" * 4000, "7", "no complete version"),
         ("/a\0b", "7", "expected an absolute path"),
         (published, "two words", "version: String should match"),
         (published, "", "version: String should match"),
@@ -221,6 +221,21 @@ def test_another_place_or_version_is_refused(server: Server, folder: Path, publi
         assert answer.status_code == 400, answer.text
         assert message in answer.json()["error"]["message"]
     assert completion(server) == before
+
+
+def test_weights_are_read_below_their_root_alone(folder: Path, published: Path, tmp_path: Path) -> None:
+    root, beside, way_in = tmp_path / "root", tmp_path / "root beside", tmp_path / "way in"
+    inside = publish_scaled(folder, root, 7, 0.5)
+    shutil.copytree(published, outside := version_folder(beside, 7))
+    (root / "link").symlink_to(beside)
+    way_in.symlink_to(root)
+    assert "expected an existing folder" in run("serve", folder, "--generate", "--weights-root", "no", code=1).err
+    with Server(folder, "--generate", "--weights-root", str(way_in)) as server:
+        for place in (outside, root / "link" / outside.name, root / ".." / beside.name / outside.name, "/nowhere"):
+            error = load_weights(server, place, "7").json()["error"]
+            assert error["message"] == f"{place} is not in the folder of this server's --weights-root"
+        assert "No such file" in load_weights(server, root / "nowhere", "7").json()["error"]["message"]
+        assert [load_weights(server, parent / inside.name, "7").status_code for parent in (root, way_in)] == [200] * 2
 
 
 def test_the_manifest_that_a_run_has_published_is_the_only_one_that_is_loaded(

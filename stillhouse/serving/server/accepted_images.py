@@ -7,6 +7,7 @@ pixels must be finite. The settings of the processor and the rotary positions ar
 """
 
 import io
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.images import MAX_PIXELS, EncodedImage, require_pillow
+from stillhouse.data.images import MAX_PIXELS, EncodedImage, require_pillow, require_size
 from stillhouse.data.render.image_inputs import DocumentImages, ImageInputs
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.libraries import reading
@@ -31,6 +32,10 @@ from stillhouse.signals.scorer import proven_image_inputs
 
 #: the most images of a request, and the most bytes of their tensors
 MAX_IMAGES, IMAGE_BYTES = 256, 256 * 2**20
+#: the pixels that the pictures of a request may have: in any case, and for each byte of their tensors. Blank pictures
+#: cost memory and time, and a client must not get them for a few bytes. With 64, a processor may
+#: make 336 × 336 pixels of any picture
+_FREE_PIXELS, _PIXELS_PER_BYTE = 2**20, 64
 #: sizes whose blank pictures are remembered
 _REMEMBERED = 64
 #: proves a decoder that reads images
@@ -101,13 +106,22 @@ class AcceptedImages:
 
     def check(self, documents: Sequence[tuple[np.ndarray, DocumentImages | None]], param: str) -> None:
         """Raise RequestError unless the images belong to their documents. documents: tokens, and images or None."""
-        count = sum(len(images.read().sizes) for _, images in documents if images is not None)
+        read = [images.read() for _, images in documents if images is not None]
+        count = sum(len(images.sizes) for images in read)
         if self.inputs is None:
             if count:
                 raise refused("a sequence has images, but this server was started without --images", param)
             return
         if count > MAX_IMAGES:
             raise refused(f"{count} images: expected at most {MAX_IMAGES} per request", param)
+        pixels = sum(math.prod(size) for images in read for size in images.sizes)
+        most = _FREE_PIXELS + _PIXELS_PER_BYTE * sum(t.nbytes for images in read for t in images.tensors.values())
+        if pixels > most:
+            raise refused(
+                f"pictures of {pixels:,} pixels: expected at most {most:,} for tensors of this size; a run scales "
+                "pictures down to data.image_pixels",
+                param,
+            )
         for number, (tokens, images) in enumerate(documents):
             try:
                 if images is None:
@@ -127,10 +141,18 @@ class AcceptedImages:
     def _check_images(self, tokens: np.ndarray, images: DocumentImages) -> None:
         assert self.inputs is not None
         tensors, sizes = images.read()
-        if (pixels := sum(width * height for width, height in sizes)) > MAX_PIXELS:  # blank pictures take as much
+        for number, size in enumerate(sizes, start=1):
+            with reading(f"picture {number}"):
+                require_size(*size)
+        if (pixels := sum(map(math.prod, sizes))) > MAX_PIXELS:  # blank pictures take as much
             raise ValueError(
                 f"its pictures have {pixels:,} pixels: expected at most {MAX_PIXELS:,} in all; a run scales them "
                 "down to data.image_pixels"
+            )
+        placeholders = int(np.isin(tokens, self.placeholder_ids).sum())
+        if placeholders < len(sizes):
+            raise ValueError(
+                f"{placeholders} placeholder tokens for {len(sizes)} pictures: expected at least as many"
             )
         blank = self._blank(tuple(sizes))
         if tensors.keys() != blank.exact.keys() | blank.pixels.keys():

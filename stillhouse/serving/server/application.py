@@ -19,7 +19,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stillhouse import __version__
-from stillhouse.serving.server.gate import Answer, BearerToken, Bodies, Counted, until_disconnected
+from stillhouse.serving.server.gate import (
+    Answer,
+    BearerToken,
+    Bodies,
+    Counted,
+    LocalNames,
+    is_loopback,
+    until_disconnected,
+)
 from stillhouse.serving.server.metrics import Metrics
 from stillhouse.serving.server.request_errors import ENDING, RequestError, errors, refused
 from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
@@ -40,9 +48,11 @@ Parse = Callable[[bytes, str], Parsed]
 
 
 class Application:
-    """token: the bearer token that requests need, if any. api: the FastAPI object, which has the routes."""
+    """token: the bearer token that requests need, if any. host: the address of the server, for one without a token.
+    api: the FastAPI object, which has the routes.
+    """
 
-    def __init__(self, role: Role, queue: RequestQueue, token: str | None):
+    def __init__(self, role: Role, queue: RequestQueue, token: str | None, host: str):
         self.role, self.queue, self.metrics = role, queue, Metrics(queue)
         # FastAPI's documentation pages load remote scripts; its redirects contain the host that the request names
         self.api = FastAPI(
@@ -54,6 +64,8 @@ class Application:
             self.api.add_exception_handler(kind, _handler(answer))
         if token is not None:
             self.api.add_middleware(BearerToken, token=token)
+        elif is_loopback(host):
+            self.api.add_middleware(LocalNames)
         self.api.add_middleware(Counted, count=self.metrics.request)
         role.add_routes(self)
 

@@ -6,12 +6,17 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
 from stillhouse.serving.server.request_errors import refused
+from stillhouse.serving.strict_body import require_few_lists
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
     """Raises RequestError for an invalid body. named: how many levels of the invalid field's path the error names."""
+    try:
+        require_few_lists(content)
+    except ValueError as error:
+        raise refused(str(error)) from error
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:

@@ -8,24 +8,25 @@ request at a time, so that the server always accepts a new connection and always
 import asyncio
 import resource
 import time
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
-import h11
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stillhouse.serving.server.request_errors import RequestError
 
 #: routes that need no bearer token and are never refused by `Room`, for the probes of an orchestrator
 OPEN_PATHS = ("/healthz",)
-#: seconds that a connection waits for the header of a request, or for more of a body after the answer was sent
+#: seconds that a connection waits for the header of a request, or for more of a body that was answered early
 HEADER_SECONDS = 10.0
-#: limits for a body that still arrives after the answer was sent: a client that sends its full body before it reads
-#: must get the answer, too
-LATE_BYTES, LATE_SECONDS = 128 * 2**20, 120.0
+#: limits for the rest of a body that was answered early
+LATE_BYTES, LATE_SECONDS = 2**30, 120.0
 #: the most connections at a time, and how many of them must have no request
 CONNECTIONS, SPARE = 2048, 64
+#: headers of requests with a body
+_OF_BODIES = (b"content-length", b"transfer-encoding")
 
 
 def most_connections() -> int:
@@ -39,7 +40,7 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self._timer: asyncio.TimerHandle | None = None
-        self.waits_since, self._late_bytes, self._late_bytes_before = 0.0, 0, 0
+        self.waits_since = 0.0
 
     @property
     def waits(self) -> bool:
@@ -58,11 +59,6 @@ class Connection(H11Protocol):
                 self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self.waits:
-            self._late_bytes += len(data)
-            if self._late_bytes > LATE_BYTES:
-                self.transport.abort()
-                return
         super().data_received(data)
         if not self.waits:
             self._end_to_wait()
@@ -79,15 +75,10 @@ class Connection(H11Protocol):
 
     def _begin_to_wait(self) -> None:
         self._end_to_wait()
-        self.waits_since, self._late_bytes, self._late_bytes_before = time.monotonic(), 0, 0
+        self.waits_since = time.monotonic()
         self._timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
-        sends_body = self.conn.their_state is h11.SEND_BODY and self._late_bytes > self._late_bytes_before
-        if sends_body and time.monotonic() - self.waits_since < LATE_SECONDS:
-            self._late_bytes_before = self._late_bytes
-            self._timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
-            return
         self.transport.close()  # sends the rest of the last answer first; `abort` ends it if the client does not read
         self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
@@ -114,3 +105,41 @@ class Room:
             await self._app(scope, receive, send)
         finally:
             self._requests -= 1
+
+
+class Drained:
+    """Reads the rest of a body that was answered early, such as one that is too large, and keeps nothing of it.
+
+    The client gets the whole answer before. Without this, a client that sends all of its body before it reads would
+    get a reset in place of the answer. Beyond `LATE_BYTES` or `LATE_SECONDS`, and `HEADER_SECONDS` after the last
+    byte, the answer is ended all the same.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        lengths = {value for name, value in scope.get("headers", ()) if name in _OF_BODIES}
+        is_read, is_held = lengths <= {b"0"}, False
+
+        async def reading() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = not message.get("more_body", False)  # no message of a closed connection has it
+            return message
+
+        async def sending(message: Message) -> None:
+            nonlocal is_held
+            if message["type"] == "http.response.body" and not message.get("more_body", False) and not is_read:
+                is_held, message = True, {**message, "more_body": True}
+            await send(message)
+
+        await self._app(scope, reading, sending)
+        if is_held:
+            left = LATE_BYTES
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LATE_SECONDS):
+                    while not is_read and left > 0:
+                        async with asyncio.timeout(HEADER_SECONDS):
+                            left -= len((await reading()).get("body", b""))
+            await send({"type": "http.response.body", "body": b""})

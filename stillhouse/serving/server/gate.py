@@ -1,13 +1,16 @@
-"""What every route shares: the bearer token, limits of request bodies, and clients that disconnect or do not read.
+"""What every route shares: the bearer token or the server's names, limits of request bodies, and clients that
+disconnect or do not read.
 
 The middleware is plain ASGI, so that it refuses a request without the token before it reads any of the body.
 """
 
 import asyncio
 import hmac
+import ipaddress
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 import h11
 from fastapi import Request
@@ -40,6 +43,57 @@ class BearerToken:
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class LocalNames:
+    """For a server without a token on loopback: refuses requests to other names, and those of other sites' pages.
+
+    A browser on this machine reaches the server, too. A page of another site could make it do so, by a form, or by a
+    name of its own that it lets point to 127.0.0.1 (DNS rebinding), by which it could read the answers.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and (error := _of_others(scope)) is not None:
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _of_others(scope: Scope) -> RequestError | None:
+    instead = "start it with a token (STILLHOUSE_TOKEN) for clients that use another name"
+    for name, value in scope["headers"]:
+        if name == b"host" and not is_loopback(_host(b"//" + value)):
+            return RequestError(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "this server has no token and serves this machine alone: expected localhost or 127.0.0.1 as its host "
+                "(the header `Host`); " + instead,
+                headers=_unread(scope),
+            )
+        if name == b"origin" and not is_loopback(_host(value)):
+            return RequestError(
+                HTTPStatus.FORBIDDEN,
+                f"a request of another site's page (the header `Origin`), and this server has no token; {instead}",
+                headers=_unread(scope),
+            )
+    return None
+
+
+def _host(url: bytes) -> str:
+    """The host of a URL; "" if it has none."""
+    try:
+        return urlsplit(url.decode("latin-1")).hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a host name other than localhost
 
 
 class _UnreadError(Exception):
@@ -166,8 +220,7 @@ def _too_large(limit: int, scope: Scope) -> RequestError:
 
 
 def _unread(scope: Scope) -> dict[str, str]:
-    """Headers of an answer that is sent before the request's body was read. The connection stays open, and the server
-    discards the rest of the body (see `connection.py`). Otherwise a client that sends its full body first would get a
-    connection reset and no answer. If a client waits for `100 Continue`, its connection is closed.
+    """Headers of an answer that is sent before the request's body was read. The rest of the body is discarded (see
+    `Drained`); a client that waits for `100 Continue` will not send it, so that its connection is closed.
     """
     return {"Connection": "close"} if any(name == b"expect" for name, _ in scope["headers"]) else {}

@@ -1,6 +1,5 @@
 """The address of a server, and the thread that handles its HTTP requests."""
 
-import ipaddress
 import socket
 import threading
 import time
@@ -8,8 +7,8 @@ import time
 import uvicorn
 from starlette.types import ASGIApp
 
-from stillhouse.serving.server.connection import Connection, Room
-from stillhouse.serving.server.gate import AnsweredByProtocol
+from stillhouse.serving.server.connection import Connection, Drained, Room
+from stillhouse.serving.server.gate import AnsweredByProtocol, is_loopback
 
 #: the most seconds for sending the last answers
 LAST_SECONDS = 60.0
@@ -26,7 +25,7 @@ class HttpThread:
     def __init__(self, app: ASGIApp, bound_socket: socket.socket):
         _listen(bound_socket)
         config = uvicorn.Config(
-            AnsweredByProtocol(Room(app)),
+            AnsweredByProtocol(Room(Drained(app))),
             http=Connection,
             log_level="warning",
             access_log=False,
@@ -58,7 +57,7 @@ def check_address(host: str, token: str | None, *, require_token: bool) -> None:
         raise ValueError(
             "the token is empty or has characters that no HTTP header holds: expected ASCII without spaces"
         )
-    if token is None and require_token and not _is_loopback(host):
+    if token is None and require_token and not is_loopback(host):
         raise ValueError(
             f"host {host} is reachable from other machines and no token is set: expected STILLHOUSE_TOKEN, --token, "
             "or --no-token to serve everyone"
@@ -69,13 +68,6 @@ def ready_line(listening: socket.socket, token: str | None) -> str:
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"serving on http://{shown}:{port}{'' if token is None else ' with a bearer token'}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a host name other than localhost
 
 
 def bound(host: str, port: int) -> socket.socket:

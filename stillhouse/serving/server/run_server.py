@@ -50,6 +50,7 @@ def serve(
     batch_tokens: int = 16384,
     queue_tokens: int | None = None,
     max_top_k: int = 256,
+    weights_root: str | None = None,
     deterministic: bool = False,
     stop: threading.Event | None = None,
 ) -> None:
@@ -63,6 +64,7 @@ def serve(
     batch_tokens: the most tokens of a batch, and therefore of a sequence.
     queue_tokens: the most tokens of all accepted requests; None: 16 · batch_tokens.
     max_top_k: the most ids per token of a signal.
+    weights_root: with generate, the folder in which published weights are read; None: anywhere on this machine.
     deterministic: whether each request is computed by itself, with algorithms that give the same bits again.
 
     Raises ValueError for a model that cannot be served, and OSError for an address that cannot be used.
@@ -71,6 +73,7 @@ def serve(
     _check_sizes(batch_tokens, queue_tokens, max_top_k)
     if generate:
         _check_generation(quantize)
+    root = _weights_root(weights_root, generate=generate)
     if deterministic:
         use_deterministic_algorithms()
     queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
@@ -80,7 +83,7 @@ def serve(
     with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
         role: Role
         if generate:
-            role = load_writer(options, batch_tokens)
+            role = load_writer(options, batch_tokens, root)
         else:
             role = load_teacher(options, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
         wait_for_all()  # if a rank cannot load the model, the command must end before it prints that it is ready
@@ -95,7 +98,7 @@ def serve(
 
 
 def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str | None) -> None:
-    application = Application(role, queue, token)
+    application = Application(role, queue, token, listening.getsockname()[0])
     server = HttpThread(application.api, listening)
     for line in [*role.description(), ready_line(listening, token)]:
         log_rank0(line)
@@ -110,6 +113,16 @@ def _check_generation(quantize: str | None) -> None:
         )
     if quantize == FP8:
         raise ValueError(f"quantize={quantize} with generate: expected int8 or nf4, whose layers take adapters")
+
+
+def _weights_root(folder: str | None, *, generate: bool) -> Path | None:
+    if folder is None:
+        return None
+    if not generate:
+        raise ValueError(f"--weights-root {folder} without --generate: only a server of completions loads weights")
+    if not Path(folder).is_dir():
+        raise ValueError(f"--weights-root {folder}: expected an existing folder, below which runs publish weights")
+    return Path(folder).resolve()
 
 
 def _check_sizes(batch_tokens: int, queue_tokens: int | None, max_top_k: int) -> None:

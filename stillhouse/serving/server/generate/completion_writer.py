@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from stillhouse.serving.server.role import ModelOptions, longest_sequence, model
 class CompletionWriter:
     """Generates the completions of a batch (a `Role`). Each request of a batch may have its own `Sampling`.
 
-    base: what the decoder is, for adapters that were trained on it.
+    base: what the decoder is, for adapters that were trained on it. weights_root: see `WeightUpdates`.
     """
 
     name: str
@@ -40,10 +41,11 @@ class CompletionWriter:
     batch_tokens: int
     images: AcceptedImages
     base: AdapterBase
+    weights_root: Path | None = None
     survives_failures: bool = True
 
     def __post_init__(self) -> None:
-        self._updates = WeightUpdates(self.decoder, self.base)
+        self._updates = WeightUpdates(self.decoder, self.base, self.weights_root)
 
     def add_routes(self, application: Application) -> None:
         add_generate_route(application, self.info["eos_token_ids"])
@@ -104,7 +106,7 @@ class CompletionWriter:
         return stop_texts([completion.ids_N.tolist()], sampling.stop, self.tokenizer)[0]
 
 
-def load_writer(options: ModelOptions, batch_tokens: int) -> CompletionWriter:
+def load_writer(options: ModelOptions, batch_tokens: int, weights_root: Path | None = None) -> CompletionWriter:
     """Load a model in this process. Raises ValueError if it cannot be loaded, is damaged, or cannot generate."""
     device, source = choose_device(options.device), local_folder(options.name, options.revision)
     tokenizer = load_tokenizer(source)
@@ -126,4 +128,6 @@ def load_writer(options: ModelOptions, batch_tokens: int) -> CompletionWriter:
         **images.info,
     }
     base = AdapterBase(fingerprint=model_fingerprint(source), dtype=info["dtype"], quantize=options.quantize)
-    return CompletionWriter(options.name, info, limits, decoder, device, tokenizer, batch_tokens, images, base)
+    return CompletionWriter(
+        options.name, info, limits, decoder, device, tokenizer, batch_tokens, images, base, weights_root
+    )

@@ -9,6 +9,7 @@ layers to the model; later ones replace their matrices. A server takes models or
 a model would replace the base of an adapter.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.display import escaped
-from stillhouse.generation.published_folder import AdapterBase, published_folder
+from stillhouse.generation.published_folder import AdapterBase, NoVersionError, published_folder
 from stillhouse.models import Decoder, add_lora
 from stillhouse.models.adapter import is_lora
 from stillhouse.models.saved_lora import LoraOptions
@@ -46,11 +47,12 @@ class WeightUpdates:
     """version: the label of the current weights. Only the model's thread may call `apply` and `close`.
 
     base: the model that the decoder is, without an adapter.
+    root: the folder below which published folders are read; None: anywhere.
     """
 
-    def __init__(self, decoder: Decoder, base: AdapterBase):
+    def __init__(self, decoder: Decoder, base: AdapterBase, root: Path | None = None):
         self.version = FIRST_VERSION
-        self._decoder, self._base = decoder, base
+        self._decoder, self._base, self._root = decoder, base, root
         # the weights of a quantized model cannot be replaced
         self._models = ModelReader(decoder) if base.quantize is None else None
         self._adapters = AdapterReader(decoder, base)
@@ -65,11 +67,27 @@ class WeightUpdates:
         """Read the weights of a folder. manifest: the manifest's expected sha256.
 
         Raises ValueError unless the folder is complete and has this manifest, each tensor fits the model, and all
-        values are finite.
+        values are finite. A client is not told which paths exist outside of the root, or anywhere without a root.
         """
         shown = escaped(str(folder))[:200]
         if not folder.is_absolute() or "\0" in str(folder):
             raise ValueError(f"folder '{shown}': expected an absolute path on the server's machine")
+        if self._root is not None:
+            folder = Path(os.path.realpath(folder))  # without `..` and links, by which it could leave the root
+            if not folder.is_relative_to(self._root):
+                raise ValueError(f"{shown} is not in the folder of this server's --weights-root")
+        try:
+            return self._read(folder, shown, manifest)
+        except NoVersionError as error:
+            if self._root is not None:
+                raise
+            log_rank0(f"POST /v1/weights: {escaped(str(error))}")
+            raise ValueError(
+                f"{shown} is no complete version of the weights that this server can read: expected the folder that "
+                "the run writes to, on a file system of both; the server's log says more"
+            ) from error
+
+    def _read(self, folder: Path, shown: str, manifest: str | None) -> NewWeights:
         with published_folder(folder) as published:
             if manifest not in (None, published.sha256):
                 raise ValueError(

@@ -17,8 +17,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.parallel import Mesh
-from stillhouse.serving.image_wire import decode_images, encode_images, take_images
-from stillhouse.serving.wire import KEY, document_tensors, header_of, read_images
+from stillhouse.serving.image_wire import decode_images, encode_images, header_of, take_images
+from stillhouse.serving.wire import KEY, document_tensors, read_images
 from stillhouse.signals.extract import Ranked
 from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -85,7 +85,7 @@ def _encoded(parts: Sequence[ScoreRequest]) -> bytes:
 
 
 def _decoded(content: bytes) -> list[ScoreRequest]:
-    tensors, header = load(content), header_of(content)
+    tensors, header = load(content), header_of(content, KEY)
     token_ids, bounds = tensors["token_ids"].numpy(), tensors["offsets"].tolist()
     tokens = [token_ids[start:stop] for start, stop in pairwise(bounds)]
     images = decode_images(*take_images(header, tensors), tokens)
