@@ -26,7 +26,7 @@ class FunctionStates:
         functions = list(functions)
         self._with_state = {str(function): function for function in functions if has_state(function)}
         hashes = source_hashes({function.path.partition(":")[0] for function in functions}) if functions else {}
-        ours = ("__main__", __name__.partition(".")[0])
+        ours = ("__main__", "__mp_main__", __name__.partition(".")[0])
         self.sources = {name: digest for name, digest in hashes.items() if name.partition(".")[0] not in ours}
 
     def texts(self) -> dict[str, str]:
@@ -55,6 +55,8 @@ class FunctionStates:
 def has_state(function: UserFunction) -> bool:
     """Whether a function has a state. Raises ValueError if it has only one of both methods."""
     owner = _owner(function)
+    if _is_torch_module(owner):
+        return False
     names = [name for name in (SAVE, LOAD) if _is_method(owner, name)]
     if len(names) == 1:
         raise ValueError(f"got {function.path!r}, which has only {names[0]}: expected both {SAVE} and {LOAD}")
@@ -86,12 +88,15 @@ def _owner(function: UserFunction) -> Any:
     return getattr(function.function, "__self__", function.function)
 
 
+def _is_torch_module(owner: Any) -> bool:
+    """Whether torch's class loads the state: a reward model's weights are no state of a run."""
+    return str(getattr(getattr(owner, LOAD, None), "__module__", "")).startswith("torch.")
+
+
 def _is_method(owner: Any, name: str) -> bool:
     if inspect.isclass(owner):
         return isinstance(inspect.getattr_static(owner, name, None), classmethod | staticmethod)
-    method = getattr(owner, name, None)
-    # a reward model's weights are no state of a run
-    return callable(method) and not str(getattr(method, "__module__", "")).startswith("torch.")
+    return callable(getattr(owner, name, None))
 
 
 def _is_json(value: Any) -> bool:
@@ -99,4 +104,4 @@ def _is_json(value: Any) -> bool:
         return all(type(key) is str and _is_json(item) for key, item in value.items())
     if isinstance(value, list):
         return all(map(_is_json, value))
-    return value is None or type(value) in (bool, int, float, str)
+    return value is None or isinstance(value, int | float | str)  # numpy.float64 is a float

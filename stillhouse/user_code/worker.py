@@ -26,6 +26,8 @@ from stillhouse.user_code.tools import answer_of
 VALUE, ERROR, UNUSABLE = "value", "error", "unusable"
 #: the exit code of a process that cannot hold a request or its answer
 OUT_OF_MEMORY = 79
+#: the folders of installed modules
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def serve(settings: Mapping[str, Any]) -> NoReturn:
@@ -70,13 +72,17 @@ def _answer(call: Callable[..., Any], arguments: Any, *, is_limited: bool) -> di
 
 def source_hashes(named: Collection[str]) -> dict[str, str]:
     """The sha256 of the files of imported modules, by module: of those in `named`, and of all modules that are not
-    installed in this Python. "" for a file that cannot be read.
+    installed. "" for a file that cannot be read.
     """
-    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     hashes = {}
     for name, module in sorted(sys.modules.items()):
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        if isinstance(file, str) and (name in named or not any(map(Path(file).is_relative_to, installed))):
+        if not isinstance(file, str):
+            continue
+        # a virtual environment may see those of another Python, in other folders than its own
+        is_installed = not _INSTALLED.isdisjoint(Path(file).parts) or any(map(Path(file).is_relative_to, standard))
+        if name in named or not is_installed:
             try:
                 hashes[name] = file_hash(Path(file))
             except OSError:

@@ -25,6 +25,7 @@ from stillhouse.user_code.function_state import FunctionStates, has_state, state
 from stillhouse.user_code.functions import REWARD, UserFunction, UserFunctionError, load_function
 
 HOOKS = """
+import numpy as np
 import torch
 
 class Plain:
@@ -80,10 +81,16 @@ class Model(torch.nn.Linear):
     def forward(self, prompt, completion, record):
         return 0.0
 
+class NamedModel(Model):
+    def state_dict(self, *arguments, **options):
+        return super().state_dict(*arguments, **options)
+
 def length(prompt, completion, record):
     return float(len(completion))
 
-plain, stateful, replies, half, model = Plain(), Stateful(), Replies(), Half(), Model(3, 2)
+plain, stateful, replies, half = Plain(), Stateful(), Replies(), Half()
+model, named_model = Model(3, 2), NamedModel(3, 2)
+numpys = Wrong([np.float64(0.1), np.float64("nan"), True, 3])
 tuples, numbers, tensors = Wrong({"a": (1, 2)}), Wrong({1: 2}), Wrong([torch.zeros(2)])
 deep = []
 deep.append(deep)
@@ -201,16 +208,23 @@ def test_a_state_that_cannot_be_kept_is_refused(
 
 def test_the_object_of_a_method_and_the_class_of_an_environment_have_a_state() -> None:
     states = {}
-    for name in ("method", "length", "model"):
+    for name in ("method", "length", "model", "named_model", "numpys"):
         function = load_function(REWARD, f"hooks:{name}")
         states[name] = state_text(function) if has_state(function) else None
     expected = {"lengths": [], "none": None, "smallest": -float("inf")}
     assert json.loads(str(states.pop("method"))) == expected
-    assert states == {"length": None, "model": None}
+    assert states == {"length": None, "model": None, "named_model": None, "numpys": "[0.1, NaN, true, 3]"}
     game = load_function("rollout.environment", "hooks:Game")
     assert state_text(game) == "0"
     FunctionStates([game]).load({"rollout.environment: hooks:Game": "5"}, {}, print)
     assert state_text(game) == "5"
+
+
+def test_sources_are_those_of_modules_that_are_not_installed() -> None:
+    """Also if a virtual environment sees the packages of another Python."""
+    names = FunctionStates([load_function(REWARD, "hooks:length")]).sources.keys()
+    assert "hooks" in names
+    assert not {"torch", "numpy", "transformers", "yaml", "json"} & {name.partition(".")[0] for name in names}
 
 
 def test_a_function_that_does_not_load_its_state_is_named() -> None:
