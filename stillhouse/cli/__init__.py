@@ -147,7 +147,7 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
         --data train.jsonl --out runs/a
     stillhouse distill run.yaml train.learning_rate=2e-5 train.steps=200
     """
-    config = load(arguments, flags)
+    config = load(arguments, flags, ("data", "run"))
     from stillhouse.output.report import write_report
     from stillhouse.parallel import is_first
     from stillhouse.run.run import distill
@@ -168,7 +168,7 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
     stillhouse check run.yaml
     stillhouse check run.yaml train.micro_batch_tokens=16384
     """
-    config = load(arguments, flags)
+    config = load(arguments, flags, ("data", "run", "servers"))
     from stillhouse.tools.check import check
 
     check(config)

@@ -13,6 +13,7 @@ from stillhouse.cli.hub import settle_offline
 
 if TYPE_CHECKING:
     from stillhouse.config import RunConfig
+    from stillhouse.run.local_checks import Need
 
 #: the options of commands that take a configuration: for each key, the option, the name of its value, and its help
 OPTIONS = {
@@ -63,8 +64,12 @@ def takes_configuration(command: click.Command) -> bool:
     return any(parameter.name == "arguments" and parameter.metavar for parameter in command.params)
 
 
-def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
-    """The configuration from a command's file, options and overrides."""
+def load(arguments: Sequence[str], flags: dict[str, str | None], needs: "Sequence[Need]" = ("data",)) -> "RunConfig":
+    """The configuration from a command's file, options and overrides.
+
+    Raises ConfigError for what is not there on this machine, before libraries are imported that need some seconds.
+    needs: see `check_local`.
+    """
     options = {name: value for name, value in flags.items() if value is not None}
     if not arguments and not options:
         name = click.get_current_context().info_name
@@ -84,6 +89,10 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
 
     overrides = [argument for argument in arguments if is_override(argument)]
     config = load_config(files[0] if files else None, overrides, settings=settings_layer(options))
+    from stillhouse.run.local_checks import check_local
+
+    if "run" not in needs or not os.path.isdir(os.path.join(config.out, "model")):  # a complete run needs nothing
+        check_local(config, needs)
     teachers = [teacher.model for teacher in config.teacher_sections.values()]
     settle_offline([config.student.model, config.data.chat_template, *teachers])
     quiet_libraries()

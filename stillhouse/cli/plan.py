@@ -55,7 +55,7 @@ def plan(
 
     if device not in DEVICES:
         raise misused(f"--device: got {device!r}, expected one of {', '.join(DEVICES)}")
-    config = load(arguments, flags)
+    config = load(arguments, flags, needs=())
     from stillhouse.tools.plan.layout_plan import Machine
 
     machine = Machine(ranks, gpus_per_node, device)

@@ -1,43 +1,18 @@
-"""Reads records, tokenizes them, and packs the tokens into micro-batches. Labels are shifted only here."""
+"""Reads records, tokenizes them, and packs the tokens into micro-batches. Labels are shifted only here.
 
-from stillhouse.data.data_report import DataReport
-from stillhouse.data.document_loader import LoadOptions, load_documents
-from stillhouse.data.documents import Documents
-from stillhouse.data.micro_batch import MicroBatch
-from stillhouse.data.packed_rows import make_micro_batch
-from stillhouse.data.packing import PackedMicroBatches, PackedSequences
-from stillhouse.data.read.data_source import read_records
-from stillhouse.data.record import DataError, NoSourceError
-from stillhouse.data.render.tokenizers import (
-    check_same_tokenizer,
-    check_vocabulary,
-    load_tokenizer,
-    save_tokenizer,
-    text_fingerprint,
-    tokenizer_fingerprint,
-)
-from stillhouse.data.step_micro_batches import StepMicroBatches
-from stillhouse.data.substitutions import Substitution, Substitutions
+The names are imported at their first use, so that a wrong path is named before torch is imported.
+"""
 
-__all__ = [
-    "DataError",
-    "DataReport",
-    "Documents",
-    "LoadOptions",
-    "MicroBatch",
-    "NoSourceError",
-    "PackedMicroBatches",
-    "PackedSequences",
-    "StepMicroBatches",
-    "Substitution",
-    "Substitutions",
-    "check_same_tokenizer",
-    "check_vocabulary",
-    "load_documents",
-    "load_tokenizer",
-    "make_micro_batch",
-    "read_records",
-    "save_tokenizer",
-    "text_fingerprint",
-    "tokenizer_fingerprint",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stillhouse.data.public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module 'stillhouse.data' has no attribute {name!r}")
+    value = getattr(import_module("stillhouse.data.public"), name)
+    globals()[name] = value
+    return value

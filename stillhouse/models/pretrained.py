@@ -29,7 +29,8 @@ from transformers.utils import (
     TRANSFORMERS_DYNAMIC_MODULE_NAME,
 )
 
-from stillhouse.display import escaped, first_line, name_list
+from stillhouse.config.model_folder import require_safetensors
+from stillhouse.display import escaped, first_line
 from stillhouse.libraries import reading
 from stillhouse.models.float8 import FP8, round_to_float8
 from stillhouse.models.model_checks import prefixed
@@ -37,7 +38,6 @@ from stillhouse.models.quantized import keep_gradients, quantized_loading, requi
 from stillhouse.models.unsaved_buffers import initialize_buffers
 from stillhouse.models.weight_files import (
     INDEX,
-    SAFETENSORS,
     json_object,
     named_weights,
     require_index,
@@ -46,8 +46,6 @@ from stillhouse.models.weight_files import (
 
 #: the largest allowed number of layers: for a damaged, huge number, transformers would create layers for hours
 MAX_LAYERS = 10_000
-_ADAPTER = "adapter_config.json"
-_PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -227,7 +225,7 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
     """
     folder = escaped(os.fspath(name))
     if os.path.isdir(name):
-        _require_safetensors(folder, os.listdir(name))
+        require_safetensors(folder, os.listdir(name))
     config = json_object(name, CONFIG_NAME, revision)
     parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
     values = {prefix + key: value for prefix, part in parts.items() for key, value in part.items()}
@@ -239,37 +237,3 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
         indexes += [weights] if weights.endswith(INDEX) else []
     for index in indexes:
         require_index(f"{folder}/{index}", json_object(name, index, revision))
-
-
-def require_model_folder(name: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a file, and for a folder that contains no model. Any other name may be a hub id."""
-    if not os.path.isdir(name):
-        if os.path.isfile(name):
-            raise ValueError(f"{os.fspath(name)} is a file: expected the folder of a model, or a hub id")
-        return
-    files = os.listdir(name)
-    if _ADAPTER in files:
-        _require_safetensors(escaped(os.fspath(name)), files)
-    if CONFIG_NAME not in files:
-        paths = [os.path.join(name, file) for file in sorted(files)]
-        within = [path for path in paths if os.path.isfile(os.path.join(path, CONFIG_NAME))]
-        hint = f". There is a {CONFIG_NAME} in {name_list(within)}"
-        raise ValueError(
-            f"{escaped(os.fspath(name))} is a folder without {CONFIG_NAME}: expected a model's folder, with "
-            f"{CONFIG_NAME}, safetensors and a tokenizer{hint if within else ''}"
-        )
-
-
-def _require_safetensors(folder: str, files: list[str]) -> None:
-    if _ADAPTER in files:
-        raise ValueError(
-            f"{folder} holds an adapter ({_ADAPTER}): expected a plain model. A run's `model/` contains the base "
-            "with the adapter merged into it; for another adapter, save the result of peft's merge_and_unload()"
-        )
-    pickled = [file for file in files if file.endswith(_PICKLE)]
-    if pickled and not any(file.endswith(SAFETENSORS) for file in files):
-        raise ValueError(
-            f"{folder} has its weights as pickle ({name_list(pickled)}), which can run any code while it is read, so "
-            "it is not read, even with trust_remote_code: expected safetensors. If you trust the file, "
-            "convert it yourself: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )

@@ -312,8 +312,7 @@ def load_data(
         try:
             documents = load_documents(source, tokenizer, options, cache, processor, readers)
         except NoSourceError as error:
-            share = " (a share is written as a number, such as 0.05)" if source.endswith("%") else ""
-            raise ConfigError(key, f"{error}{share}") from error
+            raise ConfigError(key, str(error)) from error
         if rollout is not None and rollout.reply_role:
             _require_conversations(documents, source, rollout, tokenizer)
         return documents

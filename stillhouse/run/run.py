@@ -1,6 +1,5 @@
 """One run from start to end: load everything, lock the run folder, train, write the model."""
 
-import os
 from contextlib import closing, nullcontext
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from stillhouse.checkpoint.export_weights import save_merged, save_student
 from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint
 from stillhouse.checkpoint.resume import candidates, open_checkpoint
 from stillhouse.checkpoint.served_models import require_same_teachers
-from stillhouse.config import ConfigError, RunConfig, dump_config
+from stillhouse.config import RunConfig, dump_config
 from stillhouse.data import save_tokenizer
 from stillhouse.loops import off_policy, on_policy
 from stillhouse.loops.held_out_tokens import held_out_tokens
@@ -25,6 +24,7 @@ from stillhouse.output.progress import Progress, folder_name
 from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.run.agreement import require_shared_folder
+from stillhouse.run.local_checks import require_writable
 from stillhouse.run.session import Session, build_session, data_reports, steps_in_words
 from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.signals import SignalsLostError
@@ -43,7 +43,7 @@ def distill(config: RunConfig) -> Path:
     ranks = setup.ranks
     if all(ranks.gather(folder.complete)):
         return _report_complete(folder)
-    _require_writable(folder.path)
+    require_writable(config.out)
     session = build_session(setup, announce=is_first())
     require_shared_folder(folder.path, ranks)
     with closing(session), folder_lock(folder.path) if is_first() else nullcontext():
@@ -66,17 +66,6 @@ def distill(config: RunConfig) -> Path:
         require_same_teachers(session.stores, folder, ranks)
         _run(setup, session, folder, checkpoint)
     return folder.path
-
-
-def _require_writable(folder: Path) -> None:
-    """Raise ConfigError if the run's folder cannot be created or written."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError("out", f"got {folder}, but {existing} is a file: expected a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "out", f"got {folder}, but {existing} cannot be written by this user: expected another folder"
-        )
 
 
 def _report_complete(folder: RunFolder) -> Path:

@@ -3,7 +3,6 @@
 `RunSetup` has the full configuration. The objects that it makes get only the sections or the values that they need.
 """
 
-import math
 from dataclasses import replace
 from functools import cached_property
 
@@ -229,27 +228,9 @@ def device_of(name: str) -> torch.device:
 def layout_of(parallel: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
     """The layout that a section describes. key: the section's key, for error messages
 
-    Raises ConfigError if the product of the degrees is not `processes`, or if the expert degree does not fit the
-    other degrees.
+    Raises ConfigError for an impossible layout (see `ParallelConfig.degrees`).
     """
-    others = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "replicate")}
-    product = math.prod(others.values())
-    fsdp = parallel.fsdp if parallel.fsdp is not None else max(1, processes // product)
-    degrees = Degrees(fsdp=fsdp, expert=parallel.expert, **others)
-    if degrees.processes != processes:
-        started = f"torchrun started {processes}" if processes > 1 else "there is one, without torchrun"
-        raise ConfigError(
-            key,
-            f"{degrees} needs {degrees.processes} processes, but {started}: expected "
-            f"torchrun --nproc-per-node {degrees.processes}, or degrees whose product is {processes}",
-        )
-    sharing = degrees.shard * degrees.tensor
-    if degrees.experts % degrees.tensor or sharing % degrees.experts:
-        raise ConfigError(
-            f"{key}.expert",
-            f"got {parallel.expert}, with fsdp × context × tensor = {sharing} and tensor = {degrees.tensor}: "
-            "expected a divisor of the first and a multiple of the second",
-        )
+    degrees = Degrees(**parallel.degrees(processes, key))
     gather_dtype = None if parallel.gather_dtype is None else torch.bfloat16
     layout = Layout(degrees, parallel.schedule, gather_dtype, parallel.offload)
     return replace(layout, sequence=parallel.sequence, options=parallel.megatron or {})

@@ -6,13 +6,13 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
+from stillhouse.config.model_folder import require_model_folder
 from stillhouse.data import check_same_tokenizer, load_tokenizer
 from stillhouse.data.record import TemplateSyntaxError
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.display import first_line
 from stillhouse.libraries import reading
 from stillhouse.models import read_end_ids
-from stillhouse.models.pretrained import require_model_folder
 from stillhouse.signals import SignalStore
 
 

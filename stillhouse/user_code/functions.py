@@ -213,14 +213,20 @@ def _function(path: str, hint: str) -> Callable[..., Any]:
     with _ForeignCode(f"got {path!r}, but importing {module_name}"):
         module = _imported(module_name)
     if module is None:
-        raise ValueError(
-            f"got {path!r}, but there is no module {module_name!r}: expected one that is installed, or in the "
-            f"working directory{hint}"
-        )
+        raise no_module(path, module_name, hint)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"got {path!r}, but {module_name} has no function {name!r}")
+        raise no_function(path, module_name, name)
     return function
+
+
+def no_module(path: str, module: str, hint: str) -> ValueError:
+    expected = f"expected one that is installed, or in the working directory{hint}"
+    return ValueError(f"got {path!r}, but there is no module {module!r}: {expected}")
+
+
+def no_function(path: str, module: str, name: str) -> ValueError:
+    return ValueError(f"got {path!r}, but {module} has no function {name!r}")
 
 
 def checked_reward(

@@ -1,10 +1,15 @@
 """The layout: how a run is distributed over processes."""
 
+import math
 from typing import Literal
 
 from pydantic import Field
 
+from stillhouse.config.errors import ConfigError
 from stillhouse.config.section import Section
+
+#: the axes in the order of messages
+_AXES = ("pipeline", "replicate", "fsdp", "context", "tensor", "expert")
 
 
 class ParallelConfig(Section):
@@ -47,6 +52,34 @@ class ParallelConfig(Section):
     offload: bool = False
     """Keep FSDP's shards of both models (weights, gradients, optimizer state) in host memory between uses; the
     optimizer runs on the CPU."""
+
+    def degrees(self, processes: int, key: str = "parallel") -> dict[str, int]:
+        """The degree of each axis, by its name. key: the section's key, for error messages.
+
+        Raises ConfigError if the product of the degrees is not `processes`, or if the expert degree does not fit the
+        other degrees.
+        """
+        names = ("pipeline", "replicate", "context", "tensor")
+        others = {name: getattr(self, name) for name in names}
+        fsdp = self.fsdp if self.fsdp is not None else max(1, processes // math.prod(others.values()))
+        degrees = others | {"fsdp": fsdp, "expert": self.expert}
+        product = fsdp * math.prod(others.values())
+        if product != processes:
+            shown = " × ".join(f"{name} {degrees[name]}" for name in _AXES if degrees[name] > 1) or "1 process"
+            started = f"torchrun started {processes}" if processes > 1 else "there is one, without torchrun"
+            raise ConfigError(
+                key,
+                f"{shown} needs {product} processes, but {started}: expected "
+                f"torchrun --nproc-per-node {product}, or degrees whose product is {processes}",
+            )
+        sharing, experts = fsdp * self.context * self.tensor, max(self.expert, self.tensor)
+        if experts % self.tensor or sharing % experts:
+            raise ConfigError(
+                f"{key}.expert",
+                f"got {self.expert}, with fsdp × context × tensor = {sharing} and tensor = {self.tensor}: "
+                "expected a divisor of the first and a multiple of the second",
+            )
+        return degrees
 
     @property
     def stages_per_rank(self) -> int:

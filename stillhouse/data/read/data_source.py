@@ -67,11 +67,18 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
     return _matches(name) if glob.has_magic(name) else None
 
 
+def require_source(source: str) -> None:
+    """Raise ValueError if the source is on this machine and cannot be read, or is neither there nor a hub id."""
+    if local_files(source) is None:
+        _hub_id(os.path.expanduser(source))
+
+
 def _hub_id(name: str) -> tuple[str, str | None, str]:
     """(name, configuration, split) of `name:configuration@split`. Raises NoSourceError if it looks like a path."""
     match = _HUB_ID.fullmatch(name)
     if match is None or match["name"].startswith(".") or _is_readable(Path(match["name"])):
-        raise NoSourceError(f"no such file or folder: {name}")
+        share = " (a share is written as a number, such as 0.05)" if name.endswith("%") else ""
+        raise NoSourceError(f"no such file or folder: {name}{share}")
     return match["name"], match["config"], match["split"] or "train"
 
 

@@ -1,0 +1,52 @@
+"""Checks of a model's folder by the names of its files. Needs no torch, so that a wrong path is named at once."""
+
+import os
+import re
+
+from stillhouse.display import escaped, name_list
+
+CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
+_PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def require_model(name: str) -> None:
+    """Raise ValueError unless a name is a model's folder or may be a hub id."""
+    require_model_folder(name)
+    if not os.path.exists(name) and _HUB_ID.fullmatch(name) is None:
+        raise ValueError(f"got {name!r}: there is no such folder, and it is no id of the hub, such as Qwen/Qwen3-8B")
+
+
+def require_model_folder(name: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a file, and for a folder that contains no model. Any other name may be a hub id."""
+    if not os.path.isdir(name):
+        if os.path.isfile(name):
+            raise ValueError(f"{os.fspath(name)} is a file: expected the folder of a model, or a hub id")
+        return
+    files = os.listdir(name)
+    if _ADAPTER in files:
+        require_safetensors(escaped(os.fspath(name)), files)
+    if CONFIG not in files:
+        paths = [os.path.join(name, file) for file in sorted(files)]
+        within = [path for path in paths if os.path.isfile(os.path.join(path, CONFIG))]
+        hint = f". There is a {CONFIG} in {name_list(within)}"
+        raise ValueError(
+            f"{escaped(os.fspath(name))} is a folder without {CONFIG}: expected a model's folder, with "
+            f"{CONFIG}, safetensors and a tokenizer{hint if within else ''}"
+        )
+
+
+def require_safetensors(folder: str, files: list[str]) -> None:
+    if _ADAPTER in files:
+        raise ValueError(
+            f"{folder} holds an adapter ({_ADAPTER}): expected a plain model. A run's `model/` contains the base "
+            "with the adapter merged into it; for another adapter, save the result of peft's merge_and_unload()"
+        )
+    pickled = [file for file in files if file.endswith(_PICKLE)]
+    if pickled and not any(file.endswith(".safetensors") for file in files):
+        raise ValueError(
+            f"{folder} has its weights as pickle ({name_list(pickled)}), which can run any code while it is read, so "
+            "it is not read, even with trust_remote_code: expected safetensors. If you trust the file, "
+            "convert it yourself: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )

@@ -1,0 +1,155 @@
+"""What a configuration names on this machine: models, data, functions, the folder of the run, the layout.
+
+A command checks it before it imports torch, so that a misspelt path is named within a second. What needs a model, a
+server or the hub is checked later.
+"""
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from stillhouse.config import ConfigError, RunConfig, as_config_error
+from stillhouse.config.errors import listed
+from stillhouse.config.model_folder import require_model
+from stillhouse.config.reward_sum import reward_parts
+from stillhouse.config.section import function_hint
+from stillhouse.data.read.data_source import require_source
+from stillhouse.user_code.function_files import require_in_file
+
+Check = Callable[[Any], object]
+#: the most seconds to reach a server
+_SECONDS = 5.0
+
+
+#: what a command needs, besides models
+Need = Literal["data", "run", "servers"]
+
+
+def check_local(config: RunConfig, needs: Collection[Need]) -> None:
+    """Raise ConfigError with all mistakes.
+
+    needs: data: data and functions. run: the folder of the run, and a layout. servers: servers that listen already.
+    """
+    checks = list(_models(config))
+    if "data" in needs:
+        checks += [*_data(config), *_functions(config)]
+    if "run" in needs:
+        checks += [("out", require_writable, config.out), ("parallel", config.parallel.degrees, _processes())]
+    if "servers" in needs:
+        checks += _servers(config)
+    mistakes = []
+    for key, check, value in dict.fromkeys(checks):  # several sources of prompts may have one reward
+        try:
+            with as_config_error(key):
+                check(value)
+        except ConfigError as error:
+            mistakes.append(error)
+    if mistakes:
+        raise listed(mistakes)
+
+
+def require_writable(out: str) -> None:
+    """Raise ConfigError if a run's folder cannot be created or written. Creates a folder in it, and removes it."""
+    folder = Path(out)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError("out", f"got {folder}, but {existing} is a file: expected a folder")
+    if os.environ.get("RANK", "0") != "0":  # only the first rank writes there
+        return
+    try:
+        # the permissions do not tell it: /proc, disks that are mounted read-only, and administrators
+        os.rmdir(tempfile.mkdtemp(prefix=".stillhouse-", dir=existing))
+    except OSError as error:
+        raise ConfigError(
+            "out", f"got {folder}, but {existing} cannot be written ({error.strerror}): expected another folder"
+        ) from error
+
+
+def _processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _models(config: RunConfig) -> Iterator[tuple[str, Check, Any]]:
+    yield "student.model", require_model, config.student.model
+    for section, teacher in config.teacher_sections.items():
+        if teacher.model is not None:
+            yield f"{section}.model", require_model, teacher.model
+
+
+def _data(config: RunConfig) -> Iterator[tuple[str, Check, Any]]:
+    data = config.data
+    for source in [item.source for item in data.weighted_sources] or [str(data.train)]:
+        yield "data.train", require_source, source
+    if isinstance(data.eval, str):
+        yield "data.eval", require_source, data.eval
+    for name, source in data.eval_sets.items():
+        yield f"data.eval.{name}", require_source, source
+    if config.eval.prompts is not None:
+        yield "eval.prompts.data", require_source, config.eval.prompts.data
+    if data.chat_template is not None and not os.path.isfile(data.chat_template):
+        yield "data.chat_template", _require_template, data.chat_template
+    for section, teacher in config.teacher_sections.items():
+        if teacher.cache is not None:
+            yield f"{section}.cache", _require_folder, teacher.cache
+
+
+def _require_template(source: str) -> None:
+    if Path(source).suffix in (".jinja", ".jinja2", ".j2", ".txt"):
+        raise ValueError(f"got {source}, but there is no such file")
+    require_model(source)
+
+
+def _require_folder(folder: str) -> None:
+    if not os.path.isdir(folder):
+        raise ValueError(f"got {folder}, but there is no such folder")
+
+
+def _functions(config: RunConfig) -> Iterator[tuple[str, Check, Any]]:
+    paths = [("eval.callbacks", path) for path in config.eval.callbacks]
+    if config.eval.prompts is not None:
+        paths += [("eval.prompts.reward", name) for name in _rewards(config.eval.prompts.reward)]
+    for number, rollout in enumerate(config.rollouts):
+        paths += [(config.rollout_key(number, "reward"), name) for name in _rewards(rollout.reward)]
+        paths += [(config.rollout_key(number, "tools"), path) for path in rollout.tool_paths]
+        if rollout.environment is not None:
+            paths.append((config.rollout_key(number, "environment"), rollout.environment))
+    for key, path in paths:
+        yield key, _require_function, path
+
+
+def _rewards(reward: str | None) -> list[str]:
+    return [part.name for part in reward_parts(reward) if part.is_function]
+
+
+def _require_function(path: str) -> None:
+    require_in_file(path, function_hint(path))
+
+
+def _servers(config: RunConfig) -> Iterator[tuple[str, Check, Any]]:
+    for section, teacher in config.teacher_sections.items():
+        yield from ((f"{section}.url", _require_server, url) for url in teacher.urls)
+    if config.rollout is not None:
+        yield from (("rollout.url", _require_server, url) for url in config.rollout.urls)
+    for number, rollout in enumerate(config.rollouts):
+        key = config.rollout_key(number, "reward")
+        yield from ((key, _require_server, part.name) for part in reward_parts(rollout.reward) if part.is_server)
+    prompts = config.eval.prompts
+    rewards = [] if prompts is None else reward_parts(prompts.reward)
+    yield from (("eval.prompts.reward", _require_server, part.name) for part in rewards if part.is_server)
+
+
+def _require_server(url: str) -> None:
+    """Raise ValueError unless something listens at the address. `distill` waits for it, as long as timeout says."""
+    address = urlsplit(url)
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            f"got {url}, where no server can be reached now ({error.strerror or error}): start it before `stillhouse "
+            "check`, or correct the address; `stillhouse distill` waits for it"
+        ) from error
