@@ -31,8 +31,9 @@ _KEY = "train.optimizer"
 WeightKind = Literal["matrix", "table", "vector"]
 #: transformers' names of matrices: those of routers, experts and latent projections are in no `nn.Linear`
 _MATRIX = re.compile(r"weight|(\w+_)?(proj|projection|gate)(_weight)?|(hc_)?fn")
-#: DBRX's experts, whose matrices are below each other in one tensor
-_STACKED_ROWS = re.compile(r"[wv]\d")
+#: the names of classes whose parameters are vectors, and the names of other vectors, alone or in a stack
+_NORM = re.compile(r"\w*Norm(Gated|\dd)?")
+_VECTOR = re.compile(r"(\w+_)?(bias|ape|A_log|D|scale)")
 
 
 def require_optimizer(train: TrainConfig, layout: Layout) -> None:
@@ -58,8 +59,9 @@ def weight_kinds(models: Iterable[nn.Module]) -> dict[nn.Parameter, WeightKind]:
     """Return the kind of each parameter, by the module that owns it and by its name there.
 
     matrix: the matrix of a linear map, or a stack of them (experts, heads), whose last two dims are rows and columns.
-    table: embeddings, heads and the kernels of convolutions. vector: all others, such as norms, biases and the A of
-    a state-space layer, alone or in a stack. Weight decay applies to matrices and tables, Muon to matrices.
+    vector: norms, biases, and the A of a state-space layer, alone or in a stack. table: embeddings, heads, kernels of
+    convolutions, and weights of unknown names, such as those of a model's own code and DBRX's experts, which are
+    below each other in one tensor. Weight decay applies to matrices and tables, Muon to matrices.
     """
     models = list(models)
     kinds: dict[nn.Parameter, WeightKind] = {}
@@ -72,11 +74,14 @@ def weight_kinds(models: Iterable[nn.Module]) -> dict[nn.Parameter, WeightKind]:
 
 
 def _kind(module: nn.Module, name: str, parameter: Tensor) -> WeightKind:
-    if parameter.dim() < 2 or isinstance(module, nn.LayerNorm | nn.RMSNorm):
+    # families have norms of their own, of which some have a vector for each head (Cohere)
+    if parameter.dim() < 2 or _NORM.fullmatch(type(module).__name__) or _VECTOR.fullmatch(name):
         return "vector"
-    if (isinstance(module, nn.Embedding | _ConvNd) and name == "weight") or _STACKED_ROWS.fullmatch(name):
+    if isinstance(module, nn.Embedding | _ConvNd):
         return "table"
-    return "matrix" if _MATRIX.fullmatch(name) else "vector"
+    if _MATRIX.fullmatch(name):
+        return "matrix"
+    return "vector" if parameter.numel() == max(parameter.shape) else "table"
 
 
 def stacked_vectors(models: Iterable[nn.Module]) -> list[str]:

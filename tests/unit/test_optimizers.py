@@ -101,6 +101,7 @@ STACKED: dict[str, tuple[set[str], set[str]]] = {
     "recurrent_gemma": ({"input_gate_bias", "recurrent_gate_bias"}, {"conv_1d.weight"}),
     "ernie4_5_moe": ({"e_score_correction_bias"}, set()),
     "chameleon": ({"q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"}, set()),
+    "cohere": ({"q_norm.weight", "k_norm.weight"}, set()),
     "rwkv": ({"time_mix_key", "time_mix_value", "time_mix_receptance"}, set()),
     "dbrx": (set(), {"w1", "v1", "w2"}),
     "qwen3_next": (set(), {"conv1d.weight"}),
@@ -111,7 +112,7 @@ STACKED: dict[str, tuple[set[str], set[str]]] = {
 @pytest.mark.parametrize("family", STACKED)
 def test_the_module_decides_what_a_matrix_is(family: str) -> None:
     """Vectors and matrices may be stacked; routers and experts have matrices without `nn.Linear`."""
-    model = causal_families.build(family)
+    model = causal_families.build(family, **({"use_qk_norm": True} if family == "cohere" else {}))
     decoder = Decoder(model, verify=False)
     kinds, (vectors, tables) = weight_kinds([decoder]), STACKED[family]
     names: dict[str, set[str]] = {"vector": set(), "table": set(), "matrix": set()}
@@ -129,6 +130,17 @@ def test_the_module_decides_what_a_matrix_is(family: str) -> None:
     trained = [weight for weight in decoder.parameters() if weight.requires_grad]
     decay = {weight: group["weight_decay"] for group in optimizer.param_groups for weight in group["params"]}
     assert decay == {weight: 0.0 if kinds[weight] == "vector" else 0.1 for weight in trained}
+
+
+def test_weights_of_unknown_names_have_weight_decay() -> None:
+    """A model's own code may use any names for matrices; those of vectors are known."""
+    module = nn.Module()
+    names = {"kernel": (4, 8), "w1": (4, 8), "wi": (2, 4, 8), "router": (4, 8), "W_q": (4, 8), "pos_embed": (1, 4, 8)}
+    vectors = {"shift": (1, 1, 8), "router_bias": (4, 8), "A_log": (4, 8)}
+    for name, shape in (names | vectors).items():
+        setattr(module, name, nn.Parameter(torch.ones(shape)))
+    kinds = {name: weight_kinds([module])[weight] for name, weight in module.named_parameters()}
+    assert kinds == dict.fromkeys(names, "table") | dict.fromkeys(vectors, "vector")
 
 
 def test_muon_steps_each_matrix_of_a_stack_by_itself() -> None:
