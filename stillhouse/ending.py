@@ -7,6 +7,8 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
+from stillhouse.display import escaped
+
 #: the most seconds to wait while buffered output is written to stdout
 FLUSH_SECONDS = 1.0
 #: the most seconds that a finished command waits for threads of other code
@@ -26,7 +28,7 @@ def print_line(line: str) -> None:
     """Print a line on stderr without Python's buffers, because the main thread may have locked them."""
     start = "\n" if os.isatty(2) else ""  # start below the live line of a run
     with suppress(OSError):  # the reader of stderr may have ended
-        os.write(2, f"{start}{line}\n".encode())
+        os.write(2, f"{start}{escaped(line, lines=True)}\n".encode())
 
 
 def end_process(code: int, line: str | None) -> NoReturn:

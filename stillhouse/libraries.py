@@ -50,7 +50,7 @@ _PYTHONS = (
 #: libraries whose errors derive directly from Exception; panics of Rust code even derive from BaseException
 _LIBRARIES = (
     *("PIL", "datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors", "sqlite3"),
-    *("struct", "zlib"),
+    *("struct", "tokenize", "zlib"),  # tokenize: numpy's headers of arrays
 )
 
 

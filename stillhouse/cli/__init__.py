@@ -28,6 +28,7 @@ from stillhouse.cli.plan import plan
 from stillhouse.cli.report import report
 from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
+from stillhouse.display import escaped
 from stillhouse.display import message as brief
 from stillhouse.ending import end_with_launcher, end_without_threads, error_line
 from stillhouse.preemption import Preempted, handling
@@ -220,7 +221,7 @@ def verify(run_dir: Path) -> None:
     findings = []
     for finding in verify(run_dir):
         findings.append(finding)
-        click.echo(finding)
+        click.echo(escaped(str(finding), lines=True))
     if wrong := [finding.what for finding in findings if finding.problem is not None]:
         raise ValueError(f"{run_dir}: {len(wrong)} of {len(findings)} parts are wrong: {', '.join(wrong)}")
 

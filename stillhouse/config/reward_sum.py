@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
 
-from stillhouse.config.section import Text, checked_function
+from stillhouse.config.section import Text, checked_address, checked_function
 
 _WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?P<rest>.*)", re.DOTALL)
 
@@ -30,6 +30,11 @@ class RewardPart(NamedTuple):
     @property
     def is_server(self) -> bool:
         return "://" in self.name
+
+    @property
+    def server(self) -> str:
+        """The address of a server without the path."""
+        return "{0.scheme}://{0.netloc}".format(urlsplit(self.name))
 
     @property
     def is_of_object(self) -> bool:
@@ -67,7 +72,7 @@ def _short_name(part: RewardPart) -> str:
     if not part.is_server:
         return part.name.rpartition(":")[2]
     address = urlsplit(part.name)
-    return address.netloc.rpartition("@")[2] + address.path.rstrip("/")  # no user, password or query
+    return address.netloc + address.path.rstrip("/")  # no query
 
 
 def _part(text: str) -> RewardPart:
@@ -82,9 +87,7 @@ def _part(text: str) -> RewardPart:
             raise ValueError(f"got {text!r}, expected a sum, in which a weight may be negative: {first} + {negative}")
         checked_function(part.name, text)
         return part
-    address = urlsplit(part.name)
-    if address.scheme not in ("http", "https") or not address.netloc or address.fragment or " " in part.name:
-        raise ValueError(f"got {part.name!r}, expected http://host:port/path")
+    checked_address(part.name, "http://host:port/path", "reward_tokens")
     return part
 
 

@@ -16,18 +16,23 @@ from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.rule import FIELDS, NAMED, Rule, default, excludes, needs
 from stillhouse.config.schema import yaml_value
 from stillhouse.config.sections.data_section import is_source_name
+from stillhouse.config.sections.eval_section import EvalPromptsConfig
+from stillhouse.config.sections.rollout_section import RolloutConfig
 from stillhouse.config.sections.run_section import RunConfig
+from stillhouse.config.sections.teacher_section import TeacherConfig
+from stillhouse.config.server_tokens import TOKEN_VARIABLE
 from stillhouse.config.servers import ENGINES
 from stillhouse.config.source_kinds import OF_WEIGHTS, SOURCES
 from stillhouse.config.student_rules import RULES_OF_STUDENT
-from stillhouse.display import enumerated
+from stillhouse.display import enumerated, name_list
 from stillhouse.objective.spec_expression import expression_fields
 
 
 def check_rules(config: RunConfig) -> None:
     """Raise ConfigError with the first mistake of each key if the configuration breaks rules."""
     mistakes: dict[str | None, ConfigError] = {}
-    for mistake in chain(_mistakes_of_losses(config), *(rule.mistakes(config) for rule in RULES)):
+    of_rules = chain.from_iterable(rule.mistakes(config) for rule in RULES)
+    for mistake in chain(_mistakes_of_losses(config), of_rules, _unused_tokens(config), _shared_token(config)):
         mistakes.setdefault(mistake.key, mistake)
     if mistakes:
         raise listed(list(mistakes.values()))
@@ -43,6 +48,36 @@ def _mistakes_of_losses(config: RunConfig) -> Iterator[ConfigError]:
             expression_fields(loss)
         except ValueError as error:
             yield ConfigError(key, f"{error}{loss_hint(str(error))}")
+
+
+def _unused_tokens(config: RunConfig) -> Iterator[ConfigError]:
+    """The keys of tokens of reward servers that no reward names, such as a misspelled address."""
+    sections: dict[str, list[RolloutConfig | EvalPromptsConfig]] = {"rollout": [*config.rollouts]}
+    if config.eval.prompts is not None:
+        sections["eval.prompts"] = [config.eval.prompts]
+    for key, section in sections.items():
+        servers = {part.server for prompts in section for part in reward_parts(prompts.reward) if part.is_server}
+        unused = {address for prompts in section for address in prompts.reward_tokens or {}} - servers
+        if unused:
+            among = f"among {name_list(servers)}" if servers else "the address of a server in reward"
+            yield ConfigError(f"{key}.reward_tokens", f"got {name_list(unused)}; expected {among}")
+
+
+def _shared_token(config: RunConfig) -> Iterator[ConfigError]:
+    """The servers of several models, if all of them would get the token that is set in `TOKEN_VARIABLE`."""
+    sections: dict[str, TeacherConfig | RolloutConfig] = {
+        key: teacher for key, teacher in config.teacher_sections.items() if teacher.urls
+    }
+    if config.rollout is not None and config.rollout.urls:
+        sections["rollout"] = config.rollout
+    unnamed = [key for key, section in sections.items() if section.token_variable is None]
+    if len(sections) > 1 and unnamed and os.environ.get(TOKEN_VARIABLE):
+        urls = enumerated([f"{key}.url" for key in sections], "and")
+        yield ConfigError(
+            f"{unnamed[0]}.token_variable",
+            f"is null, and {urls} are servers of different models, which get one token only on purpose; expected the "
+            f"name of the variable with its token, which may be {TOKEN_VARIABLE}",
+        )
 
 
 def _is_within(folder: str, parent: str) -> bool:
@@ -152,6 +187,7 @@ RULES: tuple[Rule, ...] = (
         has_no_effect=True,
     ),
     needs("rollout.weights", "rollout.url"),
+    needs("rollout.token_variable", "rollout.url"),
     excludes("rollout.weights", "rollout.writer=teacher", because="only the student's weights change"),
     excludes(
         "rollout.tools",

@@ -8,11 +8,15 @@ import os
 import re
 from pathlib import PurePath
 from typing import Annotated
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+#: a parameter of an address whose value is a secret
+_SECRET_PARAMETER = re.compile(
+    r"[?&]([\w-]*[_-])?(key|apikey|token|secret|password|passwd|pwd|auth|signature|sig)=", re.IGNORECASE
+)
 _FILE = re.compile(r"(?P<file>[^:]+)\.py(::?(?P<name>[A-Za-z_]\w*))?")
 
 
@@ -54,10 +58,29 @@ def _checked_paths(paths: str | list[str] | None) -> str | list[str] | None:
 
 def _checked_urls(urls: str | list[str] | None) -> str | list[str] | None:
     for url in [""] if urls == [] else url_list(urls):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+        parts = checked_address(url, "http://host:port without a path, such as /v1", "token_variable")
+        if parts.path.strip("/") or parts.query:
             raise ValueError(f"got {url!r}, expected http://host:port without a path, such as /v1")
     return urls
+
+
+def checked_address(url: str, expected: str, token_key: str) -> SplitResult:
+    """The parts of an address. Raises ValueError for another text, and for an address with a secret, because files of
+    the run have its addresses. token_key: the key for tokens. The message does not show the secret.
+    """
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or a bracket without its pair
+        is_address = False
+    if "@" in url or _SECRET_PARAMETER.search(url):
+        raise ValueError(
+            f"got an address with a user, a password or a key, which would be written to files: expected the address "
+            f"without it, and the name of an environment variable with the token as {token_key}"
+        )
+    if not is_address or parts.fragment or " " in url or not url.isprintable():
+        raise ValueError(f"got {url!r}, expected {expected}")
+    return parts
 
 
 def checked_function(path: str, text: str | None = None) -> str:

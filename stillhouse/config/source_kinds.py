@@ -61,7 +61,7 @@ _KINDS = (
         "stillhouse.run.stores:open_servers",
         proved_by="stillhouse.run.stores:prove_servers",
         beside=("model", "attention", "revision", "dtype"),
-        options=("api", "signal", "timeout", "prove", "prove_every", "accept", "top_k"),
+        options=("token_variable", "api", "signal", "timeout", "prove", "prove_every", "accept", "top_k"),
         any_tokens=True,
         compares_tokenizer=True,
         is_address=True,

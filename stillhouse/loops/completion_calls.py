@@ -10,6 +10,7 @@ from typing import Any
 
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import reward_parts
+from stillhouse.config.server_tokens import server_token
 from stillhouse.generation.advantages import rewards_are_equal
 from stillhouse.generation.user_functions import (
     CompletionCall,
@@ -117,10 +118,12 @@ class CompletionCalls:
             for (key, path), function in functions.items()
             if key == reward_key
         }
-        for name in dict.fromkeys(part.name for part in rewards if part.is_server):
-            server = RewardServer(name, f"{reward_key}: {name}", rollout.timeout, warn)
+        for part in dict.fromkeys(part._replace(weight=1.0) for part in rewards if part.is_server):
+            variable = (rollout.reward_tokens or {}).get(part.server)
+            token = None if variable is None else server_token(f"{reward_key}_tokens", variable)
+            server = RewardServer(part.name, f"{reward_key}: {part.name}", rollout.timeout, warn, token)
             self._servers.append(server)
-            parts[name] = server.call
+            parts[part.name] = server.call
         environments = {
             path: environment_call(function, calls[key, path])
             for (key, path), function in functions.items()

@@ -5,6 +5,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
+from stillhouse.config.server_tokens import server_token
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.generation import GenerationRequest, RolloutEngine, Sampling
 from stillhouse.generation.generate import Generator, check_generation
@@ -83,6 +84,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             processor=session.image_processor,
             image_prompts=prompts if prompts.has_images else None,
             other_samplings=others,
+            token=server_token("rollout.token_variable", rollout.token_variable),
         )
         if rollout.writer == "teacher":
             ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])

@@ -38,7 +38,8 @@ class PromptSamples:
         sampling: Sampling,
     ):
         section = session.rollout_config or RolloutConfig()  # without one, its defaults hold for servers
-        of_eval = {"reward": settings.reward, "workers": min(section.workers, len(prompts))}
+        workers = min(section.workers, len(prompts))
+        of_eval = {"reward": settings.reward, "reward_tokens": settings.reward_tokens, "workers": workers}
         self._session, self._prompts, self.rollout = session, prompts, section.model_copy(update=of_eval)
         if has_turns(section):  # a turn ends as in training
             sampling = replace(sampling, stop=tuple(section.stop))

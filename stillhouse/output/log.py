@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from stillhouse.display import escaped
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import append
@@ -147,6 +148,7 @@ class RunLog:
 
     def print_line(self, line: str) -> None:
         """Print a line above the live line."""
+        line = escaped(line, lines=True)
         with surviving_lost_reader():
             if self._bar.disable:
                 print(line, flush=True)

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _world
 
 from stillhouse.config import ConfigError
+from stillhouse.display import escaped
 from stillhouse.parallel import watchdog
 from stillhouse.parallel.host_memory import copied_to
 
@@ -237,9 +238,9 @@ def is_first() -> bool:
 
 
 def log_rank0(line: str) -> None:
-    """Print a line on rank 0 only."""
+    """Print a line on rank 0 only. A line may quote a server or a file: it cannot control the terminal."""
     if is_first():
-        print(line, flush=True)
+        print(escaped(line, lines=True), flush=True)
 
 
 def start(device: torch.device, timeout: float) -> None:

@@ -64,7 +64,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     """As `prepare`. setup: made from a configuration whose precision `with_precision` has resolved"""
     config, spec, stores = setup.config, setup.objective.spec, setup.stores
     if announce:
-        print(setup.objective.in_words(stores), flush=True)
+        print(escaped(setup.objective.in_words(stores), lines=True), flush=True)
     check_before_loading(setup)
     _enter("reading the data", announce)
     torch.manual_seed(config.seed)

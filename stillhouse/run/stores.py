@@ -99,6 +99,7 @@ def open_servers(section: str, teacher: TeacherConfig, objective: RunObjective, 
             objective.temperature_of(teacher),
             model_folder=None if teacher.model is None else _teacher_files(teacher),
             warn=lambda line: log_rank0(f"warning: {line}"),
+            section=section,
         )
 
 

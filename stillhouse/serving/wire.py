@@ -31,6 +31,9 @@ from stillhouse.serving.strict_body import JSON, SAFETENSORS, FirstWrong, Strict
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 
 KEY = "score"
+#: the number of the format of these bodies, of prompts with images and of published weights. A change that an earlier
+#: client or server would misread, or refuse without saying why, raises it
+WIRE_FORMAT = 1
 #: the file of the teacher's output head, the answer of `GET /v1/head`
 HEAD_FILE = "model.safetensors"
 

@@ -62,7 +62,7 @@ def check(config: RunConfig) -> None:
             state, occupied = "cannot be used, see the error below", error
         for line in _lines(session, folder, state):
             if is_first():
-                print(line, flush=True)
+                print(escaped(line, lines=True), flush=True)
         if occupied is not None:
             raise occupied
 

@@ -5,16 +5,15 @@
 At a random moment the trainer, a server that writes completions, the teacher's server or all of them are killed,
 asked to end or stopped for some seconds, or the disk becomes full; or the reward or the environment calls
 `sys.exit(0)`, raises an error, or does not return, and the run is asked to end; or processes of `rollout.workers`
-are killed or stopped. Then what has ended is started again with the same command. A run whose completions are
-written in its own process must end bit-equal to an undisturbed one. With servers, each sample must have been trained
-exactly once (`trained_record.py`) and no token may be older than the bound; where the schedule determines the
-completions, the weights are those of the undisturbed run, but for rounding.
+are killed or stopped; or a server drips, nests or lies. Then what has ended is started again with the same command.
+A run whose completions are written in its own process must end bit-equal to an undisturbed one. With servers, each
+sample must have been trained exactly once (`trained_record.py`) and no token may be older than the bound; where the
+schedule determines the completions, the weights are those of the undisturbed run, but for rounding.
 """
 
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import time
@@ -27,16 +26,18 @@ from typing import Any
 
 import campaign
 from campaign import Campaign, Failed, Fault, ended, figures, full_disk, log_lines, possible, wait_for_moment
+from kit.damaged_weights import DAMAGES
+from kit.faulty_proxy import Proxy, proxy_to
 from kit.layout_runs import weights
 from kit.misbehaving import FAULT
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks, free_port
 from kit.runs import ROOT, Command, wait_for
+from kit.stub_servers import HOSTILE, QuietHandler, listen
 from kit.trained_record import record_trained, trained, wrong_in
 from kit.worker_processes import workers_of
 
 from stillhouse.generation.publish_weights import version_folder
-from stillhouse.generation.published_folder import MANIFEST
 from stillhouse.loops import rollouts
 
 STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
@@ -47,7 +48,6 @@ PATIENCE, TIMEOUT, STOPPED, AWAY = 6, 20, 4.0, 9.0
 WORKER_PATIENCE, STARTED = 6, 1.5
 #: connections that say nothing, more than a server has places for
 SILENT = 2100
-WEIGHTS = "model.safetensors"
 #: the largest difference of a weight where completions were written in other batches
 CLOSE = 1e-5
 #: so often a command may be started again after it was ended by the fault
@@ -57,12 +57,15 @@ GOOD = ("bit-equal", "close", "once each")
 
 @dataclass(frozen=True)
 class Setting:
-    """writer, teacher: whether a server writes the completions, and scores them. processes: of the trainer."""
+    """writer, teacher, rewarder: whether a server writes the completions, scores them, and gives their rewards.
+    processes: of the trainer.
+    """
 
     schedule: str
     more: dict[str, Any] = field(default_factory=dict)
     writer: bool = False
     teacher: bool = False
+    rewarder: bool = False
     processes: int = 1
 
     @property
@@ -80,10 +83,12 @@ class Setting:
         kinds += ["killed workers", "stopped workers"] if "rollout.workers" in self.more else []
         kinds += ["kill", "kill", "terminate", "stop and continue", "full disk"]
         kinds += ["half open"] if self.writer or self.teacher else []
+        kinds += ["hostile answers"] * 2 if self.writer or self.teacher or self.rewarder else []
         return possible(kinds + (["damaged weights"] * 2 if self.writer else []))
 
 
 _REWARD = {"rollout.reward": "kit.misbehaving:length", "objective.loss": "policy_gradient + 0.5*reverse_kl"}
+_REWARDER = {"objective.loss": "policy_gradient + 0.5*reverse_kl", "rollout.timeout": PATIENCE}
 _TURNS = {"rollout.environment": "kit.misbehaving:echo", "rollout.stop": ["e", "a", "i"]}
 _WORKERS = {"rollout.workers": 2, "rollout.worker_timeout": WORKER_PATIENCE}
 
@@ -98,6 +103,7 @@ SETTINGS = {
     "async, several turns, workers": Setting("async", _TURNS | _REWARD | _WORKERS | {"rollout.workers": 3}),
     "async, several turns": Setting("async", _TURNS),
     "one_step_off, reward, fsdp 2": Setting("one_step_off", _REWARD | {"parallel.fsdp": 2}, processes=2),
+    "one_step_off, reward server": Setting("one_step_off", _REWARDER, rewarder=True),
     "one_step_off, fsdp 2": Setting("one_step_off", {"parallel.fsdp": 2}, processes=2),
     "sync, served": Setting("sync", writer=True),
     "one_step_off, served": Setting("one_step_off", writer=True),
@@ -137,10 +143,26 @@ class Service:
             self.command.send(number)
 
 
+class Rewards(QuietHandler):
+    """A server that gives the length of a completion as its reward."""
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.reply(200, {"reward": len(request["completion"])})
+
+
 @dataclass
 class Case(campaign.Case):
+    """proxies: before the servers, with the next answers that are not theirs."""
+
     setting: Setting = field(kw_only=True)
     services: dict[str, Service] = field(default_factory=dict)
+    proxies: dict[str, Proxy] = field(default_factory=dict)
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def behind_proxy(self, name: str, url: str) -> str:
+        self.proxies[name], address = self.stack.enter_context(proxy_to(url))
+        return address
 
     def start(self, out: Path, hook: Callable[..., None] = record_trained, *arguments: Any) -> Ranks:
         """arguments: of the hook in addition to the record's path."""
@@ -163,6 +185,7 @@ class Case(campaign.Case):
     def close(self) -> None:
         for service in self.services.values():
             service.send(signal.SIGKILL)
+        self.stack.close()
 
     def end(self, fault: str, out: Path, ranks: Ranks, codes: list[int]) -> tuple[str, str]:
         """Start the run until it is complete."""
@@ -224,11 +247,17 @@ def prepare(name: str, root: Path) -> Case:
     case = Case(name, folder, setting.processes, setting.faults, STEPS, EVERY, setting=setting)
     if setting.writer:
         case.services["writer"] = Service(folder / "student", "--generate")
-        settings |= {"rollout.engine": "stillhouse", "rollout.url": case.services["writer"].url}
-        settings["rollout.timeout"] = PATIENCE
+        url = case.behind_proxy("writer", case.services["writer"].url)
+        settings |= {"rollout.engine": "stillhouse", "rollout.url": url, "rollout.timeout": PATIENCE}
     if setting.teacher:
         case.services["teacher"] = Service(folder / "teacher")
-        settings |= {"teacher.url": case.services["teacher"].url, "teacher.timeout": PATIENCE}
+        url = case.behind_proxy("teacher", case.services["teacher"].url)
+        settings |= {"teacher.url": url, "teacher.timeout": PATIENCE}
+    if setting.rewarder:
+        rewards = listen(Rewards)
+        case.stack.callback(rewards.shutdown)
+        url = case.behind_proxy("rewarder", f"http://127.0.0.1:{rewards.server_port}")
+        settings["rollout.reward"] = f"{url}/reward"
     write_on_policy_run(folder, cached=setting.teacher, **settings)
     try:
         case.run_undisturbed()
@@ -312,6 +341,17 @@ def half_open(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
     return ranks, f"{where}, {name}"
 
 
+def hostile_answers(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
+    """Up to three answers of a server are such as no server should give."""
+    ranks = case.start(out)
+    where, name = wait_for_moment(case, ranks, out, draw), draw.choice(sorted(case.proxies))
+    kinds = draw.choices(sorted(HOSTILE), k=draw.randint(1, 3))
+    case.proxies[name].faults = [HOSTILE[kind] for kind in kinds]
+    ended(ranks)
+    case.proxies[name].faults = []
+    return ranks, f"{where}, {name}: {', '.join(kinds)}"
+
+
 def record_and_damage(record: str, kind: str, version: int) -> None:
     """A hook of the trainer: the folder of this version is damaged before the servers are told of it."""
     record_trained(record)
@@ -324,52 +364,6 @@ def record_and_damage(record: str, kind: str, version: int) -> None:
         return final
 
     rollouts.publish = publishing  # type: ignore[attr-defined]
-
-
-def _manifest_of(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    manifest = json.loads((folder / MANIFEST).read_text())
-    change(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-def _older(final: Path, before: Path) -> None:
-    """The version before, as it is."""
-    shutil.rmtree(final)
-    shutil.copytree(before, final)
-
-
-def _older_with_this_number(final: Path, before: Path) -> None:
-    """The version before under this one's number: all hashes are right."""
-    _older(final, before)
-    _manifest_of(final, lambda manifest: manifest.update(version=manifest["version"] + 1))
-
-
-def _older_files(final: Path, before: Path) -> None:
-    shutil.copy(before / WEIGHTS, final / WEIGHTS)
-
-
-def _pipe(final: Path, before: Path) -> None:
-    (final / WEIGHTS).unlink()
-    os.mkfifo(final / WEIGHTS)
-
-
-def _link(final: Path, before: Path) -> None:
-    (final / WEIGHTS).unlink()
-    (final / WEIGHTS).symlink_to("/dev/zero")
-
-
-def _elsewhere(final: Path, before: Path) -> None:
-    _manifest_of(final, lambda manifest: manifest["files"].update({f"../{before.name}/{WEIGHTS}": "0" * 64}))
-
-
-def _cut(final: Path, before: Path) -> None:
-    os.truncate(final / WEIGHTS, 1000)
-
-
-DAMAGES: dict[str, Callable[[Path, Path], None]] = {
-    fault.__name__.strip("_").replace("_", " "): fault
-    for fault in (_older, _older_with_this_number, _older_files, _pipe, _link, _elsewhere, _cut)
-}
 
 
 def damaged_weights(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
@@ -389,6 +383,7 @@ FAULTS: dict[str, Fault] = OF_FUNCTIONS | {
     "stop and continue": partial(signalled, number=signal.SIGSTOP),
     "full disk": full_disk,
     "half open": half_open,
+    "hostile answers": hostile_answers,
     "killed workers": partial(lost_workers, number=signal.SIGKILL),
     "stopped workers": partial(lost_workers, number=signal.SIGSTOP),
     "damaged weights": damaged_weights,

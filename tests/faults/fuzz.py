@@ -135,7 +135,9 @@ def add(campaign: Campaign, first: int, kind: str, details: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", help="configurations, data, images, messages, models, published, adapters, or all")
+    parser.add_argument(
+        "subject", help="configurations, data, images, messages, models, published, adapters, answers, or all"
+    )
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
@@ -146,7 +148,7 @@ def main() -> None:
         with contextlib.suppress(BrokenPipeError):
             work(options.subject, options.seed, options.first, options.mutations)
         return
-    every = ["configurations", "data", "messages", "models", "published", "adapters"]
+    every = ["configurations", "data", "messages", "models", "published", "adapters", "answers"]
     subjects = every if options.subject == "all" else [options.subject]
     with ThreadPoolExecutor(len(subjects)) as pool:  # each thread waits for its worker
         campaigns = list(pool.map(lambda name: run(name, options.mutations, options.seed, options.first), subjects))

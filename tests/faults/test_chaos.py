@@ -38,7 +38,9 @@ SETTINGS = {
         *("stopped workers", "terminate"),
     ],
     "one_step_off, fsdp 2": ["kill"],
-    "async, served, teacher served, fsdp 2": ["kill", "stop and continue", "half open", "damaged weights"],
+    "async, served, teacher served, fsdp 2": [
+        *("kill", "stop and continue", "half open", "hostile answers", "damaged weights"),
+    ],
 }
 
 

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import httpx2
 from kit.stub_servers import Fault, QuietHandler, listen
 
+#: of requests for signals, completions and rewards
+PATHS = ("/v1/score", "/pooling", "/v1/completions", "/generate", "/inference", "/reward")
+
 
 class Proxy:
     """Forwards requests to `upstream`. Each request to a scoring path takes the next one of `faults`, if any is left.
@@ -30,7 +33,7 @@ class Proxy:
 
     def next_fault(self, path: str) -> Fault | None:
         with self.lock:
-            if not path.startswith(("/v1/score", "/pooling", "/v1/completions", "/generate")):
+            if not path.startswith(PATHS):
                 return None
             self.scored += 1
             return self.faults.pop(0) if self.faults else None

@@ -5,13 +5,16 @@ forms are those of recorded answers (tests/kit/engines), with which `test_teache
 `test_rollout_engines.py` compare these. The real engine is tried by `make test-engines`.
 """
 
+import gzip
 import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -146,3 +149,90 @@ def stub_server(kind: type[StubHandler], folder: Path, **options: Any) -> Iterat
         yield server
     finally:
         server.kill()
+
+
+def raw(*parts: bytes, seconds: float = 0.0, forever: bool = False) -> Fault:
+    """Bytes in place of an answer, `seconds` apart. forever: the last part again and again, until the client goes."""
+
+    def fault(handler: QuietHandler, answer: Any) -> None:
+        handler.close_connection = True
+        with suppress(OSError):
+            for part in chain(parts, repeat(parts[-1]) if forever else ()):
+                handler.wfile.write(part)
+                time.sleep(seconds)
+
+    return fault
+
+
+def body(content: bytes, *, status: int = 200, more: bytes = b"") -> Fault:
+    head = b"HTTP/1.1 %d Fine\r\nContent-Length: %d\r\n%s\r\n" % (status, len(content), more)
+    return raw(head + content)
+
+
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+_NESTED = b"[" * 60_000 + b"]" * 60_000
+#: what no server should send. None of it may end a client by anything but an error that names the server, or later
+#: than its limit
+HOSTILE: dict[str, Fault] = {
+    "drips": raw(_HEAD, b"1", seconds=0.05, forever=True),
+    "drips headers": raw(b"HTTP/1.1 200 OK\r\nX: ", b"1", seconds=0.05, forever=True),
+    "processes for ever": raw(b"HTTP/1.1 102 Processing\r\n\r\n", seconds=0.05, forever=True),
+    "continues for ever, at once": raw(b"HTTP/1.1 100 Continue\r\n\r\n" * 400, forever=True),
+    "never ends": raw(b"HTTP/1.1 200 OK\r\n\r\n", b"1" * 2**16, forever=True),
+    "chunks of a byte, for ever": raw(
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n1\r\n" * 2000, forever=True
+    ),
+    "nests": body(_NESTED),
+    "nests in an error": body(_NESTED, status=400),
+    "opens only": body(b"[" * 60_000),
+    **{
+        f"charset {name!r}, {status}": body(
+            b'{"a": 1}\xff\x1b[2J', status=status, more=b"Content-Type: text/html; charset=%s\r\n" % name
+        )
+        for name in (b"zlib", b"undefined", b"rot13", b"base64", b"idna", b"punycode", b"\xff")
+        for status in (200, 400)
+    },
+    "numbers of 9,999 digits": body(b'{"reward": %s}' % (b"9" * 9999)),
+    "half of a surrogate pair": body(b'{"reward": "\\ud800", "error": {"message": "\\ud800"}}', status=400),
+    "a message that is a number": body(b'{"error": {"message": %s}}' % (b"9" * 4000), status=422),
+    "a bomb in gzip": body(gzip.compress(bytes(2**26)), more=b"Content-Encoding: gzip\r\n"),
+    "is no gzip": body(b"{}", status=400, more=b"Content-Encoding: gzip, br, \x1b[2J\r\n"),
+    "more than it says": raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n" + b"12" * 9),
+    "less than it says": raw(b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999999\r\n\r\n{}"),
+    "a negative length": raw(b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n{}"),
+    "two lengths": raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}"),
+    "many headers": body(b"{}", more=b"X-A: 1\r\n" * 50_000),
+    "a cookie": body(b"{}", status=400, more=b'Set-Cookie: a="\x1b; expires=;;=; domain=\xff\r\n'),
+    "no HTTP": raw(b"\x16\x03\x01\x00\x00 no HTTP\r\n\r\n"),
+    "HTTP/0.9": raw(b"{}"),
+    "HTTP/1.0": raw(b"HTTP/1.0 200 OK\r\n\r\n[]"),
+    "nothing": raw(b""),
+    "escapes": body(b'{"error": {"message": "\\u001b]0;owned\\u0007\\u001b[2J\\nstep 9/9"}}', status=400),
+    "escapes in its status": raw(b"HTTP/1.1 400 \x1b[2J\r\nContent-Length: 0\r\n\r\n"),
+    "a redirect to nowhere": body(b"", status=302, more=b"Location: http://[::\r\n"),
+    "later": body(b"", status=503, more=b"Retry-After: 99999999999\r\n"),
+    "later, in other digits": body(b"", status=429, more="Retry-After: ٣\r\n".encode()),
+    **{f"an empty {status}": body(b"", status=status) for status in (200, 400, 500)},
+    **{f"{status}": raw(b"HTTP/1.1 %d X\r\n\r\n" % status) for status in (101, 204, 304, 199, 999)},
+}
+
+
+@contextmanager
+def hostile_server(*faults: Fault) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """Answers with the faults, one after the other, and the last one for ever. Yields also its requests' headers."""
+    left, headers = list(faults), list[dict[str, str]]()
+
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            headers.append(dict(self.headers.items()))
+            (left.pop(0) if len(left) > 1 else left[0])(self, None)
+
+        do_POST = do_GET
+
+    server = listen(Handler)
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", headers
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -19,8 +19,19 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import torch
+from kit.engine_answers import METADATA, true_answers
 from kit.image_models import picture, write_processor
-from kit.mutations import ODD, PIECES, damage_files, damaged_bytes, damaged_lines, damaged_text, damaged_value
+from kit.mutations import (
+    ODD,
+    PIECES,
+    damage_files,
+    damaged_bytes,
+    damaged_json,
+    damaged_lines,
+    damaged_safetensors,
+    damaged_text,
+    damaged_value,
+)
 from kit.runs import save_model, write_records, write_texts
 from kit.template_messages import template_messages
 from kit.toy_tokenizer import GENERATION_TEMPLATE, REASONING_TEMPLATE, toy_tokenizer
@@ -55,6 +66,7 @@ from stillhouse.models.model_checks import check_saving
 from stillhouse.parallel import single_process_runner
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 from stillhouse.run.setup import RunSetup
+from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 
 Load = Callable[[random.Random], None]
@@ -306,6 +318,20 @@ def images(folder: Path) -> Load:
     return load
 
 
+def answers(folder: Path) -> Load:
+    """Answers of every kind of server, read as the client reads them."""
+    true = true_answers()
+
+    def load(draw: random.Random) -> None:
+        name = draw.choice(sorted(true))
+        content, read = true[name]
+        damages = [damaged_json] if content.startswith(b"{") else [damaged_bytes]
+        damage = draw.choice(damages + [damaged_safetensors] * (b"__metadata__" in content))
+        read(HttpAnswer(200, damage(draw, content), {"metadata": METADATA}))
+
+    return load
+
+
 SUBJECTS: dict[str, Callable[[Path], Load]] = {
     "configurations": configurations,
     "data": data,
@@ -314,4 +340,5 @@ SUBJECTS: dict[str, Callable[[Path], Load]] = {
     "models": models,
     "published": published,
     "adapters": partial(published, lora=True),
+    "answers": answers,
 }

@@ -190,8 +190,8 @@ def test_a_weighted_sum_is_that_of_one_function(
     assert {"Reward: length", "Reward of completions: length"} <= set(titles)
 
 
-def test_names_of_the_parts_differ_and_have_no_password() -> None:
-    reward = "a:f + 2*b.c:f + 0.5*http://user:password@host:1/x/?key=1 + http://host:1/x"
+def test_names_of_the_parts_differ_and_have_no_query() -> None:
+    reward = "a:f + 2*b.c:f + 0.5*http://host:1/x/?of=run + http://host:1/x"
     assert part_names(reward) == ["f", "f-2", "host:1/x", "host:1/x-2"]
     assert part_names("2*a:f") == part_names(None) == []
 

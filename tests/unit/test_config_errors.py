@@ -25,6 +25,7 @@ def test_a_mistake_is_one_line_with_key_and_expectation(tmp_path: Path, mistake:
     assert str(error).startswith(start)
     assert mistake["error"] in str(error).removeprefix(start)
     assert "\n" not in str(error)
+    assert "hunter2" not in str(error)  # a secret in an address
 
 
 def test_each_rule_refuses_one_of_the_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:

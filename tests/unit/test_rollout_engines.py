@@ -39,6 +39,7 @@ from stillhouse.parallel import single_process_runner
 from stillhouse.run.session import prepare
 from stillhouse.serving.client.apis.sglang import SglangApi
 from stillhouse.serving.client.apis.vllm import VllmApi
+from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.served_engine import ServedEngine
 
@@ -101,20 +102,20 @@ def test_the_stub_answers_in_the_recorded_forms(student: Student, server: StubSe
 
 def test_recorded_completions_of_a_real_vllm_are_read() -> None:
     recorded = json.loads((RECORDED / "gen.json").read_text())["response"]
-    answer = VllmApi().parse(httpx2.Response(200, json=recorded))
+    answer = VllmApi().parse(HttpAnswer(200, json.dumps(recorded).encode()))
     assert answer.ids == [20, 980, 374]
     assert answer.log_probs == [-0.7838290333747864, -5.419886589050293, -4.160661220550537]
     assert answer.finish == "length"
     assert [(span.label, span.start, span.end) for span in answer.spans] == [("default", 0, 3)]
-    top = VllmApi().top_log_probs(httpx2.Response(200, json=recorded))
+    top = VllmApi().top_log_probs(HttpAnswer(200, json.dumps(recorded).encode()))
     assert top == [-0.7838290333747864, -2.5308964252471924]
 
     recorded = json.loads((RECORDED / "gen_unlikely_token.json").read_text())  # the sampled token has rank 893
     assert recorded["request"]["json"] == VllmApi().body("student", [2, 3], Sampling(1, temperature=2.0), 1, 0, top=2)
-    top = VllmApi().top_log_probs(httpx2.Response(200, json=recorded["response"]))
+    top = VllmApi().top_log_probs(HttpAnswer(200, json.dumps(recorded["response"]).encode()))
     assert top[:2] == [-6.712759017944336, -6.830646514892578]
     labelled = json.loads((RECORDED / "gen_versions.json").read_text())["response"]
-    [span] = VllmApi().parse(httpx2.Response(200, json=labelled)).spans
+    [span] = VllmApi().parse(HttpAnswer(200, json.dumps(labelled).encode())).spans
     assert span.label == "step-7"
 
 

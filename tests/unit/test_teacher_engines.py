@@ -28,6 +28,7 @@ from stillhouse.run.run import distill
 from stillhouse.serving.client import signal_proof
 from stillhouse.serving.client.apis.server_api import ServerInfo
 from stillhouse.serving.client.apis.vllm import VllmApi
+from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -69,11 +70,11 @@ def test_a_recorded_answer_of_vllms_pooling_is_read() -> None:
     headers = json.loads((RECORDED / "pool_bytes.headers.json").read_text())
     headers["metadata"] = headers["metadata"].replace('"native"', '"little"')  # what the client asks for
     content = (RECORDED / "pool_bytes.bin").read_bytes()
-    [signal] = call.parse(httpx2.Response(200, headers={"metadata": headers["metadata"]}, content=content))
+    [signal] = call.parse(HttpAnswer(200, content, {"metadata": headers["metadata"]}))
     hidden_SE = torch.frombuffer(bytearray(content), dtype=torch.bfloat16).view(6, 128)
     assert torch.equal(signal["hidden"], hidden_SE[2:6])
     with pytest.raises(ValueError, match="bytes for"):
-        call.parse(httpx2.Response(200, headers={"metadata": headers["metadata"]}, content=content[:-2]))
+        call.parse(HttpAnswer(200, content[:-2], {"metadata": headers["metadata"]}))
 
 
 def test_a_recorded_answer_of_vllms_prompt_logprobs_is_read() -> None:
@@ -81,7 +82,7 @@ def test_a_recorded_answer_of_vllms_prompt_logprobs_is_read() -> None:
     spec = SignalSpec("top_k", "float32", 2, 1.0)
     document = DocumentRows(TOKENS, range(1, 5))
     [call] = VllmApi().calls(ServerInfo("", "t"), spec, 0, [document])
-    answer = httpx2.Response(200, content=json.dumps(recorded["response"]).encode())
+    answer = HttpAnswer(200, json.dumps(recorded["response"]).encode())
     [signal] = call.parse(answer)
     # row 1 is the distribution of token 2, which is entry 2 of the answer; the actual token 250 is not among the best
     assert signal["ids"][0].tolist() == [130, 276]

@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field
 
 from stillhouse.config.reward_sum import RewardText
 from stillhouse.config.section import FunctionPath, Section, Text
+from stillhouse.config.server_tokens import RewardTokens
 from stillhouse.tasks import TASKS, TaskSpec
 
 
@@ -33,6 +34,8 @@ class EvalPromptsConfig(Section):
     reward: RewardText | None = Field(default=None, examples=["mypkg.rewards:exact"])
     """The reward of every completion, as in rollout.reward: a function, a server, environment, or a weighted sum of
     them, whose parts are metrics, too. null: no reward."""
+    reward_tokens: RewardTokens | None = Field(default=None, examples=[{"http://10.0.0.9:9000": "REWARD_TOKEN"}])
+    """The environment variables with the tokens of servers in reward, as rollout.reward_tokens."""
 
 
 class EvalConfig(Section):

@@ -16,6 +16,7 @@ from stillhouse.config.section import (
     path_list,
     url_list,
 )
+from stillhouse.config.server_tokens import RewardTokens, VariableName
 from stillhouse.config.servers import EngineName
 
 
@@ -102,8 +103,13 @@ class RolloutConfig(PromptConfig):
     engine: EngineName = "transformers"
     """What generates completions. transformers: the student in the job. The others: servers at url."""
     url: Urls = Field(default=None, examples=["http://127.0.0.1:8001"])
-    """The address of a server that generates completions, or a list of addresses. The environment variable
-    STILLHOUSE_TOKEN, if it is set, is sent as the bearer token."""
+    """The address of a server that generates completions, or a list of addresses."""
+    token_variable: VariableName | None = Field(default=None, examples=["WRITER_TOKEN"])
+    """The environment variable with the bearer token of the servers at url, as teacher.token_variable. Who has this
+    token can load weights on them."""
+    reward_tokens: RewardTokens | None = Field(default=None, examples=[{"http://10.0.0.9:9000": "REWARD_TOKEN"}])
+    """The environment variables with the bearer tokens of servers in reward, each by http://host:port of its server.
+    The others get no token. null: none of them."""
     weights: PathText | None = None
     """A folder that this job and the servers at url share, for the student's weights. Each run has a folder of its
     own in it. null: the folder weights in out."""

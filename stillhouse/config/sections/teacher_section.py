@@ -10,6 +10,7 @@ from stillhouse.config.section import PathText, Section, Text, Urls, url_list
 from stillhouse.config.sections.model_section import ModelConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig
 from stillhouse.config.sections.student_section import StudentConfig
+from stillhouse.config.server_tokens import VariableName
 from stillhouse.config.servers import ApiName
 from stillhouse.config.source_kinds import SOURCES, SourceKind
 
@@ -29,8 +30,10 @@ class TeacherConfig(ModelConfig):
     """A folder that `stillhouse cache` has written. The teacher's signals are read from it, and no teacher runs;
     teacher.model is then left out."""
     url: Urls = Field(default=None, examples=["http://10.0.0.7:8000"])
-    """The address of a server of the teacher (its kinds: see api), or a list of addresses. The environment
-    variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token."""
+    """The address of a server of the teacher (its kinds: see api), or a list of addresses."""
+    token_variable: VariableName | None = Field(default=None, examples=["TEACHER_TOKEN"])
+    """The environment variable with the bearer token of the servers at url. null: STILLHOUSE_TOKEN, if it is set. A
+    run with other servers, too, then needs a name here and there, so that no server gets the token of another one."""
     api: ApiName = "auto"
     """The interface of the server at url. auto: detected."""
     signal: Literal["hidden", "top_k", "chosen", "sampled"] = "hidden"

@@ -22,9 +22,16 @@ from stillhouse.serving.wire import HEAD_FILE
 #: allowed file names: not a path, not a file with code, and not a format that a loader would unpickle
 _ALLOWED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(json|txt|model|jinja|safetensors)")
 
+#: the most files of a teacher, and the most bytes of one that is not its head, such as a large tokenizer
+MOST_FILES, MOST_FILE_BYTES = 100, 256 * 2**20
+
 
 def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
     """Return the folder of the teacher's files. Raises ValueError if a file does not have the hash in `info`."""
+    if len(info.files) > MOST_FILES:
+        raise ValueError(
+            f"{info.url} offers {len(info.files):,} files: expected configuration, tokenizer and head only"
+        )
     for name in info.files:
         if not _ALLOWED.fullmatch(name):
             raise ValueError(f"{info.url} offers a file {name!r}: expected configuration, tokenizer and head only")
@@ -41,13 +48,15 @@ def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
 
 
 def _fetch(pool: ServerPool, info: ServerInfo, folder: Path) -> None:
+    # a head in float64, and its bias
+    most_bytes = MOST_FILE_BYTES + 8 * (info.vocabulary or 0) * ((info.width or 0) + 1)
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         for name, digest in info.files.items():
             path = "/v1/head" if name == HEAD_FILE else f"/v1/files/{name}"
-            answer = pool.asker(info.url)(path, None)
-            if answer.status_code != 200 or hashlib.sha256(answer.content).hexdigest() != digest:
+            answer = pool.asker(info.url, most_bytes=most_bytes)(path, None)
+            if answer.status != 200 or hashlib.sha256(answer.content).hexdigest() != digest:
                 raise ValueError(
-                    f"{info.url}{path} answers {answer.status_code} with {len(answer.content):,} bytes that do not "
+                    f"{info.url}{path} answers {answer.status} with {len(answer.content):,} bytes that do not "
                     "have the hash in /v1/info: are there several teachers behind one address?"
                 )
             (Path(unfinished) / name).write_bytes(answer.content)

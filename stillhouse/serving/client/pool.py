@@ -1,32 +1,30 @@
 """Sends requests to the servers of one model, to each server at most `in_flight` at a time.
 
 If a server cannot answer a request, the request is sent to another server. After a failure, a server gets no requests
-for a pause, which grows with every failure. Every request ends with its answer or with an error.
+for a pause, which grows with every failure. Every request ends with its answer or with an error: an attempt and
+the whole wait have limits that no byte, no informational answer and no Retry-After of a server extends.
 """
 
 import asyncio
-import os
+import json
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-import httpx2
-
 from stillhouse.display import first_line
-from stillhouse.serving.strict_body import SAFETENSORS
+from stillhouse.serving.client.http_client import MOST_BYTES, HttpAnswer, HttpClient, NoAnswerError
+from stillhouse.serving.strict_body import JSON, SAFETENSORS
 
 T = TypeVar("T")
 #: sends a request with a path and a body to one server, and returns the answer, whatever its status. The body is
 #: posted as JSON; bytes: as a safetensors body; None: a GET request
-Ask = Callable[[str, Any], httpx2.Response]
+Ask = Callable[[str, Any], HttpAnswer]
 
-#: the environment variable with the servers' bearer token
-TOKEN_VARIABLE = "STILLHOUSE_TOKEN"
 #: the most requests that one server gets at a time; engines batch them
 IN_FLIGHT = 16
 #: seconds of a server's pause after its first failure, and of the longest pause
@@ -73,20 +71,20 @@ class Call(Generic[T]):
     """One request. parse: turns an answer into a result; raises ValueError for a damaged answer.
 
     content: the body, or a function that makes the body for a server's URL. The function is called for each attempt
-    and must not block, unless `is_slow`: it is then called in another thread. tokens: the request's size. absent:
-    advice for the user if the server does not know the path (404). statuses: the statuses of answers that `parse`
-    reads. most_bytes: the limit of an answer's size; None: no limit.
+    and must not block, unless `is_slow`: it is then called in another thread. tokens: the request's size.
+    most_bytes: the limit of an answer's size. absent: advice for the user if the server does not know the path (404).
+    statuses: the statuses of answers that `parse` reads.
     """
 
     path: str
     content: bytes | Callable[[str], bytes]
     content_type: str
-    parse: Callable[[httpx2.Response], T]
+    parse: Callable[[HttpAnswer], T]
     tokens: int
+    most_bytes: int
     absent: str = ""
     statuses: frozenset[int] = frozenset({200})
     is_slow: bool = False
-    most_bytes: int | None = None
 
 
 @dataclass
@@ -121,7 +119,8 @@ class Server:
         self.held, self.error = True, error
 
     def release(self) -> None:
-        self.held, self.error = False, None
+        """Send the server requests again, because it has answered the one for which it was held."""
+        self.held, self.error, self.last_answer = False, None, time.monotonic()
 
 
 class ServerPool:
@@ -129,8 +128,9 @@ class ServerPool:
 
     timeout: seconds without an answer of any server after which requests fail.
     warn: prints a line when a server fails, or answers again. model: the name of the servers' model, for messages.
-    answer_seconds: the limit for one answer; None: a quarter of the timeout.
-    in_flight: the most requests that one server gets at a time.
+    key: the key of the configuration with the timeout, for messages. token: sent to the servers as the bearer token.
+    answer_seconds: the limit for one answer, from the connection to its last byte and its parsing; None: a quarter of
+    the timeout. in_flight: the most requests that one server gets at a time.
 
     All methods may be called from several threads. `close` ends the requests in progress.
     """
@@ -142,27 +142,21 @@ class ServerPool:
         warn: Callable[[str], None] = lambda line: None,
         *,
         model: str = "teacher",
+        key: str = "teacher.timeout",
+        token: str | None = None,
         answer_seconds: float | None = None,
         in_flight: int = IN_FLIGHT,
     ):
-        self._model, self._in_flight = model, in_flight
-        answer_seconds = timeout / 4 if answer_seconds is None else answer_seconds
+        self._model, self._key, self._in_flight = model, key, in_flight
+        self._answer_seconds = timeout / 4 if answer_seconds is None else answer_seconds
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self.timeout, self._warn = timeout, warn
-        token = os.environ.get(TOKEN_VARIABLE)
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._client = HttpClient(token, self._answer_seconds, connect_seconds=min(10.0, timeout / 4))
         self._closed = False
         #: servers that have failed and answered again since the last `take_returned`
         self._returned: set[str] = set()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"{model} client", daemon=True).start()
-        self._client = httpx2.AsyncClient(
-            # no compression: the size of a body is then the size in memory
-            headers=headers | {"Accept-Encoding": "identity"},
-            timeout=httpx2.Timeout(answer_seconds, connect=min(10.0, timeout / 4)),
-            limits=httpx2.Limits(max_connections=None),
-            trust_env=False,
-        )
 
     def score(self, calls: Sequence[Call[T]], url: str | None = None, timeout: float | None = None) -> list[T]:
         """The results of several requests, in their order.
@@ -178,13 +172,13 @@ class ServerPool:
         """Send a request; returns at once. The future raises what `score` would raise."""
         return self._start(lambda: self._answered(call, self.servers, self.timeout))
 
-    def asker(self, url: str, patience: float | None = None) -> Ask:
+    def asker(self, url: str, patience: float | None = None, most_bytes: int = MOST_BYTES) -> Ask:
         """Return a function that sends requests to one server. It repeats a request while the server cannot be
         reached or is busy, for example while the server starts. patience: the seconds after which it raises
-        UnreachableError; None: the pool's timeout.
+        UnreachableError; None: the pool's timeout, which limits every request. most_bytes: the limit of an answer.
         """
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
-        return lambda path, body: self._wait(lambda: self._ask(f"{root}{path}", body, seconds))
+        return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
 
     def take_returned(self) -> list[str]:
         """The URLs of servers that had failed and have answered again since the last call."""
@@ -226,7 +220,7 @@ class ServerPool:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.aclose()
+        await self._client.close()
 
     async def _all(self, calls: Sequence[Call[T]], servers: Sequence[Server], timeout: float) -> list[T]:
         tasks = [asyncio.create_task(self._answered(call, servers, timeout)) for call in calls]
@@ -236,20 +230,23 @@ class ServerPool:
             for task in tasks:
                 task.cancel()
 
-    async def _ask(self, url: str, body: Any, patience: float) -> httpx2.Response:
-        started, announced = time.monotonic(), False
-        is_binary = isinstance(body, bytes)
-        options = {"content": body, "headers": {"Content-Type": SAFETENSORS}} if is_binary else {"json": body}
+    async def _ask(self, server: str, path: str, body: Any, patience: float, most_bytes: int) -> HttpAnswer:
+        started, announced, url, limit = time.monotonic(), False, server + path, max(patience, self.timeout)
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        kind = SAFETENSORS if isinstance(body, bytes) else JSON
         while True:
             try:
-                response = await self._client.request("GET" if body is None else "POST", url, **options)
-                if response.status_code not in _BUSY:
-                    return response
-                problem = f"{response.status_code} {_message(response)}"
-            except httpx2.InvalidURL as error:
-                raise ValueError(f"{url} is no address: {error}") from error
-            except httpx2.HTTPError as error:
-                problem = first_line(error)
+                async with asyncio.timeout(max(FIRST_PAUSE, started + limit - time.monotonic())):
+                    answer = await self._client.send(server, path, content, kind, most_bytes)
+                if answer.status not in _BUSY:
+                    return answer
+                problem = f"{answer.status} {answer.message}"
+            except TimeoutError:
+                problem = "its answer does not end"
+            except NoAnswerError as error:
+                problem = str(error)
+            except ValueError as error:
+                raise ServerError(f"{url}: {error}") from error
             waited = time.monotonic() - started
             if waited > patience:
                 raise UnreachableError(f"{url} has not answered for {patience:g} seconds ({problem})")
@@ -260,14 +257,15 @@ class ServerPool:
 
     async def _answered(self, call: Call[T], servers: Sequence[Server], timeout: float) -> T:
         """Send a request to one server after another until one of them answers, and return the result."""
-        started = 0.0
+        wait, tried = _Wait(servers, timeout), 0.0
         faults = Counter[tuple[str, str]]()
         while True:
-            server = await _free_server(servers, self._in_flight)
-            started = started or time.monotonic()
+            server = await self._free_server(wait)
+            tried = tried or time.monotonic()
             server.calls, server.tokens = server.calls + 1, server.tokens + call.tokens
             try:
-                result = await self._attempt(server, call)
+                seconds = min(self._answer_seconds, max(FIRST_PAUSE, wait.left))
+                result = await self._attempt(server, call, seconds)
             except AskAgainError:
                 server.last_answer = time.monotonic()
                 continue
@@ -280,58 +278,71 @@ class ServerPool:
                 return result
             finally:
                 server.calls, server.tokens = server.calls - 1, server.tokens - call.tokens
-            server.pause(problem.pause)
+            # half of the time that is left, so that one more attempt fits
+            server.pause(None if problem.pause is None else min(problem.pause, wait.left / 2))
             if problem.pause is None:
                 self._announce(server, str(problem))
+            wait.problem = f"{server.url}: {problem}"
             faults[server.url, problem.fault] += 1
             fewest = {fault: min(faults[other.url, fault] for other in servers) for fault in ("damaged", "broken")}
             if fewest["damaged"] >= MAX_BAD_ANSWERS:
                 count = faults[server.url, "damaged"]
                 raise ServerError(f"{server.url}: {count} answers could not be used; the last one: {problem}")
-            if fewest["broken"] >= MAX_BAD_ANSWERS and time.monotonic() - started > timeout:
-                raise ServerError(f"no server can process a request; {server.url}: {problem}")
-            if time.monotonic() - max(started, *(other.last_answer for other in servers)) > timeout:
-                raise ServerError(
-                    f"no server of the {self._model} has answered for {timeout:g} seconds; {server.url}: {problem}"
-                )
+            if fewest["broken"] >= MAX_BAD_ANSWERS and time.monotonic() - tried > timeout:
+                raise ServerError(f"no server can process a request; {wait.problem}")
 
-    async def _attempt(self, server: Server, call: Call[T]) -> T:
+    async def _free_server(self, wait: "_Wait") -> Server:
+        """Wait for a server that is neither paused, held nor full; return the one with the fewest tokens in progress.
+
+        Of several such servers, return the one whose last answer is the oldest. Raises ServerError if all servers are
+        given up, or if none of them has answered for the seconds of `wait`.
+        """
+        while True:
+            now, servers = time.monotonic(), wait.servers
+            working = [server for server in servers if server.error is None]
+            if not working:
+                raise ServerError(str(servers[0].error)) from servers[0].error
+            # while weights are loaded on all servers, the limit of that counts (train.timeout)
+            if wait.left < 0 and not all(server.held for server in working):
+                silent = f"no server of the {self._model} has answered for {wait.seconds:g} seconds"
+                raise ServerError(f"{silent} ({self._key}); {wait.problem}")
+            free = [
+                server
+                for server in working
+                if server.calls < self._in_flight and server.paused_until <= now and not server.held
+            ]
+            if free:
+                return min(free, key=lambda server: (server.tokens, server.last_answer))
+            waits = [server.paused_until - now for server in servers if server.paused_until > now]
+            await asyncio.sleep(min([0.02, *waits]))
+
+    async def _attempt(self, server: Server, call: Call[T], seconds: float) -> T:
+        if isinstance(call.content, bytes):
+            content = call.content
+        elif call.is_slow:
+            content = await asyncio.to_thread(call.content, server.url)
+        else:
+            content = call.content(server.url)
         try:
-            if isinstance(call.content, bytes):
-                content = call.content
-            elif call.is_slow:
-                content = await asyncio.to_thread(call.content, server.url)
-            else:
-                content = call.content(server.url)
-            response = await self._post(server.url + call.path, content, call)
-        except httpx2.HTTPError as error:
-            raise _TryAgainError(first_line(error)) from error
-        status = response.status_code
-        if status in _BUSY:
-            raise _TryAgainError(f"{status} {_message(response)}", pause=_seconds(response))
-        if status == _BROKEN:
-            raise _TryAgainError(f"{status} {_message(response)}", "broken")
-        if status not in call.statuses:
-            hint = f"; {call.absent}" if status == 404 and call.absent else ""
-            raise RefusedError(f"{server.url}{call.path}: {status} {_message(response)}{hint}")
-        try:
-            return await asyncio.to_thread(call.parse, response)
+            async with asyncio.timeout(seconds):
+                answer = await self._client.send(server.url, call.path, content, call.content_type, call.most_bytes)
+                if answer.status in call.statuses:
+                    return await asyncio.to_thread(call.parse, answer)
+        except TimeoutError as error:
+            raise _TryAgainError(f"no whole answer within {seconds:.3g} seconds") from error
+        except NoAnswerError as error:
+            raise _TryAgainError(str(error)) from error
         except (RefusedError, AskAgainError):
             raise
         except ValueError as error:
-            raise _TryAgainError(str(error), "damaged") from error
-
-    async def _post(self, url: str, content: bytes, call: Call[T]) -> httpx2.Response:
-        headers = {"Content-Type": call.content_type}
-        if call.most_bytes is None:
-            return await self._client.post(url, content=content, headers=headers)
-        async with self._client.stream("POST", url, content=content, headers=headers) as response:
-            body = b""
-            async for part in response.aiter_bytes():
-                body += part
-                if len(body) > call.most_bytes:
-                    raise _TryAgainError(f"an answer of more than {call.most_bytes:,} bytes", "damaged")
-            return httpx2.Response(response.status_code, headers=response.headers, content=body)
+            raise _TryAgainError(first_line(error), "damaged") from error
+        problem = f"{answer.status} {answer.message}"
+        if answer.status in _BUSY:
+            raise _TryAgainError(problem, pause=_seconds(answer))
+        if answer.status == _BROKEN:
+            raise _TryAgainError(problem, "broken")
+        hint = f"; {call.absent}" if answer.status == 404 and call.absent else ""
+        raise RefusedError(f"{answer.url}: {problem}{hint}")
 
     def _announce(self, server: Server, problem: str) -> None:
         """Warn once when a server fails (`problem`), and once when it answers again ("")."""
@@ -343,39 +354,28 @@ class ServerPool:
         server.warned = bool(problem)
 
 
-async def _free_server(servers: Sequence[Server], in_flight: int) -> Server:
-    """Wait for a server that is neither paused, held nor full; return the one with the fewest tokens in progress.
+@dataclass
+class _Wait:
+    """How long a request has waited for its servers. problem: of the last attempt, with its server."""
 
-    Of several such servers, return the one whose last answer is the oldest. Raises ServerError if all servers are
-    given up.
-    """
-    while True:
-        now = time.monotonic()
-        if all(server.error for server in servers):
-            raise ServerError(str(servers[0].error)) from servers[0].error
-        free = [
-            server
-            for server in servers
-            if server.calls < in_flight and server.paused_until <= now and not server.held
-        ]
-        if free:
-            return min(free, key=lambda server: (server.tokens, server.last_answer))
-        waits = [server.paused_until - now for server in servers if server.paused_until > now]
-        await asyncio.sleep(min([0.02, *waits]))
+    servers: Sequence[Server]
+    seconds: float
+    problem: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+        self.problem = f"{', '.join(server.url for server in self.servers)}: busy with other requests"
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left until no server has answered for too long."""
+        last = max(self._started, *(server.last_answer for server in self.servers))
+        return last + self.seconds - time.monotonic()
 
 
-def _message(response: httpx2.Response) -> str:
-    """The message of an error in OpenAI's format, or the text of any other answer."""
-    try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = response.text
-    return str(message).strip()[:500]
-
-
-def _seconds(response: httpx2.Response) -> float | None:
+def _seconds(answer: HttpAnswer) -> float | None:
     """The seconds of the Retry-After header, at most 60. Without the header, 0 for status 429, else None."""
-    text = response.headers.get("retry-after", "")
+    text = answer.headers.get("retry-after", "")
     if text.isdecimal():
         return min(60.0, float(text))
-    return 0.0 if response.status_code == 429 else None
+    return 0.0 if answer.status == 429 else None

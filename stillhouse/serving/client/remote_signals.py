@@ -10,12 +10,12 @@ from textwrap import shorten
 from threading import Lock
 from typing import TYPE_CHECKING
 
-import httpx2
 import numpy as np
 from torch import Tensor
 from transformers import AutoConfig
 
 from stillhouse.config import TeacherConfig
+from stillhouse.config.server_tokens import server_token
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import DataError, Documents
 from stillhouse.data.render.image_inputs import ImageInputs
@@ -25,6 +25,7 @@ from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint, model_parts
 from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo, server_api
 from stillhouse.serving.client.download import download_teacher
+from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.image_limits import require_accepted
 from stillhouse.serving.client.pool import Call, ServerPool
 from stillhouse.serving.image_wire import positions_hash
@@ -167,13 +168,13 @@ class RemoteSignals(SignalStore):
     def _checked(self, call: Call[Scores], spec: SignalSpec, answered_by: set[str] | None) -> Call[Scores]:
         """Add a check to the call: an answer with numbers that no teacher can give is damaged (see `problem_in`)."""
 
-        def parse(response: httpx2.Response) -> Scores:
+        def parse(response: HttpAnswer) -> Scores:
             parts = call.parse(response)
             for part in parts:
                 if problem := problem_in(spec, self.vocabulary or MAX_IDS, part):
                     raise ValueError(f"{problem} in the answer")
             if answered_by is not None:
-                answered_by.add(str(response.request.url).removesuffix(call.path))
+                answered_by.add(response.server)
             return parts
 
         return replace(call, parse=parse)
@@ -185,26 +186,37 @@ def connect(
     *,
     model_folder: Path | None = None,
     warn: Callable[[str], None] = lambda line: None,
+    section: str = "teacher",
 ) -> RemoteSignals:
     """Request the servers' descriptions, and download the files of the teacher that the run needs.
 
     temperature: the temperature of the teacher's divergence. model_folder: the teacher's configuration, tokenizer and
-    weights, used if the servers do not offer them. Raises ValueError if the servers have different teachers or cannot
-    give the signal, and ServerError (an OSError) if a server does not answer.
+    weights, used if the servers do not offer them. section: the teacher's section of the configuration.
+
+    Raises ValueError if the servers have different teachers or cannot give the signal, and ServerError (an OSError)
+    if a server does not answer.
     """
-    pool = ServerPool(teacher.urls, teacher.timeout, warn)
+    token = server_token(f"{section}.token_variable", teacher.token_variable)
+    pool = ServerPool(teacher.urls, teacher.timeout, warn, key=f"{section}.timeout", token=token)
     with ExitStack() as on_error:
         on_error.callback(pool.close)
-        store = _connected(pool, teacher, temperature, model_folder)
+        store = _connected(pool, teacher, temperature, model_folder, warn)
         on_error.pop_all()
     return store
 
 
 def _connected(
-    pool: ServerPool, teacher: TeacherConfig, temperature: float, model_folder: Path | None
+    pool: ServerPool,
+    teacher: TeacherConfig,
+    temperature: float,
+    model_folder: Path | None,
+    warn: Callable[[str], None],
 ) -> RemoteSignals:
     urls = [server.url for server in pool.servers]
     api = _api_of(pool, urls[0], teacher.api)
+    for url in urls:
+        if other := api.other_version(pool.asker(url)):
+            warn(other)
     servers = [api.describe(pool.asker(url), url) for url in urls]
     for server in servers[1:]:
         _require_same(servers[0], server)

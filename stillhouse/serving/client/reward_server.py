@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
-
+from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import Call, RefusedError, ServerError, ServerPool
 from stillhouse.user_code.functions import Turn, UserFunctionError, about_completion, finite_number, shown
 
@@ -24,13 +23,15 @@ class RewardServer:
     """The user's server at `url`. name: of the reward in error messages.
 
     timeout: seconds without an answer after which rewards raise ServerError, and the limit for one answer.
-    warn: prints a line when the server fails, or answers again.
+    warn: prints a line when the server fails, or answers again. token: the server's own bearer token.
     """
 
-    def __init__(self, url: str, name: str, timeout: float, warn: Callable[[str], None]):
+    def __init__(self, url: str, name: str, timeout: float, warn: Callable[[str], None], token: str | None = None):
         parts = urlsplit(url)
         self._path, self._name = url.removeprefix(root := f"{parts.scheme}://{parts.netloc}"), name
-        self._pool = ServerPool([root], timeout, warn, model="reward", answer_seconds=timeout)
+        self._pool = ServerPool(
+            [root], timeout, warn, model="reward", key="rollout.timeout", token=token, answer_seconds=timeout
+        )
 
     def call(
         self, prompt: str, completion: str, record: Mapping[str, Any], source: str, turns: Sequence[Turn]
@@ -66,8 +67,8 @@ class RewardServer:
         """End the requests under way."""
         self._pool.close()
 
-    def _reward(self, response: httpx2.Response, about: str) -> float:
-        answer = json.loads(response.content)  # an error of JSON is a damaged answer: the request is repeated
+    def _reward(self, response: HttpAnswer, about: str) -> float:
+        answer = response.json()  # an error of JSON is a damaged answer: the request is repeated
         value = answer.get("reward", answer) if isinstance(answer, dict) else answer
         number = finite_number(value)
         if number is None or value is answer:

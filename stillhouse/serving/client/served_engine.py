@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +17,8 @@ from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import escaped
 from stillhouse.generation.published_folder import published_folder
 from stillhouse.generation.sample import Completion, Ended, GenerationRequest, Sampling
-from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, Span
+from stillhouse.serving.client.apis.server_api import Published, ServerApi, Span
+from stillhouse.serving.client.http_client import HttpAnswer, bytes_of_json
 from stillhouse.serving.client.pool import AskAgainError, Call, RefusedError, ServerPool
 from stillhouse.serving.client.request_bodies import RequestBodies
 from stillhouse.serving.client.served_weights import UNKNOWN_WEIGHTS, ServedWeights, ServerState
@@ -28,6 +28,8 @@ from stillhouse.serving.wire import JSON, SAFETENSORS
 IN_FLIGHT = 256
 #: the same with images, whose requests are large
 IMAGES_IN_FLIGHT = 16
+#: the most bytes of a token in an answer: its text, its bytes, its log-probability and perhaps its version
+COMPLETION_TOKEN_BYTES = 4096
 
 
 class ServedEngine:
@@ -47,6 +49,7 @@ class ServedEngine:
     run: the identity of the run that published weights must have; empty: of any run. Adapters that an earlier process
         of this run has left on the servers are dropped.
     other_samplings: those of requests that have their own; log-probabilities are proved for them, too.
+    token: the servers' bearer token.
 
     The constructor raises ValueError for a server whose log-probabilities cannot be used for training. With
     keep_weights, log-probabilities are not checked, but all servers must have the same weights.
@@ -68,12 +71,22 @@ class ServedEngine:
         processor: ImageProcessor | None = None,
         image_prompts: Documents | None = None,
         other_samplings: Sequence[Sampling] = (),
+        token: str | None = None,
     ):
         self._sampling, self._api, self._vocabulary = sampling, api, vocabulary
         run_prefix = f"stillhouse-{run}-" if run else ""
         self._run, self._prefix = run, run_prefix + secrets.token_hex(4)
         in_flight = IN_FLIGHT if processor is None else IMAGES_IN_FLIGHT
-        self._pool = ServerPool(urls, timeout, warn, model="student", answer_seconds=timeout, in_flight=in_flight)
+        self._pool = ServerPool(
+            urls,
+            timeout,
+            warn,
+            model="student",
+            key="rollout.timeout",
+            token=token,
+            answer_seconds=timeout,
+            in_flight=in_flight,
+        )
         self._bodies = RequestBodies(api, processor)
         self.weights = ServedWeights(
             self._pool,
@@ -155,24 +168,24 @@ class ServedEngine:
             model = self.weights.adapter_of(published) or server.model
             return self._bodies.encoded(model, request, sampling, limit)
 
-        def parse(response: httpx2.Response) -> Completion:
+        def parse(response: HttpAnswer) -> Completion:
             return self._completion(response, *attempt[0], sampling, limit)
 
         statuses = frozenset({200, self._api.unknown_adapter} if names_adapter else {200})
-        is_slow, hint = request.has_images, self._api.kind.hint
-        kind_of_body = SAFETENSORS if is_slow else JSON
-        return Call(self._api.path, content, kind_of_body, parse, len(ids) + limit, hint, statuses, is_slow)
+        is_slow, hint, tokens = request.has_images, self._api.kind.hint, len(ids) + limit
+        kind_of_body, most_bytes = SAFETENSORS if is_slow else JSON, bytes_of_json(limit, COMPLETION_TOKEN_BYTES)
+        return Call(self._api.path, content, kind_of_body, parse, tokens, most_bytes, hint, statuses, is_slow)
 
     def _completion(
-        self, response: httpx2.Response, server: ServerState, published: Published, sampling: Sampling, limit: int
+        self, response: HttpAnswer, server: ServerState, published: Published, sampling: Sampling, limit: int
     ) -> Completion:
         """published: the server's version when the request was sent. Raises ValueError for a damaged answer, and
         AskAgainError if the server has generated it with other weights than the student's.
         """
         adapter = self.weights.adapter_of(published)
-        if response.status_code != 200:
+        if response.status != 200:
             if not self._api.lacks_adapter(response):
-                raise RefusedError(f"{response.url}: {response.status_code} {response.text.strip()[:500]}")
+                raise RefusedError(f"{response.url}: {response.status} {response.message}")
             self.weights.restore(server, published)
             raise AskAgainError
         answer = self._api.parse(response, adapter)
@@ -186,26 +199,11 @@ class ServedEngine:
             raise AskAgainError
         if (np.diff(versions_N) < 0).any():
             raise ValueError(f"the versions of a completion's tokens decrease: {versions_N.tolist()[:20]}")
-        self._require_requested(answer, sampling, limit)
+        answer.require(sampling, limit, self._vocabulary)
         server.restored = 0
         completion = answer.completion(versions_N)
         # SGLang reports "length" if the last possible token is an end of sequence
         return replace(completion, finish="stop") if answer.ids[-1] in sampling.eos_ids else completion
-
-    def _require_requested(self, answer: Answer, sampling: Sampling, limit: int) -> None:
-        ids = answer.ids
-        if not ids or len(ids) > limit:
-            raise ValueError(f"a completion of {len(ids)} tokens: expected 1 to {limit}")
-        if min(ids) < 0 or max(ids) >= self._vocabulary:
-            raise ValueError(f"the ids {min(ids)} to {max(ids)}: expected 0 to {self._vocabulary - 1}")
-        ends = set(sampling.eos_ids)
-        if ends & set(ids[:-1]):
-            raise ValueError("a completion that goes on after its end of sequence")
-        if answer.finish == "stop" and ids[-1] not in ends and answer.stop not in sampling.stop:
-            raise ValueError(
-                f"a completion that ends with token {ids[-1]} at {answer.stop!r}: expected the end of sequence "
-                f"{sorted(ends)}, among its tokens, or one of the texts {list(sampling.stop)}"
-            )
 
 
 def token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) -> np.ndarray | None:
@@ -215,7 +213,7 @@ def token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) 
     """
     of_tokens: list[Any] = []
     for span in spans:
-        if span.start != len(of_tokens) or span.end <= span.start:
+        if span.start != len(of_tokens) or not span.start < span.end <= count:
             raise ValueError(f"versions of the tokens {span.start} to {span.end} after {len(of_tokens)} tokens")
         of_tokens += [versions.get(span.label or "")] * (span.end - span.start)
     if len(of_tokens) != count or not of_tokens:

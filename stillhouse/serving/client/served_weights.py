@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import httpx2
 import numpy as np
 
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
@@ -27,9 +27,11 @@ from stillhouse.serving.client.engine_proof import (
     prove_log_probs,
     same_weights,
 )
+from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import Ask, Server, ServerError, ServerPool, UnreachableError
 from stillhouse.serving.client.request_bodies import RequestBodies
 
+T = TypeVar("T")
 #: seconds that an update waits for a server that cannot be reached, before the run goes on with the other servers
 PATIENCE = 10.0
 #: the most times in a row that a server may answer with other weights
@@ -117,6 +119,8 @@ class ServedWeights:
     def connect(self) -> None:
         """Request the model name of each server. Raises ValueError for a server that cannot be used."""
         for server in self.servers.values():
+            if other := self.api.other_version(self.pool.asker(server.url)):
+                self.warn(other)
             server.model = self.api.model_name(self.pool.asker(server.url))
             if self.run_prefix and self.api.names_adapters:
                 self._drop_earlier_adapters(server)
@@ -217,20 +221,32 @@ class ServedWeights:
         server.published = self.newest = Published(0, Path(), label, "model")
 
     def _greedy(self, server: ServerState, ids: Sequence[int]) -> Answer:
-        prompt = [token % self.vocabulary for token in ids]
-        return self.api.parse(self._one_token(server, prompt, _GREEDY))
+        def parse(response: HttpAnswer) -> Answer:
+            answer = self.api.parse(response)
+            answer.require(_GREEDY, 1, self.vocabulary)
+            return answer
+
+        return self._one_token(server, [token % self.vocabulary for token in ids], _GREEDY, parse)
 
     def _top_log_probs(self, server: ServerState, ids: Sequence[int], sampling: Sampling) -> list[float]:
-        return self.api.top_log_probs(self._one_token(server, ids, sampling, top=TOP))
+        return self._one_token(server, ids, sampling, self.api.top_log_probs, top=TOP)
 
     def _one_token(
-        self, server: ServerState, ids: Sequence[int], sampling: Sampling, top: int = 0
-    ) -> httpx2.Response:
+        self,
+        server: ServerState,
+        ids: Sequence[int],
+        sampling: Sampling,
+        parse: Callable[[HttpAnswer], T],
+        top: int = 0,
+    ) -> T:
         body = self.api.body(server.model, ids, sampling, 1, 0, top=top)
         response = self.pool.asker(server.url)(self.api.path, body)
-        if response.status_code != 200:
-            raise ValueError(f"{response.url}: {response.status_code} {response.text[:500]}; {self.api.kind.hint}")
-        return response
+        if response.status != 200:
+            raise ValueError(f"{response.url}: {response.status} {response.message}; {self.api.kind.hint}")
+        try:
+            return parse(response)
+        except ValueError as error:
+            raise ValueError(f"{response.url}: {error}") from error
 
     def _update_servers(
         self, servers: Sequence[ServerState], patience: float, end: float
@@ -284,12 +300,15 @@ class ServedWeights:
         """
         completions: list[Completion] = []
         adapter = self.adapter_of(published)
-        for response in self._probe_responses(ask, adapter or server.model):
+        samplings = (probe_sampling(self.samplings[0]), _GREEDY)
+        responses = self._probe_responses(ask, adapter or server.model, samplings)
+        for response, sampling in zip(responses, samplings * len(self.probes), strict=True):
             if adapter is not None and self.api.lacks_adapter(response):
                 return False
             require(response, f"a completion with version {published.version}", self.api.kind.hint)
             try:
                 answer = self.api.parse(response, adapter)
+                answer.require(sampling, sampling.max_new_tokens, self.vocabulary)
                 if {span.label for span in answer.spans} != {published.label}:
                     return False
                 completions.append(answer.completion(np.full(len(answer.ids), published.version, np.int32)))
@@ -306,12 +325,12 @@ class ServedWeights:
         server.probe = Probe(published.label, tuple(sampled), top_tokens)
         return True
 
-    def _probe_responses(self, ask: Ask, model: str | None) -> list[httpx2.Response]:
-        """For each probe, a sampled completion and the most probable token."""
+    def _probe_responses(self, ask: Ask, model: str | None, samplings: Sequence[Sampling]) -> list[HttpAnswer]:
+        """For each probe, a completion by each of the samplings."""
         bodies = [
             self.bodies.for_ask(model, replace(probe, seed=seed), sampling, sampling.max_new_tokens)
             for seed, probe in enumerate(self.probes)
-            for sampling in (probe_sampling(self.samplings[0]), _GREEDY)
+            for sampling in samplings
         ]
         with ThreadPoolExecutor(len(bodies)) as threads:  # the server computes concurrent requests as one batch
             return list(threads.map(partial(ask, self.api.path), bodies))

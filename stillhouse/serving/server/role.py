@@ -16,6 +16,7 @@ from stillhouse.data import tokenizer_fingerprint
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids, model_parts
 from stillhouse.models.packed_attention import activations_for
 from stillhouse.serving.server.limits import Limits
+from stillhouse.serving.wire import WIRE_FORMAT
 
 if TYPE_CHECKING:
     from stillhouse.serving.server.application import Application
@@ -95,6 +96,7 @@ def model_info(name: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) 
     """The fields of `GET /v1/info` that both roles have."""
     return {
         "stillhouse": __version__,
+        "wire": WIRE_FORMAT,
         "model": name,
         "vocabulary": decoder.vocabulary_rows,
         "dtype": str(next(decoder.parameters()).dtype).removeprefix("torch."),

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.data.render.image_inputs import DocumentImages
+from stillhouse.display import escaped
 from stillhouse.hashing import json_hash
 from stillhouse.signals.cache.shard_layout import ShardLayout, layout_of
 from stillhouse.signals.signal_spec import SignalSpec
@@ -101,10 +102,11 @@ class Manifest:
         """Describe a complete cache in two lines, for a terminal."""
         size = sum((folder / shard_name(number)).stat().st_size for number in range(self.shards))
         packed = ", packed" * self.packed
-        return (
+        return escaped(
             f"{folder}: {self.signal}{packed} of {self.teacher} for {self.documents:,} documents\n"
             f"{self.rows:,} tokens, {size / max(self.rows, 1):,.1f} bytes each, {size / 2**20:,.1f} MiB in "
-            f"{self.shards:,} shard{'s' * (self.shards != 1)}"
+            f"{self.shards:,} shard{'s' * (self.shards != 1)}",
+            lines=True,
         )
 
     def differences(self, other: "Manifest") -> list[tuple[str, Any, Any]]:

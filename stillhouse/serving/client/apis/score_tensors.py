@@ -45,8 +45,8 @@ def id_tensors(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -
     The probability outside the ids is 1 − Σp in float64, at least `TAIL_FLOOR`. Its precision is that of the engine's
     numbers. Raises ValueError for numbers that are no log-probabilities.
     """
-    mass_N = np.exp(log_probs_NK.astype(np.float64)).sum(1)
-    if np.isnan(log_probs_NK).any() or (mass_N > 1 + 1e-3).any():
+    mass_N = np.exp(np.minimum(log_probs_NK.astype(np.float64), 1.0)).sum(1)
+    if not (mass_N <= 1 + 1e-3).all():
         raise ValueError("its log-probabilities are NaN, or add up to more than 1")
     return {
         "ids": torch.from_numpy(ids_NK),

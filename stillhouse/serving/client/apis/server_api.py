@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
-import httpx2
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +17,7 @@ from stillhouse.data import Documents
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import enumerated
 from stillhouse.generation.sample import Completion, Sampling
+from stillhouse.serving.client.http_client import HttpAnswer, parsed
 from stillhouse.serving.client.pool import Ask, Call, ServerError
 from stillhouse.serving.image_wire import ImageSupport
 from stillhouse.serving.wire import JSON
@@ -28,7 +28,7 @@ Scores = list[dict[str, Tensor]]
 #: the kinds of published weights: a full model, or an adapter
 Kind = Literal["model", "adapter"]
 
-Parsed = TypeVar("Parsed", bound=BaseModel)
+Described = TypeVar("Described", bound=BaseModel)
 
 
 class NeedsModelError(ValueError):
@@ -106,6 +106,24 @@ class Answer:
         log_probs_N = np.array(self.log_probs, np.float32)
         return Completion(np.array(self.ids, np.int32), log_probs_N, versions_N, self.finish)
 
+    def require(self, sampling: Sampling, limit: int, vocabulary: int) -> None:
+        """Raise ValueError unless a server that was asked for `limit` tokens of this sampling can answer this."""
+        ids = self.ids
+        if not ids or len(ids) > limit or len(self.log_probs) != len(ids):
+            raise ValueError(
+                f"a completion of {len(ids)} ids, {len(self.log_probs)} log-probabilities: expected 1 to {limit}"
+            )
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            raise ValueError(f"the ids {min(ids)} to {max(ids)}: expected 0 to {vocabulary - 1}")
+        ends = set(sampling.eos_ids)
+        if ends & set(ids[:-1]):
+            raise ValueError("a completion that goes on after its end of sequence")
+        if self.finish == "stop" and ids[-1] not in ends and self.stop not in sampling.stop:
+            raise ValueError(
+                f"a completion that ends with token {ids[-1]} at {self.stop!r}: expected the end of sequence "
+                f"{sorted(ends)}, among its tokens, or one of the texts {list(sampling.stop)}"
+            )
+
 
 class _Model(BaseModel):
     """parent: the model of an adapter; None if it is no adapter."""
@@ -155,6 +173,13 @@ class ServerApi(Protocol):
         An iterator may read images when a request is taken from it.
         """
 
+    def other_version(self, ask: Ask) -> str | None:
+        """A warning if the server is a Stillhouse of another version than this one; None if not.
+
+        Raises ValueError if the two versions do not understand each other's bodies.
+        """
+        return None
+
     # completions
 
     def model_name(self, ask: Ask) -> str | None:
@@ -169,14 +194,14 @@ class ServerApi(Protocol):
         top: the number of top tokens whose log-probabilities are requested.
         """
 
-    def parse(self, response: httpx2.Response, adapter: str | None = None) -> Answer:
+    def parse(self, response: HttpAnswer, adapter: str | None = None) -> Answer:
         """Raises ValueError for an answer that cannot be read. adapter: the adapter that the request names."""
 
-    def lacks_adapter(self, response: httpx2.Response) -> bool:
+    def lacks_adapter(self, response: HttpAnswer) -> bool:
         """Whether the server does not have the adapter that the request names, because it was restarted."""
-        return response.status_code == self.unknown_adapter
+        return response.status == self.unknown_adapter
 
-    def top_log_probs(self, response: httpx2.Response) -> list[float]:
+    def top_log_probs(self, response: HttpAnswer) -> list[float]:
         """All log-probabilities that the answer has for the first token, in descending order."""
 
     def require_images(self, ask: Ask, url: str, processor: ImageProcessor, prompts: Documents) -> None:
@@ -200,7 +225,7 @@ class ServerApi(Protocol):
         Raises ValueError if they cannot be read.
         """
         answer = ask("/v1/models", None)
-        if answer.status_code == 404:  # an older SGLang
+        if answer.status == 404:  # an older SGLang
             return []
         models = parsed(_Models, answer.content, f"{answer.url} does not list models", self.kind.hint)
         return [model.id for model in models.data if model.parent is not None]
@@ -237,41 +262,37 @@ def server_api(name: str, *, is_tied: bool = False) -> ServerApi:
     return api
 
 
-def described(kind: type[Parsed], ask: Ask, path: str, name: str) -> Parsed:
+def described(kind: type[Described], ask: Ask, path: str, name: str) -> Described:
     """Request a server's description. Raises ValueError unless the answer has the form of the server `name`."""
     answer = ask(path, None)
-    if answer.status_code != 200:
-        raise ValueError(f"{answer.url} answers {answer.status_code}: expected 200, with the right token")
+    if answer.status != 200:
+        raise ValueError(
+            f"{answer.url} answers {answer.status}: expected 200, with the right token (key token_variable)"
+        )
     return parsed(kind, answer.content, f"{answer.url} is not that of {name}")
 
 
 def json_call(
-    path: str, body: dict[str, Any], parse: Callable[[httpx2.Response], Scores], tokens: int, absent: str = ""
+    path: str,
+    body: dict[str, Any],
+    parse: Callable[[HttpAnswer], Scores],
+    tokens: int,
+    most_bytes: int,
+    absent: str = "",
 ) -> Call[Scores]:
-    """A request with a JSON body. absent: see `Call`."""
-    return Call(path, json.dumps(body).encode(), JSON, parse, tokens, absent)
+    """A request with a JSON body. most_bytes, absent: see `Call`."""
+    return Call(path, json.dumps(body).encode(), JSON, parse, tokens, most_bytes, absent)
 
 
-def parsed(kind: type[Parsed], content: str | bytes, what: str, hint: str = "") -> Parsed:
-    """Raises ValueError for JSON that is not of this kind, in one line with `what`, the first problem and `hint`."""
-    try:
-        return kind.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        problem = f"{first['msg']}, got {str(first['input'])[:100]!r}"
-        raise ValueError(": ".join(filter(None, [what, place, problem])) + (f"; {hint}" if hint else "")) from error
-
-
-def require(response: httpx2.Response, what: str, hint: str = "") -> Any:
+def require(response: HttpAnswer, what: str, hint: str = "") -> Any:
     """The content of an answer, parsed if it is JSON. Raises ServerError unless the status is 200."""
-    if response.status_code != 200:
-        refuse(response, what, f"{response.status_code} {response.text.strip()[:500]}", hint)
+    if response.status != 200:
+        refuse(response, what, f"{response.status} {response.message}", hint)
     try:
         return response.json() if response.content else None
     except ValueError:
         return response.text
 
 
-def refuse(response: httpx2.Response, what: str, why: str, hint: str = "") -> NoReturn:
+def refuse(response: HttpAnswer, what: str, why: str, hint: str = "") -> NoReturn:
     raise ServerError(f"{response.url}: {what} failed: {why}{f'; {hint}' if hint else ''}")

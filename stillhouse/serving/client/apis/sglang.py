@@ -18,12 +18,12 @@ not name the adapter. So the label of the base weights is set to one of this eng
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import httpx2
 import torch
 from pydantic import BaseModel, Field
 
 from stillhouse.config.servers import SERVERS
 from stillhouse.generation.sample import Sampling
+from stillhouse.libraries import reading
 from stillhouse.serving.client.apis.score_tensors import top_k_tensors
 from stillhouse.serving.client.apis.server_api import (
     Answer,
@@ -34,11 +34,12 @@ from stillhouse.serving.client.apis.server_api import (
     Span,
     described,
     json_call,
-    parsed,
     refuse,
     require,
 )
+from stillhouse.serving.client.http_client import HttpAnswer, LogProb, bytes_of_json, parsed
 from stillhouse.serving.client.pool import Ask, Call
+from stillhouse.serving.strict_body import TokenId
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 _LORA = (
@@ -47,8 +48,8 @@ _LORA = (
 )
 
 #: an entry has a log-probability, an id and a text
-_PromptEntry = tuple[float | None, int, Any]
-_Entry = tuple[float, int, str | None]
+_PromptEntry = tuple[LogProb | None, TokenId, Any]
+_Entry = tuple[LogProb, TokenId, str | None]
 
 
 class _ModelInfo(BaseModel):
@@ -92,7 +93,7 @@ class SglangApi(ServerApi):
 
     def recognises(self, ask: Ask) -> bool:
         answer = ask("/get_model_info", None)
-        return answer.status_code == 200 and '"model_path"' in answer.text
+        return answer.status == 200 and '"model_path"' in answer.text
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
         return ServerInfo(url, described(_ModelInfo, ask, "/get_model_info", self.kind.title).model_path)
@@ -129,7 +130,7 @@ class SglangApi(ServerApi):
             "top_logprobs_num": top,
         }
 
-    def parse(self, response: httpx2.Response, adapter: str | None = None) -> Answer:
+    def parse(self, response: HttpAnswer, adapter: str | None = None) -> Answer:
         generated = _generated(response)
         meta = generated.meta_info
         ids = [token for _, token, _ in meta.output_token_logprobs]
@@ -142,10 +143,10 @@ class SglangApi(ServerApi):
             label = adapter if label == _engine_label(adapter) else None
         return Answer(ids, log_probs, [Span(label, 0, len(ids))], meta.finish_reason.type, stop)
 
-    def lacks_adapter(self, response: httpx2.Response) -> bool:
+    def lacks_adapter(self, response: HttpAnswer) -> bool:
         return super().lacks_adapter(response) and "LoRA adapter" in response.text
 
-    def top_log_probs(self, response: httpx2.Response) -> list[float]:
+    def top_log_probs(self, response: HttpAnswer) -> list[float]:
         rows = _generated(response).meta_info.output_top_logprobs
         first = (rows[0] if rows else None) or []
         return sorted({token: log_prob for log_prob, token, _ in first}.values(), reverse=True)
@@ -153,7 +154,7 @@ class SglangApi(ServerApi):
     def load_weights(self, ask: Ask, published: Published) -> bool:
         if published.kind == "adapter":
             answer = ask("/load_lora_adapter", {"lora_name": published.label, "lora_path": str(published.folder)})
-            if answer.status_code != 200 and "already loaded" not in answer.text:
+            if answer.status != 200 and "already loaded" not in answer.text:
                 require(answer, "loading the adapter", _LORA)
             label = {"new_version": _engine_label(published.label), "abort_all_requests": False}
             require(ask("/update_weight_version", label), "/update_weight_version", self.kind.hint)
@@ -163,7 +164,7 @@ class SglangApi(ServerApi):
         response = ask("/update_weights_from_disk", body)
         content = require(response, "loading the weights", "the server stays paused")
         if not isinstance(content, dict) or content.get("success") is not True:
-            refuse(response, "loading the weights", str(content)[:500], "the server stays paused")
+            refuse(response, "loading the weights", response.message, "the server stays paused")
         require(ask("/continue_generation", {}), "/continue_generation")
         return True
 
@@ -180,18 +181,16 @@ def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> Call[Score
     tokens: list[int] = document.tokens[: document.rows.stop + 1].tolist()
     body: dict[str, Any] = {"input_ids": tokens, "sampling_params": {"temperature": 1.0, "max_new_tokens": 0}}
 
-    def hidden_states(response: httpx2.Response) -> Scores:
+    def hidden_states(response: HttpAnswer) -> Scores:
         states = _scored(response).hidden_states
-        try:
+        with reading("the hidden states of /generate are no array"):
             hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"the hidden states of /generate are no array: {error}") from error
         expected = [len(tokens), width]
         if list(hidden_SE.shape) != expected:
             raise ValueError(f"/generate gives hidden states of shape {list(hidden_SE.shape)}: expected {expected}")
         return [{"hidden": hidden_SE[document.rows.start : document.rows.stop].to(DTYPES[spec.dtype])}]
 
-    def top_k(response: httpx2.Response) -> Scores:
+    def top_k(response: HttpAnswer) -> Scores:
         meta = _scored(response)
         actual = meta.input_token_logprobs or []
         if [token for _, token, _ in actual] != tokens:
@@ -203,14 +202,15 @@ def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> Call[Score
         return [top_k_tensors(entries, document, spec, "/generate")]
 
     if spec.kind == "hidden":
-        return json_call("/generate", body | {"return_hidden_states": True}, hidden_states, len(tokens))
+        body |= {"return_hidden_states": True}
+        return json_call("/generate", body, hidden_states, len(tokens), bytes_of_json(len(tokens) * width, 32))
     body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": spec.top_k}
-    return json_call("/generate", body, top_k, len(tokens))
+    return json_call("/generate", body, top_k, len(tokens), bytes_of_json(len(tokens) * (spec.entries + 1)))
 
 
-def _scored(response: httpx2.Response) -> _ScoredMeta:
+def _scored(response: HttpAnswer) -> _ScoredMeta:
     return parsed(_Scored, response.content, "/generate has no such scores").meta_info
 
 
-def _generated(response: httpx2.Response) -> _Generated:
+def _generated(response: HttpAnswer) -> _Generated:
     return parsed(_Generated, response.content, "/generate gives no completion")

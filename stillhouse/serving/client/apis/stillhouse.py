@@ -5,11 +5,11 @@ A server with `--generate` gives completions in vLLM's format, and loads a publi
 
 from collections.abc import Iterator, Sequence
 
-import httpx2
 import numpy as np
 from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse import __version__
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
@@ -21,10 +21,11 @@ from stillhouse.serving.client.apis.server_api import (
     require,
 )
 from stillhouse.serving.client.apis.vllm import VllmApi
+from stillhouse.serving.client.http_client import HttpAnswer, Size, parsed
 from stillhouse.serving.client.image_limits import require_accepted
 from stillhouse.serving.client.pool import Ask, Call, RefusedError
 from stillhouse.serving.image_wire import ImageSupport
-from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
+from stillhouse.serving.wire import SAFETENSORS, WIRE_FORMAT, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: the most tokens and bytes of images of a request, unless a single document has more
@@ -39,16 +40,23 @@ class _Info(BaseModel):
     stillhouse: str
     model: str
     identity: str = Field(validation_alias="teacher")
-    vocabulary: int
-    width: int
+    vocabulary: Size
+    width: Size
     dtype: str
-    max_tokens: int
-    request_tokens: int = Field(validation_alias="max_request_tokens")
-    max_top_k: int
+    max_tokens: Size
+    request_tokens: Size = Field(validation_alias="max_request_tokens")
+    max_top_k: Size
     signals: frozenset[str]
     files: dict[str, str]
     quantize: str | None = None
     images: ImageSupport | None = None
+
+
+class _Versions(BaseModel):
+    """wire: servers that do not tell it have the first format."""
+
+    stillhouse: str
+    wire: int = 1
 
 
 class _InfoOfImages(BaseModel):
@@ -65,7 +73,7 @@ class StillhouseApi(VllmApi):
 
     def recognises(self, ask: Ask) -> bool:
         answer = ask("/v1/info", None)
-        return answer.status_code in (401, 403) or (answer.status_code == 200 and '"stillhouse"' in answer.text)
+        return answer.status in (401, 403) or (answer.status == 200 and '"stillhouse"' in answer.text)
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
         info = described(_Info, ask, "/v1/info", self.kind.title)
@@ -76,6 +84,18 @@ class StillhouseApi(VllmApi):
     ) -> Iterator[Call[Scores]]:
         for group in _groups(documents, info):
             yield _scoring(info, spec, width, group)
+
+    def other_version(self, ask: Ask) -> str | None:
+        answer = ask("/v1/info", None)
+        if answer.status != 200:
+            return None  # a server that is no `stillhouse serve`, or a wrong token: other requests tell it
+        server = parsed(_Versions, answer.content, f"{answer.url} is not that of {self.kind.title}")
+        versions = f"{answer.server} runs Stillhouse {server.stillhouse[:40]!r}, and this is {__version__}"
+        if server.wire != WIRE_FORMAT:
+            raise ValueError(
+                f"{versions}, whose bodies have format {WIRE_FORMAT}, not {server.wire}: expected the same version"
+            )
+        return None if server.stillhouse == __version__ else f"{versions}: expected the same version on both sides"
 
     # completions
 
@@ -102,17 +122,19 @@ class StillhouseApi(VllmApi):
 def _scoring(info: ServerInfo, spec: SignalSpec, width: int, group: Sequence[_WithImages]) -> Call[Scores]:
     documents, images = [document for document, _ in group], [read for _, read in group]
 
-    def parse(response: httpx2.Response) -> Scores:
+    def parse(response: HttpAnswer) -> Scores:
         teacher, scores = decode_answer(response.content, spec, width, documents)
         if teacher != info.identity:
             raise RefusedError(
-                f"{response.url.host}:{response.url.port} serves another teacher now (hash {teacher[:12]}) than when "
+                f"{response.server} serves another teacher now (hash {teacher[:12]}) than when "
                 f"this run started ({str(info.identity)[:12]}): start the server with the same weights again"
             )
         return scores
 
     tokens = sum(len(document.tokens) for document in documents)
-    return Call("/v1/score", encode_request(spec, documents, images), SAFETENSORS, parse, tokens)
+    content = encode_request(spec, documents, images)
+    most_bytes = 2**16 + sum(spec.bytes_per_token(width) * len(document.rows) + 8 for document in documents)
+    return Call("/v1/score", content, SAFETENSORS, parse, tokens, most_bytes)
 
 
 def _groups(documents: Sequence[DocumentRows], info: ServerInfo) -> Iterator[list[_WithImages]]:

@@ -19,10 +19,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-import httpx2
 import numpy as np
 import torch
-from pydantic import AliasPath, BaseModel, Field, ValidationError
+from pydantic import AliasPath, BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import SERVERS
@@ -39,11 +38,12 @@ from stillhouse.serving.client.apis.server_api import (
     UnknownTokenizerError,
     described,
     json_call,
-    parsed,
     refuse,
     require,
 )
+from stillhouse.serving.client.http_client import HttpAnswer, LogProb, Size, bytes_of_json, parsed
 from stillhouse.serving.client.pool import Ask, Call
+from stillhouse.serving.strict_body import TokenId
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 _GENERATE = "/inference/v1/generate"
@@ -62,7 +62,7 @@ _LORA = (
 
 class _FirstModel(BaseModel):
     id: str = Field(validation_alias=AliasPath("data", 0, "id"))
-    max_model_len: int | None = Field(default=None, validation_alias=AliasPath("data", 0, "max_model_len"))
+    max_model_len: Size | None = Field(default=None, validation_alias=AliasPath("data", 0, "max_model_len"))
 
 
 class _Tokenized(BaseModel):
@@ -80,11 +80,11 @@ class _Pooling(BaseModel):
 
 
 class _PromptLogProb(BaseModel):
-    logprob: float
+    logprob: LogProb
 
 
 class _PromptChoice(BaseModel):
-    prompt_logprobs: list[dict[int, _PromptLogProb] | None]
+    prompt_logprobs: list[dict[TokenId, _PromptLogProb] | None]
 
 
 class _Completion(BaseModel):
@@ -96,8 +96,8 @@ class _ChosenScores(BaseModel):
 
 
 class _LogProb(BaseModel):
-    token_id: int
-    logprob: float
+    token_id: TokenId
+    logprob: LogProb
 
 
 class _Token(_LogProb):
@@ -113,7 +113,7 @@ class _Span(BaseModel):
 class _Choice(BaseModel):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None
-    token_ids: list[int]
+    token_ids: list[TokenId]
     tokens: list[_Token] = Field(validation_alias=AliasPath("logprobs", "content"))
     weight_versions: list[_Span] | None = None
 
@@ -135,7 +135,7 @@ class VllmApi(ServerApi):
 
     def recognises(self, ask: Ask) -> bool:
         answer = ask("/v1/models", None)
-        return answer.status_code == 200 and '"owned_by":"vllm"' in answer.text.replace(" ", "")
+        return answer.status == 200 and '"owned_by":"vllm"' in answer.text.replace(" ", "")
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
         model = described(_FirstModel, ask, "/v1/models", self.kind.title)
@@ -150,7 +150,8 @@ class VllmApi(ServerApi):
     # completions
 
     def model_name(self, ask: Ask) -> str | None:
-        model = parsed(_FirstModel, ask("/v1/models", None).content, "/v1/models names no model", self.kind.hint)
+        answer = ask("/v1/models", None)
+        model = parsed(_FirstModel, answer.content, f"{answer.url} names no model", self.kind.hint)
         if self.is_tied:
             _require_whole_updates(ask)
         return model.id
@@ -177,7 +178,7 @@ class VllmApi(ServerApi):
         named = {} if model is None else {"model": model}
         return {**named, "token_ids": list(ids), "sampling_params": parameters}
 
-    def parse(self, response: httpx2.Response, adapter: str | None = None) -> Answer:
+    def parse(self, response: HttpAnswer, adapter: str | None = None) -> Answer:
         generated = _generated(response)
         [choice] = generated.choices
         tokens = choice.tokens
@@ -190,7 +191,7 @@ class VllmApi(ServerApi):
         log_probs = [token.logprob for token in tokens]
         return Answer(choice.token_ids, log_probs, spans, choice.finish_reason, stop)
 
-    def top_log_probs(self, response: httpx2.Response) -> list[float]:
+    def top_log_probs(self, response: HttpAnswer) -> list[float]:
         [choice] = _generated(response).choices
         by_id = {top.token_id: top.logprob for token in choice.tokens[:1] for top in token.top_logprobs}
         return sorted(by_id.values(), reverse=True)
@@ -198,7 +199,7 @@ class VllmApi(ServerApi):
     def load_weights(self, ask: Ask, published: Published) -> bool:
         if published.kind == "adapter":
             answer = ask("/v1/load_lora_adapter", {"lora_name": published.label, "lora_path": str(published.folder)})
-            if answer.status_code != 200 and "already been loaded" not in answer.text:
+            if answer.status != 200 and "already been loaded" not in answer.text:
                 require(answer, "loading the adapter", _LORA)
             return True
         # Requests in progress wait. Tokens from half-updated weights would have a label that the client refuses.
@@ -219,9 +220,9 @@ class VllmApi(ServerApi):
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
         response = ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
-        if response.status_code != 200:
+        if response.status != 200:
             raise UnknownTokenizerError(
-                f"{response.url} does not tell the server's tokenizer: {response.status_code}; expected a vLLM that "
+                f"{response.url} does not tell the server's tokenizer: {response.status}; expected a vLLM that "
                 "was started without --skip-tokenizer-init"
             )
         ids = parsed(_Tokenized, response.content, f"{response.url} gives no ids").tokens
@@ -249,7 +250,7 @@ def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentR
     }
     expected, dtype = [len(tokens), width], DTYPES[spec.dtype]
 
-    def parse(response: httpx2.Response) -> Scores:
+    def parse(response: HttpAnswer) -> Scores:
         what = "the header 'metadata' of /pooling does not describe one array"
         pooled = parsed(_Pooling, response.headers.get("metadata", ""), what).data[0]
         if pooled.shape != expected or pooled.embed_dtype != spec.dtype or pooled.endianness != "little":
@@ -259,7 +260,8 @@ def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentR
         hidden_SE = torch.frombuffer(bytearray(response.content), dtype=dtype).view(expected)
         return [{"hidden": hidden_SE[document.rows.start :]}]
 
-    return json_call("/pooling", body, parse, len(tokens), _NO_POOLING)
+    most_bytes = bytes_of_json(math.prod(expected), dtype.itemsize)
+    return json_call("/pooling", body, parse, len(tokens), most_bytes, _NO_POOLING)
 
 
 def _prompt_log_probs(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
@@ -273,13 +275,14 @@ def _prompt_log_probs(info: ServerInfo, spec: SignalSpec, width: int, document: 
         "return_tokens_as_token_ids": True,
     }
 
-    def parse(response: httpx2.Response) -> Scores:
+    def parse(response: HttpAnswer) -> Scores:
         what = "/v1/completions has no prompt_logprobs of one prompt"
         rows = parsed(_Completion, response.content, what).choices[0].prompt_logprobs
         entries = [{token: entry.logprob for token, entry in (row or {}).items()} for row in rows]
         return [top_k_tensors(entries, document, spec, "/v1/completions")]
 
-    return json_call("/v1/completions", body, parse, len(tokens), _NO_COMPLETIONS)
+    most_bytes = bytes_of_json(len(tokens) * (spec.entries + 1))
+    return json_call("/v1/completions", body, parse, len(tokens), most_bytes, _NO_COMPLETIONS)
 
 
 def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
@@ -290,10 +293,11 @@ def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: Doc
     scored = {"prompt_logprob_start": document.rows.start, "prompt_logprob_token_ids": ids_NK.tolist()}
     body = {"token_ids": tokens, "sampling_params": {"max_tokens": 1, "temperature": 0.0, **scored}}
 
-    def parse(response: httpx2.Response) -> Scores:
-        with reading(f"{_GENERATE} gives no array of log-probabilities"):
-            content = base64.b64decode(_ChosenScores.model_validate_json(response.content).prompt_token_id_logprobs)
-            log_probs_NK = np.load(io.BytesIO(content), allow_pickle=False)
+    def parse(response: HttpAnswer) -> Scores:
+        what = f"{_GENERATE} gives no array of log-probabilities"
+        encoded = parsed(_ChosenScores, response.content, what).prompt_token_id_logprobs
+        with reading(what):  # np.load would also read other formats than the one of an array
+            log_probs_NK = np.lib.format.read_array(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
         if log_probs_NK.shape != tuple(ids_NK.shape) or log_probs_NK.dtype.kind != "f":
             raise ValueError(
                 f"{_GENERATE} gives {log_probs_NK.dtype} of shape {log_probs_NK.shape}: expected one number for each "
@@ -301,10 +305,10 @@ def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: Doc
             )
         return [id_tensors(ids_NK.to(torch.int32).numpy(), log_probs_NK, spec)]
 
-    return json_call(_GENERATE, body, parse, len(tokens), _NO_SCORES)
+    return json_call(_GENERATE, body, parse, len(tokens), bytes_of_json(ids_NK.numel(), 32), _NO_SCORES)
 
 
-def _generated(response: httpx2.Response) -> _Generated:
+def _generated(response: HttpAnswer) -> _Generated:
     return parsed(_Generated, response.content, f"{_GENERATE} gives no completion")
 
 
@@ -313,19 +317,15 @@ def _require_whole_updates(ask: Ask) -> None:
     not this copy, so that its log-probabilities would belong to no version.
     """
     answer = ask("/server_info?config_format=json", None)
-    if answer.status_code == 404:
+    if answer.status == 404:
         raise ValueError(f"{answer.url}: 404; {_DEVELOPMENT}")
-    try:
-        device = _ServerInfo.model_validate_json(answer.content).device
-    except ValidationError as error:
+    what = (
+        f"{answer.url} does not tell the server's device, and a vLLM on a CPU keeps the first output head of a "
+        "student whose head is its embedding: expected a vLLM whose /server_info has vllm_config.device_config.device"
+    )
+    if parsed(_ServerInfo, answer.content, what).device == "cpu":
         raise ValueError(
-            f"{answer.url} does not tell the server's device ({error.errors()[0]['msg']}), and a vLLM on a CPU keeps "
-            "the first output head of a student whose head is its embedding: expected a vLLM whose "
-            "/server_info has vllm_config.device_config.device"
-        ) from error
-    if device == "cpu":
-        raise ValueError(
-            f"{str(answer.url).partition('/server_info')[0]} is a vLLM on a CPU. When it is given new weights, it "
+            f"{answer.server} is a vLLM on a CPU. When it is given new weights, it "
             "keeps the first output head of a student whose head is its embedding (tie_word_embeddings): expected a "
             "vLLM on a GPU, a student with a head of its own, or rollout.engine transformers or stillhouse"
         )
@@ -333,6 +333,6 @@ def _require_whole_updates(ask: Ask) -> None:
 
 def _succeed(ask: Ask, path: str, body: Any, key: str, expected: Any) -> None:
     response = ask(path, body)
-    content = require(response, path, _DEVELOPMENT if response.status_code == 404 else "")
+    content = require(response, path, _DEVELOPMENT if response.status == 404 else "")
     if not isinstance(content, dict) or content.get(key) != expected:
-        refuse(response, path, f"got {str(content)[:200]}, expected {key}: {expected}")
+        refuse(response, path, f"got {response.message[:200]}, expected {key}: {expected}")

@@ -1,0 +1,144 @@
+"""One exchange with a server, and the only ways to read its answer.
+
+A server of the user may be broken, and one of somebody else may be hostile. So an answer is bytes whose number is
+limited, and nothing that the server says decides how they are decoded: a charset or a compression in its headers is
+not used. Everything else raises a ValueError, and text for messages has no control characters.
+"""
+
+import reprlib
+from collections.abc import AsyncIterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+import httpx2
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import from_json
+
+from stillhouse.display import escaped, first_line
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+#: the most bytes of an answer about the server itself
+MOST_BYTES = 16 * 2**20
+#: a log-probability in JSON: NaN and infinity are no log-probabilities; rounding may put one slightly above 0
+LogProb = Annotated[float, Field(le=1e-3)]
+#: the number of something in a server's description of itself
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+#: the most characters of an answer, and of a value in it, in a message
+_SHOWN, _SHOWN_VALUE = 500, 100
+
+
+class NoAnswerError(Exception):
+    """A server cannot be reached, or its answer is none of HTTP or ends too early."""
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """A whole answer. server: the address of the server. path: that of the request. token: that of the request, which
+    a server may repeat in an error, and no message may show.
+    """
+
+    status: int
+    content: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    server: str = ""
+    path: str = ""
+    token: str | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        return self.server + self.path
+
+    @property
+    def text(self) -> str:
+        """The body as UTF-8, whatever its headers say. It may have any characters: messages take `message`."""
+        return self.content.decode(errors="replace")
+
+    @property
+    def message(self) -> str:
+        """The message of an error in OpenAI's format, or the beginning of any other body, on one line."""
+        try:
+            message = from_json(self.content)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = None
+        text = message if isinstance(message, str) else self.content[: 4 * _SHOWN].decode(errors="replace")
+        text = text if self.token is None else text.replace(self.token, "…")
+        return escaped(text.strip())[:_SHOWN]
+
+    def json(self) -> Any:
+        """Raises ValueError for a body that is no JSON, or has more than 200 levels or a number of 4,300 digits."""
+        try:
+            return from_json(self.content)
+        except ValueError as error:
+            raise ValueError(f"{self.url} gives no JSON: {error}") from error
+
+
+class HttpClient:
+    """Sends requests to servers. token: the bearer token of each request. seconds: the limit for each of an answer's
+    parts; the limit for all of it is the caller's.
+    """
+
+    def __init__(self, token: str | None, seconds: float, connect_seconds: float):
+        self._token = token
+        # no compression: the size of a body is then the size in memory
+        self._headers = {"Accept-Encoding": "identity", "User-Agent": "stillhouse"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._limits = httpx2.Timeout(seconds, connect=connect_seconds).as_dict()
+        # a client of httpx2 would also keep cookies, decode bodies as their headers say, and log addresses
+        self._transport = httpx2.AsyncHTTPTransport(limits=httpx2.Limits(max_connections=None), trust_env=False)
+
+    async def send(
+        self, server: str, path: str, content: bytes | None, content_type: str, most_bytes: int
+    ) -> HttpAnswer:
+        """Post the content; None: send a GET request. Redirects are not followed, so that no other server gets the
+        token. Raises NoAnswerError without a whole answer, and ValueError for one that is too long or encoded.
+        """
+        method, headers = "GET" if content is None else "POST", self._headers | {"Content-Type": content_type}
+        try:
+            request = httpx2.Request(method, server + path, headers=headers, content=content)
+            request.extensions["timeout"] = self._limits
+            response = await self._transport.handle_async_request(request)
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            try:
+                encoding = response.headers.get("content-encoding", "identity")
+                if encoding != "identity":
+                    raise ValueError(f"an answer with the encoding {encoding[:40]!r}: expected none")
+                body = await _read(response.stream, most_bytes)
+            finally:
+                await response.stream.aclose()
+        except httpx2.InvalidURL as error:
+            raise ValueError(f"{server}{path} is no address: {error}") from error
+        except httpx2.HTTPError as error:
+            raise NoAnswerError(first_line(error)) from error
+        return HttpAnswer(response.status_code, body, response.headers, server, path, self._token)
+
+    async def close(self) -> None:
+        await self._transport.aclose()
+
+
+async def _read(stream: AsyncIterable[bytes], most_bytes: int) -> bytes:
+    parts, size = [], 0
+    async for part in stream:
+        parts.append(part)
+        size += len(part)
+        if size > most_bytes:
+            raise ValueError(f"an answer of more than {most_bytes:,} bytes")
+    return b"".join(parts)
+
+
+def bytes_of_json(values: int, per_value: int = 512) -> int:
+    """The most bytes of an answer in JSON. values: how many numbers it has, each with `per_value` bytes around it."""
+    return 2**20 + per_value * values
+
+
+def parsed(kind: type[Parsed], content: str | bytes, what: str, hint: str = "") -> Parsed:
+    """Raises ValueError for JSON that is not of this kind, in one line with `what`, the first problem and `hint`."""
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        value = first["input"][:_SHOWN_VALUE] if isinstance(first["input"], bytes | str) else first["input"]
+        place = escaped(".".join(map(str, first["loc"])))[:_SHOWN_VALUE]
+        problem = f"{escaped(first['msg'])}, got {escaped(reprlib.repr(value))}"
+        raise ValueError(": ".join(filter(None, [what, place, problem])) + (f"; {hint}" if hint else "")) from error

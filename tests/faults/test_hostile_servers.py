@@ -1,0 +1,173 @@
+"""Servers that drip, nest and lie: each ends a request within its limit, by an error that names the server."""
+
+import base64
+import io
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from kit import slow
+from kit.engine_answers import INFO, METADATA, true_answers
+from kit.stub_servers import HOSTILE, Fault, body, hostile_server
+
+from stillhouse import __version__
+from stillhouse.display import escaped
+from stillhouse.serving.client import pool
+from stillhouse.serving.client.apis.server_api import ServerInfo
+from stillhouse.serving.client.apis.stillhouse import StillhouseApi
+from stillhouse.serving.client.apis.vllm import VllmApi
+from stillhouse.serving.client.http_client import HttpAnswer
+from stillhouse.serving.client.pool import ServerError, ServerPool
+from stillhouse.serving.client.reward_server import RewardServer
+from stillhouse.serving.wire import WIRE_FORMAT
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+
+#: seconds of a pool's timeout, and the most until a request ends: this machine may be busy with other tests
+TIMEOUT, MOST_SECONDS = 1.0, 15.0
+DOCUMENT = DocumentRows(np.arange(5), range(4))
+
+
+def reward(url: str) -> Any:
+    with closing(RewardServer(f"{url}/reward", f"rollout.reward: {url}", TIMEOUT, lambda line: None)) as server:
+        return server.call("2 + 2 =", " 5", {"a": 1}, "train.jsonl:3", []).result(60)
+
+
+def score(url: str) -> Any:
+    calls = StillhouseApi().calls(ServerInfo(url, "t"), SignalSpec("hidden", "float32"), 8, [DOCUMENT])
+    with closing(ServerPool([url], TIMEOUT)) as servers:
+        return servers.score(list(calls))
+
+
+def top_k(url: str) -> Any:
+    calls = VllmApi().calls(ServerInfo(url, "t"), SignalSpec("top_k", "float32", 2, 1.0), 0, [DOCUMENT])
+    with closing(ServerPool([url], TIMEOUT)) as servers:
+        return servers.score(list(calls))
+
+
+def describe(url: str) -> Any:
+    with closing(ServerPool([url], TIMEOUT)) as servers:
+        return StillhouseApi().describe(servers.asker(url), url)
+
+
+def name_model(url: str) -> Any:
+    with closing(ServerPool([url], TIMEOUT)) as servers:
+        return VllmApi().model_name(servers.asker(url))
+
+
+REQUESTS = [reward, describe, *map(slow, (score, top_k, name_model))]
+
+
+@pytest.mark.parametrize("request_of", REQUESTS)
+def test_no_answer_ends_a_request_otherwise_than_by_a_named_error(
+    monkeypatch: pytest.MonkeyPatch, request_of: Callable[[str], Any]
+) -> None:
+    monkeypatch.setattr(pool, "FIRST_PAUSE", 0.01)
+
+    def problem(fault: Fault) -> str:
+        with hostile_server(fault) as (url, _):
+            started = time.monotonic()
+            try:
+                return f"it returned {request_of(url)}"
+            except (ValueError, ServerError) as error:
+                text, seconds = str(error), time.monotonic() - started
+                if type(error).__module__.partition(".")[0] not in ("stillhouse", "builtins"):
+                    return f"{type(error)}: {error}"
+                if isinstance(error, UnicodeError) or text != escaped(text) or len(text) > 2000 or url not in text:
+                    return f"no message for a user: {text!r}"
+                return "" if seconds < MOST_SECONDS else f"it took {seconds:.1f} seconds: {text}"
+            except BaseException as error:  # noqa: BLE001  the test looks for any such exception
+                return f"{type(error)}: {error}"
+
+    with ThreadPoolExecutor(8) as threads:
+        problems = dict(zip(HOSTILE, threads.map(problem, HOSTILE.values()), strict=True))
+    assert {name: problem for name, problem in problems.items() if problem} == {}
+
+
+def test_the_whole_wait_is_bounded_whatever_a_server_says() -> None:
+    """Retry-After, a byte now and then, and the time in the queue behind a request that never ends."""
+    busy = body(b"", status=503, more=b"Retry-After: 60\r\n")
+    with hostile_server(busy) as (url, _), closing(ServerPool([url], TIMEOUT)) as servers:
+        started = time.monotonic()
+        with pytest.raises(ServerError, match=rf"for 1 seconds \(teacher\.timeout\); {url}: 503"):
+            servers.score(calls_to(url))
+        assert time.monotonic() - started < MOST_SECONDS
+    with (
+        hostile_server(HOSTILE["drips"]) as (url, _),
+        closing(ServerPool([url], TIMEOUT, in_flight=1, answer_seconds=TIMEOUT)) as servers,
+    ):
+        started = time.monotonic()
+        for future in [servers.submit(call) for call in calls_to(url) * 20]:
+            with pytest.raises(ServerError, match=rf"for 1 seconds \(teacher\.timeout\); {url}: "):
+                future.result(60)
+        assert time.monotonic() - started < MOST_SECONDS
+
+
+def calls_to(url: str) -> list[Any]:
+    return list(StillhouseApi().calls(ServerInfo(url, "t"), SignalSpec("hidden", "float32"), 8, [DOCUMENT]))
+
+
+def test_a_server_that_says_later_is_asked_again_before_the_limit() -> None:
+    later = body(b"", status=503, more=b"Retry-After: 60\r\n")
+    with hostile_server(later, later, body(b'{"reward": 2}')) as (url, headers):
+        assert reward(url) == 2
+        assert len(headers) == 3
+
+
+def npz() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, np.zeros((3, 2)))
+    return file.getvalue()
+
+
+#: answers that lie, by the kind of answer (`engine_answers.py`): what is changed, and the error
+LIES: list[tuple[str, str, str, str]] = [
+    (
+        "vLLM's completion",
+        '"end": 2',
+        '"end": 1000000000000',
+        "versions of the tokens 0 to 1000000000000",
+    ),
+    ("vLLM's completion", '"token_ids": [5, 7]', '"token_ids": [5, 300]', "differ"),
+    ("vLLM's completion", "5", "300", "the ids 7 to 300: expected 0 to 299"),
+    ("vLLM's completion", "5", "99999999999", "Input should be less than 2147483648"),
+    ("vLLM's completion", '"logprob": -0.1', '"logprob": NaN', "Input should be less than or equal to 0.001"),
+    ("vLLM's prompt log-probabilities", '"4"', '"99999999999"', "Input should be less than 2147483648"),
+    ("vLLM's prompt log-probabilities", "-0.5", "1e999", "Input should be less than or equal to 0.001"),
+    ("vLLM's models", "64", "9" * 400, "Input should be less than 2147483648"),
+    ("vLLM's chosen scores", "*", base64.b64encode(npz()).decode(), "gives no array of log-probabilities"),
+    ("our description", '"vocabulary": 300', '"vocabulary": -1', "greater than or equal to 1"),
+    (
+        "our description",
+        '"stillhouse": "0.1.0"',
+        '"stillhouse": "9.0", "wire": 7',
+        "format 1, not 7: expected the same",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "old", "new", "error"), LIES, ids=[f"{kind} {error}" for kind, _, _, error in LIES])
+def test_a_lie_is_an_error_that_says_what_was_expected(kind: str, old: str, new: str, error: str) -> None:
+    content, read = true_answers()[kind]
+    text = content.decode()
+    lie = json.dumps({"prompt_token_id_logprobs": new}) if old == "*" else text.replace(old, new)
+    with pytest.raises(ValueError, match=error):
+        read(HttpAnswer(200, lie.encode(), {"metadata": METADATA}))
+    read(HttpAnswer(200, content, {"metadata": METADATA}))
+
+
+def test_another_version_of_a_server_is_said_and_another_format_is_refused() -> None:
+    def other(**info: Any) -> str | None:
+        answer = HttpAnswer(200, json.dumps(INFO | info).encode(), server="http://a:1")
+        return StillhouseApi().other_version(lambda path, body: answer)
+
+    assert other(stillhouse=__version__, wire=WIRE_FORMAT) is other(stillhouse=__version__) is None
+    assert other(stillhouse="0.0.9") == (
+        f"http://a:1 runs Stillhouse '0.0.9', and this is {__version__}: expected the same version on both sides"
+    )
+    with pytest.raises(ValueError, match=rf"runs Stillhouse '9', and this is {__version__}, whose bodies"):
+        other(stillhouse="9", wire=WIRE_FORMAT + 1)
