@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 import stillhouse
 from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
-from stillhouse.serving.wire import decode_answer, decode_request, header_of
+from stillhouse.serving.image_wire import header_of
+from stillhouse.serving.wire import KEY, decode_answer, decode_request
 
 VERSIONS = sorted(folder.name for folder in ARTEFACTS.iterdir() if (folder / "run.yaml").exists())
 
@@ -109,7 +110,7 @@ def test_a_recorded_request_is_answered(artefacts: Path) -> None:
             assert answer.status_code == 200, answer.text
             expected = Path("wire", f"{file}.answer").read_bytes()
             if path == "/v1/score":
-                assert header_of(answer.content) == header_of(expected)
+                assert header_of(answer.content, KEY) == header_of(expected, KEY)
                 assert_close(load(answer.content), load(expected))
             else:
                 assert_close(answer.json()["choices"], json.loads(expected)["choices"])

@@ -29,7 +29,8 @@ from stillhouse.run.run import distill
 from stillhouse.run.session import Session
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.pool import ServerError, ServerPool
-from stillhouse.serving.wire import KEY, header_of
+from stillhouse.serving.image_wire import header_of
+from stillhouse.serving.wire import KEY
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.cache.files import document_id
 from stillhouse.signals.sampled_ids import draw, uniform_numbers
@@ -100,7 +101,7 @@ def rewritten(change: Callable[[dict[str, Tensor]], None]) -> Callable[[bytes], 
         tensors = {name: tensor.clone() for name, tensor in load(content).items()}
         change(tensors)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        return save(contiguous, {KEY: json.dumps(header_of(content))})
+        return save(contiguous, {KEY: json.dumps(header_of(content, KEY))})
 
     return body
 
@@ -147,12 +148,12 @@ def test_a_server_with_wrong_signals_is_refused(folder: Path, server: str, case:
 
 def test_a_server_that_ignores_the_temperature_is_refused(folder: Path, server: str) -> None:
     def with_temperature(content: bytes, temperature: float) -> bytes:
-        return save(load(content), {KEY: json.dumps(header_of(content) | {"temperature": temperature})})
+        return save(load(content), {KEY: json.dumps(header_of(content, KEY) | {"temperature": temperature})})
 
     def at_temperature_1(handler: Any, answer: Any) -> None:
         request = with_temperature(handler.body, 1.0)
         at_1 = handler.proxy.client.post(server + "/v1/score", content=request, headers=dict(handler.headers))
-        claimed = header_of(handler.body)["temperature"]
+        claimed = header_of(handler.body, KEY)["temperature"]
         handler.answer(200, with_temperature(at_1.content, claimed), answer)
 
     settings = {"teacher.signal": "top_k", "teacher.top_k": 9, "objective.temperature": 2.0}
