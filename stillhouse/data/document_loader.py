@@ -32,8 +32,7 @@ from stillhouse.data.record import (
     Record,
     RecordError,
     TemplateLimitError,
-    column_value,
-    describe,
+    kept_value,
     without_null,
 )
 from stillhouse.data.render.image_processor import ImageProcessor
@@ -259,7 +258,7 @@ class _Loader:
             rendered,
             record.where,
             _content_key(fields, template),
-            [_kept_value(fields, column, options.allowed.get(column)) for column in options.columns],
+            [kept_value(fields, column, options.allowed.get(column)) for column in options.columns],
             [
                 prefix.render(fields, template) if options.reader is None or fields[options.reader] == name else ""
                 for name, prefix in self.prefix_templates.items()
@@ -293,19 +292,30 @@ class _Loader:
             self.report.reasons.append(str(error))
 
     def _encode(self, template: Template) -> None:
-        if not self.waiting:
-            return
-        batch = template.encode([waiting.rendered for waiting in self.waiting])
-        texts_by_teacher = zip(*(waiting.prefixes for waiting in self.waiting), strict=True)
-        by_teacher = [
-            prefix.encode(texts, batch, self.tokenizer, template.bos_from)
-            for prefix, texts in zip(self.prefix_templates.values(), texts_by_teacher, strict=True)
-        ]
-        for number, (encoded, waiting) in enumerate(zip(batch, self.waiting, strict=True)):
-            prefixes = dict(zip(self.prefix_templates, (of_batch[number] for of_batch in by_teacher), strict=True))
-            self._keep(encoded, waiting, prefixes, template.splits)
+        if self.waiting:
+            self._encode_together(template, self.waiting)
         self.waiting.clear()
         self.characters = 0
+
+    def _encode_together(self, template: Template, records: Sequence[_Waiting]) -> None:
+        try:
+            batch = template.encode([record.rendered for record in records])
+            by_teacher = [
+                prefix.encode(
+                    [record.prefixes[number] for record in records], batch, self.tokenizer, template.bos_from
+                )
+                for number, prefix in enumerate(self.prefix_templates.values())
+            ]
+        except RecordError as error:
+            if len(records) == 1:
+                self._reject(DataError(records[0].where, str(error)))
+            else:  # one by one, because the error does not say which record it is
+                for record in records:
+                    self._encode_together(template, [record])
+            return
+        for number, (encoded, record) in enumerate(zip(batch, records, strict=True)):
+            prefixes = dict(zip(self.prefix_templates, (of_batch[number] for of_batch in by_teacher), strict=True))
+            self._keep(encoded, record, prefixes, template.splits)
 
     def _keep(self, encoded: Encoded, waiting: _Waiting, prefixes: dict[str, Substitution], splits: bool) -> None:
         gains = {name: prefix.gain for name, prefix in prefixes.items()}
@@ -372,15 +382,6 @@ class _Loader:
         self.report.cut_documents += 1
         self.report.cut_tokens += excess
         return [replace(encoded, ids=encoded.ids[:max_tokens], targets=encoded.targets[:max_tokens])]
-
-
-def _kept_value(fields: dict[str, Any], column: str, allowed: Collection[Any] | None) -> Any:
-    value = column_value(fields, column)
-    if value is None:  # Parquet stores absent values as null
-        raise RecordError(f"column '{column}' is null; expected a value in every record")
-    if allowed is not None and value not in allowed:
-        raise RecordError(f"column '{column}' is {describe(value)}: expected one of {name_list(allowed)}")
-    return value
 
 
 def _as_json(value: Any) -> str:

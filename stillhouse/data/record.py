@@ -1,7 +1,7 @@
 """A record of the data with its location, checks of its columns, and the errors about records."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,16 @@ def column_value(fields: Mapping[str, Any], column: str) -> Any:
     if column not in fields:
         raise RecordError(f"column '{column}' is missing (found {name_list(fields)})")
     return fields[column]
+
+
+def kept_value(fields: Mapping[str, Any], column: str, allowed: Collection[Any] | None) -> Any:
+    """The value of a column that is kept. allowed: the values that it may have; None for all but null."""
+    value = column_value(fields, column)
+    if value is None:  # Parquet stores absent values as null
+        raise RecordError(f"column '{column}' is null; expected a value in every record")
+    if allowed is not None and value not in allowed:
+        raise RecordError(f"column '{column}' is {describe(value)}: expected one of {name_list(allowed)}")
+    return value
 
 
 def string_value(fields: Mapping[str, Any], column: str, *, may_be_empty: bool = False) -> str:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.read.image_columns import MARK
 from stillhouse.data.render.templates import Encoded, Rendered, Targets
-from stillhouse.data.render.tokenizers import tokenize
+from stillhouse.data.render.tokenizers import last_written, tokenize
 
 
 @dataclass
@@ -104,8 +104,6 @@ class TrainedEnds:
         self.ids.update(ids_T[(places < kept) & np.isin(ids_T, self._end_ids)].tolist())
         if not stops or not len(places):
             return
-        last = len(places) - 1
-        while last and self._tokenizer.decode(ids_T[last : last + 1].tolist()).isspace():
-            last -= 1  # the template's line break
+        last = last_written(self._tokenizer, ids_T)
         if places[last] < kept and int(ids_T[last]) in self._special:
             self.ids.add(int(ids_T[last]))

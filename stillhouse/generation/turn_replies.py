@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.record import RecordError
 from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.data.render.tool_format import Call, ToolFormat
@@ -133,7 +134,10 @@ class TextReplies(TurnReplies):
 
     def ids(self, reply: str | None, most: int) -> list[int]:
         def ids_of(text: str) -> list[int]:
-            return tokenize(self._tokenizer, [text], special=False)[0]
+            try:
+                return tokenize(self._tokenizer, [text], special=False)[0]
+            except RecordError as error:
+                raise ValueError(f"rollout.environment: a reply cannot be read: {error}") from error
 
         ids = ids_of(beginning(ids_of, reply, most)) if reply else []
         require_no_image(ids, self._placeholders, reply)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.config import as_config_error
 from stillhouse.data import Documents
+from stillhouse.data.record import RecordError
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.templates import CompletionTemplate, Rendered
 from stillhouse.generation import Completion, GenerationRequest, Sampling
@@ -172,7 +174,9 @@ def evaluate_tasks(
     problems = [(spec.name, problem(spec, seed, number, held_out=True)) for spec in specs for number in range(count)]
     if not problems:
         return {}
-    completions = generate(_text_requests(tokenizer, [item.prompt for _, item in problems]))
+    with as_config_error("eval.tasks", RecordError):
+        requests = _text_requests(tokenizer, [item.prompt for _, item in problems])
+    completions = generate(requests)
     matches: dict[str, list[float]] = {}
     for (name, item), completion in zip(problems, completions, strict=True):
         text = tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True)

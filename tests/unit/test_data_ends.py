@@ -8,10 +8,11 @@ import pytest
 from kit.documents import load_records
 from kit.families import build
 from kit.toy_tokenizer import SPECIAL, TEXT, toy_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from stillhouse.data import Documents
+from stillhouse.data.render.tokenizers import is_rendered
 from stillhouse.models import Decoder, add_end_ids, eos_ids, read_end_ids
 
 USER = {"role": "user", "content": "two and two?"}
@@ -141,3 +142,59 @@ def test_trained_ends_are_saved_beside_those_of_the_model(tmp_path: Path, named:
     assert read_end_ids(str(tmp_path / "saved")) == sorted(
         eos_ids(toy_tokenizer(eos_token=None), Decoder(build("qwen3")))
     )  # type: ignore[arg-type]
+
+
+RENDERED = "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>"
+
+
+@pytest.mark.parametrize("adds_eos", [True, False])
+@pytest.mark.parametrize(
+    ("text", "begin", "end"),
+    [
+        ("two", "<s>", "</s>"),
+        ("<s>two", "", "</s>"),
+        ("two</s>", "<s>", ""),
+        ("<s>two</s>\n", "", ""),
+        (f"<s>{RENDERED}", "", ""),
+        (f"{RENDERED}\n", "<s>", ""),  # the line break of the template
+        (f"{RENDERED} \t\n\n", "<s>", ""),
+        (f"{RENDERED}a \n", "<s>", "</s>"),
+        ("two <|im_start|>", "<s>", "</s>"),  # special, but no end
+    ],
+)
+def test_a_rendered_text_gets_no_second_special_token(
+    tmp_path: Path, text: str, begin: str, end: str, adds_eos: bool
+) -> None:
+    """As a text, as a completion and as a prompt, also of a tokenizer that appends an end of its own."""
+    tokenizer, options = toy_tokenizer(adds_eos=adds_eos), {"end_ids": [5], "max_tokens": 256}
+    expected = f"{begin}{text}{end}"
+    documents = load_records(tmp_path, [{"text": text}], tokenizer, **options)  # type: ignore[arg-type]
+    assert tokenizer.decode(documents.tokens(0)) == expected
+    prompt = text.rstrip() or "a"
+    pairs = [{"prompt": prompt, "completion": text.removeprefix("<s>")}]
+    documents = load_records(tmp_path, pairs, tokenizer, **options)  # type: ignore[arg-type]
+    assert tokenizer.decode(documents.tokens(0)) == f"{begin}{prompt}{text.removeprefix('<s>')}{end}"
+    prompts = load_records(tmp_path, [{"prompt": prompt}], tokenizer, prompts=True, **options)  # type: ignore[arg-type]
+    assert tokenizer.decode(prompts.tokens(0)) == f"{begin}{prompt}"
+
+
+def test_a_prefix_of_tokens_is_put_before_a_text_once(tmp_path: Path) -> None:
+    """GLM's tokenizers put `[gMASK]<sop>` before a text, and have no BOS."""
+    tokenizer = glm_tokenizer("glm4moe")
+    pairs = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("[gMASK]", "<sop>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[gMASK] <sop> $A", special_tokens=pairs
+    )
+    for text in ("two", "[gMASK]<sop>two"):
+        ids = load_records(tmp_path, [{"text": text}], tokenizer).tokens(0)
+        assert tokenizer.decode(ids) == "[gMASK]<sop>two<|endoftext|>"
+    assert is_rendered(tokenizer, "[gMASK]<sop>two")
+    assert not is_rendered(tokenizer, "two")
+
+
+def test_the_prefix_of_a_teacher_has_no_second_bos(tmp_path: Path) -> None:
+    tokenizer = toy_tokenizer()
+    for text in ("two", "<s>two"):
+        documents = load_records(tmp_path, [{"text": text}], tokenizer, prefixes={"one": "<s>Know."})
+        ids = documents.substitutions["one"].tokens(0, documents.tokens(0)).tolist()
+        assert tokenizer.decode(ids) == "<s>Know.two</s>"

@@ -1,17 +1,21 @@
 """Tokenizers that count as the same, and errors that name a difference."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from kit.documents import load_records
 from kit.families import build
 from kit.toy_tokenizer import save_toy_tokenizer, toy_backend, toy_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stillhouse.data import check_same_tokenizer, check_vocabulary, load_tokenizer, tokenizer_fingerprint
+from stillhouse.data import DataError, check_same_tokenizer, check_vocabulary, load_tokenizer, tokenizer_fingerprint
+from stillhouse.data.render.ordinary_text import OrdinaryText
 from stillhouse.data.render.tokenizers import require_tokens_of_file
 from stillhouse.libraries import is_at_least
 
@@ -199,3 +203,59 @@ def test_settings_that_no_class_reads_do_not_count(tmp_path: Path) -> None:
     pieces.pre_tokenizer = pre_tokenizers.Metaspace()
     PreTrainedTokenizerFast(tokenizer_object=pieces).save_pretrained(tmp_path / "few")
     load_tokenizer(str(tmp_path / "few"))
+
+
+def without_unknown(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of the words "a" and "b" without an unknown token."""
+    ids = {"</s>": 0, "a": 1, "b": 2}
+    made: dict[str, Any] = {
+        "unigram": models.Unigram([("</s>", 0.0), ("a", -1.0), ("b", -1.0)]),
+        "wordpiece": models.WordPiece(ids, unk_token="[UNK]"),
+        "wordlevel": models.WordLevel(ids, unk_token="[UNK]"),
+        "bpe": models.BPE(ids, []),
+    }
+    backend = Tokenizer(made[kind])
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content + '</s>' }}{% endfor %}"
+    return tokenizer
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b 🙂"}]}
+
+
+@pytest.mark.parametrize("kind", ["unigram", "wordpiece", "wordlevel", "bpe"])
+@pytest.mark.parametrize(
+    ("bad", "good"),
+    [
+        ({"text": "a 🙂"}, {"text": "a b"}),
+        ({"prompt": "🙂", "completion": "b"}, {"prompt": "a", "completion": "b"}),
+        ({"prompt": "a", "completion": "🙂"}, {"prompt": "a", "completion": "b"}),
+        (MESSAGES, {"messages": [*MESSAGES["messages"][:1], {"role": "assistant", "content": "b"}]}),
+    ],
+    ids=["text", "prompt", "completion", "messages"],
+)
+def test_a_character_without_a_token_is_an_error_of_its_record(
+    tmp_path: Path, kind: str, bad: dict[str, Any], good: dict[str, Any]
+) -> None:
+    """Byte-pair encoding would leave it out, and the others raise an error without the record."""
+    tokenizer = without_unknown(kind)
+    message = r"train\.jsonl:2: the tokenizer '' has no token for '🙂' \(U\+1F642\), and no unknown token"
+    with pytest.raises(DataError, match=message):
+        load_records(tmp_path, [good, bad, good], tokenizer)
+    documents = load_records(tmp_path, [good, bad, good], tokenizer, on_error="skip")
+    assert (len(documents), documents.report.skipped) == (2, 1)
+    assert re.search(message, documents.report.reasons[0])
+    alone = load_records(tmp_path, [good, good], tokenizer)
+    assert np.array_equal(alone.tokens_N, documents.tokens_N)
+
+
+def test_a_character_without_a_token_in_a_prefix_and_in_a_reply(tmp_path: Path) -> None:
+    tokenizer = without_unknown("unigram")
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:1: the prefix of teacher 'one': the tokenizer '' has no token"
+    ):
+        load_records(tmp_path, [{"text": "a"}], tokenizer, prefixes={"one": "🙂"})
+    with pytest.raises(ValueError, match=r"rollout\.tools: the tokenizer '' has no token for '🙂'"):
+        OrdinaryText(tokenizer, "rollout.tools").ids("a 🙂")

@@ -40,6 +40,7 @@ from stillhouse.data.render.conversations import Conversations
 from stillhouse.data.render.image_processor import Expanded, ImageProcessor
 from stillhouse.data.render.isolated_process import Isolated, LimitError
 from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets, Template
+from stillhouse.data.render.tokenizers import encode, is_rendered
 from stillhouse.data.render.written_texts import Loss, is_refused
 from stillhouse.display import name_list
 
@@ -97,7 +98,7 @@ class ChatTemplate(Template):
             example: Message = {"role": "user", "content": ANCHOR}
             self.needs_parts = ANCHOR not in self._example(example)
             body = self._example(with_parts(example) if self.needs_parts else example)
-            self.adds_special = not body.startswith(tokenizer.bos_token or "\0")
+            self.adds_special = not is_rendered(tokenizer, body)
         has_bos = self.adds_special and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         self.bos_from: BosFrom = "tokenizer" if has_bos else "chat template"
 
@@ -130,13 +131,8 @@ class ChatTemplate(Template):
         texts = [record for record in rendered if record.encoded is None]
         if not texts:
             return [record.encoded for record in rendered if record.encoded is not None]
-        batch = self.tokenizer(
-            [record.body for record in texts],
-            add_special_tokens=self.adds_special,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
+        bodies = [record.body for record in texts]
+        batch = encode(self.tokenizer, bodies, add_special_tokens=self.adds_special, return_offsets_mapping=True)
         encoded_texts = (
             _with_targets(ids, offsets, record.spans)
             for ids, offsets, record in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True)

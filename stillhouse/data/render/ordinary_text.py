@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.record import RecordError
 from stillhouse.data.render.assistant_turns import ANCHOR
 from stillhouse.data.render.tokenizers import tokenize
 
@@ -22,8 +23,11 @@ class OrdinaryText:
         self._added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
 
     def template_ids(self, text: str) -> list[int]:
-        """The tokens of a text of the chat template, with its added tokens."""
-        return tokenize(self.tokenizer, [text], special=False)[0] if text else []
+        """The tokens of a text of the chat template, with its added tokens. Raises ValueError as `tokenize` does."""
+        try:
+            return tokenize(self.tokenizer, [text], special=False)[0] if text else []
+        except RecordError as error:
+            raise ValueError(f"{self.key}: {error}") from error
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text by itself, in which added tokens are ordinary text."""

@@ -65,12 +65,16 @@ class PrefixTemplate:
     ) -> list[Substitution]:
         """Tokenize the rendered prefixes of these documents. Each of them stands for an empty span in front of one.
 
-        bos_from: see `Template`.
+        bos_from: see `Template`. Raises RecordError as `tokenize` does.
         """
         bos = tokenizer.bos_token_id
+        try:
+            tokenized = tokenize(tokenizer, texts, special=False)
+        except RecordError as error:
+            raise RecordError(f"{self.what}: {error}") from error
         return [
             _behind_bos(np.asarray(ids, dtype=np.int32), document.ids, bos, bos_from)
-            for ids, document in zip(tokenize(tokenizer, list(texts), special=False), documents, strict=True)
+            for ids, document in zip(tokenized, documents, strict=True)
         ]
 
 
@@ -78,10 +82,9 @@ def _behind_bos(ids: np.ndarray, document: np.ndarray, bos: int | None, bos_from
     """Remove a BOS from the prefix if prefix and document begin with a BOS."""
     if bos is None or bos_from is None or document[:1].tolist() != [bos]:
         return Substitution(0, 0, ids)
-    if bos_from == "tokenizer":  # the prefix was tokenized without a BOS
-        return Substitution(1, 1, ids)
     both = ids[:1].tolist() == [bos]
-    return Substitution(int(both), int(both), ids[1:] if both else ids)
+    place = int(both or bos_from == "tokenizer")  # the tokenizer has put its BOS before the document alone
+    return Substitution(place, place, ids[1:] if both else ids)
 
 
 def _text(fields: Mapping[str, Any], column: str) -> str:

@@ -42,7 +42,7 @@ def template_for(
         raise ValueError(_problem(fields, targets, is_ambiguous=bool(forms)))
     columns = forms[0]
     if columns == ("text",) and tools is None:
-        return TextTemplate(tokenizer)
+        return TextTemplate(tokenizer, end_ids)
     if columns == ("prompt",) and "completion" in fields:
         # the content key is a hash of these columns, and must not depend on whether only the prompt is read
         columns = ("prompt", "completion")
@@ -50,7 +50,7 @@ def template_for(
         return ChatTemplate(tokenizer, columns, targets, processor, tools, end_ids)
     if tools is not None:
         raise ValueError("rollout.tools needs conversations: expected 'messages', or 'prompt' as a list of messages")
-    return CompletionTemplate(tokenizer, columns, targets)
+    return CompletionTemplate(tokenizer, columns, targets, end_ids)
 
 
 def are_conversations(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -4,10 +4,11 @@ A template works in two steps: `render` checks one record and turns it into text
 record. Then `encode` tokenizes a batch of rendered records.
 
 The student must learn to stop. So an end-of-sequence token (EOS) is appended to texts and completions that do not end
-with an EOS. No token is ever masked by its id, because the pad token often has the id of the EOS.
+with an EOS. Texts that a chat template has rendered already end with one, and maybe with a line break behind it. No
+token is ever masked by its id, because the pad token often has the id of the EOS.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data.images import EncodedImage
 from stillhouse.data.record import column_value, string_value
 from stillhouse.data.render.assistant_turns import Span
-from stillhouse.data.render.tokenizers import tokenize
+from stillhouse.data.render.tokenizers import last_written, tokenize
 
 Tokens = Literal["completion", "all"]
 #: "none" if a model generates the completions: only the prompt of a record is read
@@ -102,15 +103,16 @@ class Template(Protocol):
 
 
 class _StringTemplate(Template):
-    """Records of strings; the tokenizer adds its special tokens."""
+    """Records of strings; the tokenizer adds its special tokens. end_ids: the end-of-sequence ids of the student."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int] = ()):
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token, so the student "
                 "could not learn to stop; set eos_token in its tokenizer_config.json"
             )
         self.tokenizer, self.eos = tokenizer, tokenizer.eos_token_id
+        self.end_ids = {self.eos, *end_ids}
         #: the ids of a short text between the tokenizer's special tokens
         self.framed = tokenize(tokenizer, ["a"], special=True)[0]
         bos = tokenizer.bos_token_id
@@ -122,9 +124,15 @@ class _StringTemplate(Template):
     def warnings(self) -> list[str]:
         return []
 
-    def with_eos(self, ids: list[int]) -> list[int]:
-        """Append an EOS unless the ids already end with it."""
-        return ids if ids and ids[-1] == self.eos else [*ids, self.eos]
+    def without_eos(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids with the tokenizer's special tokens, except an EOS that it appends. An EOS in a text stays."""
+        ids = tokenize(self.tokenizer, texts, special=True)
+        return [of_text[:-1] for of_text in ids] if self.framed[-1] == self.eos else ids
+
+    def with_eos(self, ids: list[int], text: str) -> list[int]:
+        """Append an EOS unless the text ends with an end-of-sequence token, or with one and white space."""
+        last = last_written(self.tokenizer, ids) if text[-1:].isspace() else len(ids) - 1
+        return ids if ids and ids[last] in self.end_ids else [*ids, self.eos]
 
 
 class TextTemplate(_StringTemplate):
@@ -137,8 +145,9 @@ class TextTemplate(_StringTemplate):
         return Rendered(string_value(fields, "text"))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        bodies = tokenize(self.tokenizer, [record.body for record in rendered], special=True)
-        return [with_targets([], self.with_eos(ids)) for ids in bodies]
+        texts = [record.body for record in rendered]
+        pairs = zip(self.without_eos(texts), texts, strict=True)
+        return [with_targets([], self.with_eos(ids, text)) for ids, text in pairs]
 
 
 class CompletionTemplate(_StringTemplate):
@@ -148,8 +157,14 @@ class CompletionTemplate(_StringTemplate):
     the completion is not read.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], targets: Targets):
-        super().__init__(tokenizer)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: tuple[str, ...],
+        targets: Targets,
+        end_ids: Collection[int] = (),
+    ):
+        super().__init__(tokenizer, end_ids)
         self.columns, self.targets = columns, targets
 
     def render(self, fields: dict[str, Any]) -> Rendered:
@@ -159,16 +174,14 @@ class CompletionTemplate(_StringTemplate):
         return Rendered(completion, prompt=string_value(fields, "prompt", may_be_empty=True))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        prompts = tokenize(self.tokenizer, [record.prompt for record in rendered], special=True)
-        if self.framed[-1] == self.eos:
-            # Remove the EOS that the tokenizer has appended to the prompt. An EOS in the prompt's text stays.
-            prompts = [ids[:-1] for ids in prompts]
+        prompts = self.without_eos([record.prompt for record in rendered])
         if self.targets == "none":
             return [with_targets(prompt, []) for prompt in prompts]
-        completions = tokenize(self.tokenizer, [record.body for record in rendered], special=False)
+        texts = [record.body for record in rendered]
+        completions = tokenize(self.tokenizer, texts, special=False)
         return [
-            with_targets(prompt, self.with_eos(completion), self.targets == "all")
-            for prompt, completion in zip(prompts, completions, strict=True)
+            with_targets(prompt, self.with_eos(completion, text), self.targets == "all")
+            for prompt, completion, text in zip(prompts, completions, texts, strict=True)
         ]
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.libraries import reading
+
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: settings that prevent these pre-tokenizers from putting a space before a text
@@ -48,7 +50,7 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        name = tokenizer.name_or_path
+        self.name = name = tokenizer.name_or_path
         if not tokenizer.is_fast:
             raise ValueError(f"the tokenizer {name!r} has no exact bytes of its tokens: expected a fast tokenizer")
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
@@ -106,7 +108,8 @@ class TokenBytes:
         inner: the texts are from the middle of longer texts, so that no space is put before them.
         """
         backend = self._inner if inner else self._backend
-        return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
+        with reading(f"the tokenizer {self.name!r} cannot tokenize a text"):
+            return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def adds_space(self, special: int | None) -> bool:
         """Whether the tokenizer puts a space before a text after this special token (None: at the beginning)."""

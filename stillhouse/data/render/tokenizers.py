@@ -21,9 +21,11 @@ from typing import Any
 
 import transformers
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from stillhouse.data.record import RecordError
 from stillhouse.hashing import json_hash
 from stillhouse.libraries import reading, writing
 
@@ -36,6 +38,8 @@ TOKENIZER_FILE = "tokenizer.json"
 PROBES = ("A still: two  spaces,\na line\n\nbreak and\ttabs.", "f (x) =\n    x + 1024", "Я и мир. 你好 سلام é 🙂")
 #: the largest id that a token may have; even the largest vocabularies have only about a million tokens
 MAX_IDS = 10_000_000
+#: a character that only tokenizers of bytes, or with an unknown token, have a token for
+_RARE = "\U000f1234"
 
 
 def load_tokenizer(
@@ -101,7 +105,8 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
         if expected is None:
             continue
         with reading(f"{what} cannot be used"):
-            actual = tokenize(tokenizer, [text], special=False)[0]
+            # without `tokenize`, which refuses characters that both may leave out
+            actual = tokenizer(text, add_special_tokens=False)["input_ids"]
         decoded = of_file.decode(expected).strip()
         is_same_text = of_file.decode(actual).strip() == decoded
         if is_same_text and tokenizer.backend_tokenizer.decode(expected).strip() == decoded:
@@ -124,9 +129,100 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
         )
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
-    """The ids of each text. special: transformers' argument add_special_tokens."""
-    return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+    """The ids of each text.
+
+    special: whether the tokenizer adds its special tokens. A text that is already rendered, because it begins with
+        them or with the BOS, has them only once. Raises RecordError as `encode` does.
+    """
+    ids: list[list[int]] = encode(tokenizer, texts, add_special_tokens=special)["input_ids"]
+    if not special or not (prefix := _added_before(tokenizer)):
+        return ids
+    return [
+        of_text[len(prefix) :] if _begins_with(of_text[len(prefix) :], prefix, tokenizer) else of_text
+        for of_text in ids
+    ]
+
+
+def is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Whether a text begins with the BOS, or with the special tokens that the tokenizer puts before a text."""
+    if text.startswith(tokenizer.bos_token or "\0"):
+        return True
+    prefix = _added_before(tokenizer)
+    return bool(prefix) and _begins_with(tokenize(tokenizer, [text], special=False)[0], prefix, tokenizer)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any) -> Any:
+    """What the tokenizer returns for the texts. options: of its call.
+
+    Raises RecordError for a text with a character for which a tokenizer without an unknown token has no token: most
+    such tokenizers raise an error, and byte-pair encoding without bytes leaves the character out.
+    """
+    try:
+        with reading("a text cannot be tokenized"):
+            encoded = tokenizer(list(texts), return_attention_mask=False, verbose=False, **options)
+    except ValueError as error:
+        lost = next((found for text in texts if (found := _without_token(tokenizer, text))), "")
+        raise RecordError(_no_token(tokenizer, lost) if lost else str(error)) from error
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    is_bpe = backend is not None and isinstance(backend.model, BPE)
+    if is_bpe and not backend.encode(_RARE, add_special_tokens=False).ids:
+        for text in texts:
+            if lost := _left_out(tokenizer, text):
+                raise RecordError(_no_token(tokenizer, lost))
+    return encoded
+
+
+def last_written(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
+    """The place of the last token that is not white space, such as a template's line break; 0 if there is none."""
+    last = max(0, len(ids) - 1)
+    while last and not tokenizer.decode([int(ids[last])]).strip():
+        last -= 1
+    return last
+
+
+def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that the tokenizer puts before a text."""
+    framed, bare = (encode(tokenizer, ["a"], add_special_tokens=special)["input_ids"][0] for special in (True, False))
+    starts = (start for start in range(len(framed)) if bare and framed[start : start + len(bare)] == bare)
+    return framed[: next(starts, 0)]
+
+
+def _begins_with(ids: list[int], prefix: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    bos = tokenizer.bos_token_id
+    return ids[: len(prefix)] == prefix or (bos in prefix and ids[:1] == [bos])
+
+
+def _without_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The first character of a text that the tokenizer cannot tokenize; "" if there is none."""
+    for token in tokenizer.get_added_vocab():
+        text = text.replace(token, "")
+    for character in dict.fromkeys(text):
+        try:
+            with reading(character):
+                tokenizer(character, add_special_tokens=False)
+        except ValueError:
+            return character
+    return ""
+
+
+def _left_out(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The first character of a text that no token has, although the normalizer keeps it; "" if there is none."""
+    backend, end = tokenizer.backend_tokenizer, 0
+    for start, stop in [*backend.encode(text, add_special_tokens=False).offsets, (len(text), len(text))]:
+        for character in text[end:start].split():
+            normalizer = backend.normalizer
+            if normalizer is None or normalizer.normalize_str(character).strip():
+                return character[0]
+        end = max(end, stop)
+    return ""
+
+
+def _no_token(tokenizer: PreTrainedTokenizerBase, character: str) -> str:
+    return (
+        f"the tokenizer {tokenizer.name_or_path!r} has no token for {character!r} (U+{ord(character):04X}), and no "
+        "unknown token: remove the character, or give the tokenizer an unk_token or tokens of bytes"
+    )
 
 
 def save_tokenizer(

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.libraries import reading
+from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.serving.server.bodies import encode_json, parse_json, usage
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.server.request_errors import refused
@@ -127,11 +127,9 @@ def _prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> list[l
     else:
         return [tokens for tokens in prompt if isinstance(tokens, list)]
     try:
-        with reading("prompt cannot be tokenized"):
-            encoded = tokenizer(texts, add_special_tokens=body.add_special_tokens)["input_ids"]
+        return tokenize(tokenizer, texts, special=body.add_special_tokens)
     except ValueError as error:
         raise refused(str(error), "prompt") from error
-    return [list(tokens) for tokens in encoded]
 
 
 def _choice(
