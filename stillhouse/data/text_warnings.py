@@ -104,6 +104,6 @@ class TrainedEnds:
         self.ids.update(ids_T[(places < kept) & np.isin(ids_T, self._end_ids)].tolist())
         if not stops or not len(places):
             return
-        last = last_written(self._tokenizer, ids_T)
+        last = last_written(self._tokenizer, ids_T.tolist())
         if places[last] < kept and int(ids_T[last]) in self._special:
             self.ids.add(int(ids_T[last]))

@@ -1,6 +1,10 @@
-"""Reads records of Arrow tables: Parquet files, folders saved by `datasets`, and datasets of the hub."""
+"""Reads records of Arrow tables: Parquet files, folders saved by `datasets`, and datasets of the hub.
 
-import itertools
+All objects of a column have the same keys in Arrow, which fills those that an object lacks with null. In messages and
+tools, such nulls would be written by chat templates, so that they are removed. JSON values (`Json` of `datasets`) are
+decoded, and keep their nulls.
+"""
+
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +15,10 @@ from stillhouse.data.record import NoSourceError, Record
 from stillhouse.display import name_list
 from stillhouse.libraries import reading
 
+_BATCH = 1024  # rows that are converted at once
+#: the columns with messages or tools
+_CONVERSATIONS = {"messages", "prompt", "completion", "tools", "conversations"}
+
 
 def read_parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet
@@ -19,11 +27,11 @@ def read_parquet(path: Path) -> Iterator[Record]:
     with reading(f"{path}: not a readable Parquet file"):
         file = pyarrow.parquet.ParquetFile(path)
     with file:
-        batches = file.iter_batches(batch_size=1024)
+        batches = file.iter_batches(batch_size=_BATCH)
         while True:
             with reading(f"{path}: not a readable Parquet file{f' after row {number}' if number else ''}"):
                 batch = next(batches, None)
-                rows = [] if batch is None else batch.to_pylist()
+                rows = [] if batch is None else _rows(batch)
             if batch is None:
                 return
             for fields in rows:
@@ -85,22 +93,59 @@ def read_hub(source: str, name: str, configuration: str | None, split: str) -> I
 
 
 def _read_rows(name: str, dataset: Any) -> Iterator[Record]:
-    if _has_images(dataset.features):  # as Arrow tables, whose images are not decoded
-        rows = (table.to_pylist()[0] for table in dataset.with_format("arrow"))
-    else:
-        rows = iter(dataset)
-    for number in itertools.count(1):
-        with reading(f"{name}:{number}: not a readable record"):
-            fields = next(rows, None)
-        if fields is None:
+    tables = dataset.with_format("arrow").iter(batch_size=_BATCH)  # its images and other features are not decoded
+    number = 0
+    while True:
+        with reading(f"{name}: not a readable record{f' after row {number}' if number else ''}"):
+            table = next(tables, None)
+            rows = [] if table is None else _rows(table)
+        if table is None:
             return
-        yield Record(f"{name}:{number}", fields)
+        for fields in rows:
+            number += 1
+            yield Record(f"{name}:{number}", fields)
 
 
-def _has_images(features: Any) -> bool:
-    """Whether a feature of `datasets`, or a part of it, is an image."""
-    if isinstance(features, dict):
-        return any(map(_has_images, features.values()))
-    if isinstance(features, list):
-        return any(map(_has_images, features))
-    return type(features).__name__ == "Image" or _has_images(getattr(features, "feature", None) or {})
+def _rows(table: Any) -> list[dict[str, Any]]:
+    """The rows of a table or a batch of Arrow."""
+    changed = [field for field in table.schema if field.name in _CONVERSATIONS or _has_json(field)]
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for row in rows:
+        for field in changed:
+            row[field.name] = _as_written(row[field.name], field, drops_null=field.name in _CONVERSATIONS)
+    return rows
+
+
+def _as_written(value: Any, field: Any, *, drops_null: bool) -> Any:
+    """A value of a column as it was before Arrow. field: its name and type."""
+    if value is None:
+        return None
+    if _is_json(field):
+        return json.loads(value)
+    children = _children(field)
+    if isinstance(value, dict):
+        return {
+            child.name: _as_written(value[child.name], child, drops_null=drops_null)
+            for child in children
+            if value[child.name] is not None or not drops_null
+        }
+    if isinstance(value, list) and len(children) == 1:
+        return [_as_written(item, children[0], drops_null=drops_null) for item in value]
+    return value
+
+
+def _has_json(field: Any) -> bool:
+    return _is_json(field) or any(map(_has_json, _children(field)))
+
+
+def _is_json(field: Any) -> bool:
+    """Whether the field's strings are JSON. pyarrow before 19 leaves the type in the metadata."""
+    name = (
+        getattr(field.type, "extension_name", "") or (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
+    )
+    return name == "arrow.json"
+
+
+def _children(field: Any) -> list[Any]:
+    """The fields of an object, or the one of a list's elements."""
+    return [field.type.field(number) for number in range(field.type.num_fields)]

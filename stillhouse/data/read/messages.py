@@ -4,13 +4,14 @@ The content of a message is a text, or a list of parts: `{"type": "text", "text"
 image part without a value stands for the next image of the record's column of images (`image_columns.py`).
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from stillhouse.data.record import RecordError, column_value, describe, without_null
+from stillhouse.data.record import RecordError, column_value, describe
 from stillhouse.display import first_line, name_list
 
 Message = dict[str, Any]
@@ -45,7 +46,7 @@ def _message(message: Any, name: str) -> Message:
         raise RecordError(f"{name} must be an object with 'role' and 'content', got {describe(message)}")
     message = {key: value for key, value in message.items() if value is not None}  # Parquet adds absent keys as null
     for key in ("role", "content"):
-        if key == "content" and message.get("tool_calls"):
+        if key == "content" and (message.get("tool_calls") or message.get("function_call")):
             continue
         if key not in message:
             raise RecordError(f"{name} has no '{key}' (found {name_list(message)})")
@@ -56,6 +57,47 @@ def _message(message: Any, name: str) -> Message:
             raise RecordError(f"'{key}' of {name} must be {expected}, got {describe(message[key])}")
     if expected := _expected_role(message["role"]):
         raise RecordError(f"'role' of {name} is {message['role']!r}: expected {expected!r} (system, user, assistant)")
+    for number, call in enumerate(_calls(message), start=1):
+        try:
+            _parsed(call.get("arguments"))
+        except (ValueError, RecursionError) as error:
+            raise RecordError(
+                f"'arguments' of call {number} of {name} is a string, but not the JSON of an object "
+                f"({first_line(error)}), got {describe(call['arguments'])}"
+            ) from error
+    return message
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    """The functions that a message calls, each with its `name` and `arguments`."""
+    calls = message.get("tool_calls") or []
+    calls = [*(calls if isinstance(calls, list) else []), message.get("function_call")]
+    functions = (call.get("function", call) for call in calls if isinstance(call, dict))
+    return [function for function in functions if isinstance(function, dict)]
+
+
+def _parsed(arguments: Any) -> Any:
+    """Arguments of a call, as an object if they are JSON text (the form of OpenAI)."""
+    if not isinstance(arguments, str):
+        return arguments
+    parsed = json.loads(arguments)
+    if not isinstance(parsed, dict):
+        raise ValueError(f"it is {describe(parsed)}")
+    return parsed
+
+
+def with_arguments(message: Message, *, as_text: bool) -> Message:
+    """The message with the arguments of its calls as objects, or as JSON text, in which a text stays as it is."""
+    if not any("arguments" in function for function in _calls(message)):
+        return message
+    message = copy.deepcopy(message)
+    for function in _calls(message):
+        if (arguments := function.get("arguments")) is None:
+            continue
+        if not as_text:
+            function["arguments"] = _parsed(arguments)
+        elif not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return message
 
 
@@ -161,7 +203,7 @@ def tools_of(fields: dict[str, Any]) -> Tools:
     for number, tool in enumerate(tools or [], start=1):
         if not isinstance(tool, dict):
             raise RecordError(f"tool {number} of 'tools' must be an object, got {describe(tool)}")
-    return (tools if isinstance(value, str) else without_null(tools)) or None
+    return tools or None
 
 
 def require_among(tools: list[dict[str, Any]], of_run: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

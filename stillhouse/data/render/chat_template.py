@@ -6,8 +6,10 @@ a target. A record may have a column `tools` with the functions that the assista
 the text.
 """
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cached_property
 from textwrap import shorten
 from typing import Any
 
@@ -23,6 +25,7 @@ from stillhouse.data.read.messages import (
     require_targets,
     text_of,
     tools_of,
+    with_arguments,
     with_parts,
 )
 from stillhouse.data.record import (
@@ -208,6 +211,29 @@ class ChatTemplate(Template):
         body: str = self.render_isolated([message], None, None)[0]
         return body
 
+    @cached_property
+    def _joins_arguments(self) -> bool:
+        """Whether the template writes arguments of calls only if they are JSON text: it joins them with other texts
+        (DeepSeek-V3), or writes an object as Python does.
+        """
+        arguments = {"a": ANCHOR}
+        of_object, of_text = (self._call_example(form) for form in (arguments, json.dumps(arguments)))
+        return (ANCHOR not in of_object or str(arguments) in of_object) and json.dumps(arguments) in of_text
+
+    def _call_example(self, arguments: Any) -> str:
+        """How the template writes a call with these arguments; "" if it refuses it."""
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "000000000", "type": "function", "function": function}  # Mistral's templates need such an id
+        messages: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        tool = {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}}
+        if self.needs_parts:
+            messages = [with_parts(message) for message in messages]
+        body: str = self.render_isolated(messages, [{"type": "function", "function": tool}], None)[0]
+        return body
+
     def _with_images(self, rendered: Rendered, images: tuple[EncodedImage, ...]) -> Rendered:
         if self.processor is None:
             raise ProcessorError(
@@ -223,6 +249,8 @@ class ChatTemplate(Template):
         """The conversation as text, and the losses of its texts."""
         if self.needs_parts:
             messages = [with_parts(message) for message in messages]
+        if any(message.get("tool_calls") or message.get("function_call") for message in messages):
+            messages = [with_arguments(message, as_text=self._joins_arguments) for message in messages]
         try:
             body, spans, lost, problem, is_syntax = self.render_isolated(messages, tools, first)
         except LimitError as error:
