@@ -28,6 +28,16 @@ from stillhouse.output.progress import Progress, State, folder_name, write_state
 from stillhouse.parallel import Ranks
 
 
+def require_room(folder: Path, engine: Engine) -> int:
+    """Return the bytes of a checkpoint of the run. Raises ValueError on all ranks if the disk has no room for it.
+
+    folder: the folder of the run's checkpoints, which need not exist. A collective of all ranks.
+    """
+    needed_bytes = engine.bytes_to_save(all_moments=True)
+    require_space(folder, needed_bytes, engine.student.ranks)
+    return needed_bytes
+
+
 def save_checkpoint(
     folder: Path,
     progress: Progress,

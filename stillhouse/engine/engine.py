@@ -135,8 +135,11 @@ class Engine(Protocol):
         """
         ...
 
-    def bytes_to_save(self) -> int:
-        """Return the bytes of a checkpoint with the exported student. Raises ValueError for non-finite state."""
+    def bytes_to_save(self, *, all_moments: bool = False) -> int:
+        """Return the bytes of a checkpoint with the exported student. Raises ValueError for non-finite state.
+
+        all_moments: count the optimizer's state of all trained weights, also of those that had no step yet.
+        """
         ...
 
     def save(self, folder: Path) -> SavedTensors:

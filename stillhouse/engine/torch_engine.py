@@ -121,8 +121,8 @@ class TorchEngine(EnginePasses):
     def _state(self) -> TorchState:
         return TorchState(self.student, self.optimizer, self.average)
 
-    def bytes_to_save(self) -> int:
-        return self._state.bytes_to_write()
+    def bytes_to_save(self, *, all_moments: bool = False) -> int:
+        return self._state.bytes_to_write(all_moments=all_moments)
 
     def save(self, folder: Path) -> SavedTensors:
         state = self._state

@@ -59,9 +59,10 @@ class TorchState:
                     weights.setdefault(f"{WEIGHT}{self.runner.shared_name(name)}", value)
         return weights
 
-    def bytes_to_write(self) -> int:
+    def bytes_to_write(self, *, all_moments: bool = False) -> int:
         """Return the size of a checkpoint: all tensors, and the student's weights again for the folder `student`.
 
+        all_moments: see `Engine.bytes_to_save`.
         Raises ValueError on all ranks, naming the first tensor that is not finite: a run could not continue from it.
         """
         tensors = self.tensors()
@@ -70,6 +71,11 @@ class TorchState:
         size = sum(
             self._share_of(value) * value.element_size() for held in (tensors, weights) for value in held.values()
         )
+        if all_moments:
+            for parameter in self._trained().values():
+                if parameter not in self.optimizer.state:  # one at a time, because all of them may not fit yet
+                    moments = state_tensors(empty_state(self.optimizer, parameter)).values()
+                    size += sum(self._share_of(value) * value.element_size() for value in moments)
         return round(sum(self.runner.ranks.gather(size)))
 
     def element_count(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from stillhouse.checkpoint.checkpoint_folder import prune
 from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.checkpoint.rollouts_file import read_queue
-from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
+from stillhouse.checkpoint.save import load_checkpoint, require_room, save_checkpoint
 from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
@@ -199,6 +199,8 @@ def training(
     saved, and SignalsLostError or UserFunctionError is raised. At the end, the student has the final weights.
     """
     progress = _progress(session, folder, checkpoint, queue, functions)
+    if progress.step < session.step_schedule.steps:
+        require_room(folder.checkpoints, session.engine)  # otherwise all steps could be trained and lost
     with ExitStack() as stack:
         steps, track = session.step_schedule.steps, session.track
         log = stack.enter_context(open_log(folder, progress, steps, track, session.values, session.ranks))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
+from stillhouse.checkpoint.save import require_room
 from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
@@ -74,7 +75,8 @@ def _state(session: Session, folder: RunFolder) -> str:
         require_unchanged_sources(newest, read_state(newest).progress, session.identity)
     if folder.complete:
         return "contains this run, which is complete"
-    return f"resumes from {newest.name}" if newest else "a new run"
+    size = require_room(folder.checkpoints, session.engine)
+    return f"{f'resumes from {newest.name}' if newest else 'a new run'}; a checkpoint has {size / 2**30:.2f} GiB"
 
 
 def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:

@@ -111,6 +111,25 @@ def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[
     assert contents(out / "model") == contents(tmp_path / "undisturbed" / "model")
 
 
+@pytest.mark.parametrize(("command", "processes"), [("check", 1), slow("distill", 1), slow("distill", 2)])
+def test_a_disk_without_room_for_one_checkpoint_is_refused_at_the_start(
+    tmp_path: Path, disk: Path, command: str, processes: int
+) -> None:
+    write_run(tmp_path, **{"checkpoint.every": 0})
+    subprocess.run(["mount", "-o", f"remount,size={BYTES // 4}", str(disk)], check=True)
+    ranks = Ranks(processes, command, tmp_path / "run.yaml", f"out={disk}/out")
+    assert set(ranks.wait()) == {1}
+    figures = r"([\d,]+) bytes are free on its disk and ([\d,]+) bytes are needed"
+    match = re.search(rf"{disk}/out/checkpoints cannot be written: {figures}", ranks[0].err)
+    assert match is not None, ranks[0].err
+    assert not (disk / "out" / "metrics.jsonl").exists()
+    # the optimizer's state, which does not exist yet, is counted as that of a checkpoint
+    run("distill", tmp_path / "run.yaml", "train.steps=1")
+    (written,) = (tmp_path / "out" / "checkpoints").iterdir()
+    size = sum(len(content) for name, content in contents(written).items() if name.endswith(".safetensors"))
+    assert 0.95 * size < int(match[2].replace(",", "")) <= size
+
+
 def test_a_full_disk_under_the_log(tmp_path: Path, disk: Path) -> None:
     write_run(tmp_path, **{"checkpoint.every": 0, "train.steps": 400})
     failed = Command("distill", tmp_path / "run.yaml", f"out={disk}/out", hook=fill_at, hook_arguments=(3, str(disk)))

@@ -146,7 +146,7 @@ class MegatronState:
         for name, value in random.items():
             torch.set_rng_state(value) if name.startswith(f"{RANDOM}cpu") else torch.cuda.set_rng_state(value)
 
-    def bytes_to_write(self) -> int:
+    def bytes_to_write(self, *, all_moments: bool = False) -> int:
         """As `TorchState.bytes_to_write`."""
         names = [name for entry in self.trained if (name := _not_finite(entry)) is not None]
         names = sorted({name for of_rank in self.student.ranks.gather(names) for name in of_rank})
@@ -156,7 +156,9 @@ class MegatronState:
                 "checkpoint is intact. The usual remedy is a run in another folder with a lower train.learning_rate"
             )
         weights = sum(prod(self.student.shapes[name]) for name in self.student.saved)
-        return torch.float32.itemsize * (self.element_count() + weights)
+        later = len(MOMENTS) * sum(prod(self.student.shapes[name]) for name in self.student.trained)
+        missing = later if all_moments and not self._steps() else 0
+        return torch.float32.itemsize * (self.element_count() + weights + missing)
 
     def element_count(self) -> int:
         """Return the number of elements in the weights and moments of all processes."""
