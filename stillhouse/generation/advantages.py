@@ -14,8 +14,8 @@ from stillhouse.generation.sample import Sample
 Deviation = Literal["population", "sample"]
 
 _LARGEST = float(np.finfo(np.float32).max)
-#: four units in the last place of float32, relative to a number
-_ROUNDING = 4 * float(np.finfo(np.float32).eps)
+#: cosines of equal vectors differ by up to four units in the last place
+_UNITS = 4
 
 
 def with_advantages(
@@ -54,11 +54,16 @@ def with_advantages(
 
 
 def rewards_are_equal(rewards: Sequence[float]) -> bool:
-    """Whether rewards differ at most by the rounding of float32, in which many rewards are computed.
+    """Whether rewards differ at most by the rounding of the dtype in which they were computed.
 
-    Cosines of equal vectors, for example, differ by up to four units in the last place.
+    It is float32 if all rewards are numbers of float32, as those of a model in float32 are, and float64 otherwise.
+    Rewards that are all whole numbers, such as counts, have no rounding of float32.
     """
-    return max(rewards) - min(rewards) <= _ROUNDING * max(map(abs, rewards))
+    with np.errstate(over="ignore"):
+        is_of_float32 = all(float(np.float32(reward)) == reward for reward in rewards)
+    are_whole = all(float(reward).is_integer() for reward in rewards)
+    dtype = np.float32 if is_of_float32 and not are_whole else np.float64
+    return max(rewards) - min(rewards) <= _UNITS * float(np.finfo(dtype).eps) * max(map(abs, rewards))
 
 
 def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:

@@ -275,18 +275,19 @@ def exact_advantages(rewards: Sequence[float], how: str, deviation: str) -> list
     return [float(one / scale) for one in centered]
 
 
-#: rewards that differ at most by the rounding of float32, and rewards that differ by more
+#: rewards that differ at most by the rounding of float64 or of float32, and rewards that differ by more
 EQUAL = [
     *([one] * 3 for one in (0.1, 0.0, -8e6 - 0.1, 1e308, 5e-324)),
     [0.7],
     [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6],
-    [float(np.float32(0.1)), 0.1, 0.1 - 1e-8],
-    [0.99999976, 1.0, 1.00000023],  # cosines of equal vectors
+    [float(np.float32(0.1 + step)) for step in (0.0, 1e-8, 2e-8)],
+    [float(np.float32(one)) for one in (0.99999976, 1.0, 1.00000023)],  # cosines of equal vectors
     [-8e6 + 0.5, -8e6],
-    *([offset + one for one in (5.0, 10.0, 15.0, 0.0)] for offset in (1e10, -1e12, 1e15)),
 ]
 DIFFERENT = [
-    *([offset + one for one in (5.0, 10.0, 15.0, 0.0)] for offset in (0.0, 1.0, -3e3, 8e6, 3e7)),
+    *([offset + one for one in (5.0, 10.0, 15.0, 0.0)] for offset in (0.0, 1.0, -3e3, 8e6, 1e8, -1e12, 1e15)),
+    *([offset + one * 8 for one in (1.0, 2.0, 0.0)] for offset in (1e8, 2.0**40)),
+    *([offset + one for one in (0.1, 0.2, 0.4)] for offset in (1e6, -1e9)),
     *([offset + one * step for one in (1, 0, 3)] for offset, step in ((1.0, 1e-6), (0.1, 1e-7))),
     [8e6, 8e6 + 5],
     [0.0, 1e-320, 5e-324],
