@@ -133,9 +133,9 @@ def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD:
     if saved_RD is not None and saved_RD.get_shape() != [rows, width]:
         return
     what = f"{kind} cannot run the layer '{name}' of shape [{rows}, {width}] on {weight.device.type}"
-    remedy = (
-        "expected quantize: int8, unquantized weights, or a GPU (nf4 on a CPU needs widths that are multiples of 64)"
-    )
+    remedy = "expected unquantized weights, or another kind"
+    if kind == "nf4":
+        remedy = "expected int8, unquantized weights, or a GPU (nf4 on a CPU needs widths that are multiples of 64)"
     signs_ND = torch.randint(2, (PROBES, width), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
     signs_ND = signs_ND.to(weight.device)
     with reading(f"{what}; {remedy}; {LIBRARIES[kind]} says"):

@@ -75,7 +75,9 @@ def require_index(index: str, content: dict[str, Any]) -> dict[str, str]:
 
     content: the index; empty if there is none.
     """
-    files = content.get("weight_map", {})
+    if content and not isinstance(content.get("metadata"), dict):
+        raise ValueError(f"{index} has no object 'metadata', which transformers needs: expected it, at least as {{}}")
+    files = content.get("weight_map", None if content else {})
     if not isinstance(files, dict):
         raise ValueError(f"{index}: weight_map is not an object that maps tensors to files")
     for file in files.values():

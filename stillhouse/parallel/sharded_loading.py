@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
@@ -136,6 +136,8 @@ def read_weights(
     state = decoder.state_dict()
     is_head = {*state} <= {decoder.embedding_name, HEAD_WEIGHT, HEAD_BIAS}
     files = tensor_files(folder, partial=is_head)
+    if not files:
+        raise ValueError(f"{folder} has no weights: expected {SAFE_WEIGHTS_NAME}, or {SAFE_WEIGHTS_INDEX_NAME}")
     names = StoredNames(decoder.pretrained, files)
     if not prefix and renamed is None:
         names.remember()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,10 +196,15 @@ def test_a_space_before_the_text_may_differ(tmp_path: Path, name: str) -> None:
 
 
 def test_settings_that_no_class_reads_do_not_count(tmp_path: Path) -> None:
-    """A file may truncate, and a vocabulary may lack characters without having an unknown token."""
+    """A file may truncate or pad, and a vocabulary may lack characters without having an unknown token."""
     backend = toy_backend()
     backend.enable_truncation(3)
     load_tokenizer(saved_as(tmp_path / "truncated", backend, "PreTrainedTokenizerFast"))
+    backend.no_truncation()
+    backend.enable_padding(length=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_tokenizer(saved_as(tmp_path / "padded", backend, "PreTrainedTokenizerFast"))
     pieces = Tokenizer(models.Unigram([("▁a", -1.0), ("a", -2.0), ("▁", -3.0)]))
     pieces.pre_tokenizer = pre_tokenizers.Metaspace()
     PreTrainedTokenizerFast(tokenizer_object=pieces).save_pretrained(tmp_path / "few")

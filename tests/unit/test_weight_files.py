@@ -153,6 +153,26 @@ def test_a_tensor_in_another_file_than_the_index_says_is_refused(
         load(tmp_path)
 
 
+@pytest.mark.parametrize("load", [Decoder.from_pretrained, loaded], ids=["one process", "a layout"])
+def test_an_index_that_transformers_cannot_read_is_named(tmp_path: Path, load: Callable[[Path], Decoder]) -> None:
+    build("llama").save_pretrained(tmp_path, max_shard_size=SIZE)
+    index = json.loads((tmp_path / INDEX).read_text())
+    (tmp_path / INDEX).write_text(json.dumps(index | {"metadata": {}}))
+    load(tmp_path)
+    for key, message in (("metadata", "has no object 'metadata'"), ("weight_map", "weight_map is not an object")):
+        (tmp_path / INDEX).write_text(json.dumps({name: value for name, value in index.items() if name != key}))
+        with pytest.raises(ValueError, match=f"{INDEX}:? {message}"):
+            load(tmp_path)
+
+
+def test_a_folder_without_weights_is_named_under_a_layout(tmp_path: Path) -> None:
+    """The names of a variant are not those that transformers reads."""
+    build("llama").save_pretrained(tmp_path)
+    (tmp_path / SINGLE).rename(tmp_path / "model.fp16.safetensors")
+    with pytest.raises(ValueError, match=rf"has no weights: expected {SINGLE}, or {INDEX}"):
+        loaded(tmp_path)
+
+
 def test_a_folder_with_the_files_of_the_head_alone(tmp_path: Path) -> None:
     """As of a served teacher on the hub, of which no other file is downloaded."""
     model = build("llama", tied=False)

@@ -98,6 +98,7 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
     with reading(f"{path} cannot be read"):
         of_file = Tokenizer.from_file(path)
     of_file.no_truncation()
+    of_file.no_padding()
     for text in () if getattr(of_file.model, "dropout", None) else PROBES:  # with dropout, ids are random
         expected = None
         with suppress(ValueError), reading("the vocabulary lacks characters of the probe"):
