@@ -13,6 +13,7 @@ from stillhouse import __version__
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
+from stillhouse.display import escaped
 from stillhouse.serving.client.apis.server_api import (
     Published,
     Scores,
@@ -126,7 +127,7 @@ def _scoring(info: ServerInfo, spec: SignalSpec, width: int, group: Sequence[_Wi
         teacher, scores = decode_answer(response.content, spec, width, documents)
         if teacher != info.identity:
             raise RefusedError(
-                f"{response.server} serves another teacher now (hash {teacher[:12]}) than when "
+                f"{response.server} serves another teacher now (hash {escaped(teacher[:12])}) than when "
                 f"this run started ({str(info.identity)[:12]}): start the server with the same weights again"
             )
         return scores
