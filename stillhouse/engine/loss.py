@@ -62,6 +62,13 @@ class StepLoss:
     with_teacher_cross_entropy: bool = False
     threshold: GateThreshold | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.objective, ObjectiveSpec):
+            raise ValueError(
+                f"objective is of type {type(self.objective).__name__}: expected an ObjectiveSpec, such as "
+                "parse_objective('0.3*cross_entropy + 0.7*jsd(0.5)')"
+            )
+
     def __call__(
         self, *, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0
     ) -> ObjectiveOutput:

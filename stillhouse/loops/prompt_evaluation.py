@@ -27,7 +27,7 @@ from stillhouse.loops.step_metrics import means
 from stillhouse.loops.step_packer import StepPacker
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.output.records import CHARACTERS, EvalSample
-from stillhouse.parallel import ShardedMicroBatches, watchdog
+from stillhouse.parallel import ShardedMicroBatches, log_rank0, watchdog
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
 PROMPTS = "eval.prompts/"
@@ -46,6 +46,8 @@ class PromptEvaluation:
     def __init__(self, session: Session, settings: EvalPromptsConfig, engine: InJobEngine, sampling: Sampling):
         self._session, self._settings = session, settings
         self._prompts = held_out_prompts(session, settings)
+        if (words := shared_prompts(session, self._prompts)) is not None:
+            log_rank0(f"warning: {words}")
         self._samples = PromptSamples(session, settings, self._prompts, engine, sampling)
         packed = session.train
         budget = session.eval_config.micro_batch_tokens or session.train_config.micro_batch_tokens
@@ -124,6 +126,21 @@ class PromptEvaluation:
             reward=sample.reward,
             reward_parts=dict(zip(part_names(self._settings.reward), sample.reward_parts, strict=True)),
         )
+
+
+def shared_prompts(session: Session, prompts: Documents) -> str | None:
+    """A warning about held-out prompts that an on-policy run trains on; None without any."""
+    train = session.train.documents
+    if session.plan is None or prompts.images is not None:  # one question may be asked about several images
+        return None
+    held_out = [prompts.tokens(number).tobytes() for number in range(len(prompts))]
+    shared = set(held_out).intersection(train.tokens(number).tobytes() for number in range(len(train)))
+    if not (count := sum(prompt in shared for prompt in held_out)):
+        return None
+    return (
+        f"eval.prompts.data: {count:,} of the {len(prompts):,} held-out prompts are also in the training data: "
+        "eval/prompts/… will look better than they are"
+    )
 
 
 def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents:

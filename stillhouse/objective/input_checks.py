@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from stillhouse.objective.signals import check_per_token
-from stillhouse.objective.terms import Term
+from stillhouse.objective.terms import Term, require_terms
 
 #: the tensors of a pass that receive a gradient, by their names in error messages. The first tensor, hidden states or
 #: logits, has one row per token
@@ -62,6 +62,7 @@ def check_pass(
 
 def _check_terms(terms: Sequence[Term], tokens: int, leaves: Leaves) -> None:
     """Require at least one term, `tokens` rows in each, and tensors on the device of the leaves."""
+    require_terms(terms)
     if not terms:
         raise ValueError("no terms: expected at least one of CrossEntropy, Distill, Entropy")
     for at, term in enumerate(terms):

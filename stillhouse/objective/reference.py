@@ -23,7 +23,7 @@ from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal
 from stillhouse.objective.sorted_l1 import SortedL1, sorted_l1
 from stillhouse.objective.spans import Continuation
 from stillhouse.objective.sparse import LOG_ZERO
-from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
+from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term, require_terms
 from stillhouse.objective.token_gate import TokenGate
 
 
@@ -41,6 +41,7 @@ def dense_objective(
 
     `chunk_tokens` is ignored. `valid_index` is used only without `weights_T`: the rows in it have weight 1.
     """
+    require_terms(terms)
     heads = [head, *(teacher_head for term in terms for signal in term.signals() for teacher_head in signal.heads())]
     if any(one.shard is not None and not one.shard.is_alone for one in heads):
         raise ValueError("a head over several ranks: expected one that holds all rows: gather them for the reference")

@@ -10,6 +10,7 @@ C rows of a chunk of T tokens. q is the student's probability, τ the temperatur
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -218,8 +219,7 @@ class Distill(SignalTerm):
                 f"signal is of type {type(self.signal).__name__}: expected what a teacher's `signal(ids)` returns, or"
                 " FullVocab(hidden, head), DenseLogits(logits), TopK(…)"
             )
-        if not isinstance(self.divergence, Divergence):
-            raise ValueError(f"divergence={self.divergence!r}: expected one such as forward_kl() or jsd(0.5)")
+        _require_divergence(self.divergence)
         super().__post_init__()
         if self.label is not None and (not self.label or "#" in self.label):
             raise ValueError(
@@ -296,6 +296,36 @@ class Entropy(Term):
             tile.add_log_probability(self.temperature, weights_C / -self.temperature)
             tile.add_probability(self.temperature, expect(weights_C / -self.temperature, entropy_C))
         return TermResult(entropy_C, {})
+
+
+def require_terms(terms: object) -> None:
+    """Raise ValueError for what is no sequence of terms, such as a divergence without its signal."""
+    if not isinstance(terms, Sequence):
+        raise ValueError(f"terms is of type {type(terms).__name__}: expected a list of terms")
+    for at, term in enumerate(terms):
+        if not isinstance(term, Term):
+            expected = "a subclass of Term, such as CrossEntropy(labels) or Distill(signal, forward_kl())"
+            if isinstance(term, Divergence):
+                expected = f"Distill(signal, {type(term).__name__}(…)), a term with this divergence"
+            raise ValueError(f"terms[{at}] is of type {type(term).__name__}, which is no term: expected {expected}")
+
+
+def _require_divergence(divergence: object) -> None:
+    if isinstance(divergence, Divergence):
+        if not hasattr(divergence, "definition"):
+            raise ValueError(
+                f"divergence is of type {type(divergence).__name__}, which has no `definition`: expected a class "
+                "variable with its Definition(name, value, slope), as docs/extending.md shows it"
+            )
+        return
+    if isinstance(divergence, type) and issubclass(divergence, Divergence):
+        name = divergence.__name__
+        raise ValueError(f"divergence is the class {name}: expected one such as forward_kl() or jsd(0.5): {name}(…)")
+    raise ValueError(
+        f"divergence is of type {type(divergence).__name__}: expected one such as forward_kl() or jsd(0.5); a class "
+        "of one's own is a frozen dataclass that derives from Divergence and has definition, balanced and "
+        "balanced_slope"
+    )
 
 
 def labelled(name: str, label: str | None) -> str:

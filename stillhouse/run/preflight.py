@@ -26,6 +26,7 @@ from stillhouse.generation import PromptPlan
 from stillhouse.generation.user_functions import require_functions
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.float8 import FP8, float8_problem
+from stillhouse.models.forward_modes import noise_of
 from stillhouse.models.pretrained import leaves_out_images, read_configuration
 from stillhouse.objective.policy import PolicySettings
 from stillhouse.objective.spec import ObjectiveSpec
@@ -225,6 +226,21 @@ def prompt_warnings(
             f"prompts of a step: {plan.prompts_per_step}, because train.tokens_per_step={train.tokens_per_step:,} "
             f"has room for no more, with {plan.numbers_per_group} completions of data.max_tokens={max_tokens:,} "
             "each; set rollout.prompts_per_step"
+        )
+
+
+def same_model_warnings(setup: RunSetup, model_hashes: Mapping[str, str], student: Decoder) -> Iterator[str]:
+    """Yield a warning if student and teacher are the same model, and nothing but their difference is minimised."""
+    teacher, section = setup.config.teacher, setup.config.student
+    if teacher is None or model_hashes.get("teacher") != model_hashes["student"] or noise_of(student.pretrained):
+        return
+    is_changed = section.adapter is not None or section.quantize is not None or section.init is not None
+    others = ("cross_entropy", "entropy", "policy_gradient", "uld")
+    has_others = any(getattr(part, name) is not None for part in setup.objective.spec.parts for name in others)
+    if not (is_changed or has_others or setup.objective.parts) and setup.objective.spec.needs_teacher:
+        yield (
+            f"teacher.model: {teacher.model} has the same files as student.model: the divergence between a model and "
+            "itself is 0, and so is its gradient, so that nothing is learned; expected another model"
         )
 
 

@@ -41,6 +41,7 @@ from stillhouse.run.preflight import (
     evaluation_warnings,
     noise_warnings,
     prompt_warnings,
+    same_model_warnings,
     schedule_warnings,
     tower_warnings,
 )
@@ -118,6 +119,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     _add_trained_ends(session)
     of_models = check_models({"student": session.student, **session.teachers}, models.self_teachers, data)
     of_models += [*noise_warnings(models.removed_noise), *_schedule_warnings(config, session, packed)]
+    of_models += same_model_warnings(setup, model_hashes, session.student)
     of_models += tower_warnings(config.student) if image_inputs is None else []
     session.warnings = [escaped(line) for line in dict.fromkeys([*setup.warnings, *data.warnings, *of_models])]
     return session

@@ -7,6 +7,7 @@ from operator import itemgetter
 from stillhouse.display import escaped
 from stillhouse.generation import PromptPlan, Sample
 from stillhouse.generation.advantages import mean_and_deviation
+from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
 from stillhouse.loops.rollout_records import sample_record
 from stillhouse.loops.sample_statistics import equal_rewards
 from stillhouse.loops.session_objects import Session
@@ -44,6 +45,9 @@ def prompt_rows(session: Session, plan: PromptPlan) -> Iterator[tuple[str, str]]
         completions = sum(len(plan.from_dataset(step)) for step in range(steps))
         of_it = f"the dataset's, which has {dataset:,}: {completions / dataset:.2f} passes over it"
         yield ("dataset", f"{completions:,} of the completions are {of_it}")
+    if session.eval_config.prompts is not None:
+        warning = shared_prompts(session, held_out_prompts(session, session.eval_config.prompts))
+        yield from () if warning is None else (("warning", warning),)
 
 
 def sample_rows(session: Session, plan: PromptPlan, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ import torch
 from kit import slow
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import run_ranks
-from kit.runs import metrics, write_records, write_run
+from kit.runs import metrics, run, write_records, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.config import ConfigError
@@ -41,6 +41,24 @@ def settings(folder: Path, **prompts: Any) -> dict[str, Any]:
     (folder / "of_eval.py").write_text(REWARD)
     of_prompts = {"data": str(folder / "held_out.jsonl"), "count": 4, "max_new_tokens": NEW_TOKENS} | prompts
     return {"eval.prompts": of_prompts, "eval.every": 2, "checkpoint.every": 2, "checkpoint.keep": 9}
+
+
+def test_check_names_held_out_prompts_that_are_trained_and_a_teacher_that_is_the_student(tmp_path: Path) -> None:
+    """A loss with another summand, or a student that differs, has no such warning."""
+    write_on_policy_run(tmp_path, **{"objective.loss": "reverse_kl"})
+    same = [f"teacher.model={tmp_path / 'student'}", "train.precision=fp32"]
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()[:3]
+    (tmp_path / "held_out.jsonl").write_text(
+        "\n".join([*lines, '{"prompt": "Another one is", "completion": " it."}']) + "\n"
+    )
+    prompts = f"eval.prompts={{data: {tmp_path / 'held_out.jsonl'}, max_new_tokens: {NEW_TOKENS}}}"
+    shown = run("check", tmp_path / "run.yaml", *same, prompts).out
+    assert "eval.prompts.data: 3 of the 4 held-out prompts are also in the training data" in shown
+    nothing = "has the same files as student.model: the divergence between a model and itself is 0"
+    assert nothing in shown
+    assert "gradient norm 0" in shown
+    shown = run("check", tmp_path / "run.yaml", *same, "objective.loss=reverse_kl - 0.01*entropy").out
+    assert nothing not in shown
 
 
 def evaluations(out: Path) -> dict[int, dict[str, float]]:

@@ -13,6 +13,7 @@ from kit.objective_cases import D, T, V, make_full, make_labels, make_leaves, ma
 from kit.rollout_cases import Batch, fused, make_batch, without
 from torch import Tensor
 
+from stillhouse.engine.loss import StepLoss
 from stillhouse.objective import (
     TEACHER,
     Chosen,
@@ -43,11 +44,24 @@ from stillhouse.objective import (
     skew_forward_kl,
     skew_reverse_kl,
 )
-from stillhouse.objective.divergence import WeightedSum
+from stillhouse.objective.divergence import Divergence, Sides, WeightedSum
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 
+
+class Chi2(Divergence):
+    """Σ (p − q)² / p, without its definition."""
+
+    def balanced(self, pair: Sides) -> Tensor:
+        return (pair.p - pair.q).square() / pair.p
+
+    def balanced_slope(self, pair: Sides) -> Tensor:
+        return 2 * pair.q * (pair.q - pair.p) / pair.p
+
+
 NAN = math.nan
+HEAD = OutputHead(torch.zeros(V, 1))
 CE = [CrossEntropy(make_labels())]
 KL = forward_kl()
 ZERO_T = torch.zeros(T)
@@ -90,6 +104,13 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: objective([Entropy(1.0, weights_T=torch.ones(9))]), "terms[0].weights_T of shape (9,)"),
     (lambda: objective(valid_index=torch.ones(T, dtype=torch.bool)), "valid_index of shape (37,) and dtype"),
     (lambda: objective([]), "no terms: expected at least one"),
+    (lambda: objective([Chi2()]), "terms[0] is of type Chi2, which is no term: expected Distill(signal, Chi2(…)), a"),  # type: ignore[list-item]
+    (lambda: objective([CE[0], "kl"]), "terms[1] is of type str, which is no term: expected a subclass of Term"),  # type: ignore[list-item]
+    (lambda: objective(CE[0]), "terms is of type CrossEntropy: expected a list of terms"),  # type: ignore[arg-type]
+    (lambda: dense_objective(ZERO_T[:, None], HEAD, [Chi2()]), "terms[0] is of type Chi2, which is no term"),  # type: ignore[list-item]
+    (lambda: Distill(make_full(), Chi2()), "divergence is of type Chi2, which has no `definition`: expected a class"),
+    (lambda: Distill(make_full(), "kl"), "one's own is a frozen dataclass that derives from Divergence and has"),  # type: ignore[arg-type]
+    (lambda: StepLoss(KL), "objective is of type ForwardKL: expected an ObjectiveSpec, such as"),  # type: ignore[arg-type]
     (lambda: objective(normalizer=0), "normalizer=0: expected the positive number"),
     (lambda: objective(normalizer=-3.0), "normalizer=-3.0: expected the positive number"),
     (lambda: objective(normalizer=torch.zeros(())), "normalizer=0"),
