@@ -78,7 +78,7 @@ OTHERS = {
     "load_documents": "source, tokenizer, options, cache=None, processor=None, teachers=None",
     "LoadOptions": (
         "max_tokens, tokens='completion', on_error='raise', columns=(), allowed=<factory>, prefixes=<factory>, "
-        "reader=None, prompts=False, keep_records=False, fits_teachers=True, tools=None"
+        "reader=None, prompts=False, keep_records=False, fits_teachers=True, tools=None, end_ids=()"
     ),
 }
 ROOT = Path(__file__).parents[2]
