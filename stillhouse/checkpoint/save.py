@@ -55,9 +55,10 @@ def save_checkpoint(
     """
     final, ranks = folder / folder_name(progress.step), engine.student.ranks
     try:
-        needed_bytes = engine.bytes_to_save()
+        engine.require_finite()
     except ValueError as error:
         raise ValueError(f"step {progress.step}: {error}") from error
+    needed_bytes = engine.bytes_to_save()
     require_space(folder, needed_bytes, ranks)
     with written_together(final, ranks, needed_bytes) as partial:
         saved = engine.save(partial / RESUME)

@@ -135,8 +135,12 @@ class Engine(Protocol):
         """
         ...
 
+    def require_finite(self) -> None:
+        """Raise ValueError on all ranks, naming a tensor, if a checkpoint would have state that is not finite."""
+        ...
+
     def bytes_to_save(self, *, all_moments: bool = False) -> int:
-        """Return the bytes of a checkpoint with the exported student. Raises ValueError for non-finite state.
+        """Return the bytes of a checkpoint with the exported student.
 
         all_moments: count the optimizer's state of all trained weights, also of those that had no step yet.
         """
@@ -145,7 +149,7 @@ class Engine(Protocol):
     def save(self, folder: Path) -> SavedTensors:
         """Write the weights, the optimizer's state and the random states to a folder that all processes share.
 
-        Call `bytes_to_save` first; it refuses state that is not finite.
+        Call `require_finite` first: a run could not continue from state that is not finite.
         """
         ...
 

@@ -121,6 +121,9 @@ class TorchEngine(EnginePasses):
     def _state(self) -> TorchState:
         return TorchState(self.student, self.optimizer, self.average)
 
+    def require_finite(self) -> None:
+        self._state.require_finite()
+
     def bytes_to_save(self, *, all_moments: bool = False) -> int:
         return self._state.bytes_to_write(all_moments=all_moments)
 

@@ -63,10 +63,8 @@ class TorchState:
         """Return the size of a checkpoint: all tensors, and the student's weights again for the folder `student`.
 
         all_moments: see `Engine.bytes_to_save`.
-        Raises ValueError on all ranks, naming the first tensor that is not finite: a run could not continue from it.
         """
         tensors = self.tensors()
-        self._require_finite(tensors)
         weights = {name: value for name, value in tensors.items() if name.startswith(WEIGHT)}
         size = sum(
             self._share_of(value) * value.element_size() for held in (tensors, weights) for value in held.values()
@@ -157,10 +155,10 @@ class TorchState:
             else:
                 torch.cuda.set_rng_state(tensors[name], runner.device)
 
-    def _require_finite(self, tensors: Mapping[str, Any]) -> None:
-        names = [
-            name for name, value in tensors.items() if value.is_floating_point() and not local(value).isfinite().all()
-        ]
+    def require_finite(self) -> None:
+        """See `Engine.require_finite`."""
+        tensors = self.tensors().items()
+        names = [name for name, value in tensors if value.is_floating_point() and not local(value).isfinite().all()]
         names = sorted({name for of_rank in self.runner.ranks.gather(names) for name in of_rank})
         if names:
             more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"

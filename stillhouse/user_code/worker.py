@@ -71,23 +71,30 @@ def _answer(call: Callable[..., Any], arguments: Any, *, is_limited: bool) -> di
 
 
 def source_hashes(named: Collection[str]) -> dict[str, str]:
-    """The sha256 of the files of imported modules, by module: of those in `named`, and of all modules that are not
-    installed. "" for a file that cannot be read.
+    """The sha256 of the source files of imported modules, by module: of those in `named`, and of all modules whose
+    package is not installed. "" for a file that cannot be read.
     """
-    standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    files = {
+        name: Path(file)
+        for name, module in sorted(sys.modules.items())
+        if isinstance(module, ModuleType) and isinstance(file := vars(module).get("__file__"), str)
+    }
     hashes = {}
-    for name, module in sorted(sys.modules.items()):
-        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        if not isinstance(file, str):
-            continue
-        # a virtual environment may see those of another Python, in other folders than its own
-        is_installed = not _INSTALLED.isdisjoint(Path(file).parts) or any(map(Path(file).is_relative_to, standard))
-        if name in named or not is_installed:
+    for name, file in files.items():
+        # a package may make modules elsewhere, as torch.compile does
+        package = files.get(name.partition(".")[0], file)
+        if name in named or (file.suffix == ".py" and not _is_installed(package)):
             try:
-                hashes[name] = file_hash(Path(file))
+                hashes[name] = file_hash(file)
             except OSError:
                 hashes[name] = ""
     return hashes
+
+
+def _is_installed(file: Path) -> bool:
+    standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    # a virtual environment may see packages of another Python, in other folders than its own
+    return not _INSTALLED.isdisjoint(file.parts) or any(map(file.is_relative_to, standard))
 
 
 def _send(messages: Messages, answer: Mapping[str, Any]) -> None:

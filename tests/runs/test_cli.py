@@ -125,13 +125,14 @@ def test_a_wrong_call_exits_with_2(
 def test_options_come_over_the_file_and_overrides_over_both(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("student: {model: file, revision: main}\nout: file\nseed: 1\ndata: {train: file, eval: 0}\n")
-    flags = {name: f"flag-{name}" for name in ("teacher", "student", "data", "out", "loss")} | {"eval": "0.25"}
+    flags = {name: f"flag-{name}" for name in ("teacher", "student", "data", "out")}
+    flags |= {"loss": "jsd(0.25)", "eval": "0.25"}
     config = load_config(path, ["out=override", "teacher.dtype=float32"], settings=settings_layer(flags))
     assert config.teacher is not None
     assert (config.student.model, config.student.revision, config.seed) == ("flag-student", "main", 1)
     assert (config.teacher.model, config.teacher.dtype) == ("flag-teacher", "float32")
     assert (config.data.train, config.data.eval, config.out) == ("flag-data", 0.25, "override")
-    assert config.objective.loss == "flag-loss"
+    assert config.objective.loss == "jsd(0.25)"
     assert load_config(path, settings=settings_layer({"eval": "held.jsonl"})).data.eval == "held.jsonl"
     config = load_config(None, settings=settings_layer({"student": "1e5", "data": "a: b", "out": "null"}))
     assert (config.student.model, config.data.train, config.out) == ("1e5", "a: b", "null")  # text, and no YAML

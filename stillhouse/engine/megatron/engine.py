@@ -180,6 +180,9 @@ class MegatronEngine(EnginePasses):
     def _state(self) -> MegatronState:
         return MegatronState(self.student, trained_parameters(self.student.student, self.optimizer), self.average)
 
+    def require_finite(self) -> None:
+        self._state.require_finite()
+
     def bytes_to_save(self, *, all_moments: bool = False) -> int:
         return self._state.bytes_to_write(all_moments=all_moments)
 

@@ -146,8 +146,8 @@ class MegatronState:
         for name, value in random.items():
             torch.set_rng_state(value) if name.startswith(f"{RANDOM}cpu") else torch.cuda.set_rng_state(value)
 
-    def bytes_to_write(self, *, all_moments: bool = False) -> int:
-        """As `TorchState.bytes_to_write`."""
+    def require_finite(self) -> None:
+        """See `Engine.require_finite`."""
         names = [name for entry in self.trained if (name := _not_finite(entry)) is not None]
         names = sorted({name for of_rank in self.student.ranks.gather(names) for name in of_rank})
         if names:
@@ -155,6 +155,9 @@ class MegatronState:
                 f"'{names[0]}' is not finite after the update, so no checkpoint of it is written. The last "
                 "checkpoint is intact. The usual remedy is a run in another folder with a lower train.learning_rate"
             )
+
+    def bytes_to_write(self, *, all_moments: bool = False) -> int:
+        """As `TorchState.bytes_to_write`."""
         weights = sum(prod(self.student.shapes[name]) for name in self.student.saved)
         later = len(MOMENTS) * sum(prod(self.student.shapes[name]) for name in self.student.trained)
         missing = later if all_moments and not self._steps() else 0
