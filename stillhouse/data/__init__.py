@@ -11,8 +11,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
+    if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'stillhouse.data' has no attribute {name!r}")
     value = getattr(import_module("stillhouse.data.public"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
+    if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'stillhouse.objective' has no attribute {name!r}")
     value = getattr(import_module("stillhouse.objective.public"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

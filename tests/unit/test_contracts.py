@@ -3,6 +3,8 @@
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,14 @@ def shown(call: object) -> str:
 def test_signature(name: str) -> None:
     assert shown(getattr(stillhouse.objective, name)) == CONTRACTS[name]
     assert getattr(stillhouse, name) is getattr(stillhouse.objective, name)
+
+
+@pytest.mark.parametrize("package", ["stillhouse.objective", "stillhouse.data"])
+def test_names_that_are_imported_at_their_first_use_are_listed(package: str) -> None:
+    """For `from stillhouse.objective import *` and a shell's completion, in a process without these names."""
+    code = f"import {package} as package\nlisted = dir(package)\nfrom {package} import *\n"
+    code += "assert set(package.__all__) <= {*dir()} and set(package.__all__) <= {*listed}"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", OTHERS)

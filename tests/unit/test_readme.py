@@ -103,7 +103,8 @@ def test_the_processors_of_the_page_run() -> None:
     decoder, ids = Decoder(build("llama", seed=1)), torch.randint(3, 251, (2, 17))
     labels = ids.roll(-1, 1)
     numbers = -5 + torch.zeros(2, 17)
-    names = vars(stillhouse.objective) | vars(processors) | {"parse_objective": parse_objective, "decoder": decoder}
+    names = {name: getattr(stillhouse.objective, name) for name in stillhouse.objective.__all__}
+    names |= vars(processors) | {"parse_objective": parse_objective, "decoder": decoder}
     names |= {"teacher": Decoder(build("llama", seed=2)), "ids": ids, "labels": labels, "sampled": labels}
     names |= {"advantages": numbers, "old": numbers, "reference": numbers, "tokens_of_the_step": 34}
     calls = [block for block in shown if "decoder(" in block]
