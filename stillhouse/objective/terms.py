@@ -312,11 +312,12 @@ def require_terms(terms: object) -> None:
 
 def _require_divergence(divergence: object) -> None:
     if isinstance(divergence, Divergence):
-        if not hasattr(divergence, "definition"):
-            raise ValueError(
-                f"divergence is of type {type(divergence).__name__}, which has no `definition`: expected a class "
-                "variable with its Definition(name, value, slope), as docs/extending.md shows it"
-            )
+        for _, part in weighted_parts(divergence):
+            if not hasattr(part, "definition"):
+                raise ValueError(
+                    f"divergence is of type {type(part).__name__}, which has no `definition`: expected a class "
+                    "variable with its Definition(name, value, slope), as docs/extending.md shows it"
+                )
         return
     if isinstance(divergence, type) and issubclass(divergence, Divergence):
         name = divergence.__name__

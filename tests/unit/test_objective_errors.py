@@ -109,6 +109,7 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: objective(CE[0]), "terms is of type CrossEntropy: expected a list of terms"),  # type: ignore[arg-type]
     (lambda: dense_objective(ZERO_T[:, None], HEAD, [Chi2()]), "terms[0] is of type Chi2, which is no term"),  # type: ignore[list-item]
     (lambda: Distill(make_full(), Chi2()), "divergence is of type Chi2, which has no `definition`: expected a class"),
+    (lambda: Distill(make_full(), 0.5 * KL + Chi2()), "divergence is of type Chi2, which has no `definition`"),
     (lambda: Distill(make_full(), "kl"), "one's own is a frozen dataclass that derives from Divergence and has"),  # type: ignore[arg-type]
     (lambda: StepLoss(KL), "objective is of type ForwardKL: expected an ObjectiveSpec, such as"),  # type: ignore[arg-type]
     (lambda: objective(normalizer=0), "normalizer=0: expected the positive number"),
