@@ -42,8 +42,8 @@ def too_long(choice: dict[str, Any]) -> None:
 
 #: changes of an answer's only choice, and the error
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "nan": (lambda choice: choice["logprobs"]["content"][-1].update(logprob=math.nan), "not finite, or above 0"),
-    "above_zero": (lambda choice: choice["logprobs"]["content"][-1].update(logprob=0.5), "not finite, or above 0"),
+    "nan": (lambda choice: choice["logprobs"]["content"][-1].update(logprob=math.nan), "less than or equal to 0"),
+    "above_zero": (lambda choice: choice["logprobs"]["content"][-1].update(logprob=0.5), "less than or equal to 0"),
     "outside": (outside, "expected 0 to 250"),
     "too_long": (too_long, "expected 1 to 12"),
     "other_ids": (
