@@ -163,7 +163,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: 
         with reading("a text cannot be tokenized"):
             encoded = tokenizer(list(texts), return_attention_mask=False, verbose=False, **options)
     except ValueError as error:
-        lost = next((found for text in texts if (found := _without_token(tokenizer, text))), "")
+        lost = next((character for text in texts if (character := _without_token(tokenizer, text))), "")
         raise RecordError(_no_token(tokenizer, lost) if lost else str(error)) from error
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     is_bpe = backend is not None and isinstance(backend.model, BPE)

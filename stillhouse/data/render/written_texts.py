@@ -127,8 +127,8 @@ def _counted(texts: list[_Text], body: str) -> Iterator[Loss]:
     for text in texts:
         by_text.setdefault(text.text, []).append(text.loss)
     for written, of_text in by_text.items():
-        found = max(map(body.count, (written, *_as_strings(written))))
-        yield from of_text[: max(0, len(of_text) - found)]
+        occurrences = max(map(body.count, (written, *_as_strings(written))))
+        yield from of_text[: max(0, len(of_text) - occurrences)]
 
 
 @dataclass
