@@ -263,14 +263,14 @@ def _orthogonal_step(momentum: Tensor, rate: float) -> Tensor:
     """Return the change of a matrix, or of each matrix of a stack, in a step of torch's Muon with this momentum,
     without weight decay.
     """
-    changes = [nn.Parameter(torch.zeros_like(matrix)) for matrix in momentum[None].flatten(0, -3)]
-    for change, gradient in zip(changes, momentum[None].flatten(0, -3), strict=True):
-        change.grad = gradient
+    change = torch.zeros_like(momentum, memory_format=torch.contiguous_format)
+    matrices = [nn.Parameter(matrix) for matrix in change[None].flatten(0, -3)]
+    for matrix, gradient in zip(matrices, momentum[None].flatten(0, -3), strict=True):
+        matrix.grad = gradient
     options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
-    if changes:  # a process may have no expert
-        torch.optim.Muon(changes, lr=rate, adjust_lr_fn="match_rms_adamw", **options).step()
-        return torch.stack([change.detach() for change in changes]).view_as(momentum)
-    return momentum
+    if matrices:  # a process may have no expert
+        torch.optim.Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw", **options).step()
+    return change
 
 
 def _has_8_bits(value: object) -> bool:
