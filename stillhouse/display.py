@@ -1,6 +1,7 @@
 """Makes external text safe to print: shortens it and escapes characters that control the cursor or text direction."""
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 #: control characters (except tab and newline), line separators, text-direction controls, halves of surrogate pairs
@@ -16,6 +17,11 @@ def escaped(text: str, *, lines: bool = False) -> str:
     r"""The text with control characters escaped as Python writes them (`\x1b`). lines: keep newlines and tabs."""
     pattern = _CONTROLS if lines else _CONTROLS_AND_LINES
     return pattern.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def print_escaped(text: object, *, err: bool = False) -> None:
+    """Print a text that may quote files or servers. err: on stderr."""
+    print(escaped(str(text), lines=True), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def message(text: str) -> str:

@@ -28,8 +28,8 @@ from stillhouse.cli.plan import plan
 from stillhouse.cli.report import report
 from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
-from stillhouse.display import escaped
 from stillhouse.display import message as brief
+from stillhouse.display import print_escaped
 from stillhouse.ending import end_with_launcher, end_without_threads, error_line
 from stillhouse.preemption import Preempted, handling
 
@@ -82,7 +82,7 @@ def _run(arguments: Sequence[str]) -> int:
     except Preempted as stop:
         if os.environ.get("RANK", "0") == "0":
             effect = "starts the run again" if stop.checkpoint is None else "continues from it"
-            click.echo(f"{stop}; {_same_command(arguments)} {effect}", err=True)
+            print_escaped(f"{stop}; {_same_command(arguments)} {effect}", err=True)
         return 128 + stop.number
     except (ValueError, OSError) as error:
         from stillhouse.config import ConfigError, MissingKeyError
@@ -155,7 +155,7 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
 
     folder = distill(config)
     if is_first():
-        click.echo(f"report: {write_report(folder)}")
+        print_escaped(f"report: {write_report(folder)}")
 
 
 @cli.command()
@@ -194,12 +194,12 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     same = True
     if is_first():
         if keys := left_out(config):
-            click.echo(f"not compared: {', '.join(keys)} (each step here is in float32, without these)")
-        click.echo(HEADER)
+            print_escaped(f"not compared: {', '.join(keys)} (each step here is in float32, without these)")
+        print_escaped(HEADER)
     for row in parity(config):
         same &= bool(row.refused) or row.verdict == "same"
         if is_first():
-            click.echo(line(row))
+            print_escaped(line(row))
     destroy_process_group()
     if not same:
         raise ValueError("under at least one layout, the step differs from the same step in one process")
@@ -221,7 +221,7 @@ def verify(run_dir: Path) -> None:
     findings = []
     for finding in verify(run_dir):
         findings.append(finding)
-        click.echo(escaped(str(finding), lines=True))
+        print_escaped(finding)
     if wrong := [finding.what for finding in findings if finding.problem is not None]:
         raise ValueError(f"{run_dir}: {len(wrong)} of {len(findings)} parts are wrong: {', '.join(wrong)}")
 
@@ -256,7 +256,7 @@ def demo(out: Path | None, write: str | None) -> None:
     from stillhouse.tools.demo.run_files import write_image_run, write_text_run
 
     configurations = list(write_image_run(folder)) if write == "images" else [write_text_run(folder)]
-    click.echo(
+    print_escaped(
         "\n".join([f"{folder} has models, data and:", *(f"  stillhouse distill {path}" for path in configurations)])
     )
 
@@ -314,7 +314,7 @@ def _report(error: Exception, message: str, code: int) -> int:
     if os.environ.get("RANK", "0") != "0":
         # if rank 0 has the same error, rank 0 prints it first, and torchrun ends the other ranks before they print
         time.sleep(SECONDS_FOR_FIRST)
-    click.echo(error_line(brief(message)), err=True)
+    print_escaped(error_line(brief(message)), err=True)
     _tell_torchrun(error_line(brief(message)), code)
     return code
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stillhouse.cli.arguments import configured, is_override, load, misused, quiet_libraries
+from stillhouse.display import print_escaped
 
 if TYPE_CHECKING:
     from stillhouse.signals import SignalCache
@@ -79,7 +80,7 @@ def write(
     top_k = top_k or (50 if kind == "sampled" else 64)
     manifest = write_cache(config, out, kind, top_k=top_k, dtype=dtype, with_label=with_label, packed=packed)
     if is_first():
-        click.echo(manifest.summary(out))
+        print_escaped(manifest.summary(out))
     destroy_process_group()
 
 
@@ -101,7 +102,7 @@ def _with_student(
 @click.argument("folder", type=FOLDER)
 def info(folder: Path) -> None:
     """Show the content of a cache."""
-    click.echo(_opened(folder).manifest.summary(folder))
+    print_escaped(_opened(folder).manifest.summary(folder))
 
 
 @cache.command()
@@ -110,7 +111,7 @@ def verify(folder: Path) -> None:
     """Compare every shard with its hash, and check all rows."""
     opened = _opened(folder)
     opened.verify()
-    click.echo(opened.manifest.summary(folder))
+    print_escaped(opened.manifest.summary(folder))
 
 
 def _opened(folder: Path) -> "SignalCache":
@@ -132,7 +133,7 @@ def merge(folders: tuple[Path, ...], out: Path) -> None:
     quiet_libraries()
     from stillhouse.tools.merge_caches import merge_caches
 
-    click.echo(merge_caches(folders, out).summary(out))
+    print_escaped(merge_caches(folders, out).summary(out))
 
 
 @cache.command()
@@ -153,7 +154,7 @@ def export(folder: Path, config: str, to: str, out: Path) -> None:
     from stillhouse.tools.export_cache import export_distillkit
 
     compression = export_distillkit(folder, lambda: load_run_data(run, {}), out)
-    click.echo(f"{out}: {compression.k} of {compression.d} ids per token in {compression.exact_dtype}")
+    print_escaped(f"{out}: {compression.k} of {compression.d} ids per token in {compression.exact_dtype}")
 
 
 @cache.command("import")
@@ -195,7 +196,7 @@ def import_(
     from stillhouse.tools.import_cache import import_distillkit, import_speculators
 
     if form == "speculators":
-        click.echo(import_speculators(source, teacher, out, **of_teacher).summary(out))
+        print_escaped(import_speculators(source, teacher, out, **of_teacher).summary(out))
         return
     path = compression or (source if source.is_dir() else source.parent) / CONFIGURATION
     if not path.is_file():
@@ -204,4 +205,4 @@ def import_(
         )
     exact = Compression.of(read_yaml(path.read_text(encoding="utf-8"), str(path)), path)
     manifest = import_distillkit(source, exact, teacher, out, temperature=temperature, packed=packed, **of_teacher)
-    click.echo(manifest.summary(out))
+    print_escaped(manifest.summary(out))

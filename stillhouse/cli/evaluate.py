@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from stillhouse.cli.arguments import misused, quiet_libraries
+from stillhouse.display import print_escaped
 
 MODEL = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -77,4 +78,4 @@ def evaluate(
     for name, figures in results.items():
         for key, value in figures.items():
             if isinstance(value, float):
-                click.echo(f"{name:24} {key:28} {value:.4f}")
+                print_escaped(f"{name:24} {key:28} {value:.4f}")

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from stillhouse.cli.arguments import misused, quiet_libraries
+from stillhouse.display import print_escaped
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -73,6 +74,6 @@ def export(
     settings = ExportSettings(merge, dtype, int(size[1]) * _UNITS[size[2]], card, mtp)
     checkpoint = export_run(path, out, step, settings)
     exported = f"exported step {checkpoint.state.progress.step}"
-    click.echo(f"{exported} to {out}")
+    print_escaped(f"{exported} to {out}")
     if push is not None:
-        click.echo(f"pushed: {push_folder(out, push, f'stillhouse: {exported}')}")
+        print_escaped(f"pushed: {push_folder(out, push, f'stillhouse: {exported}')}")

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-import click
+from stillhouse.display import print_escaped
 
 SECONDS = 4.0
 _ADDRESSES = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -38,7 +38,7 @@ def settle_offline(names: Iterable[str | None]) -> None:
     except OSError as error:
         os.environ["HF_HUB_OFFLINE"] = "1"
         if os.environ.get("RANK", "0") == "0":
-            click.echo(
+            print_escaped(
                 f"warning: {host} cannot be reached ({error.strerror or error}): only models and data that were "
                 "downloaded before can be used",
                 err=True,

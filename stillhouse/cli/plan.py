@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stillhouse.cli.arguments import configured, load, misused
+from stillhouse.display import print_escaped
 
 if TYPE_CHECKING:
     from stillhouse.config import RunConfig
@@ -72,7 +73,7 @@ def _print_plan(config: "RunConfig", machine: "Machine", document_tokens: int, a
     from stillhouse.tools.plan.table import does_not_fit, lines
 
     result = plan(config, machine, document_tokens)
-    click.echo(json.dumps(result.as_json(), indent=2) if as_json else "\n".join(lines(result)))
+    print_escaped(json.dumps(result.as_json(), indent=2) if as_json else "\n".join(lines(result)))
     if not result.fits:
         raise ConfigError(None, does_not_fit(result))
 
@@ -92,6 +93,6 @@ def _print_fits(config: "RunConfig", machine: "Machine", document_tokens: int, a
         )
     if as_json:
         plans = [{"overrides": fit.overrides} | fit.plan.as_json() for fit in fits]
-        click.echo(json.dumps(plans, indent=2))
+        print_escaped(json.dumps(plans, indent=2))
     else:
-        click.echo("\n".join(fit_lines([(fit.overrides, fit.plan) for fit in fits])))
+        print_escaped("\n".join(fit_lines([(fit.overrides, fit.plan) for fit in fits])))

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from stillhouse.cli.arguments import misused
+from stillhouse.display import print_escaped
 
 RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -41,8 +42,8 @@ def report(run_dirs: tuple[Path, ...], compare: tuple[Path, ...], out: Path | No
     if watch:
         from stillhouse.output.report.watch import watch as serve_report
 
-        serve_report(run_dirs[0], others, port, lambda url: click.echo(f"{url} (Ctrl-C ends it)"))
+        serve_report(run_dirs[0], others, port, lambda url: print_escaped(f"{url} (Ctrl-C ends it)"))
         return
     from stillhouse.output.report import write_report
 
-    click.echo(write_report(run_dirs[0], others, out))
+    print_escaped(write_report(run_dirs[0], others, out))

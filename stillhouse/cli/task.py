@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from stillhouse.display import print_escaped
 from stillhouse.tasks import TASKS, TaskSpec, problem
 
 
@@ -51,4 +52,4 @@ def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: boo
     else:
         records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))
         replace_text(out, "".join(json.dumps(record) + "\n" for record in records))
-    click.echo(f"{out}: {count:,} problems")
+    print_escaped(f"{out}: {count:,} problems")

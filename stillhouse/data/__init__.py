@@ -3,20 +3,11 @@
 The names are imported at their first use, so that a wrong path is named before torch is imported.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stillhouse.first_use import names_at_first_use
 
 if TYPE_CHECKING:
     from stillhouse.data.public import *  # noqa: F403
 
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("__") and name != "__all__":
-        raise AttributeError(f"module 'stillhouse.data' has no attribute {name!r}")
-    value = getattr(import_module("stillhouse.data.public"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+__getattr__, __dir__ = names_at_first_use(__name__)

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _world
 
 from stillhouse.config import ConfigError
-from stillhouse.display import escaped
+from stillhouse.display import print_escaped
 from stillhouse.parallel import watchdog
 from stillhouse.parallel.host_memory import copied_to
 
@@ -240,7 +240,7 @@ def is_first() -> bool:
 def log_rank0(line: str) -> None:
     """Print a line on rank 0 only. A line may quote a server or a file: it cannot control the terminal."""
     if is_first():
-        print(escaped(line, lines=True), flush=True)
+        print_escaped(line)
 
 
 def start(device: torch.device, timeout: float) -> None:

@@ -23,7 +23,7 @@ from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.checkpoint.save import require_room
 from stillhouse.config import RunConfig
 from stillhouse.data import Documents
-from stillhouse.display import escaped
+from stillhouse.display import escaped, print_escaped
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
@@ -63,7 +63,7 @@ def check(config: RunConfig) -> None:
             state, occupied = "cannot be used, see the error below", error
         for line in _lines(session, folder, state):
             if is_first():
-                print(escaped(line, lines=True), flush=True)
+                print_escaped(line)
         if occupied is not None:
             raise occupied
 

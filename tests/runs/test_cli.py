@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -178,3 +179,12 @@ def test_an_interrupted_run_says_how_to_continue(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert f"interrupted; `stillhouse distill '{pipe}' seed=1` continues from the run's last checkpoint" in stderr
     assert "Traceback" not in stderr
+
+
+def test_no_output_of_a_command_controls_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of files, tasks, models and servers may hold escape sequences: one function prints them all."""
+    assert cli.run(["task", "reversal", "--count", "2", "--out", f"{tmp_path}/a\x1b[2J\x9b.jsonl"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/a\\x1b[2J\\x9b.jsonl: 2 problems\n"
+    modules = Path(cli.__file__).parent.glob("*.py")
+    calls = re.findall(r"\b(?:echo|print)\(.*", "".join(path.read_text(encoding="utf-8") for path in modules))
+    assert calls == ["echo(context.get_help())"]
