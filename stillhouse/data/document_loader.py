@@ -334,7 +334,7 @@ class _Loader:
         self.report.kept += 1
         self.report.joined_turns += encoded.joined_turns
         if not is_prompt:
-            self.trained_ends.add(encoded, sum(len(piece.ids) for piece in pieces), stops=waiting.rendered.stops)
+            self.trained_ends.add(encoded, sum(len(piece.ids) for piece in pieces), waiting.rendered.end)
         for number, piece in enumerate(pieces):
             source = piece_source(waiting.where, number, len(pieces))
             of_teachers = of_piece(prefixes, waiting.images, len(piece.ids), is_first=not number)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.read.image_columns import MARK
 from stillhouse.data.render.templates import Encoded, Rendered, Targets
-from stillhouse.data.render.tokenizers import last_written, tokenize
+from stillhouse.data.render.tokenizers import tokenize
 
 
 @dataclass
@@ -87,23 +87,19 @@ class TextWarnings:
 class TrainedEnds:
     """Collects the tokens with which the documents of a source teach the student to stop.
 
-    end_ids: the end-of-sequence ids of tokenizer and student. They count wherever they are targets. Another special
-    token counts if it ends the last turn of a conversation: only there is it certain that the turn ends with it
-    (gpt-oss writes `<|end|>` behind thoughts, too).
+    end_ids: the end-of-sequence ids of tokenizer and student. They count wherever they are targets. So does the
+    special token with which the template ends the assistant's last turn (see `Rendered.end`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]):
-        self._tokenizer, self._end_ids = tokenizer, sorted(end_ids)
-        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._end_ids = sorted(end_ids)
+        self._special = {
+            token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
         self.ids: set[int] = set()
 
-    def add(self, encoded: Encoded, kept: int, *, stops: bool) -> None:
-        """kept: the number of tokens of the document that are trained on. stops: see `Rendered`."""
-        places = np.flatnonzero(encoded.targets)
-        ids_T = encoded.ids[places]
-        self.ids.update(ids_T[(places < kept) & np.isin(ids_T, self._end_ids)].tolist())
-        if not stops or not len(places):
-            return
-        last = last_written(self._tokenizer, ids_T.tolist())
-        if places[last] < kept and int(ids_T[last]) in self._special:
-            self.ids.add(int(ids_T[last]))
+    def add(self, encoded: Encoded, kept: int, end: str) -> None:
+        """kept: the number of tokens of the document that are trained on. end: see `Rendered`."""
+        ids_T = encoded.ids[:kept][encoded.targets[:kept]]
+        ends = [*self._end_ids, *([self._special[end]] if end in self._special else [])]
+        self.ids.update(ids_T[np.isin(ids_T, ends)].tolist())

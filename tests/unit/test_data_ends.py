@@ -24,18 +24,23 @@ THINKS = {"role": "assistant", "content": "four", "reasoning_content": "two more
 ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
 
-def glm_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with a GLM template of TRL: the original, or the one that TRL trains with."""
-    special = [*ENDS, "<|assistant|>", "<|system|>", "[gMASK]", "<sop>"]
+OF_GLM = (*ENDS, "<|assistant|>", "<|system|>", "[gMASK]", "<sop>")
+OF_GPT_OSS = ("<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
+
+
+def glm_tokenizer(name: str, special: tuple[str, ...] = OF_GLM) -> PreTrainedTokenizerFast:
+    """A tokenizer with a template of TRL, such as GLM's: the original, or the one that TRL trains with."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend.train_from_iterator(
         TEXT,
-        trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=320, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+        ),
     )
     backend.add_tokens(["<tool_call>", "</tool_call>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=ENDS[0])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0])
     trl = find_spec("trl")
     assert trl is not None
     assert trl.origin is not None
@@ -101,7 +106,9 @@ def test_a_marker_is_followed_by_no_header(tmp_path: Path) -> None:
     ("fields", "ends"),
     [
         ({"messages": [USER, FOUR]}, ["<|im_end|>"]),
-        ({"messages": [USER, FOUR, USER]}, []),  # only the last turn shows how one ends
+        ({"messages": [USER, FOUR, USER]}, ["<|im_end|>"]),
+        ({"messages": [USER, FOUR, REPLY]}, ["<|im_end|>"]),
+        ({"prompt": [USER], "completion": [FOUR, USER]}, ["<|im_end|>"]),
         ({"prompt": [USER], "completion": [FOUR]}, ["<|im_end|>"]),
         ({"text": "two"}, ["</s>"]),
         ({"prompt": "two", "completion": "four"}, ["</s>"]),
@@ -117,6 +124,25 @@ def test_the_report_has_the_tokens_that_teach_to_stop(
         assert bool(report.warnings) == (not ends)
     cut = load_records(tmp_path, [fields, {**fields}], toy_tokenizer(chat="plain"), max_tokens=4, tokens="all")
     assert cut.report.trained_ends == ([EOS] if "text" in fields else [])  # a text is split, not cut
+
+
+def test_an_end_that_only_the_middle_of_a_conversation_has_does_not_teach_to_stop(tmp_path: Path) -> None:
+    """gpt-oss ends a turn by `<|return|>`, and by `<|end|>` if messages follow: so end thoughts, too."""
+    for name, tokens in (("gptoss_training", "completion"), ("gptoss", "all")):
+        tokenizer = glm_tokenizer(name, OF_GPT_OSS)
+        for messages, ends in (([USER, FOUR], ["<|return|>"]), ([USER, FOUR, USER], [])):
+            report = load_records(
+                tmp_path, [{"messages": messages}], tokenizer, tokens=tokens, max_tokens=2048
+            ).report
+            assert tokenizer.convert_ids_to_tokens(report.trained_ends) == ends
+            assert any("does not learn to stop" in line for line in report.warnings) == (not ends)
+
+
+def test_a_cut_conversation_teaches_to_stop_by_its_earlier_turns(tmp_path: Path) -> None:
+    tokenizer, record = toy_tokenizer(chat="plain"), {"messages": [USER, FOUR, USER, FOUR]}
+    whole = load_records(tmp_path, [record], tokenizer, max_tokens=256)
+    cut = load_records(tmp_path, [record], tokenizer, max_tokens=len(whole.tokens(0)) - 2).report
+    assert (cut.cut_documents, cut.trained_ends, cut.warnings) == (1, whole.report.trained_ends, [])
 
 
 EOS = SPECIAL.index("</s>")

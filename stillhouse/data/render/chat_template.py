@@ -252,15 +252,14 @@ class ChatTemplate(Template):
         if any(message.get("tool_calls") or message.get("function_call") for message in messages):
             messages = [with_arguments(message, as_text=self._joins_arguments) for message in messages]
         try:
-            body, spans, lost, problem, is_syntax = self.render_isolated(messages, tools, first)
+            body, spans, end, lost, problem, is_syntax = self.render_isolated(messages, tools, first)
         except LimitError as error:
             raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
         if is_syntax:
             raise TemplateSyntaxError(self.tokenizer.name_or_path, problem)
         if problem:
             raise RecordError(problem)
-        stops = messages[-1]["role"] == "assistant"
-        rendered = Rendered(body, spans=tuple((begin, end) for begin, end in spans), stops=stops)
+        rendered = Rendered(body, spans=tuple((start, stop) for start, stop in spans), end=end)
         return rendered, [Loss(*loss) for loss in lost]
 
     def _require_written(self, messages: list[Message], tools: Tools, first: int, lost: list[Loss]) -> None:

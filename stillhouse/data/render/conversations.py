@@ -44,25 +44,25 @@ class Conversations:
 
     def answer(
         self, messages: list[Message], tools: Tools, first: int | None
-    ) -> tuple[str, list[Span], list[Loss], str, bool]:
-        """The text, its target ranges from message `first` on, the messages' texts that are not in it, the error (""
-        if there is none), and whether it is an error of the template's syntax. Such an error is written as what
-        follows the words "a chat template that".
+    ) -> tuple[str, list[Span], str, list[Loss], str, bool]:
+        """The text, its target ranges from message `first` on, the token that ends the assistant's last turn (see
+        `Rendered.end`), the messages' texts that are not in it, the error ("" if there is none), and whether it is an
+        error of the template's syntax. Such an error is written as what follows the words "a chat template that".
 
         first: None if the messages are the beginning of a longer conversation, without targets and generation prompt.
         """
         try:
-            body, spans, lost = self._in_a_form(messages, tools, first)
+            body, spans, end, lost = self._in_a_form(messages, tools, first)
             require_length(len(body), "the text that the chat template renders")
         except ValueError as error:
             if isinstance(error.__cause__, TemplateSyntaxError):
-                return "", [], [], _syntax_problem(error.__cause__), True
-            return "", [], [], str(error), False
-        return body, spans, lost, "", False
+                return "", [], "", [], _syntax_problem(error.__cause__), True
+            return "", [], "", [], str(error), False
+        return body, spans, end, lost, "", False
 
     def _in_a_form(
         self, messages: list[Message], tools: Tools, first: int | None
-    ) -> tuple[str, list[Span], list[Loss]]:
+    ) -> tuple[str, list[Span], str, list[Loss]]:
         """The conversation in the first of these forms in which the template writes all texts: with its contents as
         they are, with all as strings (parts joined, "" for a call without content), with all as parts.
         """
@@ -75,20 +75,35 @@ class Conversations:
             except ValueError as error:
                 problems += [error] if form is not parts else []
                 continue
-            if not any(map(is_refused, answer[2])):
+            if not any(map(is_refused, answer[-1])):
                 return answer
             if form is parts:
                 answers.pop()  # the losses of another form are those of the record
         if not answers:  # an error that is not the template's tells more than that it refuses a form
             raise min(problems, key=lambda error: str(error).startswith(_REFUSED))
-        return min(answers, key=lambda answer: (any(loss.kind == "object" for loss in answer[2]), len(answer[2])))
+        return min(answers, key=lambda answer: (any(loss.kind == "object" for loss in answer[-1]), len(answer[-1])))
 
     def _with_losses(
         self, messages: list[Message], tools: Tools, first: int | None
-    ) -> tuple[str, list[Span], list[Loss]]:
+    ) -> tuple[str, list[Span], str, list[Loss]]:
         body, spans = self._with_spans(messages, tools, first)
         prompt = self.targets == "none" and first is not None
-        return body, spans, losses(partial(self._text, tools, prompt=prompt), messages, body)
+        lost = losses(partial(self._text, tools, prompt=prompt), messages, body)
+        return body, spans, self._end(messages, tools, body, spans) if spans else "", lost
+
+    def _end(self, messages: list[Message], tools: Tools, body: str, spans: list[Span]) -> str:
+        """The special token that ends the assistant's last turn, as if no message followed: in the middle of a
+        conversation, some templates end a turn with a token that does not end what the model writes (gpt-oss's
+        `<|end|>`). It is "" if the template refuses the messages up to this turn.
+        """
+        turn = body[slice(*spans[-1])]
+        if messages[-1]["role"] != "assistant":
+            last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+            try:
+                turn = self._text(tools, messages[: last + 1])
+            except ValueError:
+                return ""
+        return max((token for token in self.special if turn.rstrip().endswith(token)), key=len, default="")
 
     def _text(self, tools: Tools, messages: list[Message], prompt: bool = False) -> str:
         source = self._source(tools)

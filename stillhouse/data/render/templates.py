@@ -55,7 +55,7 @@ class Rendered:
     """A record as text. `prompt` and `body` are tokenized separately. spans: the target characters of a chat.
 
     encoded: the record's tokens if it has images, because an error of an image must name the record.
-    stops: whether the last target ends what the model writes; False if a conversation ends with another's message.
+    end: the special token with which the template of a conversation ends the assistant's last turn; "" without one.
     dropped, changed: the first thoughts of a chat that the template leaves out, and the first text that it changes,
         such as "'reasoning_content' of message 2 of 'messages'". "" without such a text.
     """
@@ -64,7 +64,7 @@ class Rendered:
     prompt: str = ""
     spans: tuple[Span, ...] = ()
     encoded: Encoded | None = None
-    stops: bool = True
+    end: str = ""
     dropped: str = ""
     changed: str = ""
 
