@@ -94,13 +94,14 @@ class Conversations:
     def _end(self, messages: list[Message], tools: Tools, body: str, spans: list[Span]) -> str:
         """The special token that ends the assistant's last turn, as if no message followed: in the middle of a
         conversation, some templates end a turn with a token that does not end what the model writes (gpt-oss's
-        `<|end|>`). It is "" if the template refuses the messages up to this turn.
+        `<|end|>`). It is "" without such a turn, and if the template refuses the messages up to it.
         """
-        turn = body[slice(*spans[-1])]
-        if messages[-1]["role"] != "assistant":
-            last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+        turn, count = body[slice(*spans[-1])], len(messages)
+        while count and messages[count - 1]["role"] != "assistant":
+            count -= 1
+        if count < len(messages):
             try:
-                turn = self._text(tools, messages[: last + 1])
+                turn = self._text(tools, messages[:count]) if count else ""
             except ValueError:
                 return ""
         return max((token for token in self.special if turn.rstrip().endswith(token)), key=len, default="")
