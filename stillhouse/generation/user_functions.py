@@ -92,40 +92,46 @@ def tool_schemas(rollout: RolloutConfig | None, key: str = TOOLS) -> list[dict[s
     return schemas
 
 
-def require_functions(
+def loaded_functions(
     evaluation: EvalConfig,
     rollouts: Sequence[RolloutConfig],
-    rollout_key: Callable[[int, str], str],
     section: RolloutConfig | None,
-) -> None:
-    """Raise ConfigError if a function that these sections name cannot be used (see `load_function`).
+    rollout_key: Callable[[int, str], str] = lambda _, key: f"rollout.{key}",
+) -> list[UserFunction]:
+    """Import the functions and classes of the user that these sections name, and return them.
+
+    Raises ConfigError if one cannot be used (see `load_function`), or has a state that a checkpoint cannot have.
 
     rollouts: the section rollout for each source of prompts. rollout_key: returns the full key of a source's key.
     section: the section rollout itself, whose turns eval.prompts has.
     """
-    paths = [(CALLBACKS, path) for path in evaluation.callbacks]
+    functions = [user_function(CALLBACKS, path) for path in evaluation.callbacks]
+    for function in functions:
+        _require_state(function, 0, CALLBACKS)
     if evaluation.prompts is not None:
-        paths += [(EVAL_REWARD, part.name) for part in reward_parts(evaluation.prompts.reward) if part.is_function]
-        if section is not None and section.environment is not None:  # the sources may have others
-            paths.append((ENVIRONMENT, section.environment))
-    for key, path in paths:
-        user_function(key, path)
-    if section is not None and evaluation.prompts is not None:
-        loaded_tools(section)
-        if has_part_of_object(evaluation.prompts.reward):
-            with as_config_error(EVAL_REWARD):
-                _require_one_rewarding_class(section)
+        of_prompts = (section or RolloutConfig()).model_copy(update={"reward": evaluation.prompts.reward})
+        functions += _functions_of(of_prompts, EVAL_REWARD, {key: key for key in (EVAL_REWARD, ENVIRONMENT, TOOLS)})
     for number, rollout in enumerate(rollouts):
-        functions = tool_functions(loaded_tools(rollout, rollout_key(number, "tools")))
-        of_source = [(REWARD, part.name) for part in reward_parts(rollout.reward) if part.is_function]
-        of_source += [] if rollout.environment is None else [(ENVIRONMENT, rollout.environment)]
-        for kind, path in of_source:
-            functions.append(user_function(kind, path, rollout_key(number, kind.removeprefix("rollout."))))
-        for function in functions:
-            _require_state(function, rollout.workers, rollout_key(number, function.key.removeprefix("rollout.")))
-        if has_part_of_object(rollout.reward):
-            with as_config_error(rollout_key(number, "reward")):
-                _require_one_rewarding_class(rollout)
+        keys = {key: rollout_key(number, key.removeprefix("rollout.")) for key in (REWARD, ENVIRONMENT, TOOLS)}
+        functions += _functions_of(rollout, REWARD, keys)
+    return functions
+
+
+def _functions_of(rollout: RolloutConfig, reward_key: str, full_keys: Mapping[str, str]) -> list[UserFunction]:
+    """The functions of one source of prompts, or of eval.prompts. Raises the errors of `loaded_functions`.
+
+    reward_key: the kind of its rewards. full_keys: the full keys of rewards, environment and tools, by their kinds.
+    """
+    functions = tool_functions(loaded_tools(rollout, full_keys[TOOLS]))
+    paths = [(reward_key, part.name) for part in reward_parts(rollout.reward) if part.is_function]
+    paths += [] if rollout.environment is None else [(ENVIRONMENT, rollout.environment)]
+    functions += [user_function(kind, path, full_keys[kind]) for kind, path in paths]
+    for function in functions:
+        _require_state(function, rollout.workers, full_keys[function.key])
+    if has_part_of_object(rollout.reward):
+        with as_config_error(full_keys[reward_key]):
+            _require_one_rewarding_class(rollout)
+    return functions
 
 
 def _require_state(function: UserFunction, workers: int, key: str) -> None:

@@ -22,13 +22,12 @@ from stillhouse.generation.user_functions import (
     environment_call,
     loaded_tools,
     reward_call,
-    tool_functions,
     user_function,
 )
 from stillhouse.parallel import log_rank0
 from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.episodes import Episodes
-from stillhouse.user_code.function_state import FunctionStates, has_state
+from stillhouse.user_code.function_state import has_state
 from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS, Turn, UserFunctionError, about_completion
 from stillhouse.user_code.worker_pool import WorkerHost, WorkerPool
 
@@ -130,8 +129,6 @@ class CompletionCalls:
             if key == ENVIRONMENT
         }
         tools = {tuple(source.tool_paths): self._of_tools(source) for source in rollouts if source.tool_paths}
-        tool_list = [function for source in rollouts for function in tool_functions(loaded_tools(source))]
-        self.states = FunctionStates([*functions.values(), *tool_list])
         if compare_first:
             with_state = {path for (_, path), function in functions.items() if has_state(function)}
             for path in parts.keys() - with_state:

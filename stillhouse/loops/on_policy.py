@@ -34,7 +34,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     source = session.source_for(engine)
     with (
         closing(Rollouts(session, folder, is_new=checkpoint is None)) as rollouts,
-        training(session, folder, checkpoint, rollouts.queue, rollouts.functions) as run,
+        training(session, folder, checkpoint, rollouts.queue) as run,
         RolloutLog(
             folder if is_first() else None,
             run.progress.step,

@@ -47,7 +47,6 @@ from stillhouse.preemption import OverdueError
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
-from stillhouse.user_code.function_state import FunctionStates
 from stillhouse.user_code.functions import UserFunctionError
 
 Result = TypeVar("Result")
@@ -97,11 +96,6 @@ class Rollouts:
                 self.calls,
                 turn_replies(session.rollouts, self.calls, session.tokenizer, session.image_processor),
             )
-
-    @property
-    def functions(self) -> FunctionStates | None:
-        """The user's functions, on rank 0."""
-        return None if self.calls is None else self.calls.states
 
     def require_same_writer(self, folder: RunFolder) -> None:
         """Raise ValueError on all ranks if servers that keep their weights had other weights when the run began."""

@@ -15,6 +15,7 @@ from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.generation import RolloutQueue
+from stillhouse.generation.user_functions import loaded_functions
 from stillhouse.loops.completion_calls import warn
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
@@ -29,7 +30,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
 from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
-from stillhouse.preemption import Preempted, finishing, requested
+from stillhouse.preemption import OverdueError, Preempted, finishing, requested
 from stillhouse.signals import SignalsLostError
 from stillhouse.user_code.function_state import FunctionStates
 from stillhouse.user_code.functions import UserFunctionError
@@ -43,12 +44,18 @@ _NO_GRADIENT = (
     "that has not been trained), and a policy gradient is 0 where all completions of a prompt have the same reward"
 )
 
+#: what an error adds about a state of the user's functions that cannot be saved
+_NOT_SAVED = (
+    "no checkpoint can be written without it, and the steps since the last one are lost; correct the cause, and the "
+    "same command continues from the last checkpoint, or from the start if there is none yet"
+)
+
 
 class Training:
     """The state of a run between two steps. `progress` is up to date after each step.
 
     queue: the queue of an on-policy run; a checkpoint stores its samples.
-    functions: the user's functions of an on-policy run, on rank 0; a checkpoint stores their states.
+    functions: the user's functions, on rank 0; a checkpoint stores their states.
     greedy: the evaluations that need completions; None if the run has none.
     """
 
@@ -132,6 +139,8 @@ class Training:
         if _evaluation_is_due(session, progress.step):
             self.evaluate()
         ranks, last = session.ranks, progress.step == self.last_step
+        if step == self.steps.start:  # a state that cannot be saved is found before many steps are lost
+            self._record_functions()
         stopped_by = 0 if last else ranks.largest(requested())
         if stopped_by or last or _due(progress.step, session.checkpoint_config.every):
             saved = self.save()
@@ -166,9 +175,7 @@ class Training:
         watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
         progress.seconds, progress.log_bytes, progress.log_sha256 = self.log.seconds, *self.log.position
         queue = None if self.queue is None else self.queue.state()
-        with session.ranks.all_raise(UserFunctionError):
-            if self.functions is not None:  # all their results so far are in the queue's state
-                progress.functions, progress.sources = self.functions.texts(), self.functions.sources
+        self._record_functions()  # all their results so far are in the queue's state
         saved = save_checkpoint(
             folder.checkpoints, progress, session.engine, session.tokenizer, queue, session.processor_files
         )
@@ -177,6 +184,16 @@ class Training:
             for damage in prune(folder.checkpoints, settings.keep, settings.best, settings.greater_is_better):
                 self.log.print_line(f"warning: {damage}")
         return saved
+
+    def _record_functions(self) -> None:
+        """Record the states of the user's functions. Raises ValueError on all ranks for one that cannot be saved."""
+        with self.session.ranks.all_raise(ValueError):
+            if self.functions is None:
+                return
+            try:
+                self.progress.functions, self.progress.sources = self.functions.texts(), self.functions.sources
+            except (UserFunctionError, OverdueError) as error:
+                raise ValueError(_first_line_with(error, _NOT_SAVED)) from error
 
 
 def no_targets_in_words(session: Session) -> str:
@@ -191,13 +208,15 @@ def training(
     folder: RunFolder,
     checkpoint: IntactCheckpoint | None = None,
     queue: RolloutQueue | None = None,
-    functions: FunctionStates | None = None,
 ) -> Iterator[Training]:
     """Yield a run that is ready for its remaining steps; the checkpoint, if there is one, has been loaded.
 
     If teachers' signals or completions are not available, or if a function of the user fails, the finished steps are
     saved, and SignalsLostError or UserFunctionError is raised. At the end, the student has the final weights.
     """
+    functions = None
+    if is_first():
+        functions = FunctionStates(loaded_functions(session.eval_config, session.rollouts, session.rollout_config))
     progress = _progress(session, folder, checkpoint, queue, functions)
     if progress.step < session.step_schedule.steps:
         require_room(folder.checkpoints, session.engine)  # otherwise all steps could be trained and lost
@@ -234,8 +253,9 @@ def _progress(
             session.balance.gradients = dict(progress.teacher_gradients)
         if session.spec.token_gate is not None and progress.gate:
             session.engine.gate_threshold = GateThreshold(**progress.gate)
-        if session.rollout_config is not None and folder.owns(checkpoint.path):
-            _restore_queue(session, checkpoint, progress.step, queue)
+        if folder.owns(checkpoint.path):
+            if session.rollout_config is not None:
+                _restore_queue(session, checkpoint, progress.step, queue)
             with session.ranks.all_raise(UserFunctionError):
                 if functions is not None:
                     functions.load(progress.functions, progress.sources, warn)
@@ -306,12 +326,16 @@ def _saving_finished_steps(run: Training) -> Iterator[None]:
 
 
 def _with_checkpoint(error: SignalsLostError | UserFunctionError, saved: Path) -> ValueError:
-    """The error with the checkpoint in its first line, which frames of a traceback may follow."""
-    first, *frames = str(error).split("\n")
-    stopped = f"{first}; the run has stopped after a checkpoint: {saved}"
+    stopped = f"the run has stopped after a checkpoint: {saved}"
     if isinstance(error, SignalsLostError):
-        return SignalsLostError("\n".join([stopped, *frames]))
-    return UserFunctionError("\n".join([f"{stopped}; correct the cause, and the same command continues", *frames]))
+        return SignalsLostError(_first_line_with(error, stopped))
+    return UserFunctionError(_first_line_with(error, f"{stopped}; correct the cause, and the same command continues"))
+
+
+def _first_line_with(error: BaseException, words: str) -> str:
+    """The message of an error, with more words in its first line, which frames of a traceback may follow."""
+    first, *frames = str(error).split("\n")
+    return "\n".join([f"{first}; {words}", *frames])
 
 
 def _evaluation_is_due(session: Session, step: int) -> bool:

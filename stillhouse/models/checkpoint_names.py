@@ -64,8 +64,7 @@ class StoredNames:
         for key in sorted(stored, key=dot_natural_key):
             prefix = self._model.base_model_prefix
             renamed = key if key in names else rename_source_key(key, renamings, [], prefix, names)[0]
-            if renamed not in self._stored or key in names:  # a tensor under the model's own name comes first
-                self._stored[renamed] = key
+            self._stored.setdefault(renamed, key)  # of several names of one tensor, transformers takes the first
             target, pattern = rename_source_key(key, renamings, self._converters, prefix, names)
             if pattern is not None:
                 self._groups.setdefault(target, []).append((key, pattern))

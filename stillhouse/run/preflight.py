@@ -23,7 +23,7 @@ from stillhouse.data import check_vocabulary
 from stillhouse.display import name_list
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.generation import PromptPlan
-from stillhouse.generation.user_functions import require_functions
+from stillhouse.generation.user_functions import loaded_functions
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.float8 import FP8, float8_problem
 from stillhouse.models.forward_modes import noise_of
@@ -58,7 +58,7 @@ def check_before_loading(setup: RunSetup) -> None:
     require_adapters(config.student)
     require_no_dropout(config.student, setup.objective.spec)
     # on all ranks, although only rank 0 calls them
-    require_functions(config.eval, config.rollouts, config.rollout_key, config.rollout)
+    loaded_functions(config.eval, config.rollouts, config.rollout, config.rollout_key)
     require_optimizer(config.train, setup.layout)
     device = setup.ranks.device
     require_attention(config.student, setup.teachers, device)

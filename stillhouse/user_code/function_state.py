@@ -66,11 +66,13 @@ def has_state(function: UserFunction) -> bool:
 def state_text(function: UserFunction) -> str:
     """The state of a function as JSON. Raises UserFunctionError for a state that JSON would change."""
     method = method_of(function, _owner(function), SAVE)
+    state = method()
     try:
-        state = method()
         text = json.dumps(state) if _is_json(state) else None
-    except RecursionError as error:
-        raise UserFunctionError(f"{method} gives a state that is nested too deeply") from error
+    except (RecursionError, ValueError) as error:
+        raise UserFunctionError(
+            f"{method} gives a state that is nested too deeply, or has an integer of too many digits: expected fewer"
+        ) from error
     if text is None:
         raise UserFunctionError(
             f"{method} gives a state with other types than JSON has: expected dicts with text as keys, lists, text, "

@@ -14,7 +14,7 @@ import pytest
 from kit import slow
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
-from kit.runs import Command, contents, run, write_run
+from kit.runs import Command, contents, metrics, run, write_records, write_run
 from kit.signal_hooks import signal_at
 
 from stillhouse.config import ConfigError
@@ -25,6 +25,10 @@ from stillhouse.user_code.function_state import FunctionStates, has_state, state
 from stillhouse.user_code.functions import REWARD, UserFunction, UserFunctionError, load_function
 
 HOOKS = """
+import os
+import signal
+import time
+
 import numpy as np
 import torch
 
@@ -55,6 +59,26 @@ class Wrong(Stateful):
 
     def state_dict(self):
         return self.state
+
+class Late(Stateful):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def state_dict(self):
+        return {"lengths": tuple(self.lengths) if len(self.lengths) >= self.calls else []}
+
+class Hanging(Late):
+    def state_dict(self):
+        if len(self.lengths) >= self.calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return {}
+
+class Count(Stateful):
+    def __call__(self, context):
+        self.lengths.append(0)
+        return {"count": len(self.lengths)}
 
 class Half(Plain):
     def state_dict(self):
@@ -89,12 +113,13 @@ def length(prompt, completion, record):
     return float(len(completion))
 
 plain, stateful, replies, half = Plain(), Stateful(), Replies(), Half()
+early, late, hanging, count = Late(1), Late(20), Hanging(20), Count()
 model, named_model = Model(3, 2), NamedModel(3, 2)
 numpys = Wrong([np.float64(0.1), np.float64("nan"), True, 3])
 tuples, numbers, tensors = Wrong({"a": (1, 2)}), Wrong({1: 2}), Wrong([torch.zeros(2)])
 deep = []
 deep.append(deep)
-endless, long, method = Wrong(deep), Wrong("a" * 2**24), stateful.__call__
+endless, long, digits, method = Wrong(deep), Wrong("a" * 2**24), Wrong(10**5000), stateful.__call__
 """
 #: advantages that depend on the size of rewards
 ON_POLICY = {
@@ -167,6 +192,43 @@ def test_a_killed_run_keeps_the_state_of_its_functions(
     assert (rollout_figures(out) == rollout_figures(tmp_path / "undisturbed")) == is_kept
 
 
+def test_functions_of_evaluations_keep_their_state(tmp_path: Path) -> None:
+    """Also in a run without completions: a metric of theirs may decide which checkpoint is the best."""
+    write_records(tmp_path / "prompts.jsonl", [{"prompt": "Two and two is"}])
+    prompts = {"data": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 3, "reward": "hooks:stateful"}
+    settings = {"train.steps": 4, "eval.every": 1, "checkpoint.every": 2}
+    write_run(tmp_path, **settings, **{"eval.callbacks": ["hooks:count"], "eval.prompts": prompts})
+    arguments = ("distill", tmp_path / "run.yaml")
+    assert Command(*arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL)).wait() == -signal.SIGKILL
+    assert "resuming from" in finished(1, *arguments)
+    evaluations = [line for line in metrics(tmp_path / "out") if "eval/count" in line]
+    assert [line["eval/count"] for line in evaluations] == [1, 2, 3, 4, 5]
+    functions = read_state(tmp_path / "out" / "checkpoints" / "step-00000004").progress.functions
+    lengths = json.loads(functions["eval.prompts.reward: hooks:stateful"])["lengths"]
+    means = [length - sum(lengths[: number + 1]) / (number + 1) for number, length in enumerate(lengths)]
+    assert [line["eval/prompts/reward"] for line in evaluations] == pytest.approx(means)
+
+
+@pytest.mark.parametrize(
+    ("processes", "reward", "problem", "saved"),
+    [
+        (1, "early", "other types than JSON has", []),  # in the first step
+        slow(2, "late", "other types than JSON has", ["step-00000002"]),
+        slow(2, "hanging", "has not returned 5 s after a signal", ["step-00000002"]),
+    ],
+)
+def test_a_state_that_cannot_be_saved_later_keeps_the_last_checkpoint(
+    tmp_path: Path, processes: int, reward: str, problem: str, saved: list[str]
+) -> None:
+    settings = {"rollout.reward": f"hooks:{reward}"} | ({"parallel.fsdp": processes} if processes > 1 else {})
+    write_on_policy_run(tmp_path, **ON_POLICY | settings)
+    shown = finished(processes, "distill", tmp_path / "run.yaml", code=1)
+    error = rf"rollout\.reward: hooks:{reward}\.state_dict .*{problem}.*; no checkpoint can be written without it"
+    assert len(re.findall(error, shown)) == processes
+    assert "Traceback" not in shown
+    assert [path.name for path in (tmp_path / "out").glob("checkpoints/step-*")] == saved
+
+
 @pytest.mark.slow
 def test_a_changed_source_of_a_reward_is_said(tmp_path: Path) -> None:
     write_on_policy_run(tmp_path, **ON_POLICY, **{"rollout.reward": "hooks:stateful"})
@@ -193,8 +255,14 @@ def test_a_changed_source_of_a_reward_is_said(tmp_path: Path) -> None:
         ({"rollout.reward": "hooks:numbers"}, "rollout.reward", "other types than JSON has"),
         ({"rollout.reward": "hooks:length + hooks:tensors"}, "rollout.reward", "other types than JSON has"),
         ({"rollout.reward": "hooks:endless"}, "rollout.reward", "nested too deeply"),
+        ({"rollout.reward": "hooks:digits"}, "rollout.reward", "an integer of too many digits"),
         ({"rollout.reward": "hooks:long"}, "rollout.reward", "expected at most 16,777,216"),
         ({"rollout.environment": "hooks:half"}, "rollout.environment", "has only state_dict"),
+        (
+            {"eval.prompts": {"data": "train.jsonl", "max_new_tokens": 3, "reward": "hooks:length + hooks:tuples"}},
+            "eval.prompts.reward",
+            "other types than JSON has",
+        ),
     ],
 )
 def test_a_state_that_cannot_be_kept_is_refused(

@@ -77,7 +77,19 @@ def named_index(folder: Path) -> None:
     edit(folder, transformers_weights="step-7.safetensors.index.json")
 
 
-@pytest.mark.parametrize("write", [leftover_shards, variant, beside_an_index, named_file, named_index])
+def under_two_names(folder: Path) -> None:
+    """The second name is read by versions that stored a backbone alone; of both, transformers takes the first."""
+    build("llama").save_pretrained(folder)
+    tensors = load_file(folder / SINGLE)
+    name = "model.embed_tokens.weight"
+    tensors |= {name: tensors[name] + 1, name.removeprefix("model."): tensors[name]}
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+
+WRITE = [leftover_shards, variant, beside_an_index, named_file, named_index, under_two_names]
+
+
+@pytest.mark.parametrize("write", WRITE)
 def test_every_loader_reads_the_files_that_transformers_reads(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path)
     (tmp_path / "unrelated.safetensors").write_bytes(b"not a header")
