@@ -22,9 +22,9 @@ from stillhouse.serving.client.apis.server_api import ServerInfo
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer
-from stillhouse.serving.client.pool import ServerError, ServerPool
+from stillhouse.serving.client.pool import Call, ServerError, ServerPool
 from stillhouse.serving.client.reward_server import RewardServer
-from stillhouse.serving.wire import WIRE_FORMAT
+from stillhouse.serving.wire import JSON, WIRE_FORMAT
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: seconds of a pool's timeout, and the most until a request ends: this machine may be busy with other tests
@@ -105,6 +105,16 @@ def test_the_whole_wait_is_bounded_whatever_a_server_says() -> None:
             with pytest.raises(ServerError, match=rf"for 1 seconds \(teacher\.timeout\); {url}: "):
                 future.result(60)
         assert time.monotonic() - started < MOST_SECONDS
+
+
+def test_a_server_that_drips_leaves_time_for_another_one() -> None:
+    with (
+        hostile_server(HOSTILE["drips"]) as (url, _),
+        hostile_server(body(b"{}")) as (other, _),
+        closing(ServerPool([url, other], TIMEOUT, answer_seconds=TIMEOUT)) as servers,
+    ):
+        call = Call("/", b"", JSON, lambda answer: answer.server, tokens=1, most_bytes=100)
+        assert servers.submit(call).result(30) == other
 
 
 def calls_to(url: str) -> list[Any]:

@@ -101,6 +101,11 @@ class Server:
     held: bool = False
     error: ServerError | None = None
 
+    @property
+    def is_working(self) -> bool:
+        """Whether requests can be sent to the server, and its last answer was usable."""
+        return not (self.warned or self.held)
+
     def pause(self, seconds: float | None) -> None:
         """Send no requests for the requested `seconds`; None: for a time that doubles after every failure."""
         now = time.monotonic()
@@ -264,8 +269,10 @@ class ServerPool:
             tried = tried or time.monotonic()
             server.calls, server.tokens = server.calls + 1, server.tokens + call.tokens
             try:
-                seconds = min(self._answer_seconds, max(FIRST_PAUSE, wait.left))
-                result = await self._attempt(server, call, seconds)
+                # half, if another server may answer in the other half
+                has_other = any(other.is_working for other in servers if other is not server)
+                left = max(FIRST_PAUSE, wait.left / 2 if has_other else wait.left)
+                result = await self._attempt(server, call, min(self._answer_seconds, left))
             except AskAgainError:
                 server.last_answer = time.monotonic()
                 continue
