@@ -88,25 +88,6 @@ class Connection(H11Protocol):
             self._timer = None
 
 
-class Room:
-    """Answers 503 if fewer than `SPARE` connections would remain without a request. Always admits `OPEN_PATHS`."""
-
-    def __init__(self, app: ASGIApp):
-        self._app, self._requests = app, 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._requests >= most_connections() - SPARE and scope.get("path") not in OPEN_PATHS:
-            headers = {"Retry-After": "1", "Connection": "close"}
-            error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at a time", headers=headers)
-            await error.response()(scope, receive, send)
-            return
-        self._requests += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._requests -= 1
-
-
 class Drained:
     """Reads the rest of a body that was answered early, such as one that is too large, and keeps nothing of it.
 
@@ -143,3 +124,28 @@ class Drained:
                         async with asyncio.timeout(HEADER_SECONDS):
                             left -= len((await reading()).get("body", b""))
             await send({"type": "http.response.body", "body": b""})
+
+
+class Room:
+    """Answers 503 if fewer than `SPARE` connections would remain without a request. Always admits `OPEN_PATHS`."""
+
+    def __init__(self, app: ASGIApp):
+        self._app, self._requests, self._refused = app, 0, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._requests >= most_connections() - SPARE and scope.get("path") not in OPEN_PATHS:
+            headers = {"Retry-After": "1", "Connection": "close"}
+            error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at a time", headers=headers)
+            # the spare connections must not all be those of clients that send bodies slowly
+            refusal = Drained(error.response()) if self._refused < SPARE // 2 else error.response()
+            self._refused += 1
+            try:
+                await refusal(scope, receive, send)
+            finally:
+                self._refused -= 1
+            return
+        self._requests += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._requests -= 1
