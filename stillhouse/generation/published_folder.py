@@ -81,14 +81,16 @@ class PublishedFolder:
         names = set(os.listdir(descriptor))
         if MANIFEST not in names:
             raise NoVersionError(f"{path} is no complete version of the weights: it has no {MANIFEST}")
-        with self._opened(MANIFEST, MANIFEST_BYTES) as file:
-            content = file.read(MANIFEST_BYTES)
-        self.sha256 = hashlib.sha256(content).hexdigest()
         try:
+            with self._opened(MANIFEST, MANIFEST_BYTES) as file:
+                content = file.read(MANIFEST_BYTES)
             self.manifest = Manifest.model_validate_json(content)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            raise ValueError(f"{path / MANIFEST} is damaged: {first['msg']}") from error
+            raise NoVersionError(f"{path / MANIFEST} is damaged: {first['msg']}") from error
+        except ValueError as error:
+            raise NoVersionError(str(error)) from error
+        self.sha256 = hashlib.sha256(content).hexdigest()
         self._require_number()
         self._require_files(names)
 

@@ -261,7 +261,10 @@ def test_an_oversized_body_in_chunks_is_refused_at_the_limit(server: Server) -> 
 
 def test_a_client_is_not_told_which_paths_exist(writer: Server, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "not readable").mkdir(mode=0)
+    (tmp_path / "of others").mkdir()
+    (tmp_path / "of others" / "manifest.json").write_text('{"name": "a web page"}')
     places = [folder, folder / "config.json", tmp_path / "nowhere", tmp_path / "not readable", Path("/root")]
+    places.append(tmp_path / "of others")
     answers = [load_weights(writer, place, "7").json()["error"]["message"] for place in places]
     assert {answer.replace(str(place), "…") for answer, place in zip(answers, places, strict=True)} == {
         "… is no complete version of the weights that this server can read: expected the folder that the run writes "
