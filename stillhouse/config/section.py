@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 #: a parameter of an address whose value is a secret
 _SECRET_PARAMETER = re.compile(
-    r"[?&]([\w-]*[_-])?(key|apikey|token|secret|password|passwd|pwd|auth|signature|sig)=", re.IGNORECASE
+    r"[?&][\w-]*(key|token|secret|password|passwd|pwd|auth|credential|signature|sig)=", re.IGNORECASE
 )
 _FILE = re.compile(r"(?P<file>[^:]+)\.py(::?(?P<name>[A-Za-z_]\w*))?")
 

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 from kit.config_cases import load
-from kit.stub_servers import body, hostile_server
+from kit.stub_servers import Fault, body, hostile_server, raw
 
 from stillhouse.config import ConfigError, RolloutConfig, TeacherConfig
 from stillhouse.config.server_tokens import TOKEN_VARIABLE, server_token
@@ -14,6 +14,7 @@ from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.parallel.ranks import log_rank0
 from stillhouse.serving.client.pool import ServerError, ServerPool
 from stillhouse.serving.client.remote_signals import connect
+from stillhouse.serving.client.reward_server import RewardServer
 
 SECRET = "s3cret-of-the-writer"
 TEACHER, WRITER = "teacher={url: 'http://a:1'%s}", "rollout={url: 'http://b:1', engine: vllm%s}"
@@ -98,15 +99,28 @@ def test_a_value_that_is_no_token_is_refused_without_showing_it(
     assert server_token("teacher.token_variable", None) is None
 
 
-def test_a_server_that_shows_the_token_does_not_bring_it_into_a_message() -> None:
-    """A server may repeat the headers of a request in its errors."""
+@pytest.mark.parametrize(
+    "answer",
+    [
+        body(f'{{"error": {{"message": "bad Bearer {SECRET}"}}}}'.encode(), status=503),
+        body(f'{{"reward": "Bearer {SECRET}"}}'.encode()),
+        raw(f"HTTP/1.1 200 OK\r\nBearer {SECRET}\r\n\r\n".encode()),
+        raw(f"HTTP/1.1 200 OK\r\nContent-Encoding: Bearer {SECRET}\r\n\r\n".encode()),
+    ],
+    ids=["an error", "a value", "no header", "a header"],
+)
+def test_a_server_that_repeats_the_token_does_not_bring_it_into_a_message(answer: Fault) -> None:
+    lines: list[str] = []
     with (
-        hostile_server(body(f'{{"error": {{"message": "bad Bearer {SECRET}"}}}}'.encode(), status=503)) as (url, _),
-        closing(ServerPool([url], 0.5, token=SECRET)) as pool,
-        pytest.raises(ServerError, match="bad Bearer …") as caught,
+        hostile_server(answer) as (url, headers),
+        closing(RewardServer(f"{url}/reward", "rollout.reward", 0.5, lines.append, SECRET)) as server,
     ):
-        pool.asker(url)("/v1/info", None)
-    assert SECRET not in str(caught.value)
+        with pytest.raises((ValueError, ServerError)) as caught:
+            server.call("2 + 2 =", " 5", {}, "train.jsonl:3", []).result(30)
+        assert sent(headers) == {f"Bearer {SECRET}"}
+    message = f"{caught.value} {lines}"
+    assert SECRET not in message
+    assert f"Bearer {'*' * len(SECRET)}" in message or "Timeout" in message
 
 
 def test_no_line_controls_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,8 @@
 
 A server of the user may be broken, and one of somebody else may be hostile. So an answer is bytes whose number is
 limited, and nothing that the server says decides how they are decoded: a charset or a compression in its headers is
-not used. Everything else raises a ValueError, and text for messages has no control characters.
+not used. Everything else raises a ValueError, and text for messages has no control characters. A server may repeat a
+request's token, which no message may show: it is replaced in all that comes from the server.
 """
 
 import reprlib
@@ -26,6 +27,8 @@ LogProb = Annotated[float, Field(le=1e-3)]
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 #: the most characters of an answer, and of a value in it, in a message
 _SHOWN, _SHOWN_VALUE = 500, 100
+#: a shorter token may be a part of any answer by chance
+_LEAST_TOKEN = 8
 
 
 class NoAnswerError(Exception):
@@ -34,16 +37,13 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """A whole answer. server: the address of the server. path: that of the request. token: that of the request, which
-    a server may repeat in an error, and no message may show.
-    """
+    """A whole answer. server: the address of the server. path: that of the request."""
 
     status: int
     content: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
     server: str = ""
     path: str = ""
-    token: str | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:
@@ -62,7 +62,6 @@ class HttpAnswer:
         except (ValueError, KeyError, TypeError):
             message = None
         text = message if isinstance(message, str) else self.content[: 4 * _SHOWN].decode(errors="replace")
-        text = text if self.token is None else text.replace(self.token, "…")
         return escaped(text.strip())[:_SHOWN]
 
     def json(self) -> Any:
@@ -79,7 +78,7 @@ class HttpClient:
     """
 
     def __init__(self, token: str | None, seconds: float, connect_seconds: float):
-        self._token = token
+        self._token = token if token is not None and len(token) >= _LEAST_TOKEN else None
         # no compression: the size of a body is then the size in memory
         self._headers = {"Accept-Encoding": "identity", "User-Agent": "stillhouse"}
         if token is not None:
@@ -103,18 +102,25 @@ class HttpClient:
             try:
                 encoding = response.headers.get("content-encoding", "identity")
                 if encoding != "identity":
-                    raise ValueError(f"an answer with the encoding {encoding[:40]!r}: expected none")
+                    raise ValueError(f"an answer with the encoding {self._hidden(encoding)[:40]!r}: expected none")
                 body = await _read(response.stream, most_bytes)
             finally:
                 await response.stream.aclose()
         except httpx2.InvalidURL as error:
             raise ValueError(f"{server}{path} is no address: {error}") from error
         except httpx2.HTTPError as error:
-            raise NoAnswerError(first_line(error)) from error
-        return HttpAnswer(response.status_code, body, response.headers, server, path, self._token)
+            raise NoAnswerError(self._hidden(first_line(error))) from error
+        answer_headers = {name: self._hidden(value) for name, value in response.headers.items()}
+        if self._token is not None:
+            body = body.replace(self._token.encode(), b"*" * len(self._token))
+        return HttpAnswer(response.status_code, body, answer_headers, server, path)
 
     async def close(self) -> None:
         await self._transport.aclose()
+
+    def _hidden(self, text: str) -> str:
+        """The text without the token."""
+        return text if self._token is None else text.replace(self._token, "*" * len(self._token))
 
 
 async def _read(stream: AsyncIterable[bytes], most_bytes: int) -> bytes:
