@@ -12,13 +12,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from stillhouse.data import Documents
+from stillhouse.data.render.reply_format import reply_format
 from stillhouse.data.render.tokenizers import is_rendered
+from stillhouse.data.render.tool_format import tool_format
 from stillhouse.models import Decoder, add_end_ids, eos_ids, read_end_ids
 
 USER = {"role": "user", "content": "two and two?"}
 FOUR = {"role": "assistant", "content": "four"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
 REPLY = {"role": "tool", "content": "4"}
 THINKS = {"role": "assistant", "content": "four", "reasoning_content": "two more than two"}
 ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
@@ -80,6 +90,24 @@ def test_the_header_of_the_next_turn_ends_a_turn_without_a_marker(
     whole = load_records(tmp_path, [record], original, max_tokens=512, end_ids=ends, tokens="all")
     assert whole.tokens(0).tolist() == documents.tokens(0).tolist()
     assert whole.targets(0)[1:].all()
+
+
+@pytest.mark.parametrize("turn", [FOUR, CALLS], ids=["answer", "call"])
+def test_a_reply_follows_the_header_that_ended_the_turn(turn: dict[str, Any]) -> None:
+    """As the template writes the whole conversation: the student has generated `<|user|>` or `<|observation|>`."""
+    tokenizer = glm_tokenizer("glm4moe")
+    reply = USER if turn is FOUR else REPLY
+    text = tokenizer.apply_chat_template([USER, turn, reply], tools=[ADD], tokenize=False, add_generation_prompt=True)
+    if turn is FOUR:
+        of_turns: Any = reply_format(tokenizer, "user")
+        ids = of_turns.reply_ids(reply["content"])
+    else:
+        of_turns = tool_format(tokenizer, [ADD])
+        ids = of_turns.reply_ids(["add"], [reply["content"]])
+    head = text.removesuffix(tokenizer.decode(ids))
+    assert head.endswith("four<|user|>" if turn is FOUR else "</tool_call><|observation|>")
+    assert of_turns.marker_id == tokenizer(head)["input_ids"][-1]
+    assert tokenizer(head)["input_ids"] + ids == tokenizer(text)["input_ids"]
 
 
 def test_a_header_that_is_no_end_of_sequence_ends_no_turn(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ SCHEMAS = [get_json_schema(add), get_json_schema(find), get_json_schema(echo)]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
 #: the formats of the templates of TRL; those of other names are refused
 OF_TRL = {
-    "glm4moe": "",
+    "glm4moe": "<arg_key> and <arg_value>",
     "gptoss": "to=functions",
     "llama3_1": "a JSON object",
     "llama3_2": "a JSON object",
@@ -51,9 +51,8 @@ def test_templates_of_families(name: str) -> None:
     """Read from the installed TRL."""
     trl = pytest.importorskip("trl")
     source = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    tokenizer = tool_tokenizer(
-        source, "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<end_of_turn>", "<|end|>"
-    )
+    added = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<end_of_turn>", "<|end|>")
+    tokenizer = tool_tokenizer(source, *added, "<|observation|>")
     if OF_TRL[name]:
         assert tool_format(tokenizer, SCHEMAS).title.startswith(OF_TRL[name])
     else:
@@ -64,7 +63,7 @@ def test_templates_of_families(name: str) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (HERMES.replace("tool_call>", "call>"), "is parsed back as [], and no other of the 6 formats gives it back"),
+        (HERMES.replace("tool_call>", "call>"), "is parsed back as [], and no other of the 7 formats gives it back"),
         (
             HERMES.replace("call.function.arguments | tojson", "'{}'"),
             "does not write a call of 'add' with its argument",
@@ -82,7 +81,7 @@ def test_templates_of_families(name: str) -> None:
             "after a reply, and not with its generation prompt",
         ),
         (
-            HERMES.replace("{{ '<|im_end|>\n' }}{% endif %}{% endfor %}", "{% endif %}{% endfor %}"),
+            HERMES.replace("{{ '<|im_end|>\n' }}{% endif %}{% endfor %}", "{{ '.\n' }}{% endif %}{% endfor %}"),
             "a special token at its end",
         ),
     ],

@@ -5,7 +5,7 @@ text behind a turn of the assistant, whatever came before this turn.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,8 @@ _REPLIES = (f"Reply{ANCHOR}", '75001 "b" <c>\n{d} [é]', "no")
 class ReplyFormat:
     """Writes replies of the role `user` or `tool` behind turns of the assistant.
 
-    marker_id: the special token with which the template ends a turn of the assistant.
+    marker_id: the special token with which the template ends a turn of the assistant. If it writes nothing behind the
+        last turn (GLM), this is the header with which it begins the reply.
 
     Raises ValueError unless this is proven: behind a turn of the assistant, the template writes its end marker, and
     then a text with the unchanged reply that ends with the generation prompt. This text is the same behind one turn
@@ -66,6 +67,8 @@ class ReplyFormat:
         written = self._written([_QUESTION, _answer(ANCHOR)])
         behind = written.rpartition(ANCHOR)[2].rstrip()
         special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        if ANCHOR in written and not behind:
+            behind = first_special(self._conversation([_QUESTION], "a").partition(ANCHOR)[2], special)
         if ANCHOR not in written or behind.strip() not in special:
             raise self._error(
                 f"does not end a turn of the assistant with a special token, but with {written[-60:]!r}"
@@ -159,6 +162,11 @@ def generation_prompt(tokenizer: PreTrainedTokenizerBase, processor: ImageProces
     except ValueError:
         return ""  # a run whose prompts are strings does not use its template
     return prompted.removeprefix(before) if prompted.startswith(before) else ""
+
+
+def first_special(text: str, special: Collection[str]) -> str:
+    """The special token with which a text begins; "" if it begins with another text."""
+    return max((token for token in special if text.startswith(token)), key=len, default="")
 
 
 def _answer(content: str) -> Message:

@@ -20,6 +20,7 @@ from stillhouse.data.render.assistant_turns import ANCHOR
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.ordinary_text import OrdinaryText
+from stillhouse.data.render.reply_format import first_special
 from stillhouse.display import first_line
 
 #: the name of a tool in replies to calls of no tool, which the template may write
@@ -58,6 +59,19 @@ FORMATS: Mapping[str, tuple[str, dict[str, Any]]] = {
                     "value_parser": {"name": "text", "args": {"strip": False}},
                 },
                 "transform": _CALL,
+            }
+        ),
+    ),
+    "<arg_key> and <arg_value> in <tool_call> (GLM)": (
+        "<tool_call>",
+        _fields(
+            {
+                "open_pattern": r"<tool_call>(?P<name>[^\s<]+)",
+                **{"close": "</tool_call>", "repeats": True, "content": "xml-inline", "transform": _CALL},
+                "content_args": {
+                    "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+                    "value_parser": {"name": "text", "args": {"strip": False}},
+                },
             }
         ),
     ),
@@ -171,10 +185,17 @@ class ToolFormat:
         return [self.marker_id, *ids] if ends else ids
 
     def _end_of_turn(self) -> tuple[str, str]:
-        """The token with which a turn with a call ends, and the text from the anchor in the call's argument to it."""
+        """The token with which a turn with a call ends, and the text from the anchor in the call's argument to it.
+
+        If the template writes no token behind the last turn (GLM), the token is the header of the reply.
+        """
         called = self._text([_QUESTION, _calling([(self.names[0], {"a": ANCHOR})])])
         behind = called.partition(ANCHOR)[2].rstrip()
         marker = max((text for text in self._special if behind.endswith(text)), key=len, default="")
+        if not marker and behind:
+            replied = self._conversation(self.names[:1], ["a"]).partition(ANCHOR)[2]
+            marker = first_special(replied.removeprefix(behind), self._special) if replied.startswith(behind) else ""
+            behind += marker
         if not marker:
             raise self._error(
                 f"does not write a call of {self.names[0]!r} with its argument and a special token at its end "
