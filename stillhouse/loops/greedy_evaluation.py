@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import as_config_error
+from stillhouse.config import ConfigError, as_config_error
 from stillhouse.data import Documents
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.image_processor import ImageProcessor
@@ -63,7 +63,8 @@ class GreedyEvaluation:
         """Return the metrics of tasks and callbacks, the same on all ranks, and show completions of held-out prompts.
 
         A collective of all processes. Raises UserFunctionError on all ranks if a callback or a reward fails, and
-        SignalsLostError if it does not return after a signal, or if a reward's server does not answer.
+        SignalsLostError if it does not return after a signal, or if a reward's server does not answer. Raises
+        ConfigError if no callback gives the metric of checkpoint.best.
 
         others: the other metrics of this evaluation, whose names a callback must not use.
         """
@@ -81,7 +82,7 @@ class GreedyEvaluation:
                 if self._file is not None:
                     self._file.append(shown)
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
-            return metrics | session.ranks.on_first(
+            metrics |= session.ranks.on_first(
                 lambda: callback_metrics(settings.callbacks, context, others | metrics),
                 UserFunctionError,
                 ValueError,
@@ -89,6 +90,13 @@ class GreedyEvaluation:
             )
         except (OverdueError, ServerError) as error:
             raise SignalsLostError(str(error)) from error
+        checkpoint = session.checkpoint_config
+        if checkpoint.best_of_callback and checkpoint.best not in metrics:
+            raise ConfigError(
+                "checkpoint.best",
+                f"got {checkpoint.best}, but the evaluation of step {step} has only {', '.join(others | metrics)}",
+            )
+        return metrics
 
     def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         return [future.result() for future in self._engine.generate(requests)]

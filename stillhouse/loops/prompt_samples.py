@@ -12,7 +12,7 @@ from stillhouse.config import EvalPromptsConfig, RolloutConfig
 from stillhouse.config.reward_sum import has_part_of_object
 from stillhouse.data import Documents
 from stillhouse.generation import Sample, SampleGenerator, Sampling, SourceSettings
-from stillhouse.generation.rollout_engines import InJobEngine
+from stillhouse.generation.rollout_engines import InJobEngine, RolloutEngine
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.sample_statistics import has_turns
 from stillhouse.loops.session_objects import Session
@@ -59,34 +59,48 @@ class PromptSamples:
         """
         self._engine.version = version
         kinds = UserFunctionError, ValueError, OverdueError, ServerError
-        content = self._engine.lead(lambda: [sample.as_json() for sample in self._generated()], *kinds)
+        arguments = self.rollout, self._prompts, self._engine, self._max_new_tokens, EVAL_REWARD
+        content = self._engine.lead(
+            lambda: [sample.as_json() for sample in completed(self._session, *arguments)], *kinds
+        )
         return [Sample.from_json(values) for values in content]
 
-    def _generated(self) -> list[Sample]:
-        session, rollout = self._session, self.rollout
-        require_no_signal = SignalWatch(ServerError("a signal came while the run waited for eval.prompts"))
-        with closing(CompletionCalls([rollout], reward_key=EVAL_REWARD)) as calls:
-            (of_prompts,) = calls.sources
-            (replies,) = turn_replies([rollout], calls, session.tokenizer, session.image_processor)
-            settings = SourceSettings(
-                self._max_new_tokens,
-                reward=of_prompts.reward,
-                environment=replies,
-                calls_from_any_thread=of_prompts.run_elsewhere,
-                max_turns=1 if replies is None else rollout.max_turns,
-                object_gives_reward=has_part_of_object(rollout.reward),
-            )
-            plan = _PromptSeeds(session.seed)
-            generator = SampleGenerator(self._engine, self._prompts, plan, session.tokenizer, [settings])
-            generator.start([(number, number) for number in range(len(self._prompts))])
-            samples: list[Sample] = []
-            while len(samples) < len(self._prompts):
-                samples += generator.finished(SECONDS_BETWEEN_LOOKS)
-                require_no_signal()
-            samples.sort(key=lambda sample: sample.number)
-            samples = [generator.rewarded(sample, require_no_signal) for sample in samples]
-            generator.wait_until_dropped(require_no_signal)
-            return samples
+
+def completed(
+    session: Session,
+    rollout: RolloutConfig,
+    prompts: Documents,
+    engine: RolloutEngine,
+    max_new_tokens: int,
+    reward_key: str,
+) -> list[Sample]:
+    """On rank 0: return a sample of each prompt, with the reward, the environment and the tools of `rollout`.
+
+    Raises the errors of `PromptSamples.generate`. reward_key: the key of the configuration that has the reward.
+    """
+    require_no_signal = SignalWatch(ServerError(f"a signal came while the run waited for {reward_key}"))
+    with closing(CompletionCalls([rollout], reward_key=reward_key)) as calls:
+        (of_prompts,) = calls.sources
+        (replies,) = turn_replies([rollout], calls, session.tokenizer, session.image_processor)
+        settings = SourceSettings(
+            max_new_tokens,
+            reward=of_prompts.reward,
+            environment=replies,
+            calls_from_any_thread=of_prompts.run_elsewhere,
+            max_turns=1 if replies is None else rollout.max_turns,
+            object_gives_reward=has_part_of_object(rollout.reward),
+        )
+        plan = _PromptSeeds(session.seed)
+        generator = SampleGenerator(engine, prompts, plan, session.tokenizer, [settings])
+        generator.start([(number, number) for number in range(len(prompts))])
+        samples: list[Sample] = []
+        while len(samples) < len(prompts):
+            samples += generator.finished(SECONDS_BETWEEN_LOOKS)
+            require_no_signal()
+        samples.sort(key=lambda sample: sample.number)
+        samples = [generator.rewarded(sample, require_no_signal) for sample in samples]
+        generator.wait_until_dropped(require_no_signal)
+        return samples
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from stillhouse.checkpoint.checkpoint_folder import prune
 from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.checkpoint.rollouts_file import read_queue
 from stillhouse.checkpoint.save import load_checkpoint, require_room, save_checkpoint
-from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.generation import RolloutQueue
@@ -159,13 +158,6 @@ class Training:
         metrics |= self._of_teacher
         if self.greedy is not None:
             metrics |= self.greedy.evaluate(self.progress.step, metrics)
-            checkpoint = self.session.checkpoint_config
-            if checkpoint.best_of_callback and checkpoint.best not in metrics:
-                raise ConfigError(
-                    "checkpoint.best",
-                    f"got {checkpoint.best}, but the evaluation of step {self.progress.step} has only "
-                    f"{', '.join(metrics)}",
-                )
         self.progress.metrics = metrics  # only now: a resumed run repeats an evaluation that was interrupted
         self.log.evaluation(self.progress.step, self.progress.tokens, metrics)
 

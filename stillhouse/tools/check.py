@@ -36,7 +36,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
 from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.run.session import Session, data_reports, prepare, steps_in_words
-from stillhouse.tools.check_prompts import prompt_rows, sample_rows
+from stillhouse.tools.check_prompts import function_rows, prompt_rows, sample_rows
 
 #: the number of characters of the sample document that are shown
 _SAMPLE = 600
@@ -122,6 +122,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
     yield _sample(session, session.train.documents)
     yield from _image_lines(session)
     yield from _step_lines(session, folder)
+    yield from (_row(*row) for row in function_rows(session))
 
 
 def _model_line(decoder: Decoder) -> str:

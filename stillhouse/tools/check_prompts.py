@@ -1,20 +1,46 @@
-"""The rows of `stillhouse check` about an on-policy run: its prompts, and the completions of its first step."""
+"""The rows of `stillhouse check` about prompts and completions, and about the user's functions that get them.
+
+With completions in this job, the first step calls rewards, environments and tools. Otherwise, and for evaluations,
+`function_rows` calls each function once, so that one that fails is named before the run.
+"""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import accumulate, groupby
 from operator import itemgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
+
+from stillhouse.config import RolloutConfig
+from stillhouse.data import Documents
 from stillhouse.display import escaped
-from stillhouse.generation import PromptPlan, Sample
+from stillhouse.generation import Completion, GenerationRequest, PromptPlan, Sample
 from stillhouse.generation.advantages import mean_and_deviation
+from stillhouse.generation.rollout_engines import RolloutEngine
+from stillhouse.generation.sample import Ended
+from stillhouse.generation.user_functions import done
+from stillhouse.loops.greedy_evaluation import greedy_evaluation
 from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
+from stillhouse.loops.prompt_samples import completed
 from stillhouse.loops.rollout_records import sample_record
-from stillhouse.loops.sample_statistics import equal_rewards
+from stillhouse.loops.sample_statistics import equal_rewards, has_turns
 from stillhouse.loops.session_objects import Session
+from stillhouse.loops.source_replies import require_end_of_turns
+from stillhouse.models import eos_ids
+from stillhouse.output.folder import RunFolder
 from stillhouse.output.report.shown_completions import facts_of
+from stillhouse.preemption import OverdueError
+from stillhouse.serving.client import ServerError
+from stillhouse.signals import SignalsLostError
+from stillhouse.user_code.functions import REWARD, UserFunctionError
 
 #: the number of characters that are shown of a prompt, from its end, and of a completion
 _PROMPT, _COMPLETION = 200, 600
+#: in place of a completion of a server, for rewards, environments and tools
+STAND_IN = "A completion of stillhouse check."
 
 
 def prompt_rows(session: Session, plan: PromptPlan) -> Iterator[tuple[str, str]]:
@@ -71,6 +97,69 @@ def sample_rows(session: Session, plan: PromptPlan, samples: Sequence[Sample]) -
         f"; {share:.0%} of the prompts have equal rewards, which are no signal for policy_gradient" if share else ""
     )
     yield "rewards", f"of {len(rewards):,} completions: {values}{words}"
+
+
+def function_rows(session: Session) -> Iterator[tuple[str, str]]:
+    """Call the user's functions that the step above has not called. Yields the title and the text of the rows.
+
+    A collective of all processes. Raises the errors of the run about these functions.
+    """
+    if session.plan is not None and session.rollouts[0].urls:
+        require_end_of_turns(session)
+        first_prompts = accumulate((source.prompts for source in session.plan.sources), initial=0)
+        for rollout, first in zip(session.rollouts, first_prompts, strict=False):
+            if rollout.reward is not None or has_turns(rollout):
+                prompts = session.train.documents.select([first])
+                reward = _reward_of_stand_in(session, rollout, prompts)
+                given = "" if reward is None else f" has the reward {reward:.4g}"
+                yield "functions", f"{STAND_IN!r} in place of a completion of {prompts.sources[0]}{given}"
+    settings = session.eval_config
+    prompts_of_one = None if settings.prompts is None else settings.prompts.model_copy(update={"count": 1})
+    functions_alone: dict[str, object] = {"prompts": prompts_of_one, "tasks": [], "samples": 0}
+    shortened = replace(session, eval_config=settings.model_copy(update=functions_alone))
+    with (
+        TemporaryDirectory() as scratch,
+        greedy_evaluation(shortened, RunFolder(Path(scratch)), kept=0) as evaluation,
+    ):
+        if evaluation is not None:
+            metrics = evaluation.evaluate(0, {})
+            yield "evaluation", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def _reward_of_stand_in(session: Session, rollout: RolloutConfig, prompts: Documents) -> float | None:
+    """Call the functions of a source of prompts with one completion, which is `STAND_IN`."""
+    engine = _StandIn(session)
+    of_one = rollout.model_copy(update={"workers": min(rollout.workers, 1)})
+
+    def call() -> float | None:
+        return completed(session, of_one, prompts, engine, rollout.max_new_tokens, REWARD)[0].reward
+
+    try:
+        return session.ranks.on_first(call, UserFunctionError, ValueError, OverdueError, ServerError)
+    except (OverdueError, ServerError) as error:
+        raise SignalsLostError(str(error)) from error
+
+
+class _StandIn(RolloutEngine):
+    """Completes every prompt with `STAND_IN`: servers have other weights, this job perhaps no room for a copy."""
+
+    def __init__(self, session: Session):
+        self._text = session.tokenizer(STAND_IN, add_special_tokens=False)["input_ids"]
+        self._end = eos_ids(session.tokenizer, session.student)[:1]
+
+    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
+        return [done(self._completion(request)) for request in requests]
+
+    def update_weights(self, version: int, folder: Path | None) -> None:
+        """Do nothing: there are no weights."""
+
+    def close(self) -> None:
+        """Do nothing: no request is under way."""
+
+    def _completion(self, request: GenerationRequest) -> Completion:
+        room = (request.max_new_tokens or len(self._text) + 1) - len(self._end)
+        ids_N = np.array([*self._text[:room], *self._end], dtype=np.int32)
+        return Completion(ids_N, np.zeros(len(ids_N), np.float32), np.zeros(len(ids_N), np.int32), "stop")
 
 
 def _completion(session: Session, sample: Sample) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import socket
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,10 @@ from typing import Any
 import pytest
 from kit import slow
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
+from kit.ranks import run_ranks
 from kit.runs import metrics, run
 
+from stillhouse.loops.callbacks import EvaluationContext
 from stillhouse.output.records import Span
 from stillhouse.output.report.timeline import timeline
 from stillhouse.run.run import distill
@@ -80,6 +84,75 @@ def letters(prompt: str, completion: str, record: dict[str, Any]) -> float:
 
 def same(prompt: str, completion: str, record: dict[str, Any]) -> float:
     return 0.25
+
+
+def fails(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    return float(record["answer"])
+
+
+class Refuses:
+    def reset(self, prompt: str, record: dict[str, Any]) -> None:
+        self.turns = 0
+
+    def step(self, turn: str) -> str | None:
+        raise RuntimeError("no more than nothing")
+
+
+def perplexity(context: EvaluationContext) -> dict[str, float]:
+    (context.folder / "written").touch()
+    return {"texts": len(context.generate(["a"])) / len(context.tokenizer.decode([]))}
+
+
+def texts(context: EvaluationContext) -> dict[str, float]:
+    (context.folder / "written").touch()
+    return {"texts": len(context.generate(["a"]))}
+
+
+def prompts(folder: Path, function: str) -> str:
+    return f"eval.prompts={{data: {folder}/eval.jsonl, max_new_tokens: 5, reward: {__name__}:{function}}}"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[list[str | Path]]:
+    """The arguments of a check of a run whose completions are written by a server, which only listens."""
+    settings = {"objective.loss": "reverse_kl + policy_gradient", "rollout.reward": f"{__name__}:letters"}
+    write_on_policy_run(tmp_path, **settings, **{"eval.task_tokens": 4})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"rollout.url=http://127.0.0.1:{server.getsockname()[1]}"
+        yield ["check", tmp_path / "run.yaml", "rollout.engine=vllm", url]
+
+
+@pytest.mark.parametrize("processes", [1, slow(2)])
+def test_check_calls_each_function_of_the_run_once(tmp_path: Path, served: list[str | Path], processes: int) -> None:
+    arguments = [*served, prompts(tmp_path, "same"), f"eval.callbacks=[{__name__}:texts]"]
+    out = run(*arguments).out if processes == 1 else run_ranks(processes, *arguments)[0].out
+    row = r"^functions +'A completion of stillhouse check\.' in place of .*train.jsonl:1 has the reward \d+$"
+    assert re.search(row, out, re.MULTILINE)
+    assert re.search(r"^evaluation .*eval/prompts/reward 0.25, .*eval/texts 1$", out, re.MULTILINE)
+    assert not [*tmp_path.rglob("written")]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("rollout.reward=HERE:fails", "rollout.reward: HERE:fails raises KeyError: 'answer' for the completion 'A c"),
+        ("eval.callbacks=[HERE:perplexity]", "eval.callbacks: HERE:perplexity raises ZeroDivisionError: "),
+        slow("rollout.environment=HERE:Refuses", "rollout.environment: HERE:Refuses.step raises RuntimeError: no mo"),
+        slow("eval.prompts.reward=HERE:fails", "eval.prompts.reward: HERE:fails raises KeyError: 'answer' for the"),
+        slow(
+            "checkpoint.best=eval/text", "checkpoint.best: got eval/text, but the evaluation of step 0 has only eval/"
+        ),
+    ],
+)
+def test_check_fails_with_a_function_as_the_run_would(
+    tmp_path: Path, served: list[str | Path], override: str, problem: str
+) -> None:
+    others = [prompts(tmp_path, "same"), f"eval.callbacks=[{__name__}:texts]", "checkpoint.greater_is_better=null"]
+    if "best" in override:
+        others[-1] = "checkpoint.greater_is_better=true"
+    ended = run(*served, *others, override.replace("HERE", __name__), code=2 if "best" in override else 1)
+    assert f"error: {problem.replace('HERE', __name__)}" in ended.err
 
 
 def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
