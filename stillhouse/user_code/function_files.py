@@ -1,31 +1,30 @@
-"""Looks for a function of the user in the text of its module, which is not imported. Needs no torch."""
+"""Looks for a function of the user in the text of its module, which is compiled, but not run. Needs no torch."""
 
 import ast
 import importlib.util
 import os
 import sys
+import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from stillhouse.user_code.functions import no_function, no_module
+from stillhouse.user_code.functions import in_words, no_function, no_module
 
 #: what may define names that the text does not have
 _DYNAMIC = ("globals", "exec", "setattr", "__getattr__", "__path__", "*")
 
 
 def require_in_file(path: str, hint: str = "") -> None:
-    """Raise ValueError if `package.module:function` is certainly not there. Only its import tells everything else.
+    """Raise ValueError if `package.module:function` is certainly not there, or in a text that is no Python.
 
-    hint: a text that the error adds if there is no such module.
+    Only its import tells everything else. hint: a text that the error adds if there is no such module.
     """
     module, _, function = path.partition(":")
     if module in sys.modules:
         return
     spec = _spec(path, module, hint)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return
-    names = _names(Path(spec.origin))
-    if names is not None and function not in names and names.isdisjoint(_DYNAMIC):
+    names = set(_DYNAMIC) if spec is None else _names(path, spec)
+    if function not in names and names.isdisjoint(_DYNAMIC):
         raise no_function(path, module, function)
 
 
@@ -41,22 +40,35 @@ def _spec(path: str, module: str, hint: str) -> ModuleSpec | None:
             break
         if spec.submodule_search_locations is None:
             return None
-        parent = spec
+        names = _names(path, spec)
         parents.append(part)
         spec = PathFinder.find_spec(".".join(parents), list(spec.submodule_search_locations))
-        if spec is None and parent.origin is not None and "__path__" in (_names(Path(parent.origin)) or ()):
+        if spec is None and "__path__" in names:
             return None
     if spec is None:
         raise no_module(path, module, hint)
     return spec
 
 
-def _names(file: Path) -> set[str] | None:
-    """All names that a file defines or uses anywhere; None if it cannot be read as Python."""
+def _names(path: str, spec: ModuleSpec) -> set[str]:
+    """All names that a module defines or uses anywhere; `_DYNAMIC` if they are not known.
+
+    path: of the function, for the error. Raises ValueError if the module's text is no Python.
+    """
+    if spec.origin is None:  # a folder without __init__.py
+        return set()
+    if not spec.origin.endswith(".py"):
+        return set(_DYNAMIC)
     try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
+        with warnings.catch_warnings(action="ignore"):  # its import prints them
+            source = Path(spec.origin).read_bytes()
+            compile(source, spec.origin, "exec", dont_inherit=True)  # as an import does
+            tree = ast.parse(source)
+    except RecursionError:
+        return set(_DYNAMIC)
+    except (OSError, SyntaxError, ValueError) as error:
+        module = path.partition(":")[0]
+        raise ValueError(f"got {path!r}, but importing {module} raises {in_words(error)}") from error
     names = set[str]()
     for node in ast.walk(tree):
         match node:

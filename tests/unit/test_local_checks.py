@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from stillhouse.config import load_config
 from stillhouse.run.local_checks import check_local
 from stillhouse.user_code.function_files import require_in_file
+from stillhouse.user_code.functions import REWARD, load_function
 
 #: runs the commands and prints what each of them says; then, whether a library was imported that takes seconds
 COMMANDS = """
@@ -34,6 +36,7 @@ MISTAKES = {
     "distill run.yaml objective.loss=0.5*jsd(1.5)": "2 error: objective.loss: jsd(1.5): expected 0 < beta < 1",
     "plan run.yaml objective.loss=foward_kl": "2 error: objective.loss: unknown name 'foward_kl'; did you mean",
     "distill run.yaml eval.callbacks=[mine:acuracy]": "2 error: eval.callbacks: got 'mine:acuracy', but mine has no",
+    "check run.yaml eval.callbacks=[typo:f]": "2 error: eval.callbacks: got 'typo:f', but importing typo raises Syn",
     "distill run.yaml out=train.jsonl/a": "2 error: out: got train.jsonl/a, but",
     "distill run.yaml out=/proc/a/b": "2 error: out: got /proc/a/b, but /proc cannot be written",
     "check run.yaml teacher.url=http://127.0.0.1:9": "2 error: teacher.url: got http://127.0.0.1:9, where no server",
@@ -55,6 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "mine.py").write_text("def accuracy(context): ...\n")
+    (tmp_path / "typo.py").write_text("def f(context:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -115,7 +119,6 @@ def test_what_may_be_right_passes(folder: Path, override: str) -> None:
         ("def __getattr__(name): ...", True),
         ("globals()['f'] = len", True),
         ("def g(a): ...", False),
-        ("def f(:", True),  # its import tells the error
         ("", False),
     ],
 )
@@ -131,3 +134,26 @@ def test_a_function_is_looked_for_in_the_text_of_its_module(folder: Path, text: 
         require_in_file("package.other:f")
     require_in_file("math:sqrt")
     require_in_file("__main__:f")
+
+
+@pytest.mark.parametrize("file", ["part.py", "__init__.py"])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def f(:", "SyntaxError: invalid syntax "),
+        ("return f", "SyntaxError: 'return' outside function "),
+        ("def f(a, a): ...", "SyntaxError: duplicate argument 'a' in function definition "),
+        ("if f:\nf()", "IndentationError: expected an indented block after 'if' statement "),
+        ("# coding: utf-9\nf = 1", "SyntaxError: unknown encoding: utf-9 "),
+    ],
+)
+def test_a_module_that_is_no_python_is_named_as_its_import_names_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, problem: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "part.py").write_text("def f(a): ...")
+    (folder / "broken" / file).write_text(text)
+    for refuses in (require_in_file, partial(load_function, REWARD)):
+        with pytest.raises(ValueError, match=f"got 'broken.part:f', but importing broken.part raises {problem}"):
+            refuses("broken.part:f")
