@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from stillhouse.cli.hub import settle_offline
+from stillhouse.cli.hub import require_on_hub, settle_offline
 
 if TYPE_CHECKING:
     from stillhouse.config import RunConfig
@@ -91,10 +91,18 @@ def load(arguments: Sequence[str], flags: dict[str, str | None], needs: "Sequenc
     config = load_config(files[0] if files else None, overrides, settings=settings_layer(options))
     from stillhouse.run.local_checks import check_local
 
-    if "run" not in needs or not os.path.isdir(os.path.join(config.out, "model")):  # a complete run needs nothing
+    is_complete = "run" in needs and os.path.isdir(os.path.join(config.out, "model"))  # it needs nothing
+    if not is_complete:
         check_local(config, needs)
-    teachers = [teacher.model for teacher in config.teacher_sections.values()]
-    settle_offline([config.student.model, config.data.chat_template, *teachers])
+    sections = {"student": config.student, **config.teacher_sections}
+    models = {
+        f"{key}.model": (section.model, section.revision)
+        for key, section in sections.items()
+        if section.model is not None
+    }
+    settle_offline([*(name for name, _ in models.values()), config.data.chat_template])
+    if not is_complete:
+        require_on_hub(models)
     quiet_libraries()
     return config
 

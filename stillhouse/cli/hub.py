@@ -1,17 +1,20 @@
-"""Tests before models are loaded whether the hub can be reached: the libraries would retry for most of a minute.
+"""Tests before models are loaded whether the hub can be reached, and whether it has them.
 
-In offline mode, the libraries use only files that were downloaded before, and fail at once if there are none.
+The libraries would retry for most of a minute, after imports that take as long. In offline mode, they use only files
+that were downloaded before, and fail at once if there are none.
 """
 
 import os
 import socket
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 from stillhouse.display import print_escaped
 
 SECONDS = 4.0
+#: the file that every model has
+CONFIG = "config.json"
 _ADDRESSES = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _PORTS = {"http": 80, "": 80, "https": 443}  # any other scheme is SOCKS
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -43,6 +46,41 @@ def settle_offline(names: Iterable[str | None]) -> None:
                 "downloaded before can be used",
                 err=True,
             )
+
+
+def require_on_hub(models: Mapping[str, tuple[str, str | None]]) -> None:
+    """Raise ConfigError for a model that the hub does not have or give, or offline, that was not downloaded before.
+
+    Asks the hub for config.json, which is needed in any case, unless it was downloaded before. Call this after
+    `settle_offline`. models: by configuration keys, their names and revisions. Any other failure is left to the
+    libraries, which try again.
+    """
+    on_hub = {key: model for key, model in models.items() if not os.path.exists(model[0])}
+    if not on_hub or os.environ.get("RANK", "0") != "0":
+        return
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    from stillhouse.config import ConfigError
+    from stillhouse.libraries import reading
+
+    refusals: tuple[type[Exception], ...] = RepositoryNotFoundError, RevisionNotFoundError
+    expected = "the hub has no such model, or gives it only with a token (HF_TOKEN)"
+    if constants.HF_HUB_OFFLINE:
+        refusals, expected = (
+            (LocalEntryNotFoundError,),
+            "no such model was downloaded before, and the hub is not asked",
+        )
+    for key, (name, revision) in on_hub.items():
+        if isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
+            continue
+        try:
+            with reading(name, library="httpx"):
+                hf_hub_download(name, CONFIG, revision=revision)
+        except ValueError as error:
+            if isinstance(error.__cause__, refusals):
+                of_revision = "" if revision is None else f" with revision {revision}"
+                raise ConfigError(key, f"got {name}{of_revision}: there is no such folder, and {expected}") from error
 
 
 def _address() -> tuple[str, int]:

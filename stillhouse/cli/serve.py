@@ -5,7 +5,7 @@ import importlib.util
 import click
 
 from stillhouse.cli.arguments import quiet_libraries
-from stillhouse.cli.hub import settle_offline
+from stillhouse.cli.hub import require_on_hub, settle_offline
 
 
 @click.command()
@@ -80,7 +80,7 @@ from stillhouse.cli.hub import settle_offline
 )
 @click.option("--max-top-k", type=click.IntRange(1), default=256, show_default=True,
               help="Most ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
-def serve(teacher: str, *, no_token: bool, generate: bool, **options: object) -> None:
+def serve(teacher: str, *, no_token: bool, generate: bool, revision: str | None, **options: object) -> None:
     """Serve a teacher's exact signals over HTTP.
 
     TEACHER is a hub id or a folder. Students then train with teacher.url. POST /v1/score returns hidden states or
@@ -107,9 +107,11 @@ def serve(teacher: str, *, no_token: bool, generate: bool, **options: object) ->
     if missing:
         raise ValueError(f"{', '.join(missing)} not installed; pip install 'stillhouse[serve]'")
     settle_offline([teacher])
+    require_on_hub({"TEACHER": (teacher, revision)})
     quiet_libraries()
     if generate and options["quantize"] == "fp8":
         raise click.UsageError("--quantize fp8 is for a teacher, and not with --generate: expected int8 or nf4")
     from stillhouse.serving.server import serve as run_server
 
-    run_server(teacher, generate=generate, require_token=not no_token, **options)  # type: ignore[arg-type]
+    required = not no_token
+    run_server(teacher, generate=generate, require_token=required, revision=revision, **options)  # type: ignore[arg-type]

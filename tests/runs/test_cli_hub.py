@@ -2,7 +2,13 @@
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 
@@ -79,3 +85,65 @@ def test_an_address_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, varia
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=rf"^{variable}: the hub's address is not readable"):
         settle_offline(["a/b"])
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Has the model a/b with the revision main."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        _, owner, name, _, revision, file = self.path.split("/")
+        is_there = (owner, name, revision, file) == ("a", "b", "main", "config.json")
+        self.send_response(200 if is_there else 404)
+        code = "RevisionNotFound" if (owner, name) == ("a", "b") else "RepoNotFound"
+        for header, value in {
+            "X-Error-Code": code,
+            "X-Repo-Commit": "0" * 40,
+            "ETag": '"1"',
+            "Content-Length": "2",
+        }.items():
+            self.send_header(header, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(b"{}")
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        self.asked.append(self.path)
+
+
+def test_a_model_that_the_hub_does_not_have_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    """Online and offline; a model that was downloaded before is not asked for."""
+    code = """
+import sys
+from stillhouse.cli.hub import require_on_hub
+for model in [("a/b", None), ("a/c", None), ("a/b", "v2"), ("a/b", "main")]:
+    try:
+        require_on_hub({"student.model": model})
+        print("there")
+    except ValueError as error:
+        print(error)
+print({"torch", "transformers", "numpy"} & {*sys.modules})
+"""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    answers = []
+    for offline in ("0", "1"):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment | {HUB: offline}, check=True)
+        answers.append(done.stdout.splitlines())
+        asked = Hub.asked.copy()
+        Hub.asked.clear()
+    server.shutdown()
+    server.server_close()
+    hub = "there is no such folder, and the hub has no such model, or gives it only with a token (HF_TOKEN)"
+    cache = "there is no such folder, and no such model was downloaded before, and the hub is not asked"
+    for answer, problem in zip(answers, (hub, cache), strict=True):
+        first, second, third, fourth, imported = answer
+        assert (first, fourth, imported) == ("there", "there", "set()")
+        assert second == f"student.model: got a/c: {problem}"
+        assert third == f"student.model: got a/b with revision v2: {problem}"
+    assert asked == []
