@@ -12,7 +12,7 @@ import pytest
 from kit.documents import load_records
 from kit.families import build
 from kit.toy_tokenizer import save_toy_tokenizer, toy_backend, toy_tokenizer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.data import DataError, check_same_tokenizer, check_vocabulary, load_tokenizer, tokenizer_fingerprint
@@ -255,6 +255,21 @@ def test_a_character_without_a_token_is_an_error_of_its_record(
     assert re.search(message, documents.report.reasons[0])
     alone = load_records(tmp_path, [good, good], tokenizer)
     assert np.array_equal(alone.tokens_N, documents.tokens_N)
+
+
+def test_a_character_of_which_some_bytes_have_no_token(tmp_path: Path) -> None:
+    """A byte-level tokenizer that was trained without `initial_alphabet` has only the bytes of its texts."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(special_tokens=["</s>"], show_progress=False)
+    backend.train_from_iterator(["the cat sat é \U000f1234"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    texts = ["the cat</s> sat é\U000f1234", "the Ã", "the cat\tsat", "Q", "🙂"]  # Ã has one of the bytes of é
+    documents = load_records(tmp_path, [{"text": text} for text in texts], tokenizer, on_error="skip")
+    assert (len(documents), documents.report.skipped) == (1, 4)
+    assert [re.findall(r"no token for ('.+?') ", line) for line in documents.report.reasons] == [
+        [repr(character)] for character in ("Ã", "\t", "Q", "🙂")
+    ]
 
 
 def test_a_character_without_a_token_in_a_prefix_and_in_a_reply(tmp_path: Path) -> None:

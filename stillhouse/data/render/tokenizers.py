@@ -22,6 +22,7 @@ from typing import Any
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -40,6 +41,8 @@ PROBES = ("A still: two  spaces,\na line\n\nbreak and\ttabs.", "f (x) =\n    x +
 MAX_IDS = 10_000_000
 #: a character that only tokenizers of bytes, or with an unknown token, have a token for
 _RARE = "\U000f1234"
+#: the characters that stand for bytes in byte-level tokenizers
+_BYTES = frozenset(ByteLevel.alphabet())
 
 
 def load_tokenizer(
@@ -157,7 +160,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: 
     """What the tokenizer returns for the texts. options: of its call.
 
     Raises RecordError for a text with a character for which a tokenizer without an unknown token has no token: most
-    such tokenizers raise an error, and byte-pair encoding without bytes leaves the character out.
+    such tokenizers raise an error, and byte-pair encoding without bytes, or without some of them, leaves it out.
     """
     try:
         with reading("a text cannot be tokenized"):
@@ -166,8 +169,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: 
         lost = next((character for text in texts if (character := _without_token(tokenizer, text))), "")
         raise RecordError(_no_token(tokenizer, lost) if lost else str(error)) from error
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    is_bpe = backend is not None and isinstance(backend.model, BPE)
-    if is_bpe and not backend.encode(_RARE, add_special_tokens=False).ids:
+    if backend is not None and isinstance(backend.model, BPE) and _leaves_out(backend):
         for text in texts:
             if lost := _left_out(tokenizer, text):
                 raise RecordError(_no_token(tokenizer, lost))
@@ -207,9 +209,37 @@ def _without_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return ""
 
 
+def _leaves_out(backend: Any) -> bool:
+    """Whether byte-pair encoding leaves out characters: it has no unknown token, and no tokens of all bytes."""
+    if _is_of_bytes(backend):
+        return not backend.model.unk_token and any(backend.token_to_id(byte) is None for byte in _BYTES)
+    return not backend.encode(_RARE, add_special_tokens=False).ids
+
+
+def _is_of_bytes(backend: Any) -> bool:
+    """Whether a tokenizer writes a text as characters that stand for its bytes (GPT-2's), before it joins them."""
+    rare = "".join(_pieces(backend, _RARE))
+    return bool(rare) and _BYTES.issuperset(rare)
+
+
+def _pieces(backend: Any, text: str) -> list[str]:
+    """What byte-pair encoding gets of a text without added tokens."""
+    text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+    if backend.pre_tokenizer is None:
+        return [text]
+    return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
 def _left_out(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The first character of a text that no token has, although the normalizer keeps it; "" if there is none."""
     backend, end = tokenizer.backend_tokenizer, 0
+    if _is_of_bytes(backend):
+        for token in tokenizer.get_added_vocab():
+            text = text.replace(token, "")
+        missing = {byte for byte in _BYTES if backend.token_to_id(byte) is None}
+        lost = missing.intersection("".join(_pieces(backend, text)))
+        shown = (character for character in text if not lost.isdisjoint("".join(_pieces(backend, character))))
+        return next(shown, min(lost)) if lost else ""
     for start, stop in [*backend.encode(text, add_special_tokens=False).offsets, (len(text), len(text))]:
         for character in text[end:start].split():
             normalizer = backend.normalizer
