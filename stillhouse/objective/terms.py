@@ -310,14 +310,17 @@ def require_terms(terms: object) -> None:
             raise ValueError(f"terms[{at}] is of type {type(term).__name__}, which is no term: expected {expected}")
 
 
+def require_attribute(what: str, value: object, name: str, expected: str) -> None:
+    """Raise ValueError for a value that lacks an attribute or a method that its role needs. what: the role."""
+    if not hasattr(value, name):
+        raise ValueError(f"{what} is of type {type(value).__name__}, which has no `{name}`: expected {expected}")
+
+
 def _require_divergence(divergence: object) -> None:
     if isinstance(divergence, Divergence):
         for _, part in weighted_parts(divergence):
-            if not hasattr(part, "definition"):
-                raise ValueError(
-                    f"divergence is of type {type(part).__name__}, which has no `definition`: expected a class "
-                    "variable with its Definition(name, value, slope), as docs/extending.md shows it"
-                )
+            expected = "a class variable with its Definition(name, value, slope), as docs/extending.md shows it"
+            require_attribute("divergence", part, "definition", expected)
         return
     if isinstance(divergence, type) and issubclass(divergence, Divergence):
         name = divergence.__name__

@@ -47,6 +47,8 @@ TURNS = "turns"
 REWARD_METHOD = "reward"
 #: the methods of a class that is an environment, with their parameters. turn: the text of the model's last turn
 _METHODS: Mapping[str, tuple[str, ...]] = {"reset": ("prompt", "record"), "step": ("turn",)}
+#: by key, what may also be there in place of a function
+_OR_CLASS = {ENVIRONMENT: " or a class with reset(prompt, record) and step(turn)", TOOLS: " or a class with tools"}
 #: how many frames of a traceback an error shows: from its beginning and from its end
 _FIRST, _LAST = 2, 6
 #: the maximum number of characters shown of a completion, and of the message of a function's error
@@ -154,7 +156,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     Raises ValueError if there is no such module or function, if the module cannot be imported, if the function is
     asynchronous, or if it does not accept the arguments of its kind (`_ARGUMENTS`).
     """
-    loaded = UserFunction(key, path, _function(path, hint))
+    loaded = UserFunction(key, path, _function(key, path, hint))
     require_synchronous(path, loaded.function)
     if key == ENVIRONMENT and inspect.isclass(loaded.function):
         return load_class(loaded, _METHODS)
@@ -206,7 +208,7 @@ def gives_reward(of: UserFunction) -> bool:
         return False
 
 
-def _function(path: str, hint: str) -> Callable[..., Any]:
+def _function(key: str, path: str, hint: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -214,9 +216,14 @@ def _function(path: str, hint: str) -> Callable[..., Any]:
         module = _imported(module_name)
     if module is None:
         raise no_module(path, module_name, hint)
-    function = getattr(module, name, None)
-    if not callable(function):
+    if not hasattr(module, name):
         raise no_function(path, module_name, name)
+    function = getattr(module, name)
+    if not callable(function):
+        expected = f"a function({', '.join(_ARGUMENTS.get(key, '…'))}){_OR_CLASS.get(key, '')}"
+        raise ValueError(
+            f"got {path!r}, which is of type {type(function).__name__} and no function: expected {expected}"
+        )
     return function
 
 
@@ -366,8 +373,10 @@ def _require_parameters(
     try:
         signature.bind(*parameters, **dict.fromkeys(named))
     except TypeError as error:
+        is_class = inspect.isclass(function)
+        expected = f"a function({', '.join(parameters)})" if parameters or not is_class else "one without arguments"
         raise ValueError(
-            f"got {path!r}, which takes {signature}: expected a function({', '.join(parameters)})"
+            f"got {path!r}, {'a class, ' if is_class else ''}which takes {signature}: expected {expected}"
             f"{_WRAPPED if _OF_TRL in signature.parameters else ''}"
         ) from error
 

@@ -25,7 +25,7 @@ from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import RunLog
 from stillhouse.output.progress import Progress
-from stillhouse.output.trackers import require_trackers
+from stillhouse.output.trackers import OPENERS, open_trackers, require_trackers
 from stillhouse.output.trackers.tracker_state import FILE
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -46,6 +46,18 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "HF_HUB_OFFLINE": "1",
     }.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("missing", ["log", "close"])
+def test_a_tracker_without_a_method_is_named_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    methods = {name: lambda *_, **__: None for name in {"log", "close"} - {missing}}
+    monkeypatch.setitem(OPENERS, "csv", lambda *_: type("CsvRun", (), methods)())
+    with pytest.raises(
+        ValueError, match=f"^track: csv is of type CsvRun, which has no `{missing}`: expected the meth"
+    ):
+        open_trackers(RunFolder(tmp_path), ["csv"], log_bytes=0, values={}, warn=print)
 
 
 def mlflow_variables() -> dict[str, str]:

@@ -35,6 +35,8 @@ from transformers import (
 
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, warn_of_positions
 from stillhouse.models.document_packing import PackingError
+from stillhouse.objective import forward_kl
+from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 
 SMALL: dict[str, Any] = {
@@ -387,3 +389,11 @@ def test_an_error_of_our_own_is_not_shown_as_the_models(tmp_path: Path, monkeypa
     monkeypatch.setattr("stillhouse.models.decoder.prove_decoder", with_a_mistake)
     with pytest.raises(AttributeError, match="a mistake of this package"):
         Decoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("processor", [forward_kl(), parse_objective("cross_entropy"), object()])
+def test_a_processor_that_cannot_be_called_is_named(processor: Any) -> None:
+    decoder = Decoder(build("llama"))
+    problem = f"^processor is of type {type(processor).__name__}, which has no `__call__`: expected a function of "
+    with pytest.raises(ValueError, match=problem):
+        decoder(torch.arange(4)[None], processor=processor)

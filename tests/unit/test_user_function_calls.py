@@ -213,7 +213,15 @@ def test_replies_are_text() -> None:
         ("def f(prompt, completion, record, *, more): ...", "takes (prompt, completion, record, *, more)"),
         ("async def f(prompt, completion, record): ...", "got '{module}:f', which is asynchronous (async def)"),
         ("class F:\n    async def __call__(self, *of): ...\nf = F()", "which is asynchronous (async def): expected"),
-        ("f = 3", "has no function 'f'"),
+        ("f = 3", "which is of type int and no function: expected a function(prompt, completion, record)"),
+        (
+            "class F:\n    def score(self): ...\nf = F()",
+            "which is of type F and no function: expected a function(prompt",
+        ),
+        (
+            "class f:\n    def score(self): ...",
+            "f', a class, which takes (): expected a function(prompt, completion, record)",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_used(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from stillhouse.config import ConfigError
 from stillhouse.libraries import reading
+from stillhouse.objective.terms import require_attribute
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.trackers.mlflow import open_mlflow
 from stillhouse.output.trackers.tracker_state import TrackerState
@@ -93,7 +94,7 @@ def open_trackers(
     log_bytes: the length of metrics.jsonl at the checkpoint from which the run resumes.
     values: the configuration by dotted keys.
 
-    Raises ValueError if a tracker cannot be started, or if trackers.json is damaged or of another run.
+    Raises ValueError if a tracker cannot be started or used, or if trackers.json is damaged or of another run.
     """
     names = [name for name in dict.fromkeys(track) if name in OPENERS]
     if not names and not TrackerState.is_own(folder):
@@ -103,6 +104,9 @@ def open_trackers(
         with ExitStack() as opened:
             for name in names:
                 trackers[name] = OPENERS[name](folder, state, values)
+                for method in ("log", "close"):
+                    expected = "the methods log(step, metrics) and close(*, complete)"
+                    require_attribute(f"track: {name}", trackers[name], method, expected)
                 opened.callback(trackers[name].close, complete=False)
             opened.pop_all()
         state.active = names
