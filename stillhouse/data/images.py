@@ -6,9 +6,12 @@ D documents; I images of all documents, in the order of their placeholders.
 import base64
 import hashlib
 import io
+import json
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -18,6 +21,7 @@ import pyarrow
 
 from stillhouse.data.offsets import chosen_tokens, offsets_of
 from stillhouse.data.record import RecordError
+from stillhouse.data.render.isolated_process import Isolated, LimitError
 from stillhouse.libraries import imported, reading
 
 if TYPE_CHECKING:
@@ -28,10 +32,8 @@ MAX_PIXELS = 1024**3 // 4 // 3
 #: the most that the longer side of an image may have of the shorter one, as for Qwen's processors: a processor that
 #: gives the shorter side a fixed length would make more pixels of a longer image than the memory holds
 MAX_ASPECT_RATIO = 200
-#: the most pixels of all scans of a progressive JPEG together: each scan goes through all pixels, and takes 30 bytes
-_SCANNED_PIXELS = 16 * MAX_PIXELS
-#: the most bytes of a file that Pillow decodes in Python, which for PPM takes seconds for each megabyte
-_INTERPRETED_BYTES = 2**18
+#: limits of processor time and memory for decoding one image
+IMAGE_SECONDS, IMAGE_BYTES = 30.0, 2**32
 #: the most bytes of an encoded image
 MAX_IMAGE_BYTES = 64 * 2**20
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
@@ -102,7 +104,7 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
     most_pixels: a larger image is scaled down to at most this number of pixels.
 
     Raises RecordError for an image that cannot be decoded completely, that has more than `MAX_PIXELS` or another form
-    than `require_size` accepts, or that would take minutes to decode, and ValueError if Pillow is not installed.
+    than `require_size` accepts, and ValueError if Pillow is not installed.
     """
     pillow = require_pillow()
     try:
@@ -110,7 +112,6 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
             pillow.init()  # without it, only the usual formats are known
             image = pillow.open(io.BytesIO(data), formats=[name for name in FORMATS if name in pillow.OPEN])
         require_size(*image.size)
-        _require_quick(image, data)
         with reading("cannot be decoded", passes=RecordError):
             return _decoded(image, most_pixels)
     except pillow.UnidentifiedImageError as error:
@@ -137,6 +138,44 @@ def _decoded(image: "Image", most_pixels: int | None) -> "Image":
     return image
 
 
+class IsolatedDecoder:
+    """`open_image` in a separate process with limits of time and memory.
+
+    Small files may need hours or all memory: a JPEG with thousands of scans, or a TIFF in which each row is a tile
+    with a million columns. What was decoded within the limits once needs no second proof.
+    """
+
+    def __init__(self, most_pixels: int | None = None):
+        require_pillow().init()  # imports its modules before the fork
+        # shared with the process, because a socket takes as long as decoding
+        self._pixels = mmap.mmap(-1, 3 * MAX_PIXELS)
+        decode = partial(_write_pixels, self._pixels, most_pixels)
+        self._isolated = Isolated(decode, seconds=IMAGE_SECONDS, memory_bytes=IMAGE_BYTES)
+
+    def open(self, data: bytes) -> "Image":
+        """Raises RecordError for an image that `open_image` refuses or that exceeds the limits."""
+        try:
+            width, height, problem = json.loads(self._isolated(data))
+        except LimitError as error:
+            raise RecordError(f"cannot be decoded: {error}") from error
+        if problem:
+            raise RecordError(problem)
+        with memoryview(self._pixels) as pixels, pixels[: 3 * width * height] as used:
+            return require_pillow().frombytes("RGB", (width, height), used)
+
+
+def _write_pixels(pixels: mmap.mmap, most_pixels: int | None, data: bytes) -> bytes:
+    """Write the decoded pixels, and return the width, the height and an error as JSON."""
+    try:
+        image = open_image(data, most_pixels)
+        content = image.tobytes()
+    except (RecordError, MemoryError) as error:
+        problem = str(error) or "cannot be decoded: its pixels need too much memory"
+        return json.dumps([0, 0, problem]).encode()
+    pixels[: len(content)] = content
+    return json.dumps([*image.size, ""]).encode()
+
+
 def require_size(width: int, height: int) -> None:
     """Raise RecordError for an image whose pixels, or those that a processor makes of it, need too much memory."""
     if width * height > MAX_PIXELS:
@@ -145,23 +184,6 @@ def require_size(width: int, height: int) -> None:
         raise RecordError(
             f"has {width:,} × {height:,} pixels: expected a longer side of at most {MAX_ASPECT_RATIO} times the "
             "shorter one"
-        )
-
-
-def _require_quick(image: "Image", data: bytes) -> None:
-    """Raise RecordError for an image that would take minutes to decode. image: opened, not decoded."""
-    is_jpeg = image.format in ("JPEG", "MPO") or "jpeg" in str(image.info.get("compression"))  # the latter: TIFF
-    scans = data.count(b"\xff\xda") if is_jpeg else 1
-    if scans * math.prod(image.size) > _SCANNED_PIXELS:
-        raise RecordError(
-            f"has {scans:,} scans of {math.prod(image.size):,} pixels: expected at most {_SCANNED_PIXELS:,} pixels "
-            "in all scans; save it again"
-        )
-    decoders = {tile[0] for tile in image.tile}  # type: ignore[attr-defined]
-    if len(data) > _INTERPRETED_BYTES and decoders & require_pillow().DECODERS.keys():
-        raise RecordError(
-            f"has {len(data):,} bytes of a kind of {image.format} that decodes slowly: expected at most "
-            f"{_INTERPRETED_BYTES:,}; save it as PNG"
         )
 
 

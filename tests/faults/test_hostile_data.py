@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.data import DataError, LoadOptions, load_documents
 from stillhouse.data.render import chat_template
+from stillhouse.data.render.isolated_process import Isolated, LimitError
 
 
 def chat(template: str) -> Any:
@@ -82,7 +84,7 @@ def test_a_chat_template_of_endless_text(conversations: Path) -> None:
 def test_the_process_of_a_template_ends_with_it(conversations: Path) -> None:
     template = chat_template.ChatTemplate(toy_tokenizer(chat="plain"), ("messages",), "completion")
     template.render(json.loads(conversations.read_text().splitlines()[0]))
-    process = template.render_isolated._process
+    process = template.render_isolated.isolated._process
     assert process is not None
     (pid, *_) = process.end.peek()[2]
     os.kill(pid, 0)
@@ -91,13 +93,34 @@ def test_the_process_of_a_template_ends_with_it(conversations: Path) -> None:
         os.kill(pid, 0)
 
 
+def test_a_process_that_is_stopped_is_replaced_or_named() -> None:
+    """A stopped process uses no processor time, and reads no request of more bytes than its socket holds."""
+
+    def echoed(request: bytes) -> bytes:
+        if request == b"stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return request
+
+    isolated = Isolated(echoed, seconds=0.1, memory_bytes=2**30)
+    assert isolated(b"a") == b"a"
+    assert isolated._process is not None
+    (pid, *_) = isolated._process.end.peek()[2]
+    os.kill(pid, signal.SIGSTOP)
+    assert isolated(b"b" * 10**6) == b"b" * 10**6
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(LimitError, match=r"did not answer within 0\.6 seconds, twice"):
+        isolated(b"stop")
+    assert isolated(b"c") == b"c"
+
+
 def test_the_process_of_a_template_keeps_no_file_open(conversations: Path) -> None:
     """A thread that starts a program at the same time waits until the pipe of this start is closed everywhere."""
     reader, writer = os.pipe()
     template = chat_template.ChatTemplate(toy_tokenizer(chat="plain"), ("messages",), "completion")
     template.render(json.loads(conversations.read_text().splitlines()[0]))
     os.close(writer)
-    assert template.render_isolated._process is not None
+    assert template.render_isolated.isolated._process is not None
     readable_ends, _, _ = select.select([reader], [], [], 10)
     assert readable_ends == [reader]
     assert os.read(reader, 1) == b""

@@ -41,7 +41,7 @@ from stillhouse.data.record import (
 from stillhouse.data.render.assistant_turns import ANCHOR, Span
 from stillhouse.data.render.conversations import Conversations
 from stillhouse.data.render.image_processor import Expanded, ImageProcessor
-from stillhouse.data.render.isolated_process import Isolated, LimitError
+from stillhouse.data.render.isolated_process import IsolatedJson, LimitError
 from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets, Template
 from stillhouse.data.render.tokenizers import encode, is_rendered
 from stillhouse.data.render.written_texts import Loss, is_refused
@@ -95,7 +95,7 @@ class ChatTemplate(Template):
         self._tools_example: tuple[list[Message], Tools, int] | None = None
         # A method of this object would make a reference cycle, which would keep this object and its process alive.
         answer = Conversations(tokenizer, targets, end_ids).answer
-        self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
+        self.render_isolated = IsolatedJson(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
         self.needs_parts, self.adds_special = False, False
         if processor is not None:
             example: Message = {"role": "user", "content": ANCHOR}

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from stillhouse.data.documents import Documents
-from stillhouse.data.images import EncodedImage, Images, open_image, require_pillow
+from stillhouse.data.images import EncodedImage, Images, IsolatedDecoder, open_image, require_pillow
 from stillhouse.data.record import DataError, ProcessorError, RecordError
 from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.image_tensors import concatenated
@@ -207,8 +207,9 @@ class ImageProcessor:
         except ValueError as error:
             raise ProcessorError(str(error)) from error
 
-    def expand(self, text: str, images: Sequence[EncodedImage], *, special: bool) -> Expanded:
+    def expand(self, text: str, images: Sequence[EncodedImage], *, special: bool, is_safe: bool = False) -> Expanded:
         """Tokenize a text with one placeholder for each image. special: whether the tokenizer adds special tokens.
+        is_safe: the images were decoded before or are our own, so that they need no process with limits.
 
         Raises RecordError for an image that cannot be decoded or that the processor refuses, and for a text with
         other placeholders.
@@ -219,7 +220,7 @@ class ImageProcessor:
                 f"the text that the chat template renders has {count} times the placeholder {token!r} for "
                 f"{len(images)} images: expected one per image, and none in the texts of the record"
             )
-        pictures = [self._opened(image, number) for number, image in enumerate(images, start=1)]
+        pictures = [self._opened(image, number, is_safe=is_safe) for number, image in enumerate(images, start=1)]
         try:
             with reading("the processor refuses the images"):
                 out = self.processor(
@@ -297,7 +298,7 @@ class ImageProcessor:
         token = self.processor.image_token
         texts = {f"{token} and {token} are": two, f"what is {token} ?": [one], "numbers such as": []}
         return [
-            (np.asarray(self.expand(text, images, special=True).ids, dtype=np.int32), images)
+            (np.asarray(self.expand(text, images, special=True, is_safe=True).ids, dtype=np.int32), images)
             if images
             else (np.asarray(self.tokenizer(text)["input_ids"], dtype=np.int32), images)
             for text, images in texts.items()
@@ -348,9 +349,14 @@ class ImageProcessor:
                     "its text has a placeholder token of images, and it has no image",
                 )
 
-    def _opened(self, image: EncodedImage, number: int) -> Any:
+    @cached_property
+    def _isolated_decoder(self) -> IsolatedDecoder:
+        return IsolatedDecoder(self.most_pixels)
+
+    def _opened(self, image: EncodedImage, number: int, *, is_safe: bool = True) -> Any:
         try:
-            return open_image(image.read(), self.most_pixels)
+            data = image.read()
+            return open_image(data, self.most_pixels) if is_safe else self._isolated_decoder.open(data)
         except RecordError as error:
             place = "" if image.path is None else f" ({image.path})"
             raise RecordError(f"image {number}{place} {error}") from error

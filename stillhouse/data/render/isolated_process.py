@@ -2,59 +2,67 @@
 
 An alarm or a thread cannot interrupt one long operation of the interpreter, such as 10**10**8, but the kernel can end
 a process. The process is a fork, so that it already has the function and its data. Arguments and results are sent as
-JSON.
+bytes.
 """
 
 import gc
 import json
 import os
 import signal
+import socket
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any, NoReturn
 
 from stillhouse.memory_limit import limit_memory
+from stillhouse.user_code.messages import Messages
+
+#: how many times its limit of processor time a call may wait for its answer
+_WAIT = 6
 
 
 class LimitError(ValueError):
-    """The process ended before it returned a result, because of a limit or for another reason."""
+    """The process ended or stopped before it returned a result, because of a limit or for another reason."""
 
 
 class Isolated:
     """Calls `function` in a separate process. A call starts the process if it does not run.
 
-    seconds: limit of processor time for one call; it does not depend on the machine's load.
+    seconds: limit of processor time for one call; it does not depend on the machine's load. A call also ends after
+        some times as long without an answer, because a stopped process uses no processor time.
     memory_bytes: limit of the memory that the process allocates after its start (only on Linux).
 
-    Arguments and results have JSON types. The function must report errors in its result; an exception ends the
-    process.
+    The function must report errors in its result; an exception ends the process.
     """
 
-    def __init__(self, function: Callable[..., Any], *, seconds: float, memory_bytes: int):
+    def __init__(self, function: Callable[[bytes], bytes], *, seconds: float, memory_bytes: int):
         self.function = function
         self.seconds = seconds
         self.memory_bytes = memory_bytes
         self._process: _Process | None = None
 
-    def __call__(self, *arguments: Any) -> Any:
-        """The function's result. Raises LimitError if the process ends before it returns one.
-
-        `_placeholder` replaces argument values of types that JSON does not have; a dict key of such a type raises
-        TypeError.
-        """
-        request = json.dumps(arguments, default=_placeholder).encode()
-        if self._process is None:
-            self._process = _Process(self.function, self.seconds, self.memory_bytes)
-        answer = self._process.send(request)
-        if answer is None:
-            status, self._process = self._process.end(), None
-            assert status is not None, "the process was ended before"
-            raise LimitError(self._ended(status))
-        return json.loads(answer)
+    def __call__(self, request: bytes) -> bytes:
+        """The function's result. Raises LimitError if the process ends before it returns one, or does not answer."""
+        # twice, because this process may have been stopped, too (Ctrl+Z), so that the first call had no time left
+        for _ in range(2):
+            process = self._process or _Process(self.function, self.seconds, self.memory_bytes)
+            self._process = None  # after an interrupted call, its answer must not be that of the next one
+            try:
+                answer = process.call(request, _WAIT * self.seconds)
+            except TimeoutError:
+                process.end()
+            except (EOFError, OSError):
+                status = process.end()
+                assert status is not None, "the process was ended before"
+                raise LimitError(self._ended(status)) from None
+            else:
+                self._process = process
+                return answer
+        raise LimitError(f"its process did not answer within {_WAIT * self.seconds:g} seconds, twice")
 
     def _ended(self, status: int) -> str:
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
@@ -63,11 +71,28 @@ class Isolated:
         return f"its process ended with {how} (the limit is {self.memory_bytes / 2**30:g} GiB of memory)"
 
 
+class IsolatedJson:
+    """`Isolated`, for a function whose arguments and result have JSON types."""
+
+    def __init__(self, function: Callable[..., Any], *, seconds: float, memory_bytes: int):
+        self.isolated = Isolated(partial(_json_answer, function), seconds=seconds, memory_bytes=memory_bytes)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """As `Isolated`. `_placeholder` replaces argument values of types that JSON does not have; a dict key of such
+        a type raises TypeError.
+        """
+        return json.loads(self.isolated(json.dumps(arguments, default=_placeholder).encode()))
+
+
+def _json_answer(function: Callable[..., Any], request: bytes) -> bytes:
+    return json.dumps(function(*json.loads(request))).encode()
+
+
 class _Process:
     """A forked child that answers requests one by one until the connection is closed."""
 
-    def __init__(self, function: Callable[..., Any], seconds: float, memory_bytes: int):
-        self.connection, its_connection = Pipe()
+    def __init__(self, function: Callable[[bytes], bytes], seconds: float, memory_bytes: int):
+        connection, its_connection = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
@@ -75,21 +100,20 @@ class _Process:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
-            self.connection.close()
+            connection.close()
             _serve(function, its_connection, seconds, memory_bytes)
         its_connection.close()
-        self.end = weakref.finalize(self, _end, pid, self.connection)
+        self._messages = Messages(connection)
+        self.end = weakref.finalize(self, _end, pid, connection)
 
-    def send(self, request: bytes) -> bytes | None:
-        """Return the answer to a request; None if the process ends without an answer."""
-        try:
-            self.connection.send_bytes(request)
-            return self.connection.recv_bytes()
-        except (EOFError, OSError):
-            return None
+    def call(self, request: bytes, seconds: float) -> bytes:
+        """Raises TimeoutError without an answer within this time, and EOFError or OSError if the process ends."""
+        until = time.monotonic() + seconds
+        self._messages.send(request, until)
+        return self._messages.receive(until)
 
 
-def _end(pid: int, connection: "Connection[Any, Any]") -> int:
+def _end(pid: int, connection: socket.socket) -> int:
     connection.close()
     # Closing is not enough: a process forked later may keep the connection open, so that the child would not end.
     # If the child has already ended, the signal does not change its exit status.
@@ -98,7 +122,7 @@ def _end(pid: int, connection: "Connection[Any, Any]") -> int:
 
 
 def _serve(
-    function: Callable[..., Any], connection: "Connection[Any, Any]", seconds: float, memory_bytes: int
+    function: Callable[[bytes], bytes], connection: socket.socket, seconds: float, memory_bytes: int
 ) -> NoReturn:
     """The child's main loop. It must never return, because its caller is the forked code of the parent."""
     try:
@@ -109,17 +133,18 @@ def _serve(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it; the child ends with the parent
         _close_all_but(connection)
         limit_memory(memory_bytes)
+        messages = Messages(connection)
         while True:
-            request = connection.recv_bytes()
+            request = messages.receive()
             signal.setitimer(signal.ITIMER_PROF, seconds)
-            answer = json.dumps(function(*json.loads(request))).encode()
+            answer = function(request)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(answer)
+            messages.send(answer)
     finally:
         os._exit(1)
 
 
-def _close_all_but(connection: "Connection[Any, Any]") -> None:
+def _close_all_but(connection: socket.socket) -> None:
     """Close all files but the standard ones and the connection.
 
     If another thread was starting a program at the fork, it waits until the pipe of this start is closed in all

@@ -72,7 +72,7 @@ class TeacherImages:
             return []
         placeholder = self.student.processor.image_token
         expanded = self.processor.expand(
-            text.replace(placeholder, self.processor.processor.image_token), images, special=special
+            text.replace(placeholder, self.processor.processor.image_token), images, special=special, is_safe=True
         )
         ids, spans = np.asarray(expanded.ids, dtype=np.int32), expanded.image_spans()
         problem = text_problem(encoded.ids, encoded.image_spans, ids, spans)

@@ -218,7 +218,7 @@ def _blank_of(processor: ImageProcessor, sizes: Sequence[tuple[int, int]]) -> _B
     encoded = [_blank_image(size) for size in sizes]
     token = processor.processor.image_token
     with reading("its processor refuses pictures of these sizes"):
-        expanded = processor.expand(" ".join([token] * len(sizes)), encoded, special=False)
+        expanded = processor.expand(" ".join([token] * len(sizes)), encoded, special=False, is_safe=True)
         ids = np.asarray(expanded.ids, dtype=np.int32)
         tensors = processor.tensors_of(encoded, ids)
     placeholders = np.isin(ids, processor.placeholder_ids)
