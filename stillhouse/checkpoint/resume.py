@@ -103,11 +103,11 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
             f"data.packing: this run has ordered its documents for '{order_before}', and would now order them for "
             f"'{order}': expected data.packing={order_before}, if the models allow it, or another folder as out"
         )
-    if DECAY in identity.data and DECAY not in before.data:
+    if (vectors := identity.data.get(DECAY)) != before.data.get(DECAY):
         raise ValueError(
-            f"train.weight_decay: {path} is of an earlier version, which also applied weight decay to vectors with "
-            f"several dims ({identity.data[DECAY]}): choose another folder as out, and name this checkpoint as "
-            "checkpoint.resume there"
+            f"train.weight_decay: {path} is of a version that applied weight decay to other weights with several "
+            f"dims (now to none of {vectors or 'the vectors'}): choose another folder as out, and name this "
+            "checkpoint as checkpoint.resume there, or with train.optimizer=muon its export as student.model"
         )
     of_processors, of_processors_before = _processors(identity.data), _processors(before.data)
     changed = sorted(dict(of_processors.items() ^ of_processors_before.items()))

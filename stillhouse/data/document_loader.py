@@ -125,8 +125,6 @@ def load_documents(
         return load(None)
     # as a list, because the order of the prefixes matters and JSON objects have no order
     decisive = asdict(options) | {"source": name, "prefixes": list(options.prefixes.items())}
-    if options.tools is None:
-        del decisive["tools"]  # so that entries of earlier versions are used
     if processor is not None:
         decisive["processor"] = [processor.identity(), pillow_version()]
         decisive["teachers"] = {name: teacher.identity() for name, teacher in (teachers or {}).items()}

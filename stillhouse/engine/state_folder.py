@@ -9,7 +9,7 @@ The files are those of PyTorch's distributed checkpoints (DCP), as safetensors.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ WEIGHT = "student."
 RANDOM = "random."
 MOMENT = "optimizer.state."
 AVERAGE = "average."
+#: the end of the names of Muon's moments
+MUONS = ".momentum_buffer"
 
 
 def write_state(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
@@ -78,11 +80,28 @@ def require_fit(
             for shapes_of_one in (shapes, expected)
         )
         if there != here:
-            raise ValueError(
-                f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
+            remedy = (
                 "expected the same student, and the same train.optimizer, that wrote the checkpoint; the weights of "
                 "a loss inside layers are of its layers in the section objective"
             )
+            if _has_other_matrices(shapes.keys(), expected.keys(), name):
+                remedy = (
+                    "Muon changed other weights in the version that wrote the checkpoint, which took all weights "
+                    "with two dims for matrices (now the module decides: biases of experts and norms of heads "
+                    f"are none); begin a new run with its weights: stillhouse export {path} --out FOLDER, then "
+                    "student.model=FOLDER"
+                )
+            raise ValueError(
+                f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
+                f"{remedy}"
+            )
+
+
+def _has_other_matrices(stored: Collection[str], wanted: Collection[str], name: str) -> bool:
+    """Whether both states are Muon's, and only one of them has Muon's moment for the weight of this moment."""
+    muons = f"{name.rpartition('.')[0]}{MUONS}"
+    both = any(other.endswith(MUONS) and other in wanted for other in stored)
+    return name.startswith(MOMENT) and both and (muons in stored) != (muons in wanted)
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:

@@ -13,6 +13,7 @@ from kit.layout_runs import assert_same_model, distill
 from kit.runs import Command, forward_backward, run, session_of, write_run
 from torch import nn
 from torch._inductor import config as inductor
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.checkpoint.integrity import stored_tensors, verified
@@ -26,6 +27,7 @@ from stillhouse.engine.optimizer import (
     set_learning_rate,
     weight_kinds,
 )
+from stillhouse.engine.state_folder import require_fit
 from stillhouse.models import Decoder
 from stillhouse.output.progress import Progress
 from stillhouse.parallel import Degrees, Layout
@@ -170,6 +172,22 @@ def test_muon_steps_each_matrix_of_a_stack_by_itself() -> None:
             one.step()
     for name, weight in named.items():
         torch.testing.assert_close(weight.detach(), torch.stack(list(others[name])).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_of_muon_with_other_matrices_is_named() -> None:
+    """Earlier versions took the stacked biases of experts for matrices."""
+    shared = {"optimizer.state.up.momentum_buffer"}
+    muons, adamws = {"optimizer.state.up_bias.momentum_buffer"}, {"optimizer.state.up_bias.exp_avg"}
+    now = {name: torch.empty(2, 3) for name in shared | adamws}
+    for before, message in (
+        (shared | muons, r"Muon changed other weights .*stillhouse export step --out FOLDER"),
+        (shared, "expected the same student, and the same train.optimizer"),  # a damaged checkpoint
+        (adamws, "expected the same student, and the same train.optimizer"),  # of another optimizer
+    ):
+        properties = TensorProperties(torch.float32)
+        stored = {name: TensorStorageMetadata(properties, torch.Size([2, 3]), []) for name in before}
+        with pytest.raises(ValueError, match=message):
+            require_fit(Path("step"), stored, now, is_complete=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
