@@ -115,8 +115,8 @@ class RolloutConfig(PromptConfig):
     own in it. null: the folder weights in out."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds without an answer of any server of url, or of a server in reward, after which the run saves a
-    checkpoint and stops. With several servers of url, one that gives no answer within half of the time that is left
-    loses the request to another one."""
+    checkpoint and stops. With several servers of url, one that answers nothing for half of the time that is left
+    loses its requests to another one."""
     schedule: Literal["sync", "one_step_off", "two_step_off", "async"] = "sync"
     """When completions are generated. sync: in their own step. one_step_off, two_step_off: one or two steps ahead,
     while earlier steps are trained. async: ahead, too, and with new weights in the middle of completions; a step

@@ -89,7 +89,9 @@ class Call(Generic[T]):
 
 @dataclass
 class Server:
-    """held: whether the server gets no requests. error: the reason why the server is given up; None if it is not."""
+    """held: whether the server gets no requests. error: the reason why the server is given up; None if it is not.
+    limits: of the requests in progress, each with the end that it has if the server answers another request before.
+    """
 
     url: str
     calls: int = 0
@@ -100,11 +102,7 @@ class Server:
     warned: bool = False
     held: bool = False
     error: ServerError | None = None
-
-    @property
-    def is_working(self) -> bool:
-        """Whether requests can be sent to the server, and its last answer was usable."""
-        return not (self.warned or self.held)
+    limits: dict[asyncio.Timeout, float] = field(default_factory=dict)
 
     def pause(self, seconds: float | None) -> None:
         """Send no requests for the requested `seconds`; None: for a time that doubles after every failure."""
@@ -115,6 +113,13 @@ class Server:
             seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures, 20))
             self.failures += 1
         self.paused_until = now + max(FIRST_PAUSE, seconds) * random.uniform(1.0, 1.5)
+
+    def record_answer(self) -> None:
+        """Let the other requests in progress take all of their time, because the server works."""
+        self.last_answer = time.monotonic()
+        for limit, end in self.limits.items():
+            if not limit.expired():
+                limit.reschedule(end)
 
     def hold(self, error: ServerError | None = None) -> None:
         """Send the server no more requests until `release`; requests in progress go on.
@@ -269,17 +274,17 @@ class ServerPool:
             tried = tried or time.monotonic()
             server.calls, server.tokens = server.calls + 1, server.tokens + call.tokens
             try:
-                # half, if another server may answer in the other half
-                has_other = any(other.is_working for other in servers if other is not server)
-                left = max(FIRST_PAUSE, wait.left / 2 if has_other else wait.left)
-                result = await self._attempt(server, call, min(self._answer_seconds, left))
+                seconds = min(self._answer_seconds, max(FIRST_PAUSE, wait.left))
+                # another server may answer in the other half, if this one does not answer at all
+                has_other = any(not (other.warned or other.held) for other in servers if other is not server)
+                result = await self._attempt(server, call, seconds, max(FIRST_PAUSE, wait.left / (1 + has_other)))
             except AskAgainError:
-                server.last_answer = time.monotonic()
+                server.record_answer()
                 continue
             except _TryAgainError as error:
                 problem = error
             else:
-                server.last_answer = time.monotonic()
+                server.record_answer()
                 self._announce(server, "")
                 server.failures = 0
                 return result
@@ -323,26 +328,33 @@ class ServerPool:
             waits = [server.paused_until - now for server in servers if server.paused_until > now]
             await asyncio.sleep(min([0.02, *waits]))
 
-    async def _attempt(self, server: Server, call: Call[T], seconds: float) -> T:
+    async def _attempt(self, server: Server, call: Call[T], seconds: float, silent_seconds: float) -> T:
+        """silent_seconds: the limit while the server answers nothing else."""
         if isinstance(call.content, bytes):
             content = call.content
         elif call.is_slow:
             content = await asyncio.to_thread(call.content, server.url)
         else:
             content = call.content(server.url)
+        started = asyncio.get_running_loop().time()
+        limit = asyncio.timeout_at(started + min(seconds, silent_seconds))
+        server.limits[limit] = started + seconds
         try:
-            async with asyncio.timeout(seconds):
+            async with limit:
                 answer = await self._client.send(server.url, call.path, content, call.content_type, call.most_bytes)
                 if answer.status in call.statuses:
                     return await asyncio.to_thread(call.parse, answer)
         except TimeoutError as error:
-            raise _TryAgainError(f"no whole answer within {seconds:.3g} seconds") from error
+            waited = asyncio.get_running_loop().time() - started
+            raise _TryAgainError(f"no whole answer within {waited:.3g} seconds") from error
         except NoAnswerError as error:
             raise _TryAgainError(str(error)) from error
         except (RefusedError, AskAgainError):
             raise
         except ValueError as error:
             raise _TryAgainError(first_line(error), "damaged") from error
+        finally:
+            del server.limits[limit]
         problem = f"{answer.status} {answer.message}"
         if answer.status in _BUSY:
             raise _TryAgainError(problem, pause=_seconds(answer))
