@@ -151,6 +151,8 @@ def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD:
         # the mean over random signs of the square of a product's error is the square of the error of its row
         error = float((products_NR[:, part] - signs_ND @ right_RD.T).norm()) / PROBES**0.5
         size = float(right_RD.norm())
+        if not math.isfinite(size):
+            raise ValueError(f"the {kind} weights of '{name}' are NaN or infinite: the checkpoint is damaged")
         if not error <= LARGEST_ERROR * least + PRODUCT_ERROR * size:
             raise ValueError(
                 f"{what}: the error of its products is {error / size:.2g} of their size with the installed "

@@ -128,6 +128,8 @@ def test_a_damaged_weight_is_found_although_quantizing_hides_it(tmp_path: Path, 
     weights = load_file(path)
     name = next(name for name in weights if name.endswith("up_proj.weight"))
     weights[name][3, 5] = float("nan")
+    save_file(weights, path.with_name("model-00001-of-00002.safetensors"), metadata={"format": "pt"})
+    Decoder.from_pretrained(tmp_path / "teacher", quantize=kind)  # transformers does not read this file
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"'{name}' in .*model\.safetensors has values that are NaN or infinite"):
         Decoder.from_pretrained(tmp_path / "teacher", quantize=kind)
@@ -164,6 +166,13 @@ def test_codes_in_a_folder_are_read_as_what_they_stand_for(tmp_path: Path) -> No
                 load_causal_lm(folder)
         else:
             load_causal_lm(folder)
+    stored = load_file(folder / "model.safetensors")
+    stored["model.layers.0.mlp.up_proj.weight.absmax"][0] = float("nan")
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"weights of 'model.layers.0.mlp.up_proj' are NaN or infinite: the checkpoint"
+    ):
+        load_causal_lm(folder)
 
 
 def test_a_wrong_scale_is_noticed_in_the_last_rows(tmp_path: Path) -> None:
