@@ -1,5 +1,6 @@
 """The parameters of a decoder with layers for multi-token prediction: initial, tied, frozen; refusals."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,14 @@ def test_refusals(tmp_path: Path) -> None:
         make("mellum", 2)
     main.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"lacks weights of its 1 further depths: expected model\.layers\.2\.\*"):
+        MultiTokenDecoder.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    make("glm4_moe", 1).save_pretrained(tmp_path)  # a model.safetensors with other MTP layers
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(
+        ValueError, match=r"main model is that of 'other\.safetensors', .* only from model\.safetensors"
+    ):
         MultiTokenDecoder.from_pretrained(tmp_path)
 
 

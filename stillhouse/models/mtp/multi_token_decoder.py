@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.lm_head import OutputProcessor
@@ -61,11 +62,20 @@ class MultiTokenDecoder(nn.Module):
     ) -> "MultiTokenDecoder":
         """Load the main model and its MTP layers from one checkpoint. options: see `Decoder.from_pretrained`.
 
-        Also raises ValueError for a checkpoint without MTP layers.
+        Also raises ValueError for a checkpoint without MTP layers, and for a main model from other files than those
+        from which transformers reads MTP layers.
         """
         main = Decoder.from_pretrained(name_or_path, **options, verify=verify)
         model, depths = main.pretrained, declared_depths(main.config)
         what, fresh = f"model '{os.fspath(name_or_path)}'", "MultiTokenDecoder.new draws fresh layers"
+        revision = "main" if os.path.isdir(name_or_path) else options.get("revision") or "main"
+        other = getattr(main.config, "transformers_weights", None) or revision
+        if other != "main":
+            raise ValueError(
+                f"{what}: its main model is that of {other!r}, but transformers reads MTP layers only from "
+                f"{SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and only of the default revision: expected a "
+                "folder with one of these files"
+            )
         if not depths:
             raise ValueError(f"{what} has no further depths according to its configuration (num_mtp_layers); {fresh}")
         find_layers(model)
