@@ -47,8 +47,6 @@ TURNS = "turns"
 REWARD_METHOD = "reward"
 #: the methods of a class that is an environment, with their parameters. turn: the text of the model's last turn
 _METHODS: Mapping[str, tuple[str, ...]] = {"reset": ("prompt", "record"), "step": ("turn",)}
-#: by key, what may also be there in place of a function
-_OR_CLASS = {ENVIRONMENT: " or a class with reset(prompt, record) and step(turn)", TOOLS: " or a class with tools"}
 #: how many frames of a traceback an error shows: from its beginning and from its end
 _FIRST, _LAST = 2, 6
 #: the maximum number of characters shown of a completion, and of the message of a function's error
@@ -216,14 +214,12 @@ def _function(key: str, path: str, hint: str) -> Callable[..., Any]:
         module = _imported(module_name)
     if module is None:
         raise no_module(path, module_name, hint)
-    if not hasattr(module, name):
+    if (function := getattr(module, name, None)) is None:
         raise no_function(path, module_name, name)
-    function = getattr(module, name)
     if not callable(function):
-        expected = f"a function({', '.join(_ARGUMENTS.get(key, '…'))}){_OR_CLASS.get(key, '')}"
-        raise ValueError(
-            f"got {path!r}, which is of type {type(function).__name__} and no function: expected {expected}"
-        )
+        parameters, kind = ", ".join(_ARGUMENTS.get(key, ())), type(function).__name__
+        expected = "a function or a class" if key in (ENVIRONMENT, TOOLS) else f"a function({parameters})"
+        raise ValueError(f"got {path!r}, which is of type {kind} and no function: expected {expected}")
     return function
 
 
