@@ -13,7 +13,7 @@ from stillhouse.checkpoint.rollouts_file import read_queue
 from stillhouse.checkpoint.save import load_checkpoint, require_room, save_checkpoint
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
-from stillhouse.generation import RolloutQueue
+from stillhouse.generation import QueueState, RolloutQueue
 from stillhouse.generation.user_functions import loaded_functions
 from stillhouse.loops.completion_calls import warn
 from stillhouse.loops.finite import not_finite_error
@@ -77,6 +77,11 @@ class Training:
         self._norm = self._rate = 0.0
         self._gate = session.engine.gate_threshold
         self._has_warned = False  # that a step has no targets
+        #: the samples that the next checkpoint has, with the states in `progress` that fit them
+        self._queue_state: QueueState | None = None
+        self._have_states = session.ranks.from_first(functions is not None and functions.have_states)
+        if self._have_states:
+            self._record()
 
     def begin(self, step: int) -> None:
         watchdog.enter(f"step {step + 1}")
@@ -135,11 +140,11 @@ class Training:
         if progress.step == 1 and self._norm == 0.0 and micro_batches.of_all_ranks.targets:
             self.log.print_line(_NO_GRADIENT)
         progress.metrics = {}  # a checkpoint contains only the evaluation of its own step
+        if self._have_states:
+            self._record()
         if _evaluation_is_due(session, progress.step):
             self.evaluate()
         ranks, last = session.ranks, progress.step == self.last_step
-        if step == self.steps.start:  # a state that cannot be saved is found before many steps are lost
-            self._record_functions()
         stopped_by = 0 if last else ranks.largest(requested())
         if stopped_by or last or _due(progress.step, session.checkpoint_config.every):
             saved = self.save()
@@ -161,15 +166,23 @@ class Training:
         self.progress.metrics = metrics  # only now: a resumed run repeats an evaluation that was interrupted
         self.log.evaluation(self.progress.step, self.progress.tokens, metrics)
 
-    def save(self) -> Path:
-        """Write a checkpoint, then remove the older ones that need not be kept; returns its path."""
+    def save(self, *, after_error: bool = False) -> Path:
+        """Write a checkpoint, then remove the older ones that need not be kept; returns its path.
+
+        after_error: the calls of a step that has failed are made again. So they must not be in the functions' states.
+        """
         progress, session, folder = self.progress, self.session, self.folder
         watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
         progress.seconds, progress.log_bytes, progress.log_sha256 = self.log.seconds, *self.log.position
-        queue = None if self.queue is None else self.queue.state()
-        self._record_functions()  # all their results so far are in the queue's state
+        if not (after_error and self._have_states):
+            self._record()
         saved = save_checkpoint(
-            folder.checkpoints, progress, session.engine, session.tokenizer, queue, session.processor_files
+            folder.checkpoints,
+            progress,
+            session.engine,
+            session.tokenizer,
+            self._queue_state,
+            session.processor_files,
         )
         if is_first():
             settings = session.checkpoint_config
@@ -177,8 +190,9 @@ class Training:
                 self.log.print_line(f"warning: {damage}")
         return saved
 
-    def _record_functions(self) -> None:
-        """Record the states of the user's functions. Raises ValueError on all ranks for one that cannot be saved."""
+    def _record(self) -> None:
+        """Record samples and functions' states. Raises ValueError on all ranks for one that cannot be saved."""
+        self._queue_state = None if self.queue is None else self.queue.state()
         with self.session.ranks.all_raise(ValueError):
             if self.functions is None:
                 return
@@ -308,7 +322,7 @@ def _saving_finished_steps(run: Training) -> Iterator[None]:
         step, session = run.progress.step, run.session
         saved = run.folder.checkpoints / folder_name(step) if step else None  # nothing is trained before step 1
         if saved is not None and not session.ranks.from_first(saved.exists()):
-            saved = run.save()
+            saved = run.save(after_error=True)
         if stopped_by := session.ranks.largest(requested()):
             destroy_process_group()
             raise Preempted(stopped_by, step, saved) from error

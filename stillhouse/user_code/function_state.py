@@ -29,6 +29,11 @@ class FunctionStates:
         ours = ("__main__", "__mp_main__", __name__.partition(".")[0])
         self.sources = {name: digest for name, digest in hashes.items() if name.partition(".")[0] not in ours}
 
+    @property
+    def have_states(self) -> bool:
+        """Whether a function has a state."""
+        return bool(self._with_state)
+
     def texts(self) -> dict[str, str]:
         """The states as JSON, by the functions' keys and paths. Raises UserFunctionError."""
         return {name: state_text(function) for name, function in self._with_state.items()}

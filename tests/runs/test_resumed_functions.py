@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from kit.runs import Command, contents, metrics, run, write_records, write_run
 from kit.signal_hooks import signal_at
 
 from stillhouse.config import ConfigError
-from stillhouse.loops.completion_calls import compared_once
 from stillhouse.output.progress import read_state, write_state
 from stillhouse.run.session import prepare
 from stillhouse.user_code.function_state import FunctionStates, has_state, state_text
@@ -75,6 +73,12 @@ class Hanging(Late):
             time.sleep(60)
         return {}
 
+class Failing(Stateful):
+    def __call__(self, prompt, completion, record):
+        if len(self.lengths) == 21 and os.path.exists("fail"):
+            raise RuntimeError("fails")
+        return super().__call__(prompt, completion, record)
+
 class Count(Stateful):
     def __call__(self, context):
         self.lengths.append(0)
@@ -113,7 +117,7 @@ def length(prompt, completion, record):
     return float(len(completion))
 
 plain, stateful, replies, half = Plain(), Stateful(), Replies(), Half()
-early, late, hanging, count = Late(1), Late(20), Hanging(20), Count()
+early, late, hanging, failing, count = Late(1), Late(20), Hanging(20), Failing(), Count()
 model, named_model = Model(3, 2), NamedModel(3, 2)
 numpys = Wrong([np.float64(0.1), np.float64("nan"), True, 3])
 tuples, numbers, tensors = Wrong({"a": (1, 2)}), Wrong({1: 2}), Wrong([torch.zeros(2)])
@@ -207,6 +211,20 @@ def test_functions_of_evaluations_keep_their_state(tmp_path: Path) -> None:
     lengths = json.loads(functions["eval.prompts.reward: hooks:stateful"])["lengths"]
     means = [length - sum(lengths[: number + 1]) / (number + 1) for number, length in enumerate(lengths)]
     assert [line["eval/prompts/reward"] for line in evaluations] == pytest.approx(means)
+
+
+@pytest.mark.slow
+def test_calls_of_a_failed_step_are_not_in_the_state(tmp_path: Path) -> None:
+    """They are made again, in the order of an undisturbed run."""
+    settings = {"rollout.reward": "hooks:failing", "rollout.schedule": "one_step_off"}
+    write_on_policy_run(tmp_path, **ON_POLICY | settings)
+    arguments, fail = ("distill", tmp_path / "run.yaml"), tmp_path / "fail"
+    finished(1, *arguments, f"out={tmp_path / 'undisturbed'}")
+    fail.touch()
+    assert "checkpoints/step-00000001; correct the cause" in finished(1, *arguments, code=1)
+    fail.unlink()
+    assert "resuming from" in finished(1, *arguments)
+    assert contents(tmp_path / "out" / "model") == contents(tmp_path / "undisturbed" / "model")
 
 
 @pytest.mark.parametrize(
@@ -365,35 +383,3 @@ def test_a_run_without_completions_takes_other_end_ids(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "out" / "model")
     changed_ends(tmp_path / "student")
     assert "resuming from" in run("distill", tmp_path / "run.yaml").out
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["here", "elsewhere"])
-def test_the_first_call_of_a_reward_is_repeated_once(capsys: pytest.CaptureFixture[str], late: bool) -> None:
-    """late: the results come after all calls have been made, as those of servers and workers do."""
-
-    def shown(results: list[float | UserFunctionError]) -> str:
-        futures: list[Future[Any]] = []
-
-        def call(*arguments: Any) -> Future[Any]:
-            futures.append(Future())
-            result = results[len(futures) - 1]
-            if not late and isinstance(result, UserFunctionError):
-                raise result
-            if not late:
-                futures[-1].set_result(result)
-            return futures[-1]
-
-        compared = compared_once("rollout.reward: a:f", call)
-        for number in range(20):
-            assert compared("", str(number), {}, "", []) is futures[number + (number > 7)]
-        for future, result in zip(futures, results, strict=True):
-            if late:
-                fail = isinstance(result, UserFunctionError)
-                future.set_exception(result) if fail else future.set_result(result)  # type: ignore[arg-type]
-        return capsys.readouterr().out
-
-    same: list[float | UserFunctionError] = [float(number) for number in range(8)] + [0.0] + [1.0] * 12
-    assert shown(same) == ""
-    assert shown([0.1 + 0.2, *same[1:8], 0.3, *same[9:]]) == ""
-    assert shown([*same[:8], 0.5, *same[9:]]).startswith("warning: rollout.reward: a:f gives 0 and later 0.5 for the")
-    assert "gives 0 and later fails for the same" in shown([*same[:8], UserFunctionError("no"), *same[9:]])

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,15 @@ from stillhouse.generation import Completion, PromptPlan, SampleGenerator, Sourc
 from stillhouse.generation.sample_generator import _Open
 from stillhouse.generation.turn_replies import TextReplies
 from stillhouse.generation.user_functions import called_here, environment_call, user_function
-from stillhouse.user_code.functions import ENVIRONMENT, Turn, UserFunction, checked_reply, checked_reward
+from stillhouse.loops.completion_calls import compared_once
+from stillhouse.user_code.functions import (
+    ENVIRONMENT,
+    Turn,
+    UserFunction,
+    UserFunctionError,
+    checked_reply,
+    checked_reward,
+)
 
 
 class OwnFloat(float):
@@ -264,3 +273,35 @@ def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(
     assert sample.parts[1].ids_N.tolist() == tokenize(tokenizer, [text[:20_000]], special=False)[0][:511]
     short = text[:40]
     assert environment.ids(short, 512) == tokenize(tokenizer, [short], special=False)[0]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["here", "elsewhere"])
+def test_the_first_call_of_a_reward_is_repeated_once(capsys: pytest.CaptureFixture[str], late: bool) -> None:
+    """late: the results come after all calls have been made, as those of servers and workers do."""
+
+    def shown(results: list[float | UserFunctionError]) -> str:
+        futures: list[Future[Any]] = []
+
+        def call(*arguments: Any) -> Future[Any]:
+            futures.append(Future())
+            result = results[len(futures) - 1]
+            if not late and isinstance(result, UserFunctionError):
+                raise result
+            if not late:
+                futures[-1].set_result(result)
+            return futures[-1]
+
+        compared = compared_once("rollout.reward: a:f", call)
+        for number in range(20):
+            assert compared("", str(number), {}, "", []) is futures[number + (number > 7)]
+        for future, result in zip(futures, results, strict=True):
+            if late:
+                fail = isinstance(result, UserFunctionError)
+                future.set_exception(result) if fail else future.set_result(result)  # type: ignore[arg-type]
+        return capsys.readouterr().out
+
+    same: list[float | UserFunctionError] = [float(number) for number in range(8)] + [0.0] + [1.0] * 12
+    assert shown(same) == ""
+    assert shown([0.1 + 0.2, *same[1:8], 0.3, *same[9:]]) == ""
+    assert shown([*same[:8], 0.5, *same[9:]]).startswith("warning: rollout.reward: a:f gives 0 and later 0.5 for the")
+    assert "gives 0 and later fails for the same" in shown([*same[:8], UserFunctionError("no"), *same[9:]])
