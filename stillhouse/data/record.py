@@ -1,6 +1,8 @@
 """A record of the data with its location, checks of its columns, and the errors about records."""
 
+import json
 import reprlib
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +68,18 @@ class TemplateSyntaxError(ValueError):
     def __init__(self, tokenizer: str, problem: str):
         super().__init__(f"the chat template of {tokenizer!r} {problem}: correct it, or set data.chat_template")
         self.problem = problem
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError if it has a key twice: json would take the last value without a word."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {reprlib.repr(key)} twice; expected each key once")
+    return fields
+
+
+parsed_json = json.JSONDecoder(object_pairs_hook=unique_keys).decode
 
 
 def describe(value: Any) -> str:

@@ -10,6 +10,17 @@ from stillhouse.data.read.image_columns import MARK
 from stillhouse.data.render.templates import Encoded, Rendered, Targets
 from stillhouse.data.render.tokenizers import tokenize
 
+#: how warnings of lost texts go on, by their kind (`render/written_texts.py`)
+_LOST = {
+    "thought": (
+        ", so that the student does not learn it. Templates of reasoning models leave out the thoughts of turns "
+        "before the last question, and read one name of thoughts alone. To train on them: a template that writes "
+        "them (data.chat_template), or a record for each turn, as 'prompt' and 'completion'"
+    ),
+    "changed": " as it is, but with changes inside the text",
+    "key": ", so that the student does not see it",
+}
+
 
 @dataclass
 class _Records:
@@ -30,15 +41,14 @@ class TextWarnings:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets):
         self._tokenizer, self._targets = tokenizer, targets
         self._with_mark, self._with_space = _Records(), _Records()
-        self._without_thoughts, self._changed = _Records(), _Records()
+        self._lost = {kind: _Records() for kind in _LOST}
 
     def add(self, rendered: Rendered, where: str) -> None:
         """where: `file:line` of the record."""
         if MARK in rendered.prompt + rendered.body and (rendered.encoded is None or not rendered.encoded.images):
             self._with_mark.add(where)
-        for records, of_kind in ((self._without_thoughts, rendered.dropped), (self._changed, rendered.changed)):
-            if of_kind:
-                records.add(where, of_kind)
+        for kind, what in rendered.lost.items():
+            self._lost[kind].add(where, what)
         if self._has_space_before_completion(rendered):
             self._with_space.add(where)
 
@@ -49,19 +59,12 @@ class TextWarnings:
                 f"{mark.first}: its text has {MARK}, and the record has no image, so that {MARK} is read as text; "
                 f"expected a column images if it marks the place of one (such records: {mark.count:,})"
             )
-        if (dropped := self._without_thoughts).count:
-            lines.append(
-                f"{dropped.first}: the chat template does not write {dropped.what}, so that the student does not "
-                "learn it. Templates of reasoning models leave out the thoughts of turns before the last question, "
-                "and read one name of thoughts alone. To train on them: a template that writes them "
-                "(data.chat_template), or a record for each turn, as 'prompt' and 'completion' "
-                f"(such records: {dropped.count:,})"
-            )
-        if (changed := self._changed).count:
-            lines.append(
-                f"{changed.first}: the chat template does not write {changed.what} as it is, but with changes inside "
-                f"the text (such records: {changed.count:,})"
-            )
+        for kind, lost in self._lost.items():
+            if lost.count:
+                lines.append(
+                    f"{lost.first}: the chat template does not write {lost.what}{_LOST[kind]} "
+                    f"(such records: {lost.count:,})"
+                )
         if space.count and self._joins_spaces():
             lines.append(
                 f"{space.first}: the prompt ends with a space, which this tokenizer joins with a word behind it, so "

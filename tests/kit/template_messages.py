@@ -116,23 +116,42 @@ def _message(draw: random.Random, role: str, texts: list[tuple[str, str]], calls
 
 
 def _call(draw: random.Random, texts: list[tuple[str, str]], number: int) -> dict[str, Any]:
-    arguments: Any = {"where": _text(draw, texts, "tool_calls"), "much": draw.randint(10**6, 10**7)}
-    texts.append((str(arguments["much"]), "tool_calls"))
-    if draw.random() < 0.3:
+    arguments: Any = {
+        _new_text(draw, texts, "tool_calls"): _value(draw, texts) for _ in range(draw.choice([0, 1, 2, 2]))
+    }
+    if not arguments:
+        arguments = draw.choice([{}, None, "", "{}"])
+    elif draw.random() < 0.3:
         arguments = json.dumps(arguments)
-    elif draw.random() < 0.1:
-        texts[-2:], arguments = [], None
     name = _text(draw, texts, "tool_calls")
     function = {"name": name, "arguments": arguments}
     return {"id": f"{number:09d}", "type": "function", "function": function}
+
+
+def _value(draw: random.Random, texts: list[tuple[str, str]]) -> Any:
+    """An argument: a text, a number, another value of JSON, or an object."""
+    kind = draw.choice(["text", "text", "number", "values", "object"])
+    if kind == "text":
+        return _text(draw, texts, "tool_calls")
+    if kind == "number":
+        texts.append((str(number := draw.randint(10**6, 10**7)), "tool_calls"))
+        return number
+    values = [draw.choice([True, False, None, [], ""]) for _ in range(draw.choice([1, 1, 2]))]
+    if kind == "values":
+        return values if values[1:] else values[0]
+    return {_new_text(draw, texts, "tool_calls"): value for value in values}
 
 
 def _text(draw: random.Random, texts: list[tuple[str, str]], key: str) -> str:
     """A new text, or an earlier one of the same key."""
     earlier = [text for text, of_key in texts if of_key == key and not text.isdigit()]
     if earlier and draw.random() < 0.1:
-        text = draw.choice(earlier)
-    else:
-        text = f"t{draw.randrange(10**9)}{draw.choice(['', ' two', ' é', ' say', '!'])}"
+        texts.append((text := draw.choice(earlier), key))
+        return text
+    return _new_text(draw, texts, key)
+
+
+def _new_text(draw: random.Random, texts: list[tuple[str, str]], key: str) -> str:
+    text = f"t{draw.randrange(10**9)}{draw.choice(['', ' two', ' é', ' say', '!'])}"
     texts.append((text, key))
     return text

@@ -82,6 +82,10 @@ def test_alpaca_is_its_own_prompt_without_a_chat_template(tmp_path: Path, input_
             {"messages": [*MESSAGES, MESSAGES[-2], {"role": "assistant", "content": "a", "train": False}]},
             r"'train' of message 5 of 'messages' is a boolean \(False\), but every turn",
         ),
+        (
+            {"messages": [*MESSAGES, MESSAGES[-2], {"role": "assistant", "content": "a", "weight": 0.5}]},
+            r"'weight' of message 5 of 'messages' is a number \(0.5\), but every turn .* with the weight 1",
+        ),
         (ALPACA | {"history": [["a", "b"]]}, "'history' is not empty"),
         (ALPACA | {"output": ""}, "'output' is empty"),
         (ALPACA | {"input": 3}, "'input' must be a string"),

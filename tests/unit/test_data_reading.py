@@ -58,6 +58,8 @@ def test_json_lines_name_file_and_line(tmp_path: Path, content: bytes, by_line: 
         (b'{"text": "\xff"}', "not UTF-8 text: byte 11 of the line is 0xff"),
         ('{"n": ' + "1" * 5000 + "}", "not readable as JSON: "),
         ("[" * 100_000, "not readable as JSON: "),
+        ('{"text": "a", "text": "b"}', "not readable as JSON: an object has the key 'text' twice"),
+        ('{"a": [{"b": 1, "c": 2, "b": 1}]}', "not readable as JSON: an object has the key 'b' twice"),
     ],
 )
 def test_a_bad_line_is_handed_on_with_its_reason(tmp_path: Path, line: str | bytes, reason: str) -> None:

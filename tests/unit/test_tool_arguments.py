@@ -76,6 +76,29 @@ PYTHON = (
 )
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen3", "deepseekv3_training", "glm4moe", "lfm2_2_5", "nemotron_3_nano_training"]
+)
+def test_a_call_without_arguments_is_one_with_an_empty_object(tmp_path: Path, name: str) -> None:
+    """Of null, some templates write "null"; without the key, others raise an error."""
+    made, absent = tokenizer(name), calls(None)
+    del absent["tool_calls"][0]["function"]["arguments"]
+    messages = [absent, *map(calls, ("", None, " ", "null", {}, "{}"))]
+    documents = load_records(
+        tmp_path, [{"prompt": [USER], "completion": [message]} for message in messages], made, max_tokens=4096
+    )
+    (text,) = {made.decode(documents.tokens(number)) for number in range(len(documents))}
+    assert "null" not in text
+    assert "{}" in text or name in ("glm4moe", "lfm2_2_5", "nemotron_3_nano_training")
+
+
+@pytest.mark.parametrize("key", ["parameters", "args", "input"])
+def test_arguments_under_another_name_are_not_lost(tmp_path: Path, key: str) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", key: {"city": None}}]}
+    with pytest.raises(DataError, match="not write the argument 'city' of 'tool_calls' of message 2"):
+        load_records(tmp_path, [{"messages": [USER, call]}], tokenizer("qwen2_5"), max_tokens=4096)
+
+
 def load_text(folder: Path, record: dict[str, Any], made: PreTrainedTokenizerFast) -> str:
     return made.decode(load_records(folder, [record], made, max_tokens=4096, tokens="all").tokens(0))
 
@@ -95,7 +118,7 @@ def test_a_template_for_strings_keeps_the_users_text(tmp_path: Path) -> None:
         ("{'a': 1}", "Expecting property name"),
         ("[1]", "it is a list"),
         ('"{}"', "it is a string"),
-        ("", "Expecting value"),
+        ('{"a": 1, "a": 2}', "an object has the key 'a' twice"),
     ],
 )
 def test_text_that_is_no_json_object_is_refused(tmp_path: Path, form: str, text: str, reason: str) -> None:

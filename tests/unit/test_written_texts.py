@@ -134,6 +134,99 @@ def test_the_message_of_a_column_and_the_roles_that_are_written_are_named(tmp_pa
         load(tmp_path, "qwen3", {"prompt": [{"role": "critic", "content": "Well."}, USER]}, prompts=True)
 
 
+#: each value of JSON, and names that templates sort
+ARGUMENTS = {
+    **{"n2": True, "n": False, "N": None, "all": [None, True, {"deep": None}], "a b": "x", "é": 1.5},
+    **{"o": {"p": {}}, "e": [], "": ""},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma4", "glm4moe", "lfm2_v2", "muse_glimmer", "qwen3_5_think"])
+def test_all_names_and_values_of_arguments_are_written(tmp_path: Path, name: str) -> None:
+    calls = [{"id": "000000000", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}]
+    documents = load(tmp_path, name, [USER, ANSWER | {"content": "", "tool_calls": calls}])
+    assert all(key in text(documents) for key in ARGUMENTS)
+    assert not [line for line in documents.report.warnings if "does not write" in line]
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments", "problem"),
+    [
+        ("name + '='", {"city": "7 7", "n": 7}, "the argument 'city' of 'tool_calls'"),
+        ("value", {"city": "Oslo"}, "the argument 'city' of 'tool_calls'"),
+        ("name + '=' + (value if value is string else '')", {"city": "Oslo", "n": True}, "the argument 'n' of"),
+        ("name + '=' + (value if value is string else '')", {"city": "null", "n": None}, "the argument 'n' of"),
+        ("name + '=' + (value | string).replace('False', '')", {"n": False}, ""),
+        ("name + '=' + value | string if value else ''", {"n": None}, ""),
+    ],
+)
+def test_lost_names_and_values_of_arguments_are_named(
+    tmp_path: Path, written: str, arguments: dict[str, Any], problem: str
+) -> None:
+    """A value is refused if the text does not change with it, and a warning names it if it is changed."""
+    calls = (
+        "{% for call in message.tool_calls or [] %}{{ call.function.name }}"
+        "{% for name, value in call.function.arguments.items() %}{{ " + written + " }}{% endfor %}{% endfor %}"
+    )
+    template = PLAIN_TEMPLATE.replace("'<|im_end|>", "'' }}" + calls + "{{ '<|im_end|>")
+    messages = [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    if problem:
+        with pytest.raises(DataError, match=f"does not write {problem}.* of message 2 of 'messages':"):
+            load(tmp_path, template, messages)
+    else:
+        warnings = " ".join(load(tmp_path, template, messages).report.warnings)
+        assert "the argument 'n' of 'tool_calls' of message 2 of 'messages' as it is, but with changes" in warnings
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm", "llava_next", "qwen3", "gemma3"])
+def test_empty_contents_are_the_same_in_every_form(tmp_path: Path, name: str) -> None:
+    texts = {
+        text(load(tmp_path, name, [USER | {"content": content}, ANSWER, USER, ANSWER]))
+        for content in ("", [], parts(""), parts("", ""))
+    }
+    assert len(texts) == 1
+    load(tmp_path, name, [USER, ANSWER | {"content": ""}, USER, ANSWER])
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama3", "idefics3", "smolvlm"])
+def test_lost_calls_are_named_before_turns_without_place(tmp_path: Path, name: str) -> None:
+    call = {"role": "assistant", "tool_calls": [CALL]}
+    with pytest.raises(DataError, match="does not write 'tool_calls' of message 2 of 'messages'"):
+        load(tmp_path, name, [USER, call, {"role": "tool", "content": "4"}, ANSWER])
+
+
+@pytest.mark.parametrize("more", [{"name": "Ann"}, {"metadata": {"k": [7]}}, {"prefix": True}, {"id": "msg 7"}])
+def test_keys_of_messages_that_are_not_written_warn_once(tmp_path: Path, more: dict[str, Any]) -> None:
+    (key,) = more
+    record = {"messages": [USER | more, ANSWER]}
+    documents = load_records(tmp_path, [record, record], student("qwen3"), max_tokens=4000)
+    (line,) = [line for line in documents.report.warnings if "does not write" in line]
+    assert line.startswith(f"{tmp_path}/train.jsonl:1: the chat template does not write '{key}' of message 1 of")
+    assert "(such records: 2)" in line
+    written = PLAIN_TEMPLATE.replace("message.role +", f"message.role + message.{key} | tojson +")
+    assert not load(tmp_path, written, [record["messages"][0], ANSWER | more], tokens="all").report.warnings
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        *(
+            ({"role": "user", "content": [{"type": kind, "text": "a"}]}, f"'type' of part 1 .*'{kind}'")
+            for kind in ("input_text", "output_text", "refusal")
+        ),
+        ({"role": "user", "content": [{"type": "text", "text": None}]}, "'text' of part 1 of message 1 .*null"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "url": "b.png"}]}, "'text' and 'url'.*two parts"),
+        ({"role": "user", "content": [{"type": "image", "text": "a"}]}, "'image' and 'text'.*two parts"),
+        ({"role": "tool", "content": {"a": 1}}, "'content' of message 1 .* got an object"),
+        ({"role": "tool", "content": [{"a": 1}]}, "'type' of part 1 of message 1 .* is null"),
+        ({"role": "assistant", "content": None, "refusal": "No."}, "message 1 of 'messages' has no 'content'"),
+    ],
+)
+def test_contents_of_other_interfaces_are_refused(tmp_path: Path, message: dict[str, Any], problem: str) -> None:
+    with pytest.raises(DataError, match=f"train.jsonl:1: .*{problem}"):
+        load(tmp_path, "qwen3", [message, USER, ANSWER])
+
+
 #: templates that drop a text which the conversation has a second time, or which is a part of another one
 _ONCE = PLAIN_TEMPLATE.replace(
     "messages %}", "messages %}{% if loop.first or message.content != loop.previtem.content %}"
@@ -187,7 +280,7 @@ def test_thoughts_of_earlier_turns_warn_and_the_rest_of_their_contents_is_proven
 
 
 @pytest.mark.parametrize(
-    "content", ["", "/no_think", " \n", "4", "</think>", '"4"\n<b>\'é\\', "StillhouseMark8f3a0z"]
+    "content", ["", "/no_think", " \n", "4", "</think>", '"4"\n<b>\'é\\', "!StillhouseMark8f3a0z"]
 )
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gptoss", "gemma4"])
 def test_odd_texts_are_written(tmp_path: Path, name: str, content: str) -> None:

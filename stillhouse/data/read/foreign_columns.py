@@ -90,7 +90,7 @@ def _turn(number: int, turn: Any) -> Fields:
         raise RecordError(f"'value' of {where} must be a string, got {describe(turn['value'])}")
     role = ROLES[turn["from"]]
     # keep these marks, for which the template raises an error
-    masks = {key: turn[key] for key in MASKS if turn.get(key) in (False, 0)} if role == "assistant" else {}
+    masks = {key: turn[key] for key in MASKS if turn.get(key) not in (None, 1)} if role == "assistant" else {}
     return {"role": role, "content": turn["value"], **masks}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stillhouse.data.read.open_files import MAX_BYTES, format_of, open_bytes
-from stillhouse.data.record import DataError, Record, describe
+from stillhouse.data.record import DataError, Record, describe, parsed_json, unique_keys
 from stillhouse.display import first_line
 
 
@@ -38,7 +38,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 def _parse_line(where: str, line: bytes) -> Record:
     try:
-        fields = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
+        fields = parsed_json(line.rstrip(b"\r\n").decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text: byte {error.start + 1} of the line is {line[error.start]:#04x}"
     except json.JSONDecodeError as error:
@@ -70,7 +70,7 @@ def _read_array(path: Path) -> Iterator[Record]:
     line, at, counted = 1, 0, 0
     try:
         text = content.decode("utf-8-sig")
-        decoder, at = json.JSONDecoder(), _next_character(text, 0) + 1
+        decoder, at = json.JSONDecoder(object_pairs_hook=unique_keys), _next_character(text, 0) + 1
         at = _next_character(text, at)
         line, counted = 1 + text.count("\n", 0, at), at
         while text[at] != "]":

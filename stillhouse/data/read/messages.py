@@ -11,13 +11,13 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from stillhouse.data.record import RecordError, column_value, describe
+from stillhouse.data.record import RecordError, column_value, describe, parsed_json
 from stillhouse.display import first_line, name_list
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
 
-#: keys with which other projects set the weight of a turn or exclude the turn from the loss
+#: keys with which other projects set the weight of a turn in the loss, or exclude the turn from it
 MASKS = ("weight", "train", "loss")
 #: ShareGPT's names of the roles. Chat templates do not know these names, so no turn would be a target
 OTHER_ROLES = {"human": "user", "gpt": "assistant"}
@@ -52,6 +52,8 @@ def _message(message: Any, name: str) -> Message:
             raise RecordError(f"{name} has no '{key}' (found {name_list(message)})")
         if key == "content" and isinstance(message[key], list):
             message[key] = _parts(message[key], name)
+            if not text_of(message).strip():  # templates for strings would write another turn than for an empty text
+                message = with_joined_parts(message)
         elif not isinstance(message[key], str):
             expected = "a string" if key == "role" else "a string or a list of parts"
             raise RecordError(f"'{key}' of {name} must be {expected}, got {describe(message[key])}")
@@ -77,27 +79,28 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Arguments of a call, as an object if they are JSON text (the form of OpenAI)."""
-    if not isinstance(arguments, str):
-        return arguments
-    parsed = json.loads(arguments)
-    if not isinstance(parsed, dict):
-        raise ValueError(f"it is {describe(parsed)}")
-    return parsed
+    """Arguments of a call, as an object if they are JSON text (the form of OpenAI).
+
+    Some programs write null or an empty text for a call without arguments, where models write an empty object.
+    """
+    if isinstance(arguments, str):
+        arguments = parsed_json(arguments) if arguments.strip() else None
+        if arguments is not None and not isinstance(arguments, dict):
+            raise ValueError(f"it is {describe(arguments)}")
+    return {} if arguments is None else arguments
 
 
 def with_arguments(message: Message, *, as_text: bool) -> Message:
     """The message with the arguments of its calls as objects, or as JSON text, in which a text stays as it is."""
-    if not any("arguments" in function for function in _calls(message)):
+    if not _calls(message):
         return message
     message = copy.deepcopy(message)
     for function in _calls(message):
-        if (arguments := function.get("arguments")) is None:
-            continue
+        parsed = _parsed(arguments := function.get("arguments"))
         if not as_text:
-            function["arguments"] = _parsed(arguments)
-        elif not isinstance(arguments, str):
-            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            function["arguments"] = parsed
+        elif not isinstance(arguments, str) or not parsed:
+            function["arguments"] = json.dumps(parsed, ensure_ascii=False)
     return message
 
 
@@ -123,6 +126,9 @@ def _part(part: Any, name: str) -> dict[str, Any]:
         raise RecordError(f"{name} must be an object with 'type', got {describe(part)}")
     part = {key: value for key, value in part.items() if value is not None}  # Parquet adds absent keys as null
     kind = part.get("type")
+    other = next((key for key in (_IMAGE_KEYS if kind == "text" else ("text",)) if part.get(key)), None)
+    if other is not None and kind in ("text", "image", "image_url"):
+        raise RecordError(f"{name} has the type {kind!r} and '{other}': expected two parts")
     if kind == "text":
         if not isinstance(part.get("text"), str):
             raise RecordError(f"'text' of {name} must be a string, got {describe(part.get('text'))}")
@@ -159,11 +165,11 @@ def with_text_appended(message: Message, text: str) -> Message:
 
 
 def with_parts(message: Message) -> Message:
-    """The message with its content as a list of parts."""
+    """The message with its content as a list of parts. "" is one part, too: some templates read the first part."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
-    return message | {"content": [{"type": "text", "text": content}] if content else []}
+    return message | {"content": [{"type": "text", "text": content}]}
 
 
 def with_joined_parts(message: Message) -> Message:
@@ -175,14 +181,14 @@ def with_joined_parts(message: Message) -> Message:
 
 
 def require_targets(messages: list[Message], column: str) -> None:
-    """Raise RecordError for a turn that is marked as excluded from the loss: such marks are not supported."""
+    """Raise RecordError for a turn with a weight in the loss that is not 1: such weights are not supported."""
     for number, message in enumerate(messages, start=1):
-        mask = next((key for key in MASKS if message.get(key) in (False, 0)), None)
+        mask = next((key for key in MASKS if message.get(key, 1) != 1), None)
         if mask is not None and message["role"] == "assistant":
             raise RecordError(
                 f"'{mask}' of message {number} of '{column}' is {describe(message[mask])}, but every turn of the "
-                "assistant is a target: expected 'prompt' and 'completion' as two lists of messages, or records "
-                "without such turns"
+                "assistant is a target with the weight 1: expected 'prompt' and 'completion' as two lists of "
+                "messages, or records without such turns"
             )
 
 
@@ -193,7 +199,7 @@ def tools_of(fields: dict[str, Any]) -> Tools:
     value = tools = fields.get("tools")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = parsed_json(tools)
         except (ValueError, RecursionError) as error:
             raise RecordError(
                 f"'tools' is a string, but not JSON ({first_line(error)}), got {describe(value)}"

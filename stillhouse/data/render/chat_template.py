@@ -126,8 +126,7 @@ class ChatTemplate(Template):
         require_encodable(rendered.body, f"'{self.columns[0]}'")
         if lost:
             self._require_written(messages, tools, first, lost)
-            names = {loss.kind: self._name_of(loss, first) for loss in reversed(lost)}
-            rendered = replace(rendered, dropped=names.get("thought", ""), changed=names.get("changed", ""))
+            rendered = replace(rendered, lost={loss.kind: self._name_of(loss, first) for loss in reversed(lost)})
         return self._with_images(rendered, images) if images else rendered
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:

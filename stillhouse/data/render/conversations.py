@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import lru_cache, partial
 from textwrap import shorten
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -68,28 +68,42 @@ class Conversations:
         """
         strings = [with_joined_parts(message) for message in messages]
         parts = [with_parts(message) for message in strings]
-        answers, problems = [], []
+        answers, of_parts, problems = [], None, []
         for form in (messages, *([strings] if strings != messages else []), *([parts] if parts != messages else [])):
             try:
-                answers.append(answer := self._with_losses(form, tools, first))
+                answer = self._with_losses(form, tools, first)
             except ValueError as error:
-                problems += [error] if form is not parts else []
+                problems.append(error)
                 continue
             if not any(map(is_refused, answer[-1])):
                 return answer
             if form is parts:
-                answers.pop()  # the losses of another form are those of the record
-        if not answers:  # an error that is not the template's tells more than that it refuses a form
-            raise min(problems, key=lambda error: str(error).startswith(_REFUSED))
-        return min(answers, key=lambda answer: (any(loss.kind == "object" for loss in answer[-1]), len(answer[-1])))
+                of_parts = answer  # the losses of another form are those of the record
+            else:
+                answers.append(answer)
+        if answers:
+            return min(
+                answers, key=lambda answer: (any(loss.kind == "object" for loss in answer[-1]), len(answer[-1]))
+            )
+        problem = min(problems, key=_concerns_form)
+        if of_parts and _concerns_form(problem) and not any(loss.kind == "object" for loss in of_parts[-1]):
+            return of_parts
+        raise problem
 
     def _with_losses(
         self, messages: list[Message], tools: Tools, first: int | None
     ) -> tuple[str, list[Span], str, list[Loss]]:
-        body, spans = self._with_spans(messages, tools, first)
         prompt = self.targets == "none" and first is not None
-        lost = losses(partial(self._text, tools, prompt=prompt), messages, body)
-        return body, spans, self._end(messages, tools, body, spans) if spans else "", lost
+        lost = partial(losses, partial(self._text, tools, prompt=prompt), messages, template=self._source(tools))
+        try:
+            body, spans = self._with_spans(messages, tools, first)
+        except ValueError:
+            # A turn without its text often has no place that can be identified. Then the lost text is the cause.
+            body = self._text(tools, messages)
+            if any(map(is_refused, texts := lost(body=body))):
+                return body, [], "", texts
+            raise
+        return body, spans, self._end(messages, tools, body, spans) if spans else "", lost(body=body)
 
     def _end(self, messages: list[Message], tools: Tools, body: str, spans: list[Span]) -> str:
         """The special token that ends the assistant's last turn, as if no message followed: in the middle of a
@@ -166,6 +180,11 @@ def undated(template: str) -> str:
     be resumed, and a signal cache would not contain its documents.
     """
     return _ASKS_FOR_THE_DATE.sub(lambda match: repr(DATE.strftime(match["form"])), template)
+
+
+def _concerns_form(problem: ValueError) -> bool:
+    """Whether an error tells only that the template's code cannot use a form, and is not raised by it on purpose."""
+    return str(problem).startswith(_REFUSED) and type(problem.__cause__) is not TemplateError
 
 
 def _syntax_problem(error: TemplateSyntaxError) -> str:

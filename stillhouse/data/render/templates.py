@@ -8,8 +8,8 @@ with an EOS. Texts that a chat template has rendered already end with one, and m
 token is ever masked by its id, because the pad token often has the id of the EOS.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -56,8 +56,8 @@ class Rendered:
 
     encoded: the record's tokens if it has images, because an error of an image must name the record.
     end: the special token with which the template of a conversation ends the assistant's last turn; "" without one.
-    dropped, changed: the first thoughts of a chat that the template leaves out, and the first text that it changes,
-        such as "'reasoning_content' of message 2 of 'messages'". "" without such a text.
+    lost: the first text of a chat of each kind (`written_texts.py`) that the template leaves out or changes, such as
+        "'reasoning_content' of message 2 of 'messages'".
     """
 
     body: str
@@ -65,8 +65,7 @@ class Rendered:
     spans: tuple[Span, ...] = ()
     encoded: Encoded | None = None
     end: str = ""
-    dropped: str = ""
-    changed: str = ""
+    lost: Mapping[str, str] = field(default_factory=dict)
 
 
 class Template(Protocol):

@@ -4,17 +4,18 @@ The texts of the conversation are rendered a second time, with a mark in the mid
 this rendering must be the first one. Then a text is written if its mark is there with the text on both sides of it.
 So a text that the conversation has twice must be written twice, and "4" is not found in "24". If the marks change the
 rendering, because the template looks at the texts, each text must occur in the first rendering as often as in the
-conversation.
+conversation. A value of a call that is no text has a number in its place: true, false and null are written if this
+number is.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from stillhouse.data.read.messages import Message
+from stillhouse.data.read.messages import MASKS, Message
 
 #: keys with the thoughts of a turn
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -25,15 +26,23 @@ _MARKS = re.compile(
 )
 _OPENS = re.compile(r"<(?:seed:)?think(?:ing)?>|\[THINK\]|<\|channel>")
 _CLOSES = re.compile(r"</(?:seed:)?think(?:ing)?>|\[/THINK\]|<channel\|>")
-#: the mark of a text, and that of a number, which is put in its place
-_MARK, _NUMBER = "StillhouseMark8f3a{}z", 918_273_645_000_000
-_MARKED = re.compile(r"StillhouseMark8f3a(\d+)z|918273645(\d{6})(?:\.5)?")
+#: the mark of a text, and that of another value, which is put in its place. A template that sorts the names of
+#: arguments writes names with marks in the same order, because "!" is in front of letters and digits
+_MARK, _NUMBER = "!StillhouseMark8f3a{}z", 918_273_645_000_000
+_MARKED = re.compile(r"!StillhouseMark8f3a(\d+)z|918273645(\d{6})(?:\.5)?")
+#: the keys of a call with what it calls. Some programs write arguments under other names, which few templates read
+_OF_CALLS = ("name", "arguments", "parameters", "args", "input")
+#: how Python writes values of JSON
+_OF_PYTHON = {"true": "True", "false": "False", "null": "None"}
 #: a key of parts of contents. If it is written, the template writes the object in place of its text
 _PART_KEY, _WITH_PART_KEY = "StillhousePart8f3a{}z", re.compile(r"StillhousePart8f3a(\d+)z")
 
+#: keys of messages whose values are read here, or name what a message belongs to
+KEYS = ("role", "content", "tool_calls", "function_call", "tool_call_id", *MASKS)
 #: text: a content or a call. thought: thoughts, which templates of reasoning models drop from earlier turns. changed:
-#: a text that is written in other words. object: a part of a content that is written as an object
-Kind = Literal["text", "thought", "changed", "object"]
+#: a text that is written in other words. object: a part of a content that is written as an object. key: another key
+#: of a message
+Kind = Literal["text", "thought", "changed", "object", "key"]
 
 
 class Loss(NamedTuple):
@@ -50,18 +59,33 @@ def is_refused(loss: Loss) -> bool:
 
 
 class _Text(NamedTuple):
-    """A text with the loss that it would be. half: how many of its characters are in front of its mark."""
+    """A text with the loss that it would be. half: how many of its characters are in front of its mark.
+
+    is_value: whether it is the JSON of a value of a call (a number, true, false, null), which has a number as mark.
+    """
 
     text: str
     half: int
     loss: Loss
+    is_value: bool = False
 
 
-def losses(render: Callable[[list[Message]], str], messages: list[Message], body: str) -> list[Loss]:
+def losses(render: Callable[[list[Message]], str], messages: list[Message], body: str, template: str) -> list[Loss]:
     """The texts of the messages that are not in their rendering, one loss for each name of a text.
 
-    render: renders messages. body: a text that begins with the rendering of these ones.
+    render: renders messages. body: a text that begins with the rendering of these ones. template: its source. A key
+    of a message without a text is lost if the source does not have its name.
     """
+    unread = [
+        Loss(index, f"'{key}'", "key")
+        for index, message in enumerate(messages)
+        for key, value in message.items()
+        if key not in KEYS and not isinstance(value, str) and key not in template
+    ]
+    return list(dict.fromkeys([*_lost_texts(render, messages, body), *unread]))
+
+
+def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message], body: str) -> Iterable[Loss]:
     marked = _Marked()
     try:
         copies = [marked.message(index, message) for index, message in enumerate(messages)]
@@ -70,29 +94,34 @@ def losses(render: Callable[[list[Message]], str], messages: list[Message], body
     try:
         rendered = render(copies)
     except ValueError:  # the template refuses the marks
-        return list(dict.fromkeys(_counted(marked.texts, body)))
+        return _counted(marked.texts, body, set(range(len(marked.texts))))
     if match := _WITH_PART_KEY.search(rendered):
         return [Loss(int(match[1]), "'content'", "object")]
-    lost = _compared(rendered, marked.texts, body)
-    return list(dict.fromkeys(_counted(marked.texts, body) if lost is None else lost))
-
-
-def _compared(rendered: str, texts: list[_Text], body: str) -> Iterator[Loss] | None:
-    """The losses of a rendering with marks; None if `body` does not begin with it."""
-    # by turns a text, the number in the mark of a text (or None), and that in the mark of a number (or None)
+    # by turns a text, the number in the mark of a text (or None), and that in the mark of a value (or None)
     pieces = _MARKED.split(rendered)
-    between, of_numbers = pieces[::3], pieces[2::3]
-    numbers = [int(text or number) for text, number in zip(pieces[1::3], of_numbers, strict=True)]
-    if any(number >= len(texts) for number in numbers):
+    between, of_values = pieces[::3], pieces[2::3]
+    numbers = [int(text or value) for text, value in zip(pieces[1::3], of_values, strict=True)]
+    lost = _compared(between, numbers, of_values, marked.texts, body)
+    return _counted(marked.texts, body, set(numbers)) if lost is None else lost
+
+
+def _compared(
+    between: list[str], numbers: list[int], of_values: list[str | None], texts: list[_Text], body: str
+) -> Iterator[Loss] | None:
+    """The losses of a rendering with marks; None if `body` does not begin with it."""
+    if any(number >= len(texts) for number in numbers) or not body.startswith(between[0]):
         return None
-    plain = [between[0]]
-    for number, is_number, behind in zip(numbers, of_numbers, between[1:], strict=True):
-        plain += [texts[number].text if is_number else "", behind]
-    if not body.startswith("".join(plain)):
-        return None
+    at = len(between[0])
+    for number, is_value, behind in zip(numbers, of_values, between[1:], strict=True):
+        text = texts[number].text if is_value else ""
+        if not body.startswith(text, at):
+            text = _OF_PYTHON.get(text, text)
+        if not body.startswith(text + behind, at):
+            return None
+        at += len(text) + len(behind)
     is_whole: dict[int, bool] = {}
-    for number, is_number, before, behind in zip(numbers, of_numbers, between[:-1], between[1:], strict=True):
-        is_whole[number] = is_whole.get(number, False) or bool(is_number) or _is_around(texts[number], before, behind)
+    for number, is_value, before, behind in zip(numbers, of_values, between[:-1], between[1:], strict=True):
+        is_whole[number] = is_whole.get(number, False) or bool(is_value) or _is_around(texts[number], before, behind)
     return (
         text.loss._replace(kind="changed") if number in is_whole else text.loss
         for number, text in enumerate(texts)
@@ -121,13 +150,20 @@ def _as_strings(text: str) -> Iterator[str]:
     yield repr(text)[1:-1]
 
 
-def _counted(texts: list[_Text], body: str) -> Iterator[Loss]:
-    """The losses of texts that occur in the body less often than in the conversation."""
+def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Loss]:
+    """The losses of texts that occur in the body less often than in the conversation.
+
+    marked: the numbers of the marks that the template writes. A value is lost without its mark.
+    """
     by_text: dict[str, list[Loss]] = {}
-    for text in texts:
-        by_text.setdefault(text.text, []).append(text.loss)
+    for number, text in enumerate(texts):
+        if text.is_value and number not in marked:
+            yield text.loss
+        else:
+            loss = text.loss._replace(kind="changed") if text.is_value else text.loss
+            by_text.setdefault(text.text, []).append(loss)
     for written, of_text in by_text.items():
-        occurrences = max(map(body.count, (written, *_as_strings(written))))
+        occurrences = max(map(body.count, (written, *_as_strings(written), _OF_PYTHON.get(written, written))))
         yield from of_text[: max(0, len(of_text) - occurrences)]
 
 
@@ -152,9 +188,10 @@ class _Marked:
                 self._part(part, _loss_of_part(index, number, content), is_assistant)
                 for number, part in enumerate(content, start=1)
             ]
-        for key in THOUGHTS:
-            if isinstance(message.get(key), str):
-                marked[key] = self._segment(message[key], Loss(index, f"'{key}'", "thought"))
+        for key, value in message.items():
+            if isinstance(value, str) and key not in KEYS and (key != "name" or message["role"] != "tool"):
+                kind: Kind = "thought" if key in THOUGHTS else "key"
+                marked[key] = self._segment(value, Loss(index, f"'{key}'", kind))
         if isinstance(of_call := message.get("tool_call_id"), str):
             marked["tool_call_id"] = self.ids.get(of_call, of_call)
         if calls := message.get("tool_calls"):
@@ -198,29 +235,43 @@ class _Marked:
         ]
 
     def _call(self, call: Any, loss: Loss) -> Any:
-        """A call with marks in its name and in the values of its arguments."""
+        """A call with marks in its name and in its arguments."""
         if not isinstance(call, dict):
             return self._value(call, loss)
-        if isinstance(function := call.get("function"), dict):
-            marked = call | {"function": self._call(function, loss)}
-            name, of_call = function.get("name"), call.get("id")
+        marked = call | {key: self._arguments(call[key], loss) for key in _OF_CALLS if call.get(key) is not None}
+        if function := call.get("function"):
+            marked["function"] = self._call(function, loss)
+            name, of_call = function.get("name") if isinstance(function, dict) else None, call.get("id")
             if isinstance(name, str) and isinstance(of_call, str) and name and name in of_call:
                 self.ids[of_call] = marked["id"] = of_call.replace(name, marked["function"]["name"])
-            return marked
-        return call | {key: self._value(call[key], loss) for key in ("name", "arguments") if key in call}
+        return marked
+
+    def _arguments(self, arguments: Any, loss: Loss) -> Any:
+        if not isinstance(arguments, dict):
+            return self._value(arguments, loss)
+        marked = {}
+        for name, value in arguments.items():
+            of_name = loss._replace(what=f"the argument {name[:40]!r} of {loss.what}")
+            marked[self._name(name, of_name)] = self._value(value, of_name)
+        return marked
 
     def _value(self, value: Any, loss: Loss) -> Any:
-        """A JSON value with marks in its texts and in place of its numbers."""
+        """A JSON value with marks in its texts, behind the names in its objects, and in place of its other values."""
         if isinstance(value, str):
             return self._segment(value, loss)
         if isinstance(value, dict):
-            return {key: self._value(inner, loss) for key, inner in value.items()}
+            return {self._name(key, loss): self._value(inner, loss) for key, inner in value.items()}
         if isinstance(value, list):
             return [self._value(inner, loss) for inner in value]
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            self.texts.append(_Text(str(value), 0, loss))
-            return _NUMBER + len(self.texts) - 1 + (0.5 if isinstance(value, float) else 0)
-        return value
+        text = str(value) if type(value) in (int, float) else json.dumps(value)
+        self.texts.append(_Text(text, 0, loss, is_value=True))
+        return _NUMBER + len(self.texts) - 1 + (0.5 if isinstance(value, float) else 0)
+
+    def _name(self, name: str, loss: Loss) -> str:
+        if not name.strip():
+            return name
+        self.texts.append(_Text(name, len(name), loss))
+        return name + _MARK.format(len(self.texts) - 1)
 
 
 def _loss_of_part(index: int, number: int, parts: list[Any]) -> Loss:
