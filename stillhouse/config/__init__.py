@@ -9,7 +9,7 @@ from stillhouse.config.read_config import dump_config, load_config
 from stillhouse.config.sections.checkpoint_section import CheckpointConfig
 from stillhouse.config.sections.data_section import DataConfig, SourceConfig
 from stillhouse.config.sections.eval_section import EvalConfig, EvalPromptsConfig
-from stillhouse.config.sections.objective_section import ObjectiveConfig, TokenGateConfig
+from stillhouse.config.sections.objective_section import ObjectiveConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig
 from stillhouse.config.sections.rollout_section import RolloutConfig, sampling_temperatures
 from stillhouse.config.sections.run_section import RunConfig
@@ -35,7 +35,6 @@ __all__ = [
     "StudentConfig",
     "TeacherConfig",
     "TeachersConfig",
-    "TokenGateConfig",
     "TrainConfig",
     "as_config_error",
     "dump_config",

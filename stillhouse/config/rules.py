@@ -148,13 +148,6 @@ RULES: tuple[Rule, ...] = (
         "without one, the student with its present weights is the student",
     ),
     excludes("teachers.sum", "teachers.route", because="every document has one teacher"),
-    needs("teachers.balance", "teachers.route"),
-    Rule(
-        ("teachers.balance", "teachers"),
-        lambda balance, teachers: balance != "tokens" and len(teachers.named) == 1,
-        "tokens, or two teachers",
-        "a single teacher has the whole loss",
-    ),
     excludes(
         f"{NAMED}temperature",
         "teachers.sum=distributions",
@@ -309,15 +302,6 @@ RULES: tuple[Rule, ...] = (
         ),
         "a different name for every source (letters, digits, _ and -, a letter first, not reward)",
         "metrics are named by sources, and a file's own name is not always enough",
-    ),
-    # a share of the tokens
-    excludes("objective.token_gate", "student.mtp"),
-    excludes("objective.token_gate", "teacher.cross_tokenizer"),
-    excludes("objective.token_gate", "teachers.balance", because="it balances teachers over all tokens"),
-    excludes(
-        "objective.token_gate",
-        "objective.hidden",
-        because="these losses arise in the layers, where the statistic is not known yet",
     ),
     # hidden states: they are compared in stages that run both student and teacher
     Rule(

@@ -228,11 +228,6 @@ class PackedMicroBatches(StepMicroBatches):
     def targets(self) -> int:
         return int(self.sequences.targets_S[np.concatenate(self.rows)].sum())
 
-    def target_tokens(self) -> dict[int, int]:
-        counts_D = self.sequences.documents.target_counts_D
-        documents = self.documents(np.concatenate(self.rows))
-        return {document: int(counts_D[document]) for document in documents if counts_D[document]}
-
     def document_tokens(self, document: int) -> np.ndarray:
         return self.sequences.documents.tokens(document)
 

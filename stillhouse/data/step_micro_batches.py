@@ -1,6 +1,5 @@
 """The micro-batches of a step, before they are sharded and padded for a layout."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -52,13 +51,6 @@ class StepMicroBatches(Sequence[MicroBatch]):
     def normalizer(self) -> int:
         """The divisor of the step's losses: the number of its target tokens, at least 1."""
         return max(1, self.targets)
-
-    def target_tokens(self) -> dict[int, int]:
-        """The number of target tokens of each document that has some, by its number in `MicroBatch.document_T`."""
-        counts: Counter[int] = Counter()
-        for micro_batch in self._micro_batches:
-            counts.update(micro_batch.document_T[micro_batch.valid_index].tolist())
-        return dict(counts)
 
     def document_tokens(self, document: int) -> np.ndarray:
         """The token ids of a document, by its number in `MicroBatch.document_T`."""

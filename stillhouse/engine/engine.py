@@ -25,7 +25,6 @@ from stillhouse.objective import ObjectiveOutput, Signals
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.objective.token_gate import GateThreshold
 from stillhouse.parallel import DistributedStudent
 
 
@@ -89,8 +88,6 @@ class Engine(Protocol):
     objective: ObjectiveSpec
     parts: tuple[LossPart, ...]
     autocast: torch.dtype | None
-    #: of the objective's token gate in the next step; `update` sets it from the step's output
-    gate_threshold: GateThreshold | None
 
     @property
     def student(self) -> DistributedStudent: ...

@@ -20,11 +20,8 @@ from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import forward_kl
-from stillhouse.objective.metric_keys import GATE
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.objective.tile.fake_kernels import are_fake
-from stillhouse.objective.token_gate import BINS, GateThreshold, histogram, threshold_of
 from stillhouse.parallel import DistributedStudent, StageInputs
 
 #: AdamW with torch's default betas, without weight decay and clipping
@@ -48,23 +45,9 @@ class EnginePasses:
     ):
         self.student, self.objective, self.parts = student, objective, tuple(parts)
         self._train, self.autocast, self._chunk_tokens = train, autocast, chunk_tokens
-        #: of the objective's token gate in the next step; None: it keeps all tokens
-        self.gate_threshold: GateThreshold | None = None
 
     def _step_loss(self, normalizer: float) -> StepLoss:
-        return StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts, threshold=self.gate_threshold)
-
-    def _update_gate(self, output: StepOutput) -> None:
-        """Set the threshold of the next step from this step's tokens on all processes. A collective."""
-        gate = self.objective.token_gate
-        if gate is None:
-            return
-        counts_B = torch.zeros(BINS, dtype=torch.int64, device=self.student.device)
-        for of_micro_batch in output.outputs:
-            counts_B += histogram(of_micro_batch.per_token[GATE])
-        counts_B = self.student.ranks.sum(counts_B)
-        if not are_fake([counts_B]):  # a dry run has no values
-            self.gate_threshold = threshold_of(counts_B.tolist(), gate.keep)
+        return StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts)
 
     def _inputs(
         self,

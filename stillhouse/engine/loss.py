@@ -6,7 +6,6 @@
 B rows, S tokens per row, T = B·S tokens in the rows' order, D width.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,10 +28,9 @@ from stillhouse.objective import (
     linear_objective,
     routed_objective,
 )
-from stillhouse.objective.metric_keys import BALANCE, GATE, GRADIENT_SQUARE, IS_SAMPLED, KEPT, WEIGHTS
+from stillhouse.objective.metric_keys import IS_SAMPLED, WEIGHTS
 from stillhouse.objective.origins import origin_masks
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.objective.token_gate import GateThreshold, is_below
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,11 @@ class StepLoss:
     parts: the losses beside the objective (`engine/parts`).
     with_teacher_cross_entropy: also report `teacher_cross_entropy`, the teacher's cross-entropy on the labels; the
         signal must be exact (`FullVocab`).
-    threshold: that of the objective's token gate, from the step before; None: the gate keeps all tokens.
 
     The output has these metrics beside those of the objective: `weights`, the sum of the rows' weights, by which sums
     of entropies and of agreement are divided; for each teacher with a routed signal and each origin of an objective
-    by origin, `weights/<name>`, the same sum over its rows, and `tokens/<name>`, the number of these rows. With
-    `teachers.balance`, each of these rows counts by its factor, and `gradient_square/<name>` is the teacher's squared
-    norm of the gradient with respect to the hidden states, before the division by the normalizer. An objective that
-    needs rollouts is replaced by `objective.at_mtp_depths()` at MTP depths. With a token gate, `kept` is the number
-    of rows that it keeps, and its statistic in `per_token` is −inf at rows without a weight.
+    by origin, `weights/<name>`, the same sum over its rows, and `tokens/<name>`, the number of these rows. An
+    objective that needs rollouts is replaced by `objective.at_mtp_depths()` at MTP depths.
     """
 
     objective: ObjectiveSpec
@@ -60,7 +54,6 @@ class StepLoss:
     chunk_tokens: int | None = None
     parts: tuple[LossPart, ...] = ()
     with_teacher_cross_entropy: bool = False
-    threshold: GateThreshold | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.objective, ObjectiveSpec):
@@ -81,29 +74,17 @@ class StepLoss:
             signals = {name: heads.enter_context(signal.opened(head)) for name, signal in targets.signals.items()}
             if routed := {name: signal for name, signal in signals.items() if isinstance(signal, RoutedSignal)}:
                 groups = self._routed_terms(hidden_TD, routed, targets, head)
-                is_balanced = BALANCE in targets.per_token
-                output = routed_objective(hidden_TD, head, groups, with_hidden_squares=is_balanced, **options)
+                output = routed_objective(hidden_TD, head, groups, **options)
             else:
                 terms = self._terms(hidden_TD, signals, targets, head, targets.valid_index, depth)
                 output = linear_objective(hidden_TD, head, terms, valid_index=targets.valid_index, **options)
             counts = _row_counts(targets, routed, output) | self._counts_by_origin(targets, output)
-            output = self._with_kept_rows(replace(output, metrics=output.metrics | counts), targets)
+            output = replace(output, metrics=output.metrics | counts)
             if self.with_teacher_cross_entropy and not depth:
                 output = _with_teacher_cross_entropy(output, signals, targets)
             for part in self.parts:
                 output = part.at_head(self, output, hidden_by_depth, head, replace(context, signals=signals))
         return output
-
-    def _with_kept_rows(self, output: ObjectiveOutput, targets: DistillTargets) -> ObjectiveOutput:
-        """Add the metric `kept` of a token gate, and mark the rows without a weight in its statistic."""
-        if self.objective.token_gate is None:
-            return output
-        assert targets.weights_T is not None
-        counts_T = (targets.weights_T != 0).to(output.loss.device)
-        statistic_T = output.per_token[GATE].masked_fill(~counts_T, -math.inf)
-        kept_T = counts_T if self.threshold is None else counts_T & ~is_below(statistic_T, self.threshold.value)
-        metrics = output.metrics | {KEPT: kept_T.to(output.loss).sum()}
-        return replace(output, metrics=metrics, per_token=output.per_token | {GATE: statistic_T})
 
     def _counts_by_origin(self, targets: DistillTargets, output: ObjectiveOutput) -> dict[str, Tensor]:
         """Return the metrics `weights/<origin>` and `tokens/<origin>` of an objective by origin."""
@@ -152,7 +133,6 @@ class StepLoss:
             valid_index=valid_index,
             student=head,
             hidden_TD=hidden_TD,
-            threshold=self.threshold,
         )
 
 
@@ -161,11 +141,6 @@ def _row_counts(
 ) -> dict[str, Tensor]:
     """Return the metrics `weights` of `StepLoss`, and those of teachers with a routed signal."""
     counts = {f"tokens/{name}": output.loss.new_full((), len(signal.index)) for name, signal in routed.items()}
-    if (factor_T := targets.per_token.get(BALANCE)) is not None:
-        counts = {f"tokens/{name}": factor_T[signal.index].to(output.loss).sum() for name, signal in routed.items()}
-    if (squares_T := output.hidden_squares_T) is not None:
-        squares = {name: squares_T[signal.index].sum() for name, signal in routed.items()}
-        counts |= {f"{GRADIENT_SQUARE}/{name}": square.to(output.loss) for name, square in squares.items()}
     sums = {f"{WEIGHTS}/{name}": _sum_of_weights(targets, output, signal.index) for name, signal in routed.items()}
     return counts | sums | {WEIGHTS: _sum_of_weights(targets, output, targets.valid_index)}
 

@@ -84,7 +84,6 @@ class TorchEngine(EnginePasses):
         if not steps_before_reading:
             make_step(self.optimizer, learning_rate)
         self.optimizer.zero_grad(set_to_none=True)
-        self._update_gate(output)
         if self.average is not None:
             self.average.update()
         return norm

@@ -122,11 +122,7 @@ def _document(
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
-    """Return the objective of the dataset's documents without terms that need rollouts; None if no term is left.
-
-    A token gate is left out, because evaluation never has one.
-    """
-    spec = replace(spec, token_gate=None)
+    """Return the objective of the dataset's documents without terms that need rollouts; None if no term is left."""
     if spec.by_origin:
         return _without_rollouts(spec.by_origin[DATASET]) if DATASET in spec.by_origin else None
     if not spec.needs_rollouts:

@@ -24,9 +24,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
         for step in run.steps:
             run.begin(step)
             micro_batches, signals = next(requests)
-            output = engine.forward_backward(
-                session.weighed(micro_batches), signals.result(), micro_batches.of_all_ranks.normalizer
-            )
+            output = engine.forward_backward(micro_batches, signals.result(), micro_batches.of_all_ranks.normalizer)
             requests.build_next()  # before `update` waits for the device
             run.update(step, micro_batches, output)
             run.end(step, micro_batches, output)

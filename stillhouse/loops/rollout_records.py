@@ -16,14 +16,13 @@ from stillhouse.loops.held_out_images import shown_text
 from stillhouse.loops.rollout_warnings import RolloutWarnings
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.loops.session_objects import Session
-from stillhouse.objective.metric_keys import GATE
 from stillhouse.output import records
 from stillhouse.output.metrics_file import REWARD_PART
 from stillhouse.parallel import Ranks, ShardedMicroBatches
 from stillhouse.user_code.functions import REWARD
 
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student
-_NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_", GATE)
+_NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_")
 
 
 class RolloutMetrics:

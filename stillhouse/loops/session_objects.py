@@ -27,7 +27,7 @@ from stillhouse.models import Decoder, weight_bytes
 from stillhouse.models.document_packing import PACKED
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ModelSource, Ranks, ShardedMicroBatches
-from stillhouse.signals import NoTeacher, SignalSource, SignalStore, TeacherBalance
+from stillhouse.signals import NoTeacher, SignalSource, SignalStore
 
 
 @dataclass
@@ -45,7 +45,6 @@ class Session:
     prompt_sources: with rollouts, the sources of data.train; empty for a single source.
     processor: the student's processor for images; None if it has none.
     teacher_images: how teachers in this job read images, if they do not share it, by their names.
-    balance: weighs the documents of several teachers; None: each target token counts once.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
     track, values: the trackers, and the configuration by dotted keys, which the trackers show.
     """
@@ -76,7 +75,6 @@ class Session:
     plan: PromptPlan | None = None
     dataset: Documents | None = None
     processor: ImageProcessor | None = None
-    balance: TeacherBalance | None = None
     teacher_images: Mapping[str, TeacherImages] = field(default_factory=dict)
 
     @property
@@ -151,11 +149,7 @@ class Session:
         """Request a step's signals, then run its forward and backward. engine: None for the run's own engine."""
         engine = engine or self.engine
         signals = self.source_for(engine).request(micro_batches).result()
-        return engine.forward_backward(self.weighed(micro_batches), signals, micro_batches.of_all_ranks.normalizer)
-
-    def weighed(self, micro_batches: ShardedMicroBatches) -> ShardedMicroBatches:
-        """Return a step's micro-batches with the weights that `balance` gives to the documents of each teacher."""
-        return micro_batches if self.balance is None else self.balance.weigh(micro_batches)
+        return engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
 
     def close(self) -> None:
         """Give up pending requests for signals."""

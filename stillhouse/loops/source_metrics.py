@@ -23,12 +23,11 @@ from stillhouse.generation import PromptPlan, Sample
 from stillhouse.generation.advantages import mean_and_deviation
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.loops.session_objects import Session
-from stillhouse.objective.metric_keys import GATE
 from stillhouse.objective.origins import origin_masks
 from stillhouse.parallel import ShardedMicroBatches
 
 #: values per token that are no terms of the objective
-_NO_TERMS = ("log_ratio", GATE)
+_NO_TERMS = ("log_ratio",)
 #: the key of the number of target tokens of a source
 _TOKENS = "tokens"
 
@@ -40,10 +39,7 @@ def source_metrics(
     micro_batches: ShardedMicroBatches,
     output: StepOutput,
 ) -> dict[str, float]:
-    """Return the metrics of the sources that have documents in this step. A collective of all processes.
-
-    Terms are absent if the objective has a token gate, whose choice the values per token do not contain.
-    """
+    """Return the metrics of the sources that have documents in this step. A collective of all processes."""
     plan = session.plan
     assert plan is not None
     metrics: dict[str, float] = {}
@@ -98,8 +94,7 @@ def _sums_by_source(
         + [plan.source_of_document(document) for document in plan.from_dataset(step)]
     )
     sums = [dict[str, float]() for _ in plan.sources]
-    outputs = [] if spec.token_gate is not None else output.outputs
-    for micro_batch, of_micro_batch in zip(micro_batches, outputs, strict=False):
+    for micro_batch, of_micro_batch in zip(micro_batches, output.outputs, strict=False):
         rows = micro_batch.weights_T.nonzero()[:, 0]
         weights_R = micro_batch.weights_T[rows].double().cpu()
         source_R = source_D[micro_batch.document_T[rows].cpu()]

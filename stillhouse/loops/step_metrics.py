@@ -2,16 +2,14 @@
 
 loss/forward_kl_nats_per_token           a term of the objective, unscaled
 loss/mtp_1/forward_kl_nats_per_token     the same at depth 1 of multi-token prediction, per token of this depth
-train/hidden_gradient_norm/math          a teacher's part of the gradient, with `teachers.balance`
 eval/mtp_1/acceptance                    the share of held-out tokens at which a greedy draft of depth 1 is accepted
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 from stillhouse.engine.parts import LossPart
 from stillhouse.engine.parts.mtp import PREFIX
-from stillhouse.objective.metric_keys import CHUNK_TOKENS, GATE, GRADIENT_SQUARE, KEPT, WEIGHTS
+from stillhouse.objective.metric_keys import CHUNK_TOKENS, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 
 #: the keys of a step's metrics that are not terms of the loss
@@ -20,8 +18,6 @@ _STEP_KEYS = {
     "teacher_entropy": "train/teacher_entropy_nats",
     "agreement": "train/agreement",
     "teacher_mass": "train/teacher_mass",
-    GATE: "train/gate_statistic_nats",
-    KEPT: "train/kept_share",
     "sampled_acceptance": "train/sampled_acceptance",
 }
 #: sums over sampled tokens, which `rollout_records.py` reports
@@ -54,10 +50,6 @@ def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec, parts: Seq
                 continue
             key = f"{keys[kind]}{slash}{teacher}" if kind in keys else f"loss/{name}_nats_per_token"
             metrics[_depth_key(key, depth)] = mean
-    for name, value in sums.items():
-        kind, _, teacher = name.partition("/")
-        if kind == GRADIENT_SQUARE:
-            metrics[f"train/hidden_gradient_norm/{teacher}"] = math.sqrt(value) / (sums["tokens"] or 1.0)
     return metrics
 
 
@@ -98,9 +90,7 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
         # terms of the loss are divided by the number of targets, descriptions of the tokens by the sum of the weights
         count = WEIGHTS if kind.partition("#")[0] in _DESCRIPTIONS and WEIGHTS in sums else "tokens"
         tokens = sums[count] or 1.0
-        if kind in ("loss", "tokens", WEIGHTS, CHUNK_TOKENS, GRADIENT_SQUARE) or (
-            name == "student_entropy" and mixes_temperatures
-        ):
+        if kind in ("loss", "tokens", WEIGHTS, CHUNK_TOKENS) or (name == "student_entropy" and mixes_temperatures):
             continue
         if not teacher:
             averages[name] = value / tokens

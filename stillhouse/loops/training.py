@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from stillhouse.loops.session_objects import Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.models import NotFiniteError
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
-from stillhouse.objective.token_gate import GateThreshold
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
@@ -75,7 +74,6 @@ class Training:
         self._of_teacher: dict[str, float] | None = None
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
-        self._gate = session.engine.gate_threshold
         self._has_warned = False  # that a step has no targets
         #: the samples that the next checkpoint has, with the states in `progress` that fit them
         self._queue_state: QueueState | None = None
@@ -94,7 +92,6 @@ class Training:
         """
         session, checkpoints = self.session, self.folder.checkpoints
         self._rate = learning_rate(session.train_config, self.last_step, step)
-        self._gate = session.engine.gate_threshold
         if not micro_batches.of_all_ranks.targets:
             session.engine.zero_grad()
             self._norm = 0.0
@@ -121,9 +118,6 @@ class Training:
         """
         seconds = time.monotonic() - self._started if seconds is None else seconds
         session, progress = self.session, self.progress
-        if session.balance is not None:
-            session.balance.measure(output.sums)
-            progress.teacher_gradients = dict(session.balance.gradients)
         progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
         metrics = step_metrics(output.sums, session.spec, session.engine.parts) | {
             "train/learning_rate": self._rate,
@@ -132,10 +126,6 @@ class Training:
             "speed/step_seconds": seconds,
             "speed/chunk_tokens": output.sums[CHUNK_TOKENS],
         }
-        if self._gate is not None:
-            metrics["train/gate_threshold_nats"] = self._gate.value
-        next_gate = session.engine.gate_threshold
-        progress.gate = {} if next_gate is None else asdict(next_gate)
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
         if progress.step == 1 and self._norm == 0.0 and micro_batches.of_all_ranks.targets:
             self.log.print_line(_NO_GRADIENT)
@@ -255,10 +245,6 @@ def _progress(
     progress, steps = Progress(), session.step_schedule.steps
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, session.engine)
-        if session.balance is not None:
-            session.balance.gradients = dict(progress.teacher_gradients)
-        if session.spec.token_gate is not None and progress.gate:
-            session.engine.gate_threshold = GateThreshold(**progress.gate)
         if folder.owns(checkpoint.path):
             if session.rollout_config is not None:
                 _restore_queue(session, checkpoint, progress.step, queue)

@@ -28,7 +28,7 @@ from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.chunks import run_chunks
 from stillhouse.objective.tile.logits_provider import HeadLogits, LogitsProvider, TensorLogits
 from stillhouse.objective.tile.totals import Totals
-from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad, summed_over_ranks
+from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,11 @@ class ObjectiveOutput:
         divided by the normalizer. The keys depend only on the terms, not on the rows; docs/objective.md lists them.
     The metric `chunk_tokens` is not a sum: it is the largest number of rows of a tile.
     `per_token`: detached [T], each term's unweighted value under the term's name; 0 where the token's weight is 0.
-    `hidden_squares_T`: detached [T], if it was requested: for each row, the squared norm of the gradient of the
-        weighted sum, before the division by the normalizer, with respect to the row's hidden state.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     per_token: dict[str, Tensor]
-    hidden_squares_T: Tensor | None = None
 
 
 @_disable_dynamo
@@ -94,19 +91,16 @@ def routed_objective(
     weights_T: Tensor | None = None,
     normalizer: float | Tensor = 1.0,
     chunk_tokens: int | None = None,
-    with_hidden_squares: bool = False,
 ) -> ObjectiveOutput:
     """Compute `linear_objective` where different rows have different terms, such as those of different teachers.
 
     groups: (rows, terms) of each group; the rows are int64, and no row is in two groups. The pass requests the next
     group only when it no longer needs the previous group's terms. All groups add to the same gradients.
-    with_hidden_squares: also return `hidden_squares_T`, if the hidden states need a gradient. Over a sharded head,
-        this is one more all-reduce of the hidden states' gradient.
     The other arguments are those of `linear_objective`.
 
     Raises ValueError without a group, and all ValueErrors of `linear_objective`.
     """
-    return _of_hidden_states(hidden_TD, head, groups, weights_T, normalizer, chunk_tokens, with_hidden_squares)
+    return _of_hidden_states(hidden_TD, head, groups, weights_T, normalizer, chunk_tokens)
 
 
 @_disable_dynamo
@@ -140,7 +134,6 @@ def _of_hidden_states(
     weights_T: Tensor | None,
     normalizer: float | Tensor,
     chunk_tokens: int | None,
-    with_hidden_squares: bool = False,
 ) -> ObjectiveOutput:
     """Run one pass per group. groups: the rows (None: all rows) and the terms of each group."""
     require_head(head)
@@ -159,7 +152,7 @@ def _of_hidden_states(
             gradients = provider.gradients
             yield provider, terms, index
 
-    return _objective(passes(), leaves, weights_T, normalizer, chunk_tokens, with_hidden_squares)
+    return _objective(passes(), leaves, weights_T, normalizer, chunk_tokens)
 
 
 def _objective(
@@ -168,7 +161,6 @@ def _objective(
     weights_T: Tensor | None,
     normalizer: float | Tensor,
     chunk_tokens: int | None,
-    with_hidden_squares: bool = False,
 ) -> ObjectiveOutput:
     """passes: for each group, the provider of the logits, the terms and the rows (None: all rows)."""
     tokens = len(first_leaf(leaves)[1])
@@ -183,18 +175,11 @@ def _objective(
     with torch.no_grad():
         factor = _reciprocal(normalizer, provider)
         loss = totals.loss.to(provider.dtype) * factor
-        squares_T = _hidden_squares(provider) if with_hidden_squares else None
     if provider.needs_gradient:
         loss = _Attach.apply(loss, factor, provider.gradients, provider.shard, *leaves.values())
     metrics = {key: value.to(provider.dtype) for key, value in totals.sums.items()}
     metrics[CHUNK_TOKENS] = torch.full_like(factor, totals.chunk_tokens)
-    return ObjectiveOutput(loss, metrics, totals.per_token, squares_T)
-
-
-def _hidden_squares(provider: LogitsProvider) -> Tensor | None:
-    """Return `ObjectiveOutput.hidden_squares_T`; None if the hidden states need no gradient."""
-    gradient_TD, *_ = provider.gradients
-    return None if gradient_TD is None else summed_over_ranks(gradient_TD, provider.shard).square().sum(1)
+    return ObjectiveOutput(loss, metrics, totals.per_token)
 
 
 class _Attach(torch.autograd.Function):

@@ -12,13 +12,6 @@ CHUNK_TOKENS = "chunk_tokens"
 #: the key of the sum of the rows' weights; `StepLoss` adds it to the metrics
 WEIGHTS = "weights"
 
-#: prefix of the key of a teacher's squared norm of the gradient with respect to the student's last hidden states
-GRADIENT_SQUARE = "gradient_square"
-#: the key of the statistic of a token gate, which is a metric and, in `per_token`, −inf at rows that do not count
-GATE = "gate_statistic"
-#: the number of the rows that a token gate keeps; `StepLoss` adds it to the metrics
-KEPT = "kept"
-
 # keys of the float32 `per_token` tensors of a micro-batch of rollouts; a row's value is about the token it predicts
 #: the advantage of the token
 ADVANTAGES = "advantages"
@@ -28,8 +21,6 @@ OLD_LOG_PROBS = "old_log_probs"
 SAMPLING = "sampling"
 #: 1 if the student's policy sampled the token, 0 if it comes from the dataset or a teacher
 IS_SAMPLED = "is_sampled"
-#: the factor that `teachers.balance` gives to the weight of a row
-BALANCE = "balance"
 #: the version of the weights that generated the token; −1 if no model of the run did
 POLICY_VERSION = "policy_version"
 

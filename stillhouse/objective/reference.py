@@ -24,7 +24,6 @@ from stillhouse.objective.sorted_l1 import SortedL1, sorted_l1
 from stillhouse.objective.spans import Continuation
 from stillhouse.objective.sparse import LOG_ZERO
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term, require_terms
-from stillhouse.objective.token_gate import TokenGate
 
 
 def dense_objective(
@@ -53,15 +52,12 @@ def dense_objective(
     hidden_TD = torch.where(torch.stack(counted).any(0)[:, None], hidden_TD, 0)
     logits_TV = _logits(hidden_TD, head, vocabulary, dtype)
     loss, metrics, per_token = logits_TV.new_zeros(()), {"tokens": (weights_T != 0).sum().to(dtype)}, {}
-    factors = [_factors(gate, logits_TV.detach(), vocabulary) for gate in terms if isinstance(gate, TokenGate)]
     for name, term, counted_T in zip(unique_names(terms), terms, counted, strict=True):
         term_weights_T = weights_T if term.weights_T is None else weights_T * term.weights_T.to(dtype)
         # rows that are not counted must get no gradient, because 0·inf would be NaN
         attached_TV = torch.where(counted_T[:, None], logits_TV, logits_TV.detach())
         value_T = _value(term, attached_TV, vocabulary)
         value_T = torch.where(term_weights_T == 0, torch.zeros_like(value_T), value_T)
-        for factor_T in factors if term.scale else ():
-            term_weights_T = term_weights_T * factor_T
         total = (term_weights_T * torch.where(term_weights_T == 0, torch.zeros_like(value_T), value_T)).sum()
         if term.scale:  # a term of scale 0 is only reported; its value may be infinite
             loss = loss + term.scale * total
@@ -99,8 +95,6 @@ def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
         case SortedL1():
             log_p_TB = torch.cat([term.signal.log_probs_TK, term.signal.tail_log_prob_T[:, None]], 1).detach()
             value_T = sorted_l1(log_p_TB.to(log_q_TV.dtype), log_q_TV)
-        case TokenGate():
-            return _gate_statistic(term, log_q_TV, logits_TV, vocabulary)
         case SampledKL() | PolicyGradient() | LogRatio():
             has_label_T = term.labels_T >= 0
             log_q_T = _at_labels(log_q_TV, term.labels_T)
@@ -122,27 +116,6 @@ def _column(temperature: Temperatures) -> float | Tensor:
         return temperature
     values = torch.tensor(temperature.values, dtype=torch.float64, device=temperature.number_T.device)
     return values[temperature.number_T.long()][:, None]
-
-
-def _gate_statistic(gate: TokenGate, log_q_TV: Tensor, logits_TV: Tensor, vocabulary: int) -> Tensor:
-    if gate.by == "student_entropy":
-        return -(log_q_TV.exp() * log_q_TV.masked_fill(log_q_TV == -math.inf, 0)).sum(1)
-    if gate.by == "teacher_entropy":
-        first = gate.distilled[0]
-        log_p_TV = _teacher_log_probs(first.signal, first.temperature, vocabulary, log_q_TV.dtype)
-        return -(log_p_TV.exp() * log_p_TV.masked_fill(log_p_TV == -math.inf, 0)).sum(1)
-    values = []
-    for term in gate.distilled:
-        value_T = term.scale * _value(term, logits_TV, vocabulary)
-        weights_T = torch.ones_like(value_T) if term.weights_T is None else term.weights_T.to(value_T.dtype)
-        values.append(torch.where(weights_T == 0, torch.zeros_like(value_T), weights_T * value_T))
-    return torch.stack(values).sum(0)
-
-
-def _factors(gate: TokenGate, logits_TV: Tensor, vocabulary: int) -> Tensor:
-    """Return 1/share at the rows that the gate keeps, and 0 at the others."""
-    statistic_T = _value(gate, logits_TV, vocabulary)
-    return torch.where(statistic_T < gate.thresholds_T, 0.0, 1 / gate.shares_T.to(statistic_T.dtype))
 
 
 def _cross_entropy(term: CrossEntropy, logits_TV: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.spec_expression import expression_fields
 from stillhouse.objective.spec_in_words import in_words
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
-from stillhouse.objective.token_gate import GateThreshold, TokenGate, TokenGateSettings
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ class ObjectiveSpec:
         `sampling_temperature`; `per_token[SAMPLING]` has the number of each row's temperature.
     by_origin: the objective of each origin (`origins.py`), in place of the coefficients above; all other settings are
         the same in all of them. Rows of an origin that is absent have no loss.
-    token_gate: the share of the tokens that are trained, and the statistic that chooses them; None: all tokens.
     """
 
     cross_entropy: float | None = None
@@ -79,7 +77,6 @@ class ObjectiveSpec:
     teachers: Mapping[str, TeacherShare] = field(default_factory=dict)
     is_mixture: bool = False
     by_origin: Mapping[str, "ObjectiveSpec"] = field(default_factory=dict)
-    token_gate: TokenGateSettings | None = None
 
     @classmethod
     def of_origins(cls, by_origin: Mapping[str, "ObjectiveSpec"]) -> "ObjectiveSpec":
@@ -160,7 +157,6 @@ class ObjectiveSpec:
         valid_index: Tensor | None = None,
         student: OutputHead | None = None,
         hidden_TD: Tensor | None = None,
-        threshold: GateThreshold | None = None,
     ) -> list[Term]:
         """Return the terms for one batch.
 
@@ -172,7 +168,6 @@ class ObjectiveSpec:
         student: the student's head; needed if it is sharded, if its vocabulary is smaller than a teacher's, and for
             ratio=sequence.
         hidden_TD: the student's hidden states, needed for ratio=sequence.
-        threshold: that of `token_gate`; None: the gate keeps all tokens.
 
         Raises ValueError if a signal is missing, or belongs to a teacher that the objective does not name.
         """
@@ -184,8 +179,6 @@ class ObjectiveSpec:
             old_T = tokens.at_sampled(OLD_LOG_PROBS)
             temperatures = term_options(self._temperatures(tokens))
             terms.append(LogRatio(labels_T, old_T, weights_T=tokens.weights_T, **temperatures))
-        if self.token_gate is not None:
-            terms.append(TokenGate.of(self.token_gate, terms, labels_T, threshold))
         return terms
 
     def _terms_by_origin(self, tokens: SampledTokens, signals: Signals) -> list[Term]:

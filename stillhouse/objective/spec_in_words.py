@@ -1,6 +1,5 @@
 """An objective in words, for the first lines of a run's output."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -8,9 +7,6 @@ if TYPE_CHECKING:
 
 
 def in_words(spec: "ObjectiveSpec") -> str:
-    if spec.token_gate is not None:
-        gate, words = spec.token_gate, in_words(replace(spec, token_gate=None))
-        return f"{words} (at the share {gate.keep:g} of the tokens with the largest {gate.by})"
     if spec.by_origin:
         return "; ".join(f"{in_words(part)} (origin: {origin})" for origin, part in spec.by_origin.items())
     parts = []

@@ -119,15 +119,6 @@ def reduce_hidden_grad(grad_TD: Tensor, shard: VocabShard | None) -> Tensor:
     return grad_TD
 
 
-def summed_over_ranks(partial: Tensor, shard: VocabShard | None) -> Tensor:
-    """Return the sum of a tensor over the ranks of a shard, in a new tensor if there are several."""
-    if shard is None or shard.is_alone:
-        return partial
-    total = partial.clone()
-    dist.all_reduce(total, group=shard.group)
-    return total
-
-
 def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | None, vocabulary: int) -> Tensor:
     """Return the rows of a head's weight or bias that belong to the student's shard and are below `vocabulary`.
 

@@ -20,6 +20,7 @@ PREFIX = "step-"
 _OWN_HASH = "sha256"
 
 
+_REMOVED = ("teacher_gradients", "gate")
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -38,8 +39,6 @@ class Progress:
     configuration: a hash of the values that affect the weights.
     log_bytes, log_sha256: the length and the hash of metrics.jsonl.
     started_from: the checkpoint of another run that this run began with, if any.
-    teacher_gradients: the size of each teacher's gradient (`TeacherBalance.gradients`).
-    gate: the threshold of the objective's token gate in the next step; empty if it keeps all tokens, or is absent.
     functions, sources: the states of the user's functions as JSON, and the hashes of modules (`FunctionStates`).
     """
 
@@ -55,8 +54,6 @@ class Progress:
     log_sha256: str = ""
     configuration: str = ""
     started_from: str | None = None
-    teacher_gradients: dict[str, NonNegativeFloat] = field(default_factory=dict)
-    gate: dict[str, float] = field(default_factory=dict)
     functions: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -109,6 +106,8 @@ def read_state(path: Path) -> State:
         )
     if content.pop(_OWN_HASH) != json_hash(content):
         raise DamagedCheckpointError(f"{path} is damaged: its {STATE} is not what was written (its hash differs)")
+    for removed in _REMOVED:  # what earlier versions wrote for keys that are refused now
+        content.get("progress", {}).pop(removed, None)
     try:
         state = _STATE.validate_json(json.dumps(content))
     except ValidationError as error:

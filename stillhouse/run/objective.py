@@ -12,14 +12,12 @@ from stillhouse.config import (
     StudentConfig,
     TeacherConfig,
     TeachersConfig,
-    TokenGateConfig,
     sampling_temperatures,
 )
 from stillhouse.engine.parts import PARTS, LossPart, LossSections
 from stillhouse.objective.importance_correction import Correction
 from stillhouse.objective.origins import DATASET, STUDENT
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
-from stillhouse.objective.token_gate import TokenGateSettings
 from stillhouse.signals import SignalStore
 
 BY_ORIGIN = "objective.by_origin"
@@ -50,8 +48,6 @@ class RunObjective:
             self._require_uld(spec)
         else:
             spec = ObjectiveSpec.of_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
-        if objective.token_gate is not None:
-            spec = self._with_token_gate(objective.token_gate, spec)
         self._parts(spec)  # raises ConfigError
         if self.teachers is not None:
             spec = replace(spec, teachers=_shares(self.teachers), is_mixture=self.teachers.sum == "distributions")
@@ -72,26 +68,6 @@ class RunObjective:
                 "teacher", f"{key} '{objective.losses[key]}' needs a teacher: set teacher.model{reference}"
             )
         return spec
-
-    def _with_token_gate(self, gate: TokenGateConfig, spec: ObjectiveSpec) -> ObjectiveSpec:
-        """Add the token gate. Raises ConfigError if the objective does not have its statistic at every token."""
-        key = "objective.token_gate.by"
-        if gate.by != "student_entropy" and any(part.divergence is None for part in spec.parts):
-            losses = " and ".join(f"'{loss}'" for loss in self.objective.losses.values())
-            raise ConfigError(key, f"got {gate.by} with {losses}: expected student_entropy, or a divergence in it")
-        several = self.teachers
-        if (
-            gate.by == "teacher_entropy"
-            and several is not None
-            and not several.route
-            and several.sum == "divergences"
-        ):
-            raise ConfigError(
-                key,
-                "got teacher_entropy with several teachers at each token: expected student_entropy or divergence, "
-                "teachers.route, or teachers.sum=distributions",
-            )
-        return replace(spec, token_gate=TokenGateSettings(gate.keep, gate.by))
 
     def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
         """Parse one expression, and check it against the section `rollout`."""
@@ -261,6 +237,5 @@ def _several_in_words(teachers: TeachersConfig, spec: ObjectiveSpec, stores: Map
             details.append(f"temperature {share.temperature:g}")
         factor = "" if share.weight == 1 else f"{share.weight:.3g} × "
         parts.append(f"{factor}{name}: {source} ({', '.join(details)})")
-    balanced = "" if teachers.balance == "tokens" else f", balanced by {teachers.balance},"
-    how = f"one by column '{teachers.route}'{balanced}" if teachers.route else f"sum of {teachers.sum}"
+    how = f"one by column '{teachers.route}'" if teachers.route else f"sum of {teachers.sum}"
     return f"{how} of {'; '.join(parts)}"

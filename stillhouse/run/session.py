@@ -113,7 +113,6 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         plan=plan,
         dataset=data.dataset,
         processor=data.processor,
-        balance=setup.balance,
         teacher_images=data.teacher_images,
     )
     _add_trained_ends(session)

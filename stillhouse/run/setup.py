@@ -33,7 +33,7 @@ from stillhouse.run.models import ModelSources, model_fingerprints
 from stillhouse.run.objective import RunObjective
 from stillhouse.run.stores import open_stores, require_signals
 from stillhouse.run.teacher_sources import TeacherSources, teacher_of_stages
-from stillhouse.signals import SignalSource, SignalStore, TeacherBalance, WeightAverage
+from stillhouse.signals import SignalSource, SignalStore, WeightAverage
 
 
 class RunSetup:
@@ -105,23 +105,6 @@ class RunSetup:
         ranks = Ranks.of_job(device)
         self.warnings = require_same_configuration(self.values, ranks)
         return ranks
-
-    @property
-    def balance(self) -> TeacherBalance | None:
-        """A new balance of the teachers' documents; None if all target tokens count alike.
-
-        Raises ConfigError if the objective needs no teacher.
-        """
-        teachers = self.config.teachers
-        if teachers is None or teachers.route is None or teachers.balance == "tokens":
-            return None
-        if not self.objective.spec.needs_teacher:
-            raise ConfigError(
-                "teachers.balance",
-                f"got {teachers.balance}: expected tokens, because objective.loss "
-                f"'{self.config.objective.loss}' needs no teacher",
-            )
-        return TeacherBalance(teachers.balance, teachers.route)
 
     def load_data(self, *, fits_teachers: bool = True) -> RunData:
         """Load the tokenizers and the data; see `load_run_data`."""

@@ -170,13 +170,6 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
             f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
             "temperature, or hidden states, which give every temperature",
         )
-    gate = objective.objective.token_gate
-    refused = {"teacher_entropy", "divergence"} if signal.kind == "sampled" else {"teacher_entropy"}
-    if gate is not None and not signal.is_exact and gate.by in refused:
-        raise ConfigError(
-            "objective.token_gate.by",
-            f"got {gate.by}, but {store.name} holds {signal}: expected student_entropy, or hidden states",
-        )
     for key, loss in objective.objective.losses.items():
         if signal.kind == "sampled" and parse_objective(loss).divergence not in (None, forward_kl()):
             raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")

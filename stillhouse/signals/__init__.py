@@ -16,7 +16,6 @@ from stillhouse.signals.signal_source import (
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.signal_store import SignalsLostError, SignalStore, StoredTeacher
 from stillhouse.signals.student_top_k import ChosenTeacher
-from stillhouse.signals.teacher_balance import TeacherBalance
 from stillhouse.signals.weight_average import WeightAverage
 
 __all__ = [
@@ -37,6 +36,5 @@ __all__ = [
     "SignalStore",
     "SignalsLostError",
     "StoredTeacher",
-    "TeacherBalance",
     "WeightAverage",
 ]

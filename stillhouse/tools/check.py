@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -24,7 +23,7 @@ from stillhouse.checkpoint.save import require_room
 from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped, print_escaped
-from stillhouse.engine.engine import Engine, StepOutput
+from stillhouse.engine.engine import Engine
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.loops.training import no_targets_in_words
@@ -34,7 +33,7 @@ from stillhouse.objective.divergence import weighted_parts
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
-from stillhouse.parallel import ShardedMicroBatches, is_first
+from stillhouse.parallel import is_first
 from stillhouse.run.session import Session, data_reports, prepare, steps_in_words
 from stillhouse.tools.check_prompts import function_rows, prompt_rows, sample_rows
 
@@ -185,11 +184,10 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     asked, signals = _timed(lambda: session.source_for(engine).request(micro_batches).result())
     yield f"running one step{_size(session)}: forward and backward; {compiled} …"
     normalizer = micro_batches.of_all_ranks.normalizer
-    trained, output = _timed(lambda: engine.forward_backward(session.weighed(micro_batches), signals, normalizer))
+    trained, output = _timed(lambda: engine.forward_backward(micro_batches, signals, normalizer))
     first = asked + trained
     norm = engine.gradient_norm()
     memory = peak_memory()
-    balance = _balance_row(session, micro_batches, output)
     if not math.isfinite(output.sums["loss"]) or not math.isfinite(norm):
         raise not_finite_error(session, folder.checkpoints, 1, micro_batches, output, norm)
     optimizer_bytes = 2 * sum(local(weight).numel() * weight.element_size() for weight in parameters)
@@ -201,8 +199,6 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     times = f"{seconds:.1f} s ({first:.1f} s the first time, when {compiled})"
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
-    if balance is not None:
-        yield balance
     losses = list(single_losses(engine))
     if len(losses) < 2:  # its gradient is that of the step
         return
@@ -216,20 +212,6 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     if (words := verdict(norms)) is not None:
         yield _row("verdict", words)
     engine.zero_grad()
-
-
-def _balance_row(session: Session, micro_batches: ShardedMicroBatches, output: StepOutput) -> str | None:
-    """Each teacher's share of the step with `teachers.balance`. output: of the step, which was weighed last."""
-    if session.balance is None:
-        return None
-    balance = deepcopy(session.balance)  # the session's own one does not change, so that the step can be repeated
-    balance.measure(output.sums)
-    shares = [
-        f"{name}: {tokens:.0%} of the step's target tokens, {weight:.0%} of their weight"
-        for name, (tokens, weight) in balance.shares(micro_batches.of_all_ranks).items()
-    ]
-    later = ", as its gradients would make it in the next step" if balance.kind == "gradient" else ""
-    return _row("balance", "; ".join(shares) + later)
 
 
 def verdict(norms: Mapping[str, float]) -> str | None:
@@ -293,9 +275,9 @@ def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
 def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
     for origin, of_origin in spec.by_origin.items():
         for name, single in _single_terms(of_origin):
-            yield f"{name} ({origin})", replace(spec, by_origin={origin: single}, token_gate=None)
+            yield f"{name} ({origin})", replace(spec, by_origin={origin: single})
     none = replace(spec, cross_entropy=None, z_loss=0.0, divergence=None, uld=None, entropy=None)
-    none = replace(none, sampled_kl=None, policy_gradient=None, token_gate=None)
+    none = replace(none, sampled_kl=None, policy_gradient=None)
     if spec.cross_entropy is not None:
         yield "cross_entropy", replace(none, cross_entropy=spec.cross_entropy)
     if spec.z_loss:

@@ -37,7 +37,7 @@ from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import require_adapters, require_attention
 from stillhouse.run.session import prompt_sources
 from stillhouse.run.setup import RunSetup
-from stillhouse.signals import NoTeacher, SignalSource, TeacherBalance
+from stillhouse.signals import NoTeacher, SignalSource
 
 #: the relative difference up to which two float32 gradients count as equal
 SAME = 1e-4
@@ -144,7 +144,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
         count, micro_batch_tokens = MICRO_BATCHES * processes, config.train.micro_batch_tokens
         packer = StepPacker(data.train, micro_batch_tokens)
         step = _generated(config, packer, data, reference, count)
-    expected = _gradient(reference, source, step, config.seed, setup.balance)
+    expected = _gradient(reference, source, step, config.seed)
     gradients = {name: gradient.cpu() for name, gradient in reference.gradients() if gradient is not None}
     total = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     models = (*reference.student.decoders, reference.student.teacher)
@@ -157,7 +157,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
                 mesh = Mesh(layout.degrees, device)
                 engine, source = setup.engine(setup.models(mesh, images=images), layout)
                 with_images_proven(data, engine, source)
-                loss = _gradient(engine, source, step, config.seed, setup.balance)
+                loss = _gradient(engine, source, step, config.seed)
             except ValueError as error:
                 row = Row(str(layout), refused=str(error))
             else:
@@ -198,9 +198,7 @@ def _generated(
     return packer.micro_batches(documents, parts=sequences)
 
 
-def _gradient(
-    engine: Engine, source: SignalSource, step: StepMicroBatches, seed: int, balance: TeacherBalance | None
-) -> float:
+def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed: int) -> float:
     """Run one step and return its loss; the gradient stays in the student. seed: for initialising an adapter."""
     for student in engine.student.decoders:
         student.eval()  # dropout would use other random numbers under each layout
@@ -208,8 +206,7 @@ def _gradient(
     micro_batches = engine.student.shard(step)
     source = source if engine.needs_teacher else NoTeacher()
     signals = source.request(micro_batches).result()
-    weighed = micro_batches if balance is None else balance.weigh(micro_batches)
-    output = engine.forward_backward(weighed, signals, step.normalizer)
+    output = engine.forward_backward(micro_batches, signals, step.normalizer)
     engine.gradient_norm()
     return output.sums["loss"]
 

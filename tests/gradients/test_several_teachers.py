@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.config import ConfigError
 from stillhouse.data import DataError
-from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.parallel.host_memory import HeadBuffers
 from stillhouse.run.session import Session
 from stillhouse.signals import WeightAverage
@@ -49,14 +48,8 @@ def expected(
     folder: Path,
     divergence: Divergence,
     prefixes: dict[str, str] | None = None,
-    factor_of: Callable[[str, int], float] = lambda name, tokens: 1.0,
-    sizes: dict[str, float] | None = None,
 ) -> dict[str, Tensor]:
-    """The gradients of the first step in float64, from one document at a time and whole logits.
-
-    factor_of: the weight of a document, by its teacher and its target tokens. sizes: gets, for each teacher, the root
-    mean square of the norms of the gradients with respect to the hidden states of target tokens.
-    """
+    """The gradients of the first step in float64, from one document at a time and whole logits."""
     student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64).train()
     teachers = {
         name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval() for name in SUBJECTS
@@ -64,12 +57,10 @@ def expected(
     step, documents = session.step_schedule.micro_batches(session.train, 0), session.train.documents
     chosen = sorted({document for micro_batch in step for document in micro_batch.document_T.tolist()} - {-1})
     total, tokens = torch.zeros((), dtype=torch.float64), 0
-    hidden_of: dict[str, list[tuple[Tensor, int]]] = {}
     for number in chosen:
         ids, targets = torch.tensor(documents.tokens(number)).long(), torch.tensor(documents.targets(number))
         rows = targets[1:].nonzero()[:, 0]
         hidden = student.model(ids[None]).last_hidden_state
-        hidden.retain_grad()
         q_logits = student.lm_head(hidden)[0][rows]
         with torch.no_grad():
             z = {name: teacher(ids[None]).logits[0][rows] for name, teacher in teachers.items()}
@@ -82,13 +73,9 @@ def expected(
         name = documents.columns["subject"][number] if "subject" in documents.columns else ""
         of_document = 0.3 * cross_entropy(q_logits, ids[rows + 1], reduction="sum")
         of_document = of_document + 0.7 * divergence(q_logits, z, name).sum()
-        total = total + factor_of(name, len(rows)) * of_document
+        total = total + of_document
         tokens += len(rows)
-        hidden_of.setdefault(name, []).append((hidden, len(rows)))
     (total / tokens).backward()
-    for name, of_teacher in hidden_of.items() if sizes is not None else ():
-        squares = sum(float((tokens * hidden.grad).square().sum()) for hidden, _ in of_teacher)
-        sizes[name] = (squares / sum(count for _, count in of_teacher)) ** 0.5
     return {"loss": (total / tokens).detach()} | named_gradients(student)
 
 
@@ -149,67 +136,12 @@ def test_gradients_are_those_of_whole_logits(folder: Path, server: str, case: st
     assert_same_as_float64(gradients(session), reference)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_every_document_has_the_same_share(folder: Path, rows: int) -> None:
-    """The factor of a document does not depend on the documents beside it."""
-    settings = ROUTE | {"teachers.balance": "documents", "train.micro_batch_tokens": rows * MAX_TOKENS}
-    session = session_with(folder, **named(folder, {}, OF_CODE), **settings)
-    targets = session.step_schedule.micro_batches(session.train, 0).target_tokens()
-    share = sum(targets.values()) / len(targets)
-    reference = expected(session, folder, of_own_teacher, factor_of=lambda _, tokens: share / tokens)
-    output = session.forward_backward(session.shard(session.step_schedule.micro_batches(session.train, 0)))
-    assert output.sums["tokens/math"] + output.sums["tokens/code"] == pytest.approx(sum(targets.values()))
-    named_and_loss = {"loss": torch.tensor(output.sums["loss"])} | named_gradients(session.student.pretrained)
-    assert_same_as_float64(named_and_loss, reference)
-    session.close()
-
-
 def test_steps_of_a_single_teacher_are_warned_of(folder: Path) -> None:
     """With documents in rows, a micro-batch has documents of one teacher."""
     settings = ROUTE | named(folder, {}, OF_CODE) | {"data.packing": "rows", "train.tokens_per_step": 4 * MAX_TOKENS}
     for rows, count in ((2, 0), (4, 1)):
         session = session_with(folder, **settings, **{"train.micro_batch_tokens": rows * MAX_TOKENS})
         assert [warning.partition(",")[0] for warning in session.warnings] == [ONE_TEACHER] * count
-
-
-def test_every_teacher_has_the_same_gradient_from_the_second_step_on(folder: Path) -> None:
-    session = session_with(folder, **named(folder, {}, OF_CODE), **ROUTE, **{"teachers.balance": "gradient"})
-    step, balance, sizes = session.step_schedule.micro_batches(session.train, 0), session.balance, dict[str, float]()
-    assert balance is not None
-    tokens: dict[str, int] = {}
-    for document, count in step.target_tokens().items():
-        name = str(step.value(document, "subject"))
-        tokens[name] = tokens.get(name, 0) + count
-    norms = []
-    for number in range(2):
-        inverse = {name: 1 / (tokens[name] ** 0.5 * size) for name, size in sizes.items()}
-        total = sum(tokens[name] * value for name, value in inverse.items())
-        factors = {name: sum(tokens.values()) * value / total for name, value in inverse.items()}
-        all_tokens = sum(tokens.values())
-        shares = {name: (of / all_tokens, of * factors.get(name, 1.0) / all_tokens) for name, of in tokens.items()}
-        assert balance.shares(step) == {name: pytest.approx(pair, rel=1e-5) for name, pair in shares.items()}
-        measured = sizes if number == 0 else None
-        reference = expected(
-            session,
-            folder,
-            of_own_teacher,
-            factor_of=lambda name, _, factors=factors: factors.get(name, 1.0),
-            sizes=measured,
-        )
-        output = session.forward_backward(session.shard(step))
-        balance.measure(output.sums)
-        assert balance.gradients == pytest.approx(sizes, rel=1e-5)
-        named_and_loss = {"loss": torch.tensor(output.sums["loss"])} | named_gradients(session.student.pretrained)
-        assert_same_as_float64(named_and_loss, reference)
-        norms.append(step_metrics(output.sums, session.spec, session.engine.parts))
-        session.engine.zero_grad()
-    first, second = ([norms_of[f"train/hidden_gradient_norm/{name}"] for name in SUBJECTS] for norms_of in norms)
-    assert abs(first[0] / first[1] - 1) > 0.1
-    assert second[0] == pytest.approx(second[1], rel=1e-5)
-    # a teacher's own metric is a mean over its tokens, whatever its share
-    for key in ("loss/jsd(0.5)/math_nats_per_token", "loss/jsd(0.5)/code_nats_per_token"):
-        assert norms[1][key] == pytest.approx(norms[0][key], rel=1e-5)
-    session.close()
 
 
 def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
@@ -315,11 +247,6 @@ def test_heads_of_one_shape_share_a_buffer() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        (
-            {"teachers.route": "subject", "teachers.balance": "gradient", "objective.loss": "cross_entropy"},
-            ConfigError,
-            r"balance: got gradient: expected tokens",
-        ),
         ({"teachers.route": "topic"}, DataError, r"train.jsonl:1: .*topic"),
         (
             {"teachers.route": "answer"},

@@ -42,10 +42,8 @@ from stillhouse.objective import (
     parse_divergence,
     total_variation,
 )
-from stillhouse.objective.metric_keys import GATE, IS_SAMPLED, POLICY_VERSION
-from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.metric_keys import IS_SAMPLED, POLICY_VERSION
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.objective.token_gate import GateThreshold, TokenGateSettings
 
 #: uneven shards of 251 rows; over 4 ranks they are those of DTensor
 SHARDS = {2: cut(0, 100, V), 3: cut(0, 1, 170, V), 4: cut(0, 63, 126, 189, V)}
@@ -112,18 +110,6 @@ def by_origin(signal: str) -> Problem:
     per_token = {IS_SAMPLED: (torch.arange(T) % 3 == 0).float(), POLICY_VERSION: -torch.ones(T)}
     terms = spec.terms(make_labels(), {TEACHER: teacher}, per_token)
     return Problem(make_leaves(dtype=torch.float32), terms, options={"weights_T": some_weights()})
-
-
-def gated(by: Any, signal: str) -> Problem:
-    """A token gate whose threshold lies between the statistics of two rows."""
-    spec = replace(parse_objective("0.3*cross_entropy + jsd(0.3)"), token_gate=TokenGateSettings(0.5, by))
-    teacher, leaves = make_signal(signal, dtype=torch.float32), make_leaves(dtype=torch.float32)
-    terms = spec.terms(make_labels(), {TEACHER: teacher})
-    head = OutputHead(leaves.weight, leaves.bias)
-    ordered_T = dense_objective(leaves.hidden, head, terms).per_token[GATE].sort().values
-    threshold = GateThreshold(float(ordered_T[17:19].mean()), 0.5)
-    terms = spec.terms(make_labels(), {TEACHER: teacher}, threshold=threshold)
-    return Problem(leaves, terms, options={"weights_T": some_weights()})
 
 
 def through_head(head: tuple[tuple[str, float], ...], bias: bool) -> Problem:

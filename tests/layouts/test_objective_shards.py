@@ -64,17 +64,6 @@ def test_every_other_term(pool: RankPool) -> None:
     check(pool, over(Layout(FOUR), named), within=1e-11)
 
 
-def test_a_token_gate(pool: RankPool) -> None:
-    kinds = [
-        ("teacher_entropy", "full"),
-        ("student_entropy", "bucket"),
-        ("divergence", "full"),
-        ("divergence", "bucket"),
-    ]
-    named = {f"{by}, {signal}": partial(problems.gated, by, signal) for by, signal in kinds}
-    check(pool, [case for n in SHARDS for case in over(Layout(SHARDS[n]), named)])
-
-
 def test_an_objective_for_each_origin(pool: RankPool) -> None:
     named = {signal: partial(problems.by_origin, signal) for signal in ("full", "bucket")}
     check(pool, [case for n in SHARDS for case in over(Layout(SHARDS[n]), named)])

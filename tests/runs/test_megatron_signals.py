@@ -131,9 +131,9 @@ ITSELF = {"teachers.slow": {"student": "ema", "ema_decay": 0.5}, "teachers.self"
 @pytest.mark.parametrize(
     ("sources", "settings", "layout"),
     [
-        ("models", ROUTE | {"teachers.balance": "gradient"}, ["parallel.tensor=2", "parallel.sequence=true"]),
+        ("models", ROUTE, ["parallel.tensor=2", "parallel.sequence=true"]),
         ("models", ITSELF, ["parallel.context=2", *(f"teachers.{name}.parallel.fsdp=2" for name in SUBJECTS)]),
-        ("stores", ROUTE | {"teachers.balance": "documents"}, ["parallel.pipeline=2"]),
+        ("stores", ROUTE, ["parallel.pipeline=2"]),
         ("stores", {"teachers.sum": "distributions"}, ["parallel.tensor=2", "parallel.sequence=true"]),
     ],
 )

@@ -50,7 +50,6 @@ SECTIONS = [
     ["teachers={math: {model: t, parallel: {}}}", "student.mtp={}"],
     ["student.init={from: random}", "eval.prompts={data: p.jsonl}"],
     ["teacher.model=t", "rollout={}", "objective.by_origin={student: reverse_kl}"],
-    ["teacher.model=t", "objective.token_gate={keep: 0.2, by: divergence}"],
 ]
 
 

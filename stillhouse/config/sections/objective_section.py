@@ -37,17 +37,6 @@ class ByOriginConfig(Section):
         return {origin: loss for origin, loss in self.model_dump().items() if loss is not None}
 
 
-class TokenGateConfig(Section):
-    """Trains only the target tokens at which a statistic of the step is large."""
-
-    keep: float = Field(gt=0, lt=1, examples=[0.2])
-    """The share of the target tokens to train. The threshold of a step is the quantile of the step before; the first
-    step trains all tokens."""
-    by: Literal["teacher_entropy", "student_entropy", "divergence"] = Field(examples=["divergence"])
-    """The statistic, in nats. teacher_entropy: needs a teacher with its full vocabulary. divergence: the sum of the
-    divergences of objective.loss, with their coefficients."""
-
-
 class ObjectiveConfig(Section):
     """The objective: the mean loss per target token, which training minimises."""
 
@@ -73,8 +62,6 @@ class ObjectiveConfig(Section):
     by_origin: ByOriginConfig | None = None
     """An objective for each origin, such as {dataset: skew_forward_kl(0.1), student: skew_reverse_kl(0.1)}. Needs the
     section rollout."""
-    token_gate: TokenGateConfig | None = None
-    """Train only a share of the target tokens, such as {keep: 0.2, by: teacher_entropy}. Evaluation has no gate."""
     chunk_tokens: int | None = Field(default=None, ge=1)
     """Rows of a logits tile, the part of the logits that is in memory at a time. Affects memory and speed, never the
     loss. null: chosen by a memory budget."""

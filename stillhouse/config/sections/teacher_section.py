@@ -155,10 +155,6 @@ class TeachersConfig(Section):
     sum: Literal["divergences", "distributions"] = "divergences"
     """Without route: what is summed with the teachers' weights. divergences: each teacher's divergence.
     distributions: the teachers' probabilities, from which the student then has one divergence."""
-    balance: Literal["tokens", "documents", "gradient"] = "tokens"
-    """With route: each teacher's share in the loss of a step. tokens: that of its documents' target tokens.
-    documents: every document has the same share. gradient: each teacher's gradient has the same norm, as measured in
-    the step before."""
 
     @property
     def named(self) -> dict[str, NamedTeacherConfig]:

@@ -98,7 +98,6 @@ class MegatronEngine(EnginePasses):
             group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         self.zero_grad()
-        self._update_gate(output)
         if self.average is not None:
             self.average.update(self._weights() if self.student.student.transformer.bf16 else None)
         return norm

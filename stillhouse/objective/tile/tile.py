@@ -16,7 +16,6 @@ C rows of the chunk, V vocabulary on this rank, N or K ids per row, R ranks, X s
 student's probability, τ a temperature, l = (logit − reference) / τ.
 """
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,12 +93,6 @@ class Tile:
     def logits_CV(self) -> Tensor:
         """The student's logits; after `gradient`, the gradient."""
         return self.tiles_CV[STUDENT]
-
-    def without_gradient(self) -> "Tile":
-        """Return this tile for terms that add nothing to its gradient."""
-        other = copy.copy(self)
-        other.needs_gradient = False
-        return other
 
     # the steps of a chunk
 

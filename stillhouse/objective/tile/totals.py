@@ -14,7 +14,6 @@ from stillhouse.objective.metric_keys import StatisticKeys, unique_names
 from stillhouse.objective.signals import RowIndex
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.token_gate import TokenGate
 
 
 class Totals:
@@ -44,36 +43,22 @@ class Totals:
     def add_tile(self, terms: Sequence[Term], tile: Tile) -> None:
         """Add the values of all terms on a chunk. The terms add their gradient to the tile."""
         self.sums["tokens"] += (tile.weights_C != 0).sum()
-        gates = {term: term.add_to(tile, tile.weights_C) for term in terms if isinstance(term, TokenGate)}
-        factors = [gate.factors(tile, result.value_C) for gate, result in gates.items()]
         for position, term in enumerate(terms):
             weights_C = tile.weights_C
             if term.weights_T is not None:
                 weights_C = weights_C * tile.take(term.weights_T).to(weights_C.dtype)
-            trained_C = weights_C
-            for factor_C in factors if term.scale else ():
-                trained_C = trained_C * factor_C
-            result = gates[term] if term in gates else term.add_to(tile, trained_C * term.scale)
-            self._add(position, tile.rows, weights_C, trained_C, result)
+            self._add(position, tile.rows, weights_C, term.add_to(tile, weights_C * term.scale))
 
-    def _add(
-        self, position: int, rows: RowIndex, term_weights_C: Tensor, trained_C: Tensor, result: TermResult
-    ) -> None:
-        """Add a term's result on a chunk. A row of weight 0 adds 0, even if its value is NaN.
-
-        trained_C: the term's weights times the factors of a token gate, by which values count. Statistics describe
-            all rows.
-        """
-        is_zero_C = term_weights_C == 0
-        value_C = result.value_C.masked_fill(is_zero_C, 0.0)
+    def _add(self, position: int, rows: RowIndex, weights_C: Tensor, result: TermResult) -> None:
+        """Add a term's result on a chunk. A row of weight 0 adds 0, even if its value is NaN."""
+        value_C = result.value_C.masked_fill(weights_C == 0, 0.0)
         self.per_token[self.names[position]][rows] = value_C
-        value = self._weighted_sum(value_C, trained_C)
+        value = self._weighted_sum(value_C, weights_C)
         self.sums[self.names[position]] += value
         if self.scales[position]:  # a term of scale 0 is only reported; its value may be infinite
             self.loss += self.scales[position] * value
         for name, statistic_C in (result.statistics | result.parts).items():
             if key := self.keys.of(position, name):
-                weights_C = trained_C if name in result.parts else term_weights_C
                 self.sums[key] += self._weighted_sum(statistic_C, weights_C)
 
     def _weighted_sum(self, values_C: Tensor, weights_C: Tensor) -> Tensor:

@@ -100,12 +100,6 @@ TRAINING = (
     _training(
         "Acceptance of drafts", "of the teacher's tokens, sampled", {"": "train/sampled_acceptance"}, percent=True
     ),
-    _training("Trained tokens", "of the target tokens", {"": "train/kept_share"}, percent=True),
-    _training(
-        "Statistic of the token gate",
-        "nats",
-        {"mean": "train/gate_statistic_nats", "threshold": "train/gate_threshold_nats"},
-    ),
     _training("Gradient norm", "before clipping", {"": "train/gradient_norm"}, log=True),
     _training("Learning rate", "per step", {"": "train/learning_rate"}),
     _training("Time of a step", "seconds", {"": "speed/step_seconds"}),
