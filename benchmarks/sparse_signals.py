@@ -64,11 +64,10 @@ def write_caches(folder: Path, steps: int) -> dict[str, dict[str, Any]]:
     write_jsonl(collect_split("held_out"), folder / "held_out.jsonl")
     save_new_student(folder / "student", 0)
     write = partial(write_cache, configuration(folder, 0, steps, {"teacher.model": str(TEACHER)}))
-    write(folder / "draws", "sampled", top_k=DRAWS, packed=True)
+    write(folder / "draws", "sampled", top_k=DRAWS)
     size = bytes_per_token(folder / "draws")
-    vocabulary_bits = (json.loads((folder / "student/config.json").read_text())["vocab_size"] - 1).bit_length()
-    top_k = int((size - 4) // (2 + vocabulary_bits / 8))
-    write(folder / "top_k", "top_k", top_k=top_k, dtype="float16", packed=True)
+    top_k = int((size - 4) // (2 + 4))  # a number in float16 and an id
+    write(folder / "top_k", "top_k", top_k=top_k, dtype="float16")
     write(folder / "hidden", "hidden")
     tails = {
         "draws": ("draws", "bucket"),

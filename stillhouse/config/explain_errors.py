@@ -26,11 +26,6 @@ from stillhouse.display import name_list
 
 #: the minimum similarity between a misspelled key and the right key
 CLOSE_ENOUGH = 0.75
-#: keys of earlier versions
-_REMOVED = {
-    "objective.token_gate": "removed in November 2026, because it gave no gain (docs/claims.md); leave it out",
-    "teachers.balance": "removed in November 2026, because it gave no gain (docs/claims.md); leave it out",
-}
 #: at most this many mistakes are explained, because finding the nearest key takes a hundredth of a second
 MOST = 20
 
@@ -212,8 +207,6 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
     values = value_fields(model)
     all_fields = {**values, **model.model_fields}
     parent, _, name = key.rpartition(".")
-    if key in _REMOVED:
-        return ConfigError(key, f"does not exist any more: {_REMOVED[key]}")
     item = section_at(parent, model) if "[" in parent else None
     is_elsewhere = any(other.rpartition(".")[2] == name for other in all_fields)
     # the section may be a part of another tool's name: eval.steps for eval_steps

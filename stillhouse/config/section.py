@@ -6,11 +6,14 @@ numbers; a whole number is accepted as a float.
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from stillhouse.config.errors import ConfigError
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 #: a parameter of an address whose value is a secret
@@ -18,6 +21,10 @@ _SECRET_PARAMETER = re.compile(
     r"[?&][\w-]*(key|token|secret|password|passwd|pwd|auth|credential|signature|sig)=", re.IGNORECASE
 )
 _FILE = re.compile(r"(?P<file>[^:]+)\.py(::?(?P<name>[A-Za-z_]\w*))?")
+
+
+Removed = Mapping[str, tuple[Any, str]]
+NO_GAIN = "removed in November 2026, because it gave no gain (docs/claims.md)"
 
 
 class Section(BaseModel):
@@ -31,6 +38,18 @@ class Section(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
     )
+    #: keys of earlier versions: the value that a key had if it was left out, and since when and why it is gone
+    removed: ClassVar[Removed] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed_keys(cls, content: Any) -> Any:
+        for name, (default, reason) in cls.removed.items():
+            if isinstance(content, dict) and name in content:  # the config.yaml of an earlier run names all keys
+                content = dict(content)
+                if content.pop(name) != default:
+                    raise ConfigError(name, f"does not exist any more: {reason}; leave it out")
+        return content
 
 
 def expand_home(path: str) -> str:

@@ -136,7 +136,7 @@ class CacheTeacher:
     images: str | None = None
     teacher_images: str | None = None
 
-    def describe(self, signal: SignalSpec, *, packed: bool = False) -> Manifest:
+    def describe(self, signal: SignalSpec) -> Manifest:
         """The manifest of a cache without its documents; `write_documents` adds them."""
         return Manifest(
             signal,
@@ -146,7 +146,6 @@ class CacheTeacher:
             self.decoder.vocabulary_rows,
             self.decoder.width,
             versions=library_versions(),
-            packed=packed,
             images=self.images,
             teacher_images=self.teacher_images,
         )
@@ -198,7 +197,7 @@ def write_documents(
             signals = read(shards[number])
             tensors = {name: torch.cat([signal[name] for signal in signals]) for name in signals[0]}
             stored = [documents[document] for document in shards[number]]
-            folder.write_shard(number, shard_tensors(manifest.layout, stored, tensors))
+            folder.write_shard(number, shard_tensors(stored, tensors))
         wait_for_all()
         if is_first():
             folder.finish()

@@ -39,7 +39,6 @@ def write_cache(
     top_k: int = 64,
     dtype: str | None = None,
     with_label: bool = False,
-    packed: bool = False,
     shard_bytes: int | None = None,
 ) -> Manifest:
     """Write the signals of a run's teacher for its training and held-out documents, or continue to write them.
@@ -48,7 +47,6 @@ def write_cache(
     top_k: ids per token for "top_k", samples per token for "sampled", both at the temperature of the run's objective.
     dtype: the dtype of the stored numbers. None: float32, or the teacher's own dtype for hidden states.
     with_label: whether "top_k" also includes the actual next token.
-    packed: whether ids and counts are stored with as few bits as possible.
 
     All processes of a job must call this. Raises ConfigError if the configuration has no teacher, or a server has
     another teacher. Raises ValueError if the folder contains anything else, or if signals are not finite.
@@ -75,7 +73,7 @@ def write_cache(
     watchdog.enter("writing the cache", timed=False)
     documents = [entry.document for entry in entries]
     rows = [(document_id(document.tokens, document.images), document.rows) for document in documents]
-    description = teacher.describe(store.signal, packed=packed)
+    description = teacher.describe(store.signal)
     with closing(store):
         return write_documents(out, description, rows, read, teacher.save, setup.ranks, shard_bytes)
 

@@ -69,7 +69,8 @@ FROM_CACHE = {
 }
 CACHES = {
     "hidden": ["--signal", "hidden", "--dtype", "float32"],
-    "top_k": ["--signal", "top_k", "--top-k", "4", "--packed"],
+    "top_k": ["--signal", "top_k", "--top-k", "4"],
+    "sampled": ["--signal", "sampled"],
 }
 #: (file, path, content type) of each recorded request; the answer has the suffix .answer
 REQUESTS = [

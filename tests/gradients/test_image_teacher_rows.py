@@ -32,7 +32,6 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.run.session import Session
 from stillhouse.signals.cache.files import target_rows
 from stillhouse.signals.signal_spec import DocumentRows
-from stillhouse.tools.merge_caches import merge_caches
 from stillhouse.tools.write_cache import write_cache
 
 SETTINGS: dict[str, Any] = {
@@ -289,9 +288,6 @@ def test_caches_of_other_images_or_processors_are_refused_by_name(folder: Path, 
     change_processor(tmp_path / "teacher", image_mean=[0.4, 0.4, 0.4])
     with pytest.raises(ValueError, match=r"has another cache: teacher_images '[0-9a-f]{64}' there and "):
         cached(tmp_path, "one", "top_k", top_k=8)
-    cached(tmp_path, "other", "top_k", top_k=8)
-    with pytest.raises(ValueError, match=r"cannot be merged with .*: teacher_images is "):
-        merge_caches([tmp_path / "cache-one", tmp_path / "cache-other"], tmp_path / "both")
 
 
 def test_hidden_states_of_layers_are_not_compared_with_other_rows(folder: Path) -> None:

@@ -42,13 +42,13 @@ def test_the_model_of_one_process(workspace: Path, signal: str, layout: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("signal", "packed"), [("hidden", False), ("sampled", True)])
-def test_two_processes_write_the_cache_of_one(workspace: Path, signal: SignalKind, packed: bool) -> None:
+@pytest.mark.parametrize("signal", ["hidden", "sampled"])
+def test_two_processes_write_the_cache_of_one(workspace: Path, signal: SignalKind) -> None:
     config = write_run(workspace, **{"objective.loss": "forward_kl"})
-    options = ("--signal", signal, "--top-k", "50", *["--packed"] * packed)
+    options = ("--signal", signal, "--top-k", "50")
     one, two = workspace / f"one {signal} shards", workspace / f"two {signal} shards"
     run_ranks(2, "cache", workspace / "run.yaml", "--out", two, *options, hook=small_shards)
-    write_cache(config, one, signal, top_k=50, packed=packed, shard_bytes=SHARD_BYTES)
+    write_cache(config, one, signal, top_k=50, shard_bytes=SHARD_BYTES)
     assert len(list((one / "shards").glob("*.safetensors"))) > 3
     assert contents(two) == contents(one)
 

@@ -25,6 +25,8 @@ from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.serving.image_wire import header_of
 from stillhouse.serving.wire import KEY, decode_answer, decode_request
+from stillhouse.signals import SignalCache
+from stillhouse.tools.write_cache import write_cache
 
 VERSIONS = sorted(folder.name for folder in ARTEFACTS.iterdir() if (folder / "run.yaml").exists())
 
@@ -79,6 +81,24 @@ def test_a_run_reads_a_cache(artefacts: Path, name: str) -> None:
     run("cache", "verify", f"caches/{name}")
     run("distill", "run.yaml", *FROM_CACHE[name])
     assert_as_recorded(Path(f"from_{name}"), f"from_{name}")
+
+
+def test_packed_signals_are_read(artefacts: Path) -> None:
+    """The signals that this version writes unpacked, up to rounding: a draw near a border may be another one."""
+    for kind, top_k in (("sampled", 50), ("top_k", 4)):
+        written = write_cache(load_config("run.yaml"), Path("unpacked", kind), kind, top_k=top_k)
+        packed, unpacked = SignalCache(Path("caches", kind)), SignalCache(Path("unpacked", kind))
+        assert (packed.manifest.packed, written.packed) == (True, False)
+        assert packed.documents() == unpacked.documents()
+        equal = []
+        for document, rows in packed.documents().items():
+            for part in (rows, rows[len(rows) // 2 :], rows[:1]):
+                stored, expected = packed.read_document(document, part), unpacked.read_document(document, part)
+                assert stored.keys() == expected.keys()
+                equal += (stored["ids"] == expected["ids"]).all(1).tolist()
+                for name in stored.keys() - {"ids", "counts"}:
+                    torch.testing.assert_close(stored[name], expected[name], rtol=1e-4, atol=1e-5)
+        assert np.mean(equal) > 0.95
 
 
 def test_a_recorded_answer_is_decoded(artefacts: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_run_from_draws_approaches_the_live_teachers_gradients(folder: Path, t
     exact, errors = gradient(), []
     for draws in (15, 255):
         out = tmp_path / f"{draws}"
-        write_cache(write_run(folder, **FORWARD_KL), out, "sampled", top_k=draws, packed=True)
+        write_cache(write_run(folder, **FORWARD_KL), out, "sampled", top_k=draws)
         errors.append(float((gradient(**{"teacher.cache": str(out)}) - exact).norm() / exact.norm()))
     assert errors[1] < 0.45 * errors[0]  # √(15 / 255) = 0.24
     assert errors[1] < 0.5
@@ -151,6 +151,6 @@ def test_the_mean_gradient_over_draws_is_the_exact_one() -> None:
 
 
 def test_other_divergences_than_forward_kl_are_refused(folder: Path, tmp_path: Path) -> None:
-    write_cache(write_run(folder, **FORWARD_KL), tmp_path / "cache", "sampled", top_k=DRAWS, packed=True)
+    write_cache(write_run(folder, **FORWARD_KL), tmp_path / "cache", "sampled", top_k=DRAWS)
     with pytest.raises(ConfigError, match="sampled ids can only estimate forward_kl"):
         gradients(folder, **{"objective.loss": "jsd(0.5)", "teacher.cache": str(tmp_path / "cache")})

@@ -336,7 +336,7 @@ def test_a_cache_of_a_served_teacher_gives_its_gradients(
     """A server is asked once, and any number of runs train from what it said."""
     settings = {"objective.loss": "forward_kl"}
     write_run(folder, cached=True, **settings, **{"teacher.url": server})
-    options = ("--signal", signal, *(("--top-k", "11", "--packed") if signal == "sampled" else ()))
+    options = ("--signal", signal, *(("--top-k", "11") if signal == "sampled" else ()))
     shown = run("cache", folder / "run.yaml", "--out", tmp_path / "cache", *options).out
     assert f"of {folder / 'teacher'} for" in shown
     run("cache", "verify", tmp_path / "cache")

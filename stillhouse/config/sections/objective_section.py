@@ -1,10 +1,10 @@
 """The objective: the loss that training minimises."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from stillhouse.config.section import Section, Text
+from stillhouse.config.section import NO_GAIN, Removed, Section, Text
 
 
 class HiddenPairConfig(Section):
@@ -39,6 +39,8 @@ class ByOriginConfig(Section):
 
 class ObjectiveConfig(Section):
     """The objective: the mean loss per target token, which training minimises."""
+
+    removed: ClassVar[Removed] = {"token_gate": (None, NO_GAIN)}
 
     loss: Text = "forward_kl"
     """A sum of cross_entropy and divergences with coefficients, such as 0.3*cross_entropy + 0.7*jsd(0.5); the

@@ -1,12 +1,12 @@
 """The models that are imitated, and where their signals come from: one teacher, or several with names."""
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
-from stillhouse.config.section import PathText, Section, Text, Urls, url_list
+from stillhouse.config.section import NO_GAIN, PathText, Removed, Section, Text, Urls, url_list
 from stillhouse.config.sections.model_section import ModelConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig
 from stillhouse.config.sections.student_section import StudentConfig
@@ -149,6 +149,7 @@ class TeachersConfig(Section):
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, NamedTeacherConfig] = Field(init=False)
+    removed: ClassVar[Removed] = {"balance": ("tokens", NO_GAIN)}
 
     route: Text | None = Field(default=None, examples=["subject"])
     """The column of the data that names each document's teacher. null: every teacher scores every document."""

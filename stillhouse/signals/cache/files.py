@@ -12,7 +12,8 @@ A shard is one safetensors file. For D documents with N rows in total, its tenso
     document        [D, 16] uint8       the document's id (`document_id`)
     first_row       [D] int32           the first row of the document that is stored
     offsets         [D+1] int64         the rows of document d are offsets[d]:offsets[d+1] of the following tensors
-    hidden, ids, …  [N, …]              the signal (`SignalSpec.tensors`), or its packed form (shard_layout.py)
+    hidden, ids, …  [N, …]              the signal (`SignalSpec.tensors`); in caches of version 0.1.0 perhaps its
+                                        packed form (shard_layout.py)
 
 Row t of a document is the teacher's distribution of token t + 1. The rows from the first to the last one that
 predicts a target are stored. A document is found by a hash of its tokens and images. So a cache does not depend on
@@ -157,9 +158,7 @@ def target_rows(targets: np.ndarray) -> range:
     return range(int(predicting[0]), int(predicting[-1]) + 1) if len(predicting) else range(0)
 
 
-def shard_tensors(
-    layout: ShardLayout, documents: Sequence[tuple[bytes, range]], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def shard_tensors(documents: Sequence[tuple[bytes, range]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a shard. documents: ids and stored rows. tensors: those of the signal for these rows"""
     offsets = np.concatenate([[0], np.cumsum([len(rows) for _, rows in documents])]).astype(np.int64)
     ids = b"".join(document for document, _ in documents)
@@ -167,7 +166,7 @@ def shard_tensors(
         "document": torch.frombuffer(bytearray(ids), dtype=torch.uint8).view(len(documents), ID_BYTES),
         "first_row": torch.tensor([rows.start for _, rows in documents], dtype=torch.int32),
         "offsets": torch.from_numpy(offsets),
-        **layout.pack(tensors, offsets),
+        **tensors,
     }
 
 

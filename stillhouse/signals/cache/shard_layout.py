@@ -1,6 +1,7 @@
-"""The layout of a signal's tensors in a shard: unchanged, or packed without loss into few bits.
+"""Reads a signal's tensors from a shard, which has them unchanged, or packed without loss into few bits.
 
-Packed tensors of a shard, for D documents with N rows in total, K ids or M draws per row, vocabulary V:
+Version 0.1.0 could pack them, and this version writes none of these. Packed tensors of a shard, for D documents with
+N rows in total, K ids or M draws per row, vocabulary V:
 
     ids             [N, ·] uint8        "top_k": each id in ceil(log2 V) bits; with a label, id + 1 in
                                         ceil(log2(V + 1)) bits, because an id may be -1
@@ -12,24 +13,20 @@ Packed tensors of a shard, for D documents with N rows in total, K ids or M draw
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.signals.cache.bits import (
-    bits_for,
-    bytes_for,
-    pack_rows,
-    read_bits,
-    unpack_rows,
-    write_bits,
-)
 from stillhouse.signals.signal_spec import SignalSpec
 
+#: an integer of at most this many bits extends over `_REACH` bytes, also if it begins at the last bit of a byte
+_WIDEST = 41
+_REACH = 6
+
+Count = TypeVar("Count", int, np.ndarray)
 TensorForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -63,13 +60,6 @@ class ShardLayout(ABC):
         """For each tensor of a shard: its shape without the first dim, and its dtype."""
 
     @abstractmethod
-    def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
-        """Convert the tensors of the signal to the tensors of a shard.
-
-        offsets: [D+1], the first row of each document, then the total number of rows
-        """
-
-    @abstractmethod
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
         """Return the signal's tensors. Raises ValueError if the shard's tensors are inconsistent."""
 
@@ -83,7 +73,7 @@ def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) ->
     if not packed:
         return Plain(spec, width)
     if spec.kind == "hidden":
-        raise ValueError("hidden states have no packed form: expected --packed with top_k or sampled")
+        raise ValueError("hidden states have no packed form: expected top_k or sampled")
     return PackedDraws(spec, vocabulary) if spec.kind == "sampled" else PackedIds(spec, vocabulary)
 
 
@@ -94,9 +84,6 @@ class Plain(ShardLayout):
 
     def forms(self) -> TensorForms:
         return self.spec.tensors(self.width)
-
-    def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
-        return dict(tensors)
 
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
         return {name: _rows(file, name, part) for name in self.forms()}
@@ -121,12 +108,6 @@ class PackedIds(ShardLayout):
         plain = self.spec.tensors(0)
         (entries,), _ = plain["ids"]
         return plain | {"ids": ((bytes_for(entries, self._bits),), torch.uint8)}
-
-    def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
-        ids = tensors["ids"]
-        _require_range(ids, self._least, self.vocabulary)
-        strings = pack_rows(ids.numpy() - self._least, self._bits)
-        return {**tensors, "ids": torch.from_numpy(strings)}
 
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
         tensors = {name: _rows(file, name, part) for name in self.forms()}
@@ -156,25 +137,6 @@ class PackedDraws(ShardLayout):
 
     def forms(self) -> TensorForms:
         return {"distinct": ((), torch.uint8), "pairs": ((), torch.uint8), "pair_offsets": ((), torch.int64)}
-
-    def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
-        ids, counts = tensors["ids"].numpy(), tensors["counts"].numpy()
-        present = ids >= 0
-        distinct = present.sum(1)
-        _require_range(tensors["ids"], -1, self.vocabulary)
-        if (present != (np.arange(self.spec.entries) < distinct[:, None])).any() or (present != (counts > 0)).any():
-            raise ValueError("the ids and counts of a row have gaps: expected its different ids first, then -1 and 0")
-        starts = np.concatenate([[0], np.cumsum(bytes_for(distinct, self._bits))])
-        # the counts of a row sum to the number of draws, so no valid count is larger than this number
-        values = (ids.astype(np.int64) << self._count_bits) | (
-            np.minimum(counts, self.spec.entries).astype(np.int64) - 1
-        )
-        pairs = write_bits(values[present], self._positions(starts[:-1], distinct), self._bits, int(starts[-1]))
-        return {
-            "distinct": torch.from_numpy(distinct.astype(np.uint8)),
-            "pairs": torch.from_numpy(pairs),
-            "pair_offsets": torch.from_numpy(starts[offsets].astype(np.int64)),
-        }
 
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
         until = StoredRows(part.document, part.start, range(part.rows.stop))
@@ -213,6 +175,37 @@ def _rows(file: Any, name: str, part: StoredRows) -> Tensor:
     return rows
 
 
-def _require_range(ids: Tensor, least: int, vocabulary: int) -> None:
-    if ids.numel() and not (int(ids.min()) >= least and int(ids.max()) < vocabulary):
-        raise ValueError(f"ids from {int(ids.min())} to {int(ids.max())}: expected {least} to {vocabulary - 1}")
+def bits_for(values: int) -> int:
+    """The number of bits of an integer in [0, values); at least 1."""
+    return max(1, (values - 1).bit_length())
+
+
+def bytes_for(numbers: Count, width: int) -> Count:
+    """The number of bytes for `numbers` integers of `width` bits; elementwise for an array."""
+    return -(-numbers * width // 8)
+
+
+def read_bits(string: np.ndarray, positions: np.ndarray, width: int) -> np.ndarray:
+    """The integers of `width` bits at these positions of a string, uint64; the most significant bit is first."""
+    _require_width(width)
+    padded = np.concatenate([string, np.zeros(_REACH, dtype=np.uint8)])
+    values = np.zeros(positions.shape, dtype=np.uint64)
+    for at in range(_REACH):
+        values = (values << np.uint64(8)) | padded[(positions >> 3) + at].astype(np.uint64)
+    shifts = (8 * _REACH - width - (positions & 7)).astype(np.uint64)
+    return (values >> shifts) & np.uint64((1 << width) - 1)
+
+
+def unpack_rows(strings: np.ndarray, numbers: int, width: int) -> np.ndarray:
+    """The integers [N, K] of N strings, each of which has K = `numbers` integers of `width` bits."""
+    return read_bits(strings.reshape(-1), _places(len(strings), numbers, width), width)
+
+
+def _places(rows: int, numbers: int, width: int) -> np.ndarray:
+    starts = np.arange(rows, dtype=np.int64)[:, None] * (8 * bytes_for(numbers, width))
+    return starts + np.arange(numbers, dtype=np.int64) * width
+
+
+def _require_width(width: int) -> None:
+    if not 1 <= width <= _WIDEST:
+        raise ValueError(f"integers of {width} bits: expected 1 to {_WIDEST}")

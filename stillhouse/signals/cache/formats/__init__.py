@@ -1,1 +1,0 @@
-"""Files of teacher signals in the formats of other projects."""
