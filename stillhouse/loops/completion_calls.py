@@ -29,7 +29,7 @@ from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.episodes import Episodes
 from stillhouse.user_code.function_state import has_state
 from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS, Turn, UserFunctionError, about_completion
-from stillhouse.user_code.worker_pool import WorkerHost, WorkerPool
+from stillhouse.user_code.worker_pool import WorkerPool
 
 #: after how many calls a reward's first one is repeated: a state that only the first one has made, such as a mean of
 #: one number, may give the same number again
@@ -82,12 +82,11 @@ class CompletionCalls:
     def __init__(
         self,
         rollouts: Sequence[RolloutConfig],
-        hosts: Sequence[WorkerHost] = (),
         *,
         reward_key: str = REWARD,
         compare_first: bool = False,
     ):
-        """rollouts: the section rollout for each source of prompts. hosts: other hosts with workers.
+        """rollouts: the section rollout for each source of prompts.
         reward_key: the key of the configuration that has the rewards. compare_first: whether the first call of each
         reward is repeated, to warn of one that does not depend on its arguments alone.
         """
@@ -103,8 +102,6 @@ class CompletionCalls:
                 rollout.workers,
                 seconds=rollout.worker_timeout,
                 memory_gib=rollout.worker_memory,
-                hosts=hosts,
-                warn=warn,
                 add_seconds=self.times.add,
             )
         self._servers: list[RewardServer] = []

@@ -37,7 +37,6 @@ from stillhouse.loops.session_objects import Session
 from stillhouse.loops.source_replies import require_end_of_turns, turn_replies
 from stillhouse.loops.step_packer import StepPacker
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
-from stillhouse.loops.worker_hosts import WorkerHosts
 from stillhouse.models import model_fingerprint
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
@@ -57,7 +56,7 @@ WAIT_FOR_COMPLETIONS = "wait for completions"
 class Rollouts:
     """The samples of each step, on all ranks. Rank 0 has the `queue`; the other ranks get the samples from rank 0.
 
-    Rewards and environments run only on rank 0, or in worker processes on all hosts. An engine in this job generates
+    Rewards and environments run only on rank 0, or in worker processes on its host. An engine in this job generates
     on all ranks together: the other ranks get the requests of rank 0.
     """
 
@@ -81,10 +80,9 @@ class Rollouts:
         self.engine = open_engine(session, self.config, self.run)
         self.schedule, prompts = RolloutSchedule.of(self.config, session.step_schedule.steps), session.train.documents
         require_end_of_turns(session)
-        self._hosts = WorkerHosts(session.rollouts, session.ranks)
         if is_first():
             assert self.engine is not None
-            self.calls = CompletionCalls(session.rollouts, self._hosts.hosts, compare_first=is_new)
+            self.calls = CompletionCalls(session.rollouts, compare_first=is_new)
             self.queue = make_queue(
                 session.rollouts,
                 samplings(session),
@@ -179,7 +177,6 @@ class Rollouts:
         """End the requests that are under way, and the processes of rewards and environments."""
         if self.calls is not None:
             self.calls.close()
-        self._hosts.close()
         if self.engine is not None:
             self.engine.close()
 

@@ -1,6 +1,5 @@
 """The calls of a pool of workers that wait for a worker."""
 
-import json
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -8,9 +7,8 @@ from concurrent.futures import Future
 from itertools import cycle
 from typing import Any
 
-from stillhouse.display import first_line
 from stillhouse.user_code.episodes import Episode, episode_of
-from stillhouse.user_code.functions import Turn, UserFunctionError
+from stillhouse.user_code.functions import Turn
 
 _OfCompletion = tuple[str, str, Mapping[str, Any], str]
 Arguments = _OfCompletion | tuple[*_OfCompletion, Episode] | tuple[*_OfCompletion, Sequence[Turn]]
@@ -67,19 +65,3 @@ class CallQueue:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-
-
-def require_json(arguments: Any) -> None:
-    """Raise UserFunctionError if a worker on another host would get another record than one on this host."""
-    record, source = arguments[2:4]
-    try:
-        is_same = json.loads(json.dumps(record, allow_nan=False)) == record
-        json.dumps([vars(more) if isinstance(more, Episode) else more for more in arguments[4:]])
-        problem = "" if is_same else "JSON changes it, as it does with tuples and with keys that are no texts"
-    except (TypeError, ValueError, RecursionError) as error:
-        problem = first_line(error)
-    if problem:
-        raise UserFunctionError(
-            f"{source}: the record cannot be sent as JSON to the processes of rollout.workers on other hosts "
-            f"({problem}): expected texts, numbers, lists and the like, or rollout.workers=0"
-        )

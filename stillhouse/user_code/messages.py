@@ -10,7 +10,6 @@ import struct
 import time
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import wait
 from typing import TypeVar
 
 _LENGTH = struct.Struct("!Q")
@@ -33,11 +32,6 @@ class Messages:
 
     def __init__(self, end: socket.socket):
         self.socket = end
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether a message has begun, or the connection has ended."""
-        return bool(wait([self.socket], 0.0))
 
     def send(self, content: bytes, until: float = math.inf, exists: Exists = lambda: True) -> None:
         left = memoryview(_LENGTH.pack(len(content)) + content)

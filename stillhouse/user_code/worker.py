@@ -41,14 +41,12 @@ def serve(settings: Mapping[str, Any]) -> NoReturn:
     try:
         is_limited = settings["memory_bytes"] is not None
         calls = [answer_of(key, path, is_limited=is_limited) for key, path in settings["functions"]]
-        named = {one.partition(":")[0] for _, path in settings["functions"] for one in path.split()}
-        sources = source_hashes(named)
     except ValueError as error:
         _send(messages, {ERROR: str(error)})
         os._exit(1)
     if settings["memory_bytes"] is not None:
         limit_memory(settings["memory_bytes"])
-    _send(messages, {VALUE: sources})
+    _send(messages, {VALUE: None})
     try:
         while True:
             at, arguments = ForkingPickler.loads(messages.receive())

@@ -3,8 +3,7 @@
 Workers are new Python processes. They share no state with the run, and do not import torch unless a function does.
 They are not forks as in `data/render/isolated_process.py`, because functions of the user may hang in a fork of a
 process with threads and a device. If a worker ends, hangs or runs out of memory, it is replaced, and its call is
-repeated once. All calls with the `Episode` of one sample go to one worker, which has the sample's object. Workers
-may be on other hosts, too (`remote_workers.py`); the pool decides about all of them in the same way.
+repeated once. All calls with the `Episode` of one sample go to one worker, which has the sample's object.
 
 Each worker is in a process group with a guard, a shell that waits for the end of a pipe from the run. If the run ends
 in any way, the guard kills the group: the worker, and the programs that a function has started in it.
@@ -23,10 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any
 
 from stillhouse.display import first_line
-from stillhouse.user_code.call_queue import Call, CallQueue, require_json
+from stillhouse.user_code.call_queue import Call, CallQueue
 from stillhouse.user_code.episodes import Episode, episode_of
 from stillhouse.user_code.functions import UserFunctionError, about_completion
 from stillhouse.user_code.messages import SECONDS_BETWEEN_LOOKS, Messages
@@ -36,8 +35,6 @@ from stillhouse.user_code.worker import ERROR, OUT_OF_MEMORY, UNUSABLE, VALUE
 SECONDS_TO_START = 600.0
 #: how often a call is made until it raises an error
 _ATTEMPTS = 2
-#: how long the end of the run may follow the end of another host's workers
-_SECONDS_FOR_END = 5.0
 #: the kernel sends SIGHUP to a group of which a process is stopped when the run ends
 _GUARD = ("/bin/sh", "-c", "trap '' HUP; read line; kill -KILL 0")
 _WORKER = (
@@ -46,30 +43,12 @@ _WORKER = (
 )
 
 
-class AnyWorker(Protocol):
-    """A worker on this or another host; see `Worker`. Its methods raise LostError if it or its host is lost."""
-
-    def require_started(self) -> Mapping[str, str]: ...
-    def call(self, at: int, arguments: Any, seconds: float) -> Mapping[str, Any]: ...
-    def kill(self) -> None: ...
-    def end(self) -> None: ...
-
-
-class WorkerHost(Protocol):
-    """Another host, on which workers can be started."""
-
-    name: str
-
-    def start(self) -> AnyWorker: ...
-
-
 class WorkerPool:
     """Worker processes that call functions of the user.
 
     functions: pairs of configuration key and path; a key may have several functions.
-    count: the number of processes on this host and on each of `hosts`. seconds: the limit for one call.
+    count: the number of processes. seconds: the limit for one call.
     memory_gib: how much memory a worker may allocate, in GiB, in addition to what its functions' modules need.
-    warn: prints a line if a host is lost. Its workers are then replaced by workers on this host.
     add_seconds: gets the key of a call and the seconds until its answer, in the thread of its worker.
     """
 
@@ -80,20 +59,12 @@ class WorkerPool:
         *,
         seconds: float,
         memory_gib: float | None = None,
-        hosts: Sequence[WorkerHost] = (),
-        warn: Callable[[str], None] = print,
         add_seconds: Callable[[str, float], None] = lambda key, seconds: None,
     ):
         self._functions, self._seconds, self._add_seconds = list(functions), seconds, add_seconds
-        self._memory_gib, self._hosts, self._warn = memory_gib, list(hosts), warn
-        #: the host of each worker; None: this one
-        self._places: list[WorkerHost | None] = [None, *hosts] * count
-        count = len(self._places)
-        self._calls = CallQueue(count)
-        self._lock, self._is_closed, self._closing = threading.Lock(), False, threading.Event()
-        self._workers: set[AnyWorker] = set()
-        #: where the first worker runs, and the hashes of the modules that it has imported
-        self._first_sources: tuple[str, Mapping[str, str]] | None = None
+        self._memory_gib, self._calls = memory_gib, CallQueue(count)
+        self._lock, self._is_closed = threading.Lock(), False
+        self._workers: set[Worker] = set()
         self._threads = [
             threading.Thread(target=self._serve, args=(number,), name=f"worker {number}", daemon=True)
             for number in range(count)
@@ -113,20 +84,13 @@ class WorkerPool:
 
         def call(*arguments: Any) -> Future[Any]:
             future: Future[Any] = Future()
-            try:
-                if self._hosts:  # whichever worker gets the call
-                    require_json(arguments)
-            except UserFunctionError as error:
-                future.set_exception(error)
-            else:
-                self._calls.put(Call(at, arguments, future))
+            self._calls.put(Call(at, arguments, future))
             return future
 
         return call
 
     def close(self) -> None:
         """Kill the workers and the programs that they have started."""
-        self._closing.set()
         with self._lock:
             self._is_closed = True
             for worker in self._workers:
@@ -136,39 +100,36 @@ class WorkerPool:
             thread.join()
 
     def _serve(self, number: int) -> None:
-        worker: AnyWorker | None = None
+        worker: Worker | None = None
         try:
             with suppress(LostError, ValueError):  # the next call repeats the start, and has the error
-                worker = self._start(number)
+                worker = self._start()
             while (call := self._calls.get(number)) is not None:
-                worker = self._answer(call, worker, number)
+                worker = self._answer(call, worker)
         except _ClosedError:
             return
         finally:
             self._end(worker)
 
-    def _answer(self, call: Call, worker: AnyWorker | None, number: int) -> AnyWorker | None:
+    def _answer(self, call: Call, worker: "Worker | None") -> "Worker | None":
         """Make a call, and set the result of its future. Returns the worker for the next call, None if it is lost."""
         try:
-            return self._attempts(call, worker, number)
+            return self._attempts(call, worker)
         finally:
             if not call.future.done():
                 call.future.set_exception(ValueError(f"{self._name(call)} was given up, because the run ends"))
 
-    def _attempts(self, call: Call, worker: AnyWorker | None, number: int) -> AnyWorker | None:
-        is_started, problem, why = False, "", "; the call was repeated once, in a new process, with the same result"
+    def _attempts(self, call: Call, worker: "Worker | None") -> "Worker | None":
+        is_started, problem = False, ""
         for _ in range(_ATTEMPTS):
             is_started = worker is not None
             try:
-                worker, is_started = self._start(number) if worker is None else worker, True
+                worker, is_started = self._start() if worker is None else worker, True
                 started = time.monotonic()
                 answer = worker.call(call.at, call.arguments, self._seconds)
                 self._add_seconds(self._functions[call.at][0], time.monotonic() - started)
             except LostError as error:
                 self._end(worker)
-                if isinstance(error, HostLostError):
-                    self._move(number, error)
-                    why = f"; the call was repeated once, beside rank 0, because {error}"
                 problem, worker = str(error), None
                 continue
             except ValueError as error:
@@ -189,55 +150,31 @@ class WorkerPool:
         first, *frames = problem.split("\n")
         # a process that does not start is no fault of the call, and must not become a reply to a model
         kind = CallLostError if is_started else UserFunctionError
-        call.future.set_exception(kind("\n".join([first + why, *frames])))
+        repeated = "; the call was repeated once, in a new process, with the same result"
+        call.future.set_exception(kind("\n".join([first + repeated, *frames])))
         return worker
 
     def _name(self, call: Call) -> str:
         key, path = self._functions[call.at]
         return f"{key}: {path}"
 
-    def _move(self, number: int, error: "HostLostError") -> None:
-        """Replace a worker of a lost host by one on this host, unless the run ends, as other hosts may do first."""
-        if self._closing.wait(_SECONDS_FOR_END):
-            raise _ClosedError
-        with self._lock:
-            is_first = self._places.count(host := self._places[number]) * (1 + len(self._hosts)) == len(self._places)
-            self._places[number] = None
-        if host is not None and is_first:
-            self._warn(f"rollout.workers: {error}; its calls are repeated, and run beside rank 0 from now on")
-
-    def _start(self, number: int) -> AnyWorker:
-        host = self._places[number]
-        worker = None if host is None else host.start()
+    def _start(self) -> "Worker":
         with self._lock:
             if self._is_closed:
-                if worker is not None:
-                    worker.end()
                 raise _ClosedError
-            worker = new_worker(self._functions, self._memory_gib) if worker is None else worker
+            try:
+                worker = Worker(self._functions, self._memory_gib)
+            except OSError as error:
+                raise LostError(f"needs a new process, which does not start ({first_line(error)})") from error
             self._workers.add(worker)
         try:
-            sources = worker.require_started()
-            if self._hosts:
-                self._require_same_sources("rank 0's host" if host is None else host.name, sources)
+            worker.require_started()
         except (LostError, ValueError):
             self._end(worker)
             raise
         return worker
 
-    def _require_same_sources(self, place: str, sources: Mapping[str, str]) -> None:
-        with self._lock:
-            self._first_sources = self._first_sources or (place, sources)
-        first, expected = self._first_sources
-        for name in sorted(expected.keys() | sources.keys()):
-            if expected.get(name) != sources.get(name):
-                raise ValueError(
-                    f"rollout.workers: the functions import another file as module {name} on {place} than on {first} "
-                    f"(sha256 {str(sources.get(name))[:12]} and {str(expected.get(name))[:12]}): expected the same "
-                    "files on all hosts, unchanged while the run lasts"
-                )
-
-    def _end(self, worker: AnyWorker | None) -> None:
+    def _end(self, worker: "Worker | None") -> None:
         """End a worker."""
         if worker is not None:
             with self._lock:
@@ -257,33 +194,11 @@ class LostError(Exception):
     """A worker has ended, or does not answer. The message continues a sentence that begins with the function."""
 
 
-class HostLostError(LostError):
-    """A host does not answer any more. The message is a sentence that names it."""
-
-
-def new_worker(
-    functions: Sequence[tuple[str, str]], memory_gib: float | None, is_abandoned: Callable[[], bool] = lambda: False
-) -> "Worker":
-    """See `Worker`. Raises LostError if its processes cannot be made."""
-    try:
-        return Worker(functions, memory_gib, is_abandoned)
-    except OSError as error:
-        raise LostError(f"needs a new process, which does not start ({first_line(error)})") from error
-
-
 class Worker:
-    """A process that answers one call at a time, and its guard.
+    """A process that answers one call at a time, and its guard. Raises OSError if they cannot be started."""
 
-    is_abandoned: whether nobody waits for an answer any more; a call is then given up.
-    """
-
-    def __init__(
-        self,
-        functions: Sequence[tuple[str, str]],
-        memory_gib: float | None,
-        is_abandoned: Callable[[], bool] = lambda: False,
-    ):
-        self._memory_gib, self._is_abandoned = memory_gib, is_abandoned
+    def __init__(self, functions: Sequence[tuple[str, str]], memory_gib: float | None):
+        self._memory_gib = memory_gib
         self._samples: set[int] = set()  # those whose objects it may have
         self._connection, its_connection = socket.socketpair()
         self._messages = Messages(self._connection)
@@ -308,16 +223,11 @@ class Worker:
         )
         its_connection.close()
 
-    def require_started(self) -> Mapping[str, str]:
-        """Wait until the functions are imported. Raises ValueError if they cannot be imported any more.
-
-        Returns the sha256 of the files of the modules that they have imported; see `source_hashes`.
-        """
+    def require_started(self) -> None:
+        """Wait until the functions are imported. Raises ValueError if they cannot be imported any more."""
         answer = self._answer(None, SECONDS_TO_START, "is not imported within {:g} s")
         if ERROR in answer:
             raise ValueError(answer[ERROR])
-        sources: Mapping[str, str] = answer[VALUE]
-        return sources
 
     def call(self, at: int, arguments: Any, seconds: float) -> Mapping[str, Any]:
         """Call the function number `at`, and return its answer; see `worker.py`."""
@@ -357,8 +267,6 @@ class Worker:
 
     def _exists(self) -> bool:
         """Whether the worker runs; a program that it has started may keep the connection open for longer."""
-        if self._is_abandoned():
-            raise LostError("is given up")
         return self._process.poll() is None
 
     def _how_it_ended(self) -> str:

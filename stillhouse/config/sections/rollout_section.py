@@ -137,8 +137,8 @@ class RolloutConfig(PromptConfig):
     """The standard deviation of advantage=normalized, of n completions: population divides the sum of squares by n,
     sample by n - 1, as TRL and verl do."""
     workers: int = Field(default=0, ge=0, le=1024)
-    """Processes for each host of the job in which reward and environment run, many completions at once. 0: in the
-    process of rank 0, one completion at a time. The run's results are the same."""
+    """Processes on rank 0's host in which reward and environment run, many completions at once. 0: in the process
+    of rank 0, one completion at a time. The run's results are the same."""
     worker_timeout: float = Field(default=60.0, gt=0)
     """Seconds of one call in a worker. A worker that takes longer, ends or runs out of memory is replaced, and the
     call is repeated once; then the run ends with an error."""
