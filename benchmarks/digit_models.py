@@ -9,11 +9,9 @@ from PIL import Image
 from transformers import Qwen3VLForConditionalGeneration
 
 from stillhouse.data.render.processors import load_processor
-from stillhouse.digit_strips import strip
-from stillhouse.tasks import RandomNumbers, TaskSpec, problem
+from stillhouse.tasks import RandomNumbers
 from stillhouse.tools.demo.digit_models import STUDENT, new_model
-
-TASK = "digits(2:4)"
+from stillhouse.tools.demo.digit_strips import LENGTHS, QUESTION, answer, strip
 
 
 def new_student(teacher: Path, seed: int) -> Qwen3VLForConditionalGeneration:
@@ -31,28 +29,27 @@ def parameters(folder: Path) -> int:
 
 
 @torch.no_grad()
-def exact_matches(folder: Path, task: str, count: int, *, black: bool = False) -> dict[str, float]:
-    """The shares of held-out problems that plain transformers answers exactly, over all lengths and by length.
+def exact_matches(folder: Path, count: int, *, black: bool = False) -> dict[str, float]:
+    """The shares of held-out pictures that plain transformers reads exactly, of all and by the number of digits.
 
     An answer is generated greedily. black: with black pictures of the same sizes.
     """
-    spec, processor = TaskSpec.parse(task), load_processor(str(folder))
+    processor = load_processor(str(folder))
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    right: dict[int, list[float]] = {}
-    for length in range(spec.shortest, spec.longest + 1):
-        of_length = TaskSpec(spec.name, length, length)
-        numbers = range(count // (spec.longest - spec.shortest + 1))
-        problems = [problem(of_length, 0, number, held_out=True) for number in numbers]
-        pictures = [
-            strip(item.answer, RandomNumbers("held out", length, number)) for number, item in enumerate(problems)
-        ]
+    by_length: dict[int, list[str]] = {length: [] for length in LENGTHS}
+    for number in range(count):
+        digits = answer(0, number, held_out=True)
+        by_length[len(digits)].append(digits)
+    shares = {}
+    for length, answers in by_length.items():
+        pictures = [strip(digits, RandomNumbers("held out", length, number)) for number, digits in enumerate(answers)]
         if black:
             pictures = [Image.new("RGB", picture.size) for picture in pictures]
-        inputs = _inputs(processor, problems[0].prompt, pictures)
-        generated = model.generate(**inputs, max_new_tokens=spec.longest + 1, do_sample=False)
+        inputs = _inputs(processor, QUESTION, pictures)
+        generated = model.generate(**inputs, max_new_tokens=max(LENGTHS) + 1, do_sample=False)
         texts = processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right[length] = [float(text == item.answer) for text, item in zip(texts, problems, strict=True)]
-    shares = {f"length {length}": sum(of) / len(of) for length, of in right.items()}
+        matches = [text == digits for text, digits in zip(texts, answers, strict=True)]
+        shares[f"length {length}"] = sum(matches) / len(matches)
     return {"all": sum(shares.values()) / len(shares)} | shares
 
 

@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.digit_models import TASK, exact_matches, new_student, parameters
+from benchmarks.digit_models import exact_matches, new_student, parameters
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import run_config
-from stillhouse.digit_strips import parquet_file
 from stillhouse.run.run import distill
-from stillhouse.tasks import TaskSpec
 from stillhouse.tools.demo import digit_models
+from stillhouse.tools.demo.digit_strips import parquet_file
 
 TEACHER_PICTURES, STUDENT_PICTURES, HELD_OUT = 16_000, 4_000, 600
 TEACHER_STEPS, STUDENT_STEPS = 600, 400
@@ -55,7 +54,7 @@ def run(out: Path, settings: dict[str, Any]) -> Path:
 
 def write_pictures(path: Path, seed: int, count: int) -> Path:
     if not path.exists():
-        path.write_bytes(parquet_file(TaskSpec.parse(TASK), seed, count, held_out=False))
+        path.write_bytes(parquet_file(seed, count, held_out=False))
     return path
 
 
@@ -96,8 +95,8 @@ def train_students(folder: Path, teacher: Path, seed: int) -> dict[str, Path]:
 def figures_of(model: Path) -> dict[str, Any]:
     return {
         "parameters": parameters(model),
-        "exact match": exact_matches(model, TASK, HELD_OUT),
-        "black pictures": exact_matches(model, TASK, HELD_OUT, black=True),
+        "exact match": exact_matches(model, HELD_OUT),
+        "black pictures": exact_matches(model, HELD_OUT, black=True),
     }
 
 
@@ -129,7 +128,11 @@ def main() -> None:
         figures = {"teacher": [figures_of(teacher)]}
         figures |= {name: [figures_of(models[name]) for models in students] for name in WAYS}
     print(table(figures))
-    settings = {"task": TASK, "settings": COMMON, "steps": {"teacher": TEACHER_STEPS, "student": STUDENT_STEPS}}
+    settings = {
+        "task": "digits(2:4)",
+        "settings": COMMON,
+        "steps": {"teacher": TEACHER_STEPS, "student": STUDENT_STEPS},
+    }
     pictures = {"teacher": TEACHER_PICTURES, "student": STUDENT_PICTURES, "held out": HELD_OUT}
     write_result(
         result_file("images"), settings | {"pictures": pictures, "seeds": arguments.seeds, "figures": figures}

@@ -39,12 +39,11 @@ from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import LOSS, run_config, values_of
 from benchmarks.vs_trl import COUNTED, WARM, Run, difference, ratios, timed_updates
 from stillhouse.data.render.processors import load_processor
-from stillhouse.digit_strips import parquet_file, record
 from stillhouse.run.run import distill
-from stillhouse.tasks import TaskSpec
 from stillhouse.tools.demo import digit_models
+from stillhouse.tools.demo.digit_strips import parquet_file, record
 
-TASK = TaskSpec("digits", 4, 4)
+DIGITS = range(4, 5)
 #: documents of a step, and tokens of each of them: the picture with its two borders, question and `=`, answer and end
 DOCUMENTS, ANSWER = 64, 5
 LENGTH = 4 + 2 + 16 + ANSWER
@@ -68,7 +67,7 @@ class Task:
             model = digit_models.new_model(*sizes, seed)
             model.resize_token_embeddings(vocabulary, mean_resizing=False)
             digit_models.save(model, folder / name)
-        (folder / "train.parquet").write_bytes(parquet_file(TASK, 0, DOCUMENTS, held_out=False))
+        (folder / "train.parquet").write_bytes(parquet_file(0, DOCUMENTS, held_out=False, lengths=DIGITS))
         return cls(folder, steps)
 
 
@@ -124,7 +123,7 @@ def documents() -> Any:
     features = Features({"prompt": List(message), "completion": List(message), "images": List(Image())})
     rows = []
     for number in range(DOCUMENTS):
-        row = record(TASK, 0, number, held_out=False)
+        row = record(0, number, held_out=False, lengths=DIGITS)
         texts = [turn["content"][-1]["text"] for turn in row["messages"]]
         turns = [[{"role": role, "content": text}] for role, text in zip(("user", "assistant"), texts, strict=True)]
         rows.append({"prompt": turns[0], "completion": turns[1], "images": row["images"]})
@@ -161,7 +160,7 @@ def float64_loss(folder: Path, vocabulary: int) -> float:
     ]
     divergences = []
     for number in range(DOCUMENTS):
-        row = record(TASK, 0, number, held_out=False)
+        row = record(0, number, held_out=False, lengths=DIGITS)
         text = processor.tokenizer.apply_chat_template(row["messages"], tokenize=False)
         picture = Pillow.open(io.BytesIO(row["images"][0]["bytes"]))
         inputs = processor(text=[text], images=[[picture]], return_tensors="pt", add_special_tokens=False)

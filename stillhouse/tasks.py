@@ -3,8 +3,7 @@
 Configurations and scripts use the names of this module, as in `rollout.reward: stillhouse.tasks:exact_match`. A new
 task is a function and its entry in `TASKS`. A task, a seed and a number give the same problem on every machine. The
 hash of its prompt decides whether a problem is held out, so that no problem is in both splits, for any seeds and
-lengths. A problem of `digits` is a picture of its answer (see stillhouse/digit_strips.py), so the hash of the answer
-decides.
+lengths.
 """
 
 import hashlib
@@ -72,7 +71,7 @@ class TaskSpec:
 class Problem:
     """A prompt with its only right answer.
 
-    length: terms of a sum, letters to reverse, brackets to close, or digits to read.
+    length: terms of a sum, letters to reverse, brackets to close.
     """
 
     prompt: str
@@ -93,12 +92,12 @@ def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Proble
     random = RandomNumbers(task.name, seed, number)
     while True:
         prompt, answer = TASKS[task.name].write(random, length)
-        if is_held_out(task.name, answer if TASKS[task.name].of_images else prompt) == held_out:
+        if is_held_out(task.name, prompt) == held_out:
             return Problem(prompt, answer, length)
 
 
 def is_held_out(task: str, text: str) -> bool:
-    """Whether a problem belongs to the held-out split. text: its prompt; of a task of images, its answer."""
+    """Whether a problem belongs to the held-out split. text: what identifies it in its task, such as its prompt."""
     digest = hashlib.sha256(f"{task}\n{text}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < int(HELD_OUT_SHARE * 2**64)
 
@@ -164,26 +163,16 @@ def _brackets(random: RandomNumbers, length: int) -> tuple[str, str]:
     return f"close: {text} =", answer
 
 
-def _digits(random: RandomNumbers, length: int) -> tuple[str, str]:
-    """`read the digits` with the answer `407`."""
-    return "read the digits", "".join(str(random.below(10)) for _ in range(length))
-
-
 @dataclass(frozen=True)
 class Task:
-    """lengths: default (shortest, longest). write: a function (random numbers, length) → (prompt, answer).
-
-    of_images: whether a problem is a picture, and all prompts are the same.
-    """
+    """lengths: default (shortest, longest). write: a function (random numbers, length) → (prompt, answer)."""
 
     lengths: tuple[int, int]
     write: Callable[[RandomNumbers, int], tuple[str, str]]
-    of_images: bool = False
 
 
 TASKS = {
     "sums": Task((2, 6), _sum),
     "reversal": Task((2, 12), _reversal),
     "brackets": Task((2, 12), _brackets),
-    "digits": Task((2, 4), _digits, of_images=True),
 }

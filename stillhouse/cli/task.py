@@ -21,35 +21,27 @@ from stillhouse.tasks import TASKS, TaskSpec, problem
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
-    help="A new JSONL file; for digits, a new Parquet file.",
+    help="A new JSONL file.",
 )
 def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: bool, out: Path) -> None:
     """Write problems whose answers can be verified.
 
-    NAME is sums (3+14-5=), reversal, brackets (close the open brackets) or digits (read the digits in a picture). A
-    record has prompt, completion, task and length; one of digits has messages, images, task and length. eval.tasks
-    measures the exact match on the held-out problems, except those of digits; these are written only with --held-out,
-    for every seed.
+    NAME is sums (3+14-5=), reversal or brackets (close the open brackets). A record has prompt, completion, task and
+    length. eval.tasks measures the exact match on the held-out problems, which are written only with --held-out, for
+    every seed.
 
     \b
     stillhouse task sums --count 5000 --seed 0 --lengths 2:8 --out sums.jsonl
-    stillhouse task digits --count 5000 --out digits.parquet
     """
     spec = TaskSpec.of(name, lengths)
     if out.exists():
         raise ValueError(f"{out} exists: expected the name of a new file")
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent} is not a folder: expected one for {out.name}")
-    if TASKS[name].of_images != (out.suffix == ".parquet"):
-        expected = "a Parquet file (.parquet), because its problems are images" if TASKS[name].of_images else "JSONL"
-        raise ValueError(f"got --out {out} for task {name}: expected the name of {expected}")
-    from stillhouse.output.disk import replace_bytes, replace_text
+    if out.suffix == ".parquet":
+        raise ValueError(f"got --out {out} for task {name}: expected the name of JSONL")
+    from stillhouse.output.disk import replace_text
 
-    if TASKS[name].of_images:
-        from stillhouse.digit_strips import parquet_file
-
-        replace_bytes(out, parquet_file(spec, seed, count, held_out=held_out))
-    else:
-        records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))
-        replace_text(out, "".join(json.dumps(record) + "\n" for record in records))
+    records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))
+    replace_text(out, "".join(json.dumps(record) + "\n" for record in records))
     print_escaped(f"{out}: {count:,} problems")

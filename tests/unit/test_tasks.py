@@ -32,7 +32,6 @@ GOLDEN = {
         ("close: {}(({}( =", ")))", 3),
     ],
 }
-OF_TEXT = [name for name, task in TASKS.items() if not task.of_images]
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -51,14 +50,14 @@ def answer(task: str, prompt: str) -> str:
     return "".join(CLOSING[character] for character in reversed(stack))
 
 
-@pytest.mark.parametrize("task", OF_TEXT)
+@pytest.mark.parametrize("task", TASKS)
 def test_the_problems_of_a_seed_are_those_of_every_machine(task: str) -> None:
     numbers = ((0, False), (4, False), (1, True))
     problems = [problem(TaskSpec.of(task), 7, number, held_out=held_out) for number, held_out in numbers]
     assert problems == [Problem(*golden) for golden in GOLDEN[task]]
 
 
-@pytest.mark.parametrize("task", OF_TEXT)
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("held_out", [False, True])
 def test_answers_are_right_and_lengths_take_turns(task: str, held_out: bool) -> None:
     problems = [problem(TaskSpec(task, 2, 9), 1, number, held_out=held_out) for number in range(400)]
@@ -71,7 +70,7 @@ def test_answers_are_right_and_lengths_take_turns(task: str, held_out: bool) -> 
     assert first != other
 
 
-@pytest.mark.parametrize("task", OF_TEXT)
+@pytest.mark.parametrize("task", TASKS)
 def test_no_problem_is_in_both_splits(task: str) -> None:
     """With short problems, of which few exist, so that both splits would meet if they could."""
     spec = TaskSpec(task, SHORTEST, SHORTEST)
@@ -100,7 +99,7 @@ def test_the_reward_is_one_for_the_answer_alone(completion: str, reward: float) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sum", "got task 'sum', expected one of sums, reversal, brackets, digits"),
+        ("sum", "got task 'sum', expected one of sums, reversal, brackets"),
         ("sums(", r"got task 'sums\(', expected a name, or a name with lengths"),
         ("sums()", "got lengths '' for task sums, expected shortest:longest"),
         ("sums(3)", "got lengths '3' for task sums"),
@@ -144,14 +143,13 @@ def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("task sum --count 5 --out x", 2, "'sum' is not one of 'sums', 'reversal', 'brackets', 'digits'"),
+        ("task sum --count 5 --out x", 2, "'sum' is not one of 'sums', 'reversal', 'brackets'"),
         ("task sums --count 0 --out x", 2, "0 is not in the range x>=1"),
         ("task sums --out x", 2, "Missing option '--count'"),
         ("task sums --count 5 --seed 4294967296 --out x", 2, "is not in the range"),
         ("task sums --count 5 --lengths 2-4 --out x", 1, "got lengths '2-4' for task sums"),
         ("task sums --count 5 --out no/x", 1, "no is not a folder: expected one for x"),
         ("task sums --count 5 --out a.parquet", 1, "got --out a.parquet for task sums: expected the name of JSONL"),
-        ("task digits --count 5 --out a.jsonl", 1, "expected the name of a Parquet file (.parquet), because its"),
         ("task sums --count 5 --out mine", 1, "mine exists: expected the name of a new file"),
         ("evaluate . --tasks ,", 2, "--tasks names no task"),
         ("evaluate nowhere --tasks x", 2, "Directory 'nowhere' does not exist"),

@@ -7,13 +7,11 @@ from pydantic import AfterValidator, Field
 from stillhouse.config.reward_sum import RewardText
 from stillhouse.config.section import FunctionPath, Section, Text
 from stillhouse.config.server_tokens import RewardTokens
-from stillhouse.tasks import TASKS, TaskSpec
+from stillhouse.tasks import TaskSpec
 
 
 def _checked_tasks(tasks: list[str]) -> list[str]:
     names = [TaskSpec.parse(text).name for text in tasks]
-    if of_images := [name for name in names if TASKS[name].of_images]:
-        raise ValueError(f"got {of_images[0]}, whose problems are images: expected tasks with problems of text")
     if len(set(names)) < len(names):
         raise ValueError(f"got {', '.join(tasks)}, expected each task once")
     return tasks

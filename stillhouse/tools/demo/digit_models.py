@@ -1,4 +1,4 @@
-"""Tiny Qwen3-VL models with random weights that can learn to read strips of digits (`stillhouse task digits`).
+"""Tiny Qwen3-VL models with random weights that can learn to read strips of digits (`digit_strips.py`).
 
 A folder has the model, the tokenizer (characters), and Qwen3-VL's own processor. A picture of n digits becomes n
 tokens. The chat template writes an image and its question as `<|vision_start|>…<|vision_end|>read the digits=`.
@@ -11,7 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from stillhouse.digit_strips import SIDE
+from stillhouse.tools.demo.digit_strips import SIDE
 
 PATCH, MERGE = SIDE // 2, 2
 #: width and layers of the language model, width and layers of the vision tower

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.config.yaml_text import write_yaml
-from stillhouse.digit_strips import parquet_file
-from stillhouse.tasks import TaskSpec
 from stillhouse.tools.demo import digit_models
 from stillhouse.tools.demo.corpus import collect_split, write_jsonl
+from stillhouse.tools.demo.digit_strips import parquet_file
 from stillhouse.tools.demo.student import TEACHER, save_new_student
 
 #: the best of 2e-3, 3e-3 and 4e-3 for the demo's student that trains without a teacher (docs/log.md)
@@ -16,7 +15,6 @@ LEARNING_RATE = 3e-3
 TRIAL_STEPS = 200
 #: numbers of pictures, and steps of the teacher and of the student
 PICTURES, HELD_OUT_PICTURES, TEACHER_STEPS, STUDENT_STEPS = 8_000, 200, 400, 500
-DIGITS = TaskSpec("digits", 2, 4)
 _ALL_PARTS = ["language", "projector", "vision"]
 
 _HEADER = """\
@@ -65,7 +63,7 @@ def write_image_run(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     Returns the paths of the two. Raises ValueError if Pillow is not installed.
     """
     pictures = {
-        name: parquet_file(DIGITS, seed, count, held_out=name == "held_out")
+        name: parquet_file(seed, count, held_out=name == "held_out")
         for name, count in (("train", PICTURES), ("held_out", HELD_OUT_PICTURES))
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,18 +10,15 @@ from datasets import Image, load_dataset
 from kit.image_models import write_image_model
 from PIL import Image as Pictures
 
-from stillhouse import cli
 from stillhouse.data import LoadOptions, load_documents, load_tokenizer
 from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.digit_strips import SIDE, parquet_file, record, strip
-from stillhouse.tasks import RandomNumbers, TaskSpec, exact_match, is_held_out, problem
-
-SPEC = TaskSpec("digits", 2, 4)
+from stillhouse.tasks import RandomNumbers, exact_match, is_held_out
+from stillhouse.tools.demo.digit_strips import QUESTION, SIDE, answer, parquet_file, record, strip
 
 
-def written(folder: Path, name: str, *options: str) -> Path:
-    path = folder / f"{name}.parquet"
-    assert cli.run(["task", "digits", "--count", "30", "--seed", "3", *options, "--out", str(path)]) == 0
+def written(folder: Path) -> Path:
+    path = folder / "digits.parquet"
+    path.write_bytes(parquet_file(3, 30, held_out=False))
     return path
 
 
@@ -30,7 +27,7 @@ def answer_of(row: dict[str, Any]) -> str:
 
 
 def test_the_file_is_read_by_datasets_as_images(tmp_path: Path) -> None:
-    path = written(tmp_path, "digits")
+    path = written(tmp_path)
     rows = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert rows.features["images"].feature == Image()
     for number, row in enumerate(rows):
@@ -47,15 +44,12 @@ def test_the_file_is_read_by_datasets_as_images(tmp_path: Path) -> None:
         assert exact_match("", answer_of(row)[:-1], row) == 0
 
 
-def test_a_seed_gives_the_same_bytes_and_no_problem_is_in_both_splits(tmp_path: Path) -> None:
-    first = written(tmp_path, "first").read_bytes()
-    assert first == written(tmp_path, "again").read_bytes()
-    assert first == parquet_file(SPEC, 3, 30, held_out=False)
-    assert first != written(tmp_path, "held_out", "--held-out").read_bytes()
+def test_a_seed_gives_the_same_bytes_and_no_problem_is_in_both_splits() -> None:
+    first = parquet_file(3, 30, held_out=False)
+    assert first == parquet_file(3, 30, held_out=False)
+    assert first != parquet_file(3, 30, held_out=True)
     for held_out in (False, True):
-        answers = {
-            answer_of(record(SPEC, seed, number, held_out=held_out)) for seed in (1, 2) for number in range(60)
-        }
+        answers = {answer_of(record(seed, number, held_out=held_out)) for seed in (1, 2) for number in range(60)}
         assert len(answers) > 40
         assert all(is_held_out("digits", answer) is held_out for answer in answers)
 
@@ -64,14 +58,13 @@ def test_the_file_is_training_data(tmp_path: Path) -> None:
     folder = write_image_model("qwen3_vl", tmp_path / "model")
     tokenizer = load_tokenizer(str(folder))
     processor = ImageProcessor.find(str(folder), tokenizer)
-    documents = load_documents(written(tmp_path, "digits"), tokenizer, LoadOptions(200), processor=processor)
+    documents = load_documents(written(tmp_path), tokenizer, LoadOptions(200), processor=processor)
     assert len(documents) == 30
     assert documents.images is not None
     for document in range(3):
-        item = problem(SPEC, 3, document, held_out=False)
         ids_N, targets_N = documents.tokens(document), documents.targets(document)
-        assert tokenizer.decode(ids_N[targets_N]).startswith(f"{item.answer}<")
-        assert item.prompt in tokenizer.decode(ids_N)
+        assert tokenizer.decode(ids_N[targets_N]).startswith(f"{answer(3, document, held_out=False)}<")
+        assert QUESTION in tokenizer.decode(ids_N)
 
 
 def test_pictures_look_like_their_digits() -> None:
@@ -98,11 +91,11 @@ def test_a_picture_has_its_digits_from_left_to_right() -> None:
     assert strip("17", RandomNumbers("test", 0, 0)).tobytes() == wide.tobytes()
     assert strip("17", RandomNumbers("test", 0, 1)).tobytes() != wide.tobytes()
     assert strip("71", RandomNumbers("test", 0, 0)).tobytes() != wide.tobytes()
-    encoded = record(SPEC, 0, 0, held_out=False)["images"][0]["bytes"]
+    encoded = record(0, 0, held_out=False)["images"][0]["bytes"]
     assert Pictures.open(io.BytesIO(encoded)).size == (2 * SIDE, SIDE)
 
 
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillhouse.digit_strips.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^task digits: pillow not installed; pip install 'stillhouse\[images\]'$"):
-        parquet_file(SPEC, 0, 5, held_out=False)
+    monkeypatch.setattr("stillhouse.tools.demo.digit_strips.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^pillow not installed; pip install 'stillhouse\[images\]'$"):
+        parquet_file(0, 5, held_out=False)

@@ -1,6 +1,7 @@
-"""The task `digits`: pictures of digits, to be read.
+"""Pictures of digits, to be read, for `stillhouse demo --write images`.
 
-With one version of Pillow, which has the font, a problem has the same picture on every machine.
+With one version of Pillow, which has the font, a seed and a number give the same picture on every machine. The hash
+of the digits decides whether a picture is held out.
 """
 
 import io
@@ -8,12 +9,15 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from stillhouse.tasks import RandomNumbers, TaskSpec, problem
+from stillhouse.tasks import RandomNumbers, is_held_out
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFont import FreeTypeFont
 
+TASK, QUESTION = "digits", "read the digits"
+#: how many digits a picture has
+LENGTHS = range(2, 5)
 #: pixels of a picture's height, and of its width for each digit
 SIDE = 16
 #: smallest and largest size of the font, in pixels
@@ -28,38 +32,47 @@ NOISE = 24
 _GROUP = 1000
 
 
-def parquet_file(spec: TaskSpec, seed: int, count: int, *, held_out: bool) -> bytes:
+def parquet_file(seed: int, count: int, *, held_out: bool, lengths: range = LENGTHS) -> bytes:
     """The content of a Parquet file with the columns messages, images, task and length, as `datasets` reads it.
 
     Raises ValueError if Pillow is not installed.
     """
     if find_spec("PIL") is None:
-        raise ValueError(f"task {spec.name}: pillow not installed; pip install 'stillhouse[images]'")
+        raise ValueError("pillow not installed; pip install 'stillhouse[images]'")
     import pyarrow as pa
     import pyarrow.parquet as pq
     from datasets import Features, Image, List, Value
 
     message = {"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})}
     columns = {"messages": List(message), "images": List(Image()), "task": Value("string"), "length": Value("int64")}
-    rows = [record(spec, seed, number, held_out=held_out) for number in range(count)]
+    rows = [record(seed, number, held_out=held_out, lengths=lengths) for number in range(count)]
     content = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, Features(columns).arrow_schema), content, row_group_size=_GROUP)
     return content.getvalue()
 
 
-def record(spec: TaskSpec, seed: int, number: int, *, held_out: bool) -> dict[str, Any]:
-    """Problem `number` as a record of training data, with the bytes of a PNG file."""
-    item = problem(spec, seed, number, held_out=held_out)
+def record(seed: int, number: int, *, held_out: bool, lengths: range = LENGTHS) -> dict[str, Any]:
+    """Picture `number` of a split as a record of training data, with the bytes of a PNG file."""
+    digits = answer(seed, number, held_out=held_out, lengths=lengths)
     encoded = io.BytesIO()
-    strip(item.answer, RandomNumbers(f"{spec.name} picture", seed, number)).save(encoded, "png")
-    question = [{"type": "image", "text": None}, {"type": "text", "text": item.prompt}]
-    answer = [{"type": "text", "text": item.answer}]
+    strip(digits, RandomNumbers(f"{TASK} picture", seed, number)).save(encoded, "png")
+    question = [{"type": "image", "text": None}, {"type": "text", "text": QUESTION}]
+    content = [{"type": "text", "text": digits}]
     return {
-        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": content}],
         "images": [{"bytes": encoded.getvalue(), "path": None}],
-        "task": spec.name,
-        "length": item.length,
+        "task": TASK,
+        "length": len(digits),
     }
+
+
+def answer(seed: int, number: int, *, held_out: bool, lengths: range = LENGTHS) -> str:
+    """The digits of picture `number` of a split. With `number`, their count cycles through `lengths`."""
+    length, random = lengths[number % len(lengths)], RandomNumbers(TASK, seed, number)
+    while True:
+        digits = "".join(str(random.below(10)) for _ in range(length))
+        if is_held_out(TASK, digits) == held_out:
+            return digits
 
 
 def strip(digits: str, random: RandomNumbers) -> "Image":
@@ -92,5 +105,7 @@ def _font(size: int) -> "FreeTypeFont":
 
     font = ImageFont.load_default(size)
     if not isinstance(font, ImageFont.FreeTypeFont):
-        raise ValueError("the task digits needs Pillow with FreeType, and the one that is installed has no FreeType")
+        raise ValueError(
+            "pictures of digits need Pillow with FreeType, and the one that is installed has no FreeType"
+        )
     return font
