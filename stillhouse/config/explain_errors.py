@@ -207,7 +207,10 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
     values = value_fields(model)
     all_fields = {**values, **model.model_fields}
     parent, _, name = key.rpartition(".")
-    item = section_at(parent, model) if "[" in parent else None
+    section = section_at(parent, model)
+    if section is not None and name in section.removed:
+        return section.removed_key(key)
+    item = section if "[" in parent else None
     is_elsewhere = any(other.rpartition(".")[2] == name for other in all_fields)
     # the section may be a part of another tool's name: eval.steps for eval_steps
     joined = key.replace(".", "_") if "." in key else ""

@@ -44,12 +44,18 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_removed_keys(cls, content: Any) -> Any:
-        for name, (default, reason) in cls.removed.items():
+        for name, (default, _) in cls.removed.items():
             if isinstance(content, dict) and name in content:  # the config.yaml of an earlier run names all keys
                 content = dict(content)
                 if content.pop(name) != default:
-                    raise ConfigError(name, f"does not exist any more: {reason}; leave it out")
+                    raise cls.removed_key(name)
         return content
+
+    @classmethod
+    def removed_key(cls, key: str) -> ConfigError:
+        """The error for a key of this section that is in `removed`."""
+        _, reason = cls.removed[key.rpartition(".")[2]]
+        return ConfigError(key, f"does not exist any more: {reason}; leave it out")
 
 
 def expand_home(path: str) -> str:
