@@ -57,9 +57,7 @@ CONTRACTS = {
 
 #: public names outside of `stillhouse.objective`
 OTHERS = {
-    "StepLoss": (
-        "objective, normalizer=1.0, chunk_tokens=None, parts=(), with_teacher_cross_entropy=False"
-    ),
+    "StepLoss": ("objective, normalizer=1.0, chunk_tokens=None, parts=(), with_teacher_cross_entropy=False"),
     "Targets": "labels_T, weights_T=None, valid_index=None, mtp_targets=()",
     "PolicyTargets": (
         "labels_T, weights_T=None, valid_index=None, mtp_targets=(), advantages_T=None, old_log_probs_T=None, "
