@@ -153,7 +153,7 @@ def test_all_names_and_values_of_arguments_are_written(tmp_path: Path, name: str
     ("written", "arguments", "problem"),
     [
         ("name + '='", {"city": "7 7", "n": 7}, "the argument 'city' of 'tool_calls'"),
-        ("value", {"city": "Oslo"}, "the argument 'city' of 'tool_calls'"),
+        ("value", {"n": "Oslo", "n2": "n2, n2"}, "the argument 'n' of 'tool_calls'"),
         ("name + '=' + (value if value is string else '')", {"city": "Oslo", "n": True}, "the argument 'n' of"),
         ("name + '=' + (value if value is string else '')", {"city": "null", "n": None}, "the argument 'n' of"),
         ("name + '=' + (value | string).replace('False', '')", {"n": False}, ""),
@@ -166,7 +166,7 @@ def test_lost_names_and_values_of_arguments_are_named(
     """A value is refused if the text does not change with it, and a warning names it if it is changed."""
     calls = (
         "{% for call in message.tool_calls or [] %}{{ call.function.name }}"
-        "{% for name, value in call.function.arguments.items() %}{{ " + written + " }}{% endfor %}{% endfor %}"
+        "{% for name, value in call.function.arguments | dictsort %}{{ " + written + " }}{% endfor %}{% endfor %}"
     )
     template = PLAIN_TEMPLATE.replace("'<|im_end|>", "'' }}" + calls + "{{ '<|im_end|>")
     messages = [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
