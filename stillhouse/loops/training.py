@@ -11,6 +11,7 @@ from stillhouse.checkpoint.checkpoint_folder import prune
 from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.checkpoint.rollouts_file import read_queue
 from stillhouse.checkpoint.save import load_checkpoint, require_room, save_checkpoint
+from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.generation import QueueState, RolloutQueue
@@ -211,8 +212,10 @@ def training(
     saved, and SignalsLostError or UserFunctionError is raised. At the end, the student has the final weights.
     """
     functions = None
-    if is_first():
-        functions = FunctionStates(loaded_functions(session.eval_config, session.rollouts, session.rollout_config))
+    with session.ranks.all_raise(ConfigError):
+        if is_first():
+            loaded = loaded_functions(session.eval_config, session.rollouts, session.rollout_config)
+            functions = FunctionStates(loaded)
     progress = _progress(session, folder, checkpoint, queue, functions)
     if progress.step < session.step_schedule.steps:
         require_room(folder.checkpoints, session.engine)  # otherwise all steps could be trained and lost
