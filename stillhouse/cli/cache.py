@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 FOLDER = click.Path(path_type=Path)
 SIGNALS = ("hidden", "top_k", "sampled")
-_REMOVED = {"merge", "export", "import", "--packed"}
+_REMOVED = ("merge", "export", "import")
 
 
 class _Group(click.Group):
     """Runs the command `write` if none is named: `stillhouse cache run.yaml` is `stillhouse cache write run.yaml`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if removed := _REMOVED.intersection(args):
+        removed = args[0] if args and args[0] in _REMOVED else "--packed" if "--packed" in args else None
+        if removed is not None:
             raise misused(
-                f"`cache` has no {min(removed)} any more: removed in November 2026, because nobody but its authors "
+                f"`cache` has no {removed} any more: removed in November 2026, because nobody but its authors "
                 "used it; 68748665 is the last commit that has it"
             )
         if not args or args[0] not in {*self.commands, "-h", "--help"}:

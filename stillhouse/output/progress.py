@@ -106,8 +106,9 @@ def read_state(path: Path) -> State:
         )
     if content.pop(_OWN_HASH) != json_hash(content):
         raise DamagedCheckpointError(f"{path} is damaged: its {STATE} is not what was written (its hash differs)")
-    for removed in _REMOVED:  # what earlier versions wrote for keys that are refused now
-        content.get("progress", {}).pop(removed, None)
+    if isinstance(progress := content.get("progress"), dict):
+        for removed in _REMOVED:  # what earlier versions wrote for keys that are refused now
+            progress.pop(removed, None)
     try:
         state = _STATE.validate_json(json.dumps(content))
     except ValidationError as error:

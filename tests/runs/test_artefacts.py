@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM
 import stillhouse
 from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
+from stillhouse.hashing import json_hash
+from stillhouse.output.progress import STATE, DamagedCheckpointError, read_state
 from stillhouse.serving.image_wire import header_of
 from stillhouse.serving.wire import KEY, decode_answer, decode_request
 from stillhouse.signals import SignalCache
@@ -62,6 +64,21 @@ def test_a_killed_run_continues_from_its_checkpoint(artefacts: Path) -> None:
     assert before.items() <= {path: path.read_bytes() for path in before}.items()
     assert_as_recorded(Path("run"), "run")
     assert "is wrong" not in run("verify", "run").out
+
+
+def test_a_state_with_fields_of_removed_keys_is_read_and_a_foreign_one_refused(artefacts: Path) -> None:
+    checkpoint = Path("run/checkpoints/step-00000002").resolve()
+    content = json.loads((checkpoint / STATE).read_text())
+    del content["sha256"]
+    expected = read_state(checkpoint)
+    content["progress"] |= {"gate": {}, "teacher_gradients": {"math": 1.5}}
+    (checkpoint / STATE).write_text(json.dumps(content | {"sha256": json_hash(content)}))
+    assert read_state(checkpoint) == expected
+    for progress in (3, {"gates": {}}):
+        content["progress"] = progress
+        (checkpoint / STATE).write_text(json.dumps(content | {"sha256": json_hash(content)}))
+        with pytest.raises(DamagedCheckpointError, match=r"is of another version: state\.json: progress"):
+            read_state(checkpoint)
 
 
 @pytest.mark.slow

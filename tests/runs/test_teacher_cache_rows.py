@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,9 @@ def test_the_command_writes_draws_and_says_what_they_are(folder: Path, tmp_path:
 def test_a_command_of_version_0_1_0_is_answered(arguments: tuple[str, ...]) -> None:
     name = next(name for name in arguments if name in ("merge", "--packed"))
     assert f"`cache` has no {name} any more: removed in November 2026" in run("cache", *arguments, code=2).err
+
+
+def test_a_cache_may_have_the_name_of_a_former_command(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "label", tmp_path / "merge")
+    with chdir(tmp_path):
+        assert "actual token" in run("cache", "info", "merge").out
