@@ -18,11 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.engines_server import PROCESSED, WRITING
-from stillhouse.generation.publish_weights import publish
-from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.parallel import single_process_runner
+from stillhouse.rollout.publish import publish
+from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.served_engine import ServedEngine
 

@@ -29,12 +29,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, PROCESSED, WRITING, VllmProcess, start
 from benchmarks.training_runs import LOSS, run_config, values_of
-from stillhouse.generation import Sample
-from stillhouse.generation.publish_weights import version_folder
 from stillhouse.loops import on_policy
 from stillhouse.loops.rollouts import Rollouts
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
+from stillhouse.rollout import Sample
+from stillhouse.rollout.publish import version_folder
 from stillhouse.run.run import distill
 from stillhouse.run.session import Session
 from stillhouse.tools.demo.corpus import collect_split

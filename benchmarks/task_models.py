@@ -28,8 +28,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stillhouse.generation import Completion, GenerationRequest
 from stillhouse.loops.greedy_evaluation import evaluate_tasks
+from stillhouse.rollout import Completion, GenerationRequest
 from stillhouse.tasks import Problem, TaskSpec, problem
 
 CHARACTERS = "0123456789+-=abcdefghijklmnopqrstuvwxyz :()[]{}"

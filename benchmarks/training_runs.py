@@ -9,9 +9,9 @@ import torch
 from transformers import AutoTokenizer
 
 from stillhouse.config import RunConfig, load_config
-from stillhouse.generation import GenerationRequest, Sampling
-from stillhouse.generation.generate import Generator
 from stillhouse.models import Decoder
+from stillhouse.rollout import GenerationRequest, Sampling
+from stillhouse.rollout.generate import Generator
 
 LOSS, CROSS_ENTROPY = "loss/total_nats_per_token", "eval/cross_entropy"
 

@@ -14,7 +14,6 @@ from kit.varlen_cases import separation_error
 from kit.varlen_reference import reference
 from transformers.utils import logging
 
-from stillhouse.generation.generate import check_generation
 from stillhouse.models import Activations, Decoder, add_lora, initialize_lora, prove_decoder
 from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import MASKED, PACKED, ROWS
@@ -23,6 +22,7 @@ from stillhouse.models.mtp import add_mtp
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.parallel.apply.tensor_parallel import tensor_plan
 from stillhouse.parallel.backbone_cut import is_cuttable
+from stillhouse.rollout.generate import check_generation
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
 _WAYS = {PACKED: "packed", MASKED: "packed with masks", ROWS: "rows"}

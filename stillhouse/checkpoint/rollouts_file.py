@@ -17,9 +17,9 @@ from safetensors.numpy import save_file
 
 from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.data.offsets import offsets_of
-from stillhouse.generation import Completion, QueueState, Sample
 from stillhouse.libraries import reading
 from stillhouse.output.progress import DamagedCheckpointError
+from stillhouse.rollout import Completion, QueueState, Sample
 
 #: the arrays of the file and their dtypes
 _DTYPES: dict[str, type] = {

@@ -22,10 +22,10 @@ from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint
 from stillhouse.checkpoint.rollouts_file import write_queue
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.state_folder import RANDOM, stored_tensors
-from stillhouse.generation import QueueState
 from stillhouse.output.disk import file_names, hashes, require_space, written_together
 from stillhouse.output.progress import Progress, State, folder_name, write_state
 from stillhouse.parallel import Ranks
+from stillhouse.rollout import QueueState
 
 
 def require_room(folder: Path, engine: Engine) -> int:

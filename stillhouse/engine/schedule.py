@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stillhouse.config import RolloutConfig, TrainConfig
 from stillhouse.data import PackedMicroBatches, PackedSequences
-from stillhouse.generation import PromptPlan, PromptSource
+from stillhouse.rollout import PromptPlan, PromptSource
 
 #: the schedule wsd (warm-up, stable, decay) decays in this last share of the steps after the warm-up
 WSD_DECAY = 0.2

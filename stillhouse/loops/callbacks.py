@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.generation.user_functions import user_function
+from stillhouse.rollout.user_functions import user_function
 from stillhouse.user_code.functions import CALLBACKS, UserFunctionError, finite_number, shown
 
 _NAME = re.compile(r"[\w.\-/]+")

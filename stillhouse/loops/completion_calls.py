@@ -11,8 +11,9 @@ from typing import Any
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.server_tokens import server_token
-from stillhouse.generation.advantages import rewards_are_equal
-from stillhouse.generation.user_functions import (
+from stillhouse.parallel import log_rank0
+from stillhouse.rollout.advantages import rewards_are_equal
+from stillhouse.rollout.user_functions import (
     CompletionCall,
     EnvironmentCall,
     Reward,
@@ -24,7 +25,6 @@ from stillhouse.generation.user_functions import (
     reward_call,
     user_function,
 )
-from stillhouse.parallel import log_rank0
 from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.episodes import Episodes
 from stillhouse.user_code.function_state import has_state

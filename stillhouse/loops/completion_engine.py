@@ -7,14 +7,14 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
 from stillhouse.config.server_tokens import server_token
 from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.generation import GenerationRequest, RolloutEngine, Sampling
-from stillhouse.generation.generate import Generator, check_generation
-from stillhouse.generation.rollout_engines import InJobEngine
-from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_prompts
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0
+from stillhouse.rollout import GenerationRequest, RolloutEngine, Sampling
+from stillhouse.rollout.engines import InJobEngine
+from stillhouse.rollout.generate import Generator, check_generation
+from stillhouse.rollout.student_copy import StudentCopy
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.serving.client.apis.server_api import server_api
 

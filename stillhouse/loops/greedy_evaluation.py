@@ -12,8 +12,6 @@ from stillhouse.data import Documents
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.templates import CompletionTemplate, Rendered
-from stillhouse.generation import Completion, GenerationRequest, Sampling
-from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
 from stillhouse.loops.completion_engine import in_job_engine
 from stillhouse.loops.held_out_images import images_end, shown_images, shown_text
@@ -26,6 +24,8 @@ from stillhouse.output.json_lines import LineFile
 from stillhouse.output.records import CHARACTERS, EvalSample
 from stillhouse.parallel import is_first, watchdog
 from stillhouse.preemption import OverdueError
+from stillhouse.rollout import Completion, GenerationRequest, Sampling
+from stillhouse.rollout.engines import InJobEngine
 from stillhouse.serving.client import ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.tasks import TaskSpec, exact_match, problem

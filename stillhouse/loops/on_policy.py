@@ -9,7 +9,6 @@ from contextlib import closing
 from typing import NamedTuple
 
 from stillhouse.checkpoint.integrity import IntactCheckpoint
-from stillhouse.generation import Sample
 from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
 from stillhouse.loops.rollouts import Rollouts
 from stillhouse.loops.session_objects import Session
@@ -20,6 +19,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
 from stillhouse.output.rollout_log import RolloutLog
 from stillhouse.parallel import ShardedMicroBatches, is_first
+from stillhouse.rollout import Sample
 from stillhouse.signals import PendingSignals
 
 

@@ -14,9 +14,6 @@ from stillhouse.config import ConfigError, EvalPromptsConfig, as_config_error
 from stillhouse.config.reward_sum import part_names
 from stillhouse.data import Documents, LoadOptions, load_documents
 from stillhouse.data.render.record_forms import are_conversations
-from stillhouse.generation import Sample, Sampling, TargetRules, step_documents
-from stillhouse.generation.rollout_engines import InJobEngine
-from stillhouse.generation.user_functions import tool_schemas
 from stillhouse.hashing import json_hash
 from stillhouse.loops.held_out_images import shown_images, shown_text
 from stillhouse.loops.held_out_metrics import in_shown_order
@@ -28,6 +25,9 @@ from stillhouse.loops.step_packer import StepPacker
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.output.records import CHARACTERS, EvalSample
 from stillhouse.parallel import ShardedMicroBatches, log_rank0, watchdog
+from stillhouse.rollout import Sample, Sampling, TargetRules, step_documents
+from stillhouse.rollout.engines import InJobEngine
+from stillhouse.rollout.user_functions import tool_schemas
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
 PROMPTS = "eval.prompts/"

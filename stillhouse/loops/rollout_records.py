@@ -10,8 +10,6 @@ import torch
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
 from stillhouse.engine.engine import StepOutput
-from stillhouse.generation import POLICY_VERSION, PromptPlan, Sample, TargetRules, staleness
-from stillhouse.generation.advantages import mean_and_deviation
 from stillhouse.loops.held_out_images import shown_text
 from stillhouse.loops.rollout_warnings import RolloutWarnings
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
@@ -19,6 +17,8 @@ from stillhouse.loops.session_objects import Session
 from stillhouse.output import records
 from stillhouse.output.metrics_file import REWARD_PART
 from stillhouse.parallel import Ranks, ShardedMicroBatches
+from stillhouse.rollout import POLICY_VERSION, PromptPlan, Sample, TargetRules, staleness
+from stillhouse.rollout.advantages import mean_and_deviation
 from stillhouse.user_code.functions import REWARD
 
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from stillhouse.config import RolloutConfig
 from stillhouse.display import name_list
-from stillhouse.generation import PromptPlan, Sample
 from stillhouse.loops.sample_statistics import has_turns
 from stillhouse.parallel import log_rank0
+from stillhouse.rollout import PromptPlan, Sample
 
 #: the largest mean difference, in nats, between the log-probabilities of the engine and of the trainer that causes no
 #: warning: for the tokens that the current weights generated, and for all tokens

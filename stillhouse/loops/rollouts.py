@@ -14,23 +14,6 @@ from stillhouse.checkpoint.served_models import require_same_writer
 from stillhouse.config import RolloutConfig, StudentConfig
 from stillhouse.config.reward_sum import has_part_of_object
 from stillhouse.data import Documents
-from stillhouse.generation import (
-    PromptPlan,
-    RolloutEngine,
-    RolloutQueue,
-    Sample,
-    SampleGenerator,
-    Sampling,
-    SourceSettings,
-    TargetRules,
-    require_versions,
-    step_documents,
-)
-from stillhouse.generation.publish_weights import publish
-from stillhouse.generation.published_folder import AdapterBase
-from stillhouse.generation.rollout_engines import InJobEngine
-from stillhouse.generation.rollout_schedule import RolloutSchedule
-from stillhouse.generation.turn_replies import TurnReplies
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import open_engine, samplings
 from stillhouse.loops.session_objects import Session
@@ -43,6 +26,23 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.parallel import ShardedMicroBatches, is_first, local_folder, watchdog
 from stillhouse.preemption import OverdueError
+from stillhouse.rollout import (
+    PromptPlan,
+    RolloutEngine,
+    RolloutQueue,
+    Sample,
+    SampleGenerator,
+    Sampling,
+    SourceSettings,
+    TargetRules,
+    require_versions,
+    step_documents,
+)
+from stillhouse.rollout.engines import InJobEngine
+from stillhouse.rollout.plan import RolloutSchedule
+from stillhouse.rollout.publish import publish
+from stillhouse.rollout.published_folder import AdapterBase
+from stillhouse.rollout.turns import TurnReplies
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch

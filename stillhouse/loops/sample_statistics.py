@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from stillhouse.config import RolloutConfig
-from stillhouse.generation import PromptPlan, Sample
-from stillhouse.generation.advantages import rewards_are_equal
+from stillhouse.rollout import PromptPlan, Sample
+from stillhouse.rollout.advantages import rewards_are_equal
 
 
 def has_turns(rollout: RolloutConfig) -> bool:

@@ -22,11 +22,11 @@ from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.teacher_images import TeacherImages
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
-from stillhouse.generation import PromptPlan
 from stillhouse.models import Decoder, weight_bytes
 from stillhouse.models.document_packing import PACKED
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ModelSource, Ranks, ShardedMicroBatches
+from stillhouse.rollout import PromptPlan
 from stillhouse.signals import NoTeacher, SignalSource, SignalStore
 
 

@@ -19,12 +19,12 @@ import torch
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
 from stillhouse.engine.engine import StepOutput
-from stillhouse.generation import PromptPlan, Sample
-from stillhouse.generation.advantages import mean_and_deviation
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.loops.session_objects import Session
 from stillhouse.objective.origins import origin_masks
 from stillhouse.parallel import ShardedMicroBatches
+from stillhouse.rollout import PromptPlan, Sample
+from stillhouse.rollout.advantages import mean_and_deviation
 
 #: values per token that are no terms of the objective
 _NO_TERMS = ("log_ratio",)

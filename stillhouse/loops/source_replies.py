@@ -10,11 +10,11 @@ from stillhouse.config.sections.data_section import source_prefix
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.reply_format import ReplyFormat, generation_prompt, reply_format
 from stillhouse.data.render.tool_format import ToolFormat, tool_format
-from stillhouse.generation.turn_replies import MessageReplies, TextReplies, ToolReplies, TurnReplies
-from stillhouse.generation.user_functions import tool_schemas
 from stillhouse.loops.completion_calls import CompletionCalls, warn
 from stillhouse.loops.session_objects import Session
 from stillhouse.models import eos_ids
+from stillhouse.rollout.turns import MessageReplies, TextReplies, ToolReplies, TurnReplies
+from stillhouse.rollout.user_functions import tool_schemas
 
 
 def turn_replies(

@@ -14,8 +14,6 @@ from stillhouse.checkpoint.save import load_checkpoint, require_room, save_check
 from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
-from stillhouse.generation import QueueState, RolloutQueue
-from stillhouse.generation.user_functions import loaded_functions
 from stillhouse.loops.completion_calls import warn
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
@@ -30,6 +28,8 @@ from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
 from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
 from stillhouse.preemption import OverdueError, Preempted, finishing, requested
+from stillhouse.rollout import QueueState, RolloutQueue
+from stillhouse.rollout.user_functions import loaded_functions
 from stillhouse.signals import SignalsLostError
 from stillhouse.user_code.function_state import FunctionStates
 from stillhouse.user_code.functions import UserFunctionError

@@ -14,11 +14,11 @@ import torch
 from stillhouse.config import RolloutConfig
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import Documents
-from stillhouse.generation import Completion, Sample
 from stillhouse.loops.session_objects import Session
 from stillhouse.models.processors import cross_entropy
 from stillhouse.objective.metric_keys import OLD_LOG_PROBS
 from stillhouse.parallel import ShardedMicroBatches
+from stillhouse.rollout import Completion, Sample
 from stillhouse.serving.client.engine_proof import PROBES, ROUNDED
 from stillhouse.signals import SignalsLostError
 

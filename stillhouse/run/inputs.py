@@ -33,8 +33,8 @@ from stillhouse.data.render.reply_format import reply_format
 from stillhouse.data.render.teacher_images import TeacherImages
 from stillhouse.data.render.tool_format import tool_format
 from stillhouse.data.token_cache import user_folder
-from stillhouse.generation.user_functions import tool_schemas
 from stillhouse.hashing import json_hash
+from stillhouse.rollout.user_functions import tool_schemas
 from stillhouse.run.tokenizers import end_ids_of, load_tokenizers
 from stillhouse.signals import SignalStore
 

@@ -22,8 +22,6 @@ from stillhouse.config import (
 from stillhouse.data import check_vocabulary
 from stillhouse.display import name_list
 from stillhouse.engine.optimizer import require_optimizer
-from stillhouse.generation import PromptPlan
-from stillhouse.generation.user_functions import loaded_functions
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.float8 import FP8, float8_problem
 from stillhouse.models.forward_modes import noise_of
@@ -32,6 +30,8 @@ from stillhouse.objective.policy import PolicySettings
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.trackers import require_trackers
 from stillhouse.parallel import Layout, watchdog
+from stillhouse.rollout import PromptPlan
+from stillhouse.rollout.user_functions import loaded_functions
 from stillhouse.run.agreement import require_same_sources
 from stillhouse.run.inputs import RunData
 from stillhouse.run.setup import RunSetup

@@ -17,11 +17,6 @@ import numpy as np
 from stillhouse.config import RolloutConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
-from stillhouse.generation import Completion, GenerationRequest, PromptPlan, Sample
-from stillhouse.generation.advantages import mean_and_deviation
-from stillhouse.generation.rollout_engines import RolloutEngine
-from stillhouse.generation.sample import Ended
-from stillhouse.generation.user_functions import done
 from stillhouse.loops.greedy_evaluation import greedy_evaluation
 from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
 from stillhouse.loops.prompt_samples import completed
@@ -33,6 +28,11 @@ from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.report.shown_completions import facts_of
 from stillhouse.preemption import OverdueError
+from stillhouse.rollout import Completion, GenerationRequest, PromptPlan, Sample
+from stillhouse.rollout.advantages import mean_and_deviation
+from stillhouse.rollout.engines import RolloutEngine
+from stillhouse.rollout.records import Ended
+from stillhouse.rollout.user_functions import done
 from stillhouse.serving.client import ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.user_code.functions import REWARD, UserFunctionError

@@ -22,9 +22,6 @@ from stillhouse.config import RunConfig
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.engine import Engine
-from stillhouse.generation import PromptPlan, TargetRules, step_documents
-from stillhouse.generation.rollout_engines import InJobEngine
-from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import make_queue, turn_replies
@@ -32,6 +29,9 @@ from stillhouse.loops.step_packer import StepPacker
 from stillhouse.models import eos_ids
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start, temporary_groups
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
+from stillhouse.rollout import PromptPlan, TargetRules, step_documents
+from stillhouse.rollout.engines import InJobEngine
+from stillhouse.rollout.plan import RolloutSchedule
 from stillhouse.run.image_models import with_images_proven
 from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import require_adapters, require_attention

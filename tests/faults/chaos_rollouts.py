@@ -37,8 +37,8 @@ from kit.stub_servers import HOSTILE, QuietHandler, listen
 from kit.trained_record import record_trained, trained, wrong_in
 from kit.worker_processes import workers_of
 
-from stillhouse.generation.publish_weights import version_folder
 from stillhouse.loops import rollouts
+from stillhouse.rollout.publish import version_folder
 
 STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
 #: seconds in which a server must answer, and a rank; what is stopped is continued after at most STOPPED seconds, and

@@ -22,10 +22,10 @@ from kit.weights_jobs import read_manifest
 
 from stillhouse.checkpoint import save as checkpoint
 from stillhouse.data import load_tokenizer
-from stillhouse.generation.publish_weights import publish, version_folder
 from stillhouse.models import Decoder
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.parallel import single_process_runner
+from stillhouse.rollout.publish import publish, version_folder
 
 PUBLISHED = 100_000  # too little for one version of the weights
 BYTES = 2_000_000  # size of the small disk: enough for one checkpoint of these runs, but not for two

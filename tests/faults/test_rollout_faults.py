@@ -14,7 +14,7 @@ from kit.stub_servers import Fault, StubHandler, StubServer, broken, busy, reset
 from kit.stub_vllm import Vllm
 from kit.writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_of, wait_for_tokens
 
-from stillhouse.generation.sample import Sampling
+from stillhouse.rollout.records import Sampling
 from stillhouse.serving.client import pool, served_weights
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.engine_proof import PROBE_TOKENS

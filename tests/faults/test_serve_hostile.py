@@ -15,9 +15,9 @@ from kit.hostile import assert_survives, from_the_openapi_document
 from kit.serving import Server, load_weights
 from safetensors.torch import save
 
-from stillhouse.generation.publish_weights import publish
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
+from stillhouse.rollout.publish import publish
 from stillhouse.serving.wire import JSON, SAFETENSORS, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 

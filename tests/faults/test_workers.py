@@ -18,7 +18,7 @@ from kit.signal_hooks import signal_at
 from kit.user_functions import Remembers, counts, named
 from kit.worker_processes import are_gone, workers_of
 
-from stillhouse.generation.token_sampler import EndOfCompletion
+from stillhouse.rollout.sampler import EndOfCompletion
 
 REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0, "rollout.reward": named(counts)}
 TURNS = {"rollout.environment": named(Remembers), "rollout.stop": ["e", "a", "i"]}

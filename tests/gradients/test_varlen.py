@@ -14,10 +14,10 @@ from kit.varlen_cases import error, micro_batch, packed_gradients, plain_gradien
 from kit.varlen_reference import attend, reference
 
 from stillhouse.data import make_micro_batch
-from stillhouse.generation.generate import check_generation
 from stillhouse.libraries import is_supported
 from stillhouse.models import Activations, Decoder, ProofError, prove_decoder, varlen
 from stillhouse.objective import OutputHead
+from stillhouse.rollout.generate import check_generation
 
 FLOAT64 = Activations(torch.device("cpu"), torch.float64)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stillhouse.generation.published_folder import MANIFEST
+from stillhouse.rollout.published_folder import MANIFEST
 
 WEIGHTS = "model.safetensors"
 

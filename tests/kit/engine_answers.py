@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stillhouse.generation.sample import Sampling
+from stillhouse.rollout.records import Sampling
 from stillhouse.serving.client.apis.server_api import ServerApi, ServerInfo
 from stillhouse.serving.client.apis.sglang import SglangApi
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi

@@ -13,14 +13,14 @@ from kit.runs import wait_for
 from kit.shard_ranks import Rank
 from torch import Tensor
 
-from stillhouse.generation import Completion, Sampling
-from stillhouse.generation.generate import Generator
-from stillhouse.generation.rollout_engines import InJobEngine
-from stillhouse.generation.student_copy import StudentCopy
-from stillhouse.generation.token_sampler import EndOfCompletion
 from stillhouse.models import Decoder, add_lora, initialize_lora
 from stillhouse.models.dtensors import local
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
+from stillhouse.rollout import Completion, Sampling
+from stillhouse.rollout.engines import InJobEngine
+from stillhouse.rollout.generate import Generator
+from stillhouse.rollout.sampler import EndOfCompletion
+from stillhouse.rollout.student_copy import StudentCopy
 
 LENGTHS = (3, 11, 1, 7, 5, 4, 2)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from stillhouse.generation import Completion, GenerationRequest, Sampling
+from stillhouse.rollout import Completion, GenerationRequest, Sampling
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 11, 1, 7, 5)

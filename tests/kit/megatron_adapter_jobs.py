@@ -12,10 +12,10 @@ from kit.shard_ranks import Rank
 from torch import Tensor
 
 from stillhouse.engine.megatron.adapter import LoraBranch
-from stillhouse.generation.publish_weights import publish
-from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.models import ProofError
 from stillhouse.objective.spec import parse_objective
+from stillhouse.rollout.publish import publish
+from stillhouse.rollout.student_copy import StudentCopy
 
 
 def without_an_adapters_part(rank: Rank, job: Job) -> str:

@@ -11,10 +11,10 @@ from kit.shard_ranks import Rank
 from torch import Tensor
 
 from stillhouse.engine.megatron.student import MegatronStudent
-from stillhouse.generation.publish_weights import publish
-from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.models import Decoder
 from stillhouse.parallel import Layout, Mesh
+from stillhouse.rollout.publish import publish
+from stillhouse.rollout.student_copy import StudentCopy
 
 #: a job: the layout, the student's folder, the folder of the versions, and the largest size of a file
 PublishJob = tuple[Case, Path, Path, int]

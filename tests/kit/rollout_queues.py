@@ -11,7 +11,7 @@ from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.data import DataReport, Documents
 from stillhouse.data.offsets import offsets_of
-from stillhouse.generation import (
+from stillhouse.rollout import (
     Completion,
     GenerationRequest,
     PromptPlan,
@@ -19,8 +19,8 @@ from stillhouse.generation import (
     SampleGenerator,
     SourceSettings,
 )
-from stillhouse.generation.rollout_schedule import RolloutSchedule
-from stillhouse.generation.sample import Ended
+from stillhouse.rollout.plan import RolloutSchedule
+from stillhouse.rollout.records import Ended
 
 STEPS, PROMPTS, SAMPLES = 12, 7, 3
 

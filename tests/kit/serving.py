@@ -15,9 +15,9 @@ from kit.ranks import Ranks
 from kit.runs import Command, save_model
 
 from stillhouse.data import load_tokenizer
-from stillhouse.generation.publish_weights import publish
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
+from stillhouse.rollout.publish import publish
 from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -110,7 +110,7 @@ class Server:
 
 
 SCORING = "stillhouse.signals.scorer:Scorer.score"
-GENERATION = "stillhouse.generation.token_sampler:TokenSampler.__call__"
+GENERATION = "stillhouse.rollout.sampler:TokenSampler.__call__"
 
 
 def slow_down(method: str, seconds: float) -> None:

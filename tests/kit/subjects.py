@@ -52,8 +52,6 @@ from stillhouse.data import (
 from stillhouse.data.render import chat_template
 from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.generation.publish_weights import BUCKET_BYTES, publish, version_folder
-from stillhouse.generation.published_folder import MANIFEST, AdapterBase
 from stillhouse.models import (
     Decoder,
     add_lora,
@@ -65,6 +63,8 @@ from stillhouse.models import (
 from stillhouse.models.model_checks import check_saving
 from stillhouse.parallel import single_process_runner
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
+from stillhouse.rollout.publish import BUCKET_BYTES, publish, version_folder
+from stillhouse.rollout.published_folder import MANIFEST, AdapterBase
 from stillhouse.run.setup import RunSetup
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.server.generate.weight_updates import WeightUpdates

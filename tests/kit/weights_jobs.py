@@ -10,11 +10,11 @@ from kit.shard_ranks import Rank
 
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
 from stillhouse.engine.state_folder import WEIGHT, write_state
-from stillhouse.generation.publish_weights import publish
-from stillhouse.generation.published_folder import Manifest, published_folder
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, empty_decoder, load_weights
+from stillhouse.rollout.publish import publish
+from stillhouse.rollout.published_folder import Manifest, published_folder
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,10 @@ from kit.stub_servers import StubHandler, StubServer, stub_server
 from kit.stub_sglang import Sglang
 from kit.stub_vllm import Vllm
 
-from stillhouse.generation.publish_weights import publish
-from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
+from stillhouse.rollout.publish import publish
+from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import ServerApi
 from stillhouse.serving.client.apis.sglang import SglangApi
 from stillhouse.serving.client.apis.vllm import VllmApi

@@ -22,12 +22,12 @@ from transformers import AutoModel, AutoModelForImageTextToText, PreTrainedModel
 
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
 from stillhouse.engine.state_folder import WEIGHT, write_state
-from stillhouse.generation.publish_weights import publish
-from stillhouse.generation.published_folder import AdapterBase
 from stillhouse.models import Decoder
 from stillhouse.models.model_parts import HEAD_NAMES
 from stillhouse.parallel import Degrees, empty_decoder, load_weights, single_process_runner
 from stillhouse.parallel.ranks import ONE_PROCESS
+from stillhouse.rollout.publish import publish
+from stillhouse.rollout.published_folder import AdapterBase
 from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 
 CPU, IDS = torch.device("cpu"), torch.arange(3, 20)[None]

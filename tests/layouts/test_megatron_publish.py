@@ -22,9 +22,9 @@ from kit.megatron_weights_jobs import Case, model_config
 from kit.weights_jobs import read_manifest
 from transformers import AutoModelForCausalLM
 
-from stillhouse.generation.publish_weights import BUCKET_BYTES
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import ALL_LINEAR, is_lora, save_lora
+from stillhouse.rollout.publish import BUCKET_BYTES
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 #: of three rows of the vocabulary each, the fourth tensor rank has only padding

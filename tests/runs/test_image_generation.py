@@ -31,8 +31,6 @@ from stillhouse.data.images import EncodedImage, open_image
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.tokenizers import load_tokenizer
 from stillhouse.data.thumbnails import thumbnail
-from stillhouse.generation import GenerationRequest, Sampling
-from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.loops.rollouts import Rollouts, first_rollouts
 from stillhouse.models import Decoder
 from stillhouse.models.image_inputs import read_token_inputs
@@ -40,6 +38,8 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import validated
 from stillhouse.output.records import HeldOutImage
 from stillhouse.output.report import write_report
+from stillhouse.rollout import GenerationRequest, Sampling
+from stillhouse.rollout.generate import Generator, check_generation
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen3_vl", "gemma3", "idefics3", "llava_onevision", "internvl", "gemma4", "qwen3_5", "qwen3_vl_moe"]

@@ -84,7 +84,7 @@ def test_a_served_teacher_writes_what_it_writes_in_the_job(tmp_path: Path) -> No
 
 def ignore_images() -> None:
     """The tower gets the same picture for every prompt, after the server has proven its model."""
-    from stillhouse.generation.image_prompts import ImagePrompts
+    from stillhouse.rollout.image_prompts import ImagePrompts
     from stillhouse.serving.server.generate import generate_routes
 
     tensors, decode = ImagePrompts._tensors, generate_routes.decode_prompt

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 
 from stillhouse.checkpoint.integrity import ROLLOUTS
 from stillhouse.checkpoint.rollouts_file import read_queue, write_queue
-from stillhouse.generation import QueueState, RolloutQueue, Sample
 from stillhouse.output.disk import hashes
 from stillhouse.output.progress import read_state, write_state
+from stillhouse.rollout import QueueState, RolloutQueue, Sample
 
 #: the steps that are made before the checkpoint; the first groups of the next step are those from FIRST on
 STEP = 5

@@ -19,9 +19,9 @@ from kit.runs import save_model
 from kit.serving import GENERATION, Server, load_weights, publish_scaled, slow_down
 
 from stillhouse.data import load_tokenizer
-from stillhouse.generation import Completion, GenerationRequest, Sampling
-from stillhouse.generation.generate import Generator
 from stillhouse.models import Decoder, eos_ids
+from stillhouse.rollout import Completion, GenerationRequest, Sampling
+from stillhouse.rollout.generate import Generator
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.server.role import model_info

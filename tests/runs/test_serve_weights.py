@@ -24,10 +24,10 @@ from kit.weights_jobs import read_manifest
 from kit.writer_cases import Student, engine_of, requests_of
 from safetensors.torch import load_file, save_file
 
-from stillhouse.generation.publish_weights import version_folder
-from stillhouse.generation.published_folder import MANIFEST
 from stillhouse.loops import rollouts
 from stillhouse.output.folder import RunFolder
+from stillhouse.rollout.publish import version_folder
+from stillhouse.rollout.published_folder import MANIFEST
 from stillhouse.run.run import distill
 from stillhouse.serving.client import ServerError, pool
 

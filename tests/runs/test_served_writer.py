@@ -16,8 +16,8 @@ from kit.writer_cases import engine_of, requests_of, results
 from transformers import AutoTokenizer
 
 from stillhouse.checkpoint.served_models import WRITER, require_same_writer
-from stillhouse.generation.sample import Sampling
 from stillhouse.output.folder import RunFolder
+from stillhouse.rollout.records import Sampling
 from stillhouse.run.run import distill
 from stillhouse.serving.client import ServerError
 from stillhouse.serving.client.apis.sglang import SglangApi

@@ -15,12 +15,12 @@ from kit.low_bit import save_teacher
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stillhouse.generation.publish_weights import publish, version_folder
-from stillhouse.generation.published_folder import MANIFEST, AdapterBase
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.models.saved_lora import ADAPTER_CONFIG
 from stillhouse.parallel import single_process_runner
+from stillhouse.rollout.publish import publish, version_folder
+from stillhouse.rollout.published_folder import MANIFEST, AdapterBase
 from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 
 BASE = AdapterBase(fingerprint="ab" * 32, dtype="float32", quantize=None)

@@ -18,9 +18,9 @@ from kit.toy_tokenizer import toy_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
-from stillhouse.generation import Completion, GenerationRequest, Sampling
-from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.models import Decoder, add_lora, eos_ids
+from stillhouse.rollout import Completion, GenerationRequest, Sampling
+from stillhouse.rollout.generate import Generator, check_generation
 
 
 def reference_log_probs(decoder: Decoder, prompt: np.ndarray, ids_N: np.ndarray, temperature: float) -> np.ndarray:

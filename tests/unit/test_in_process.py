@@ -11,10 +11,10 @@ from kit.generation_jobs import Problem, an_error_on_one_rank, on_ranks, one_pro
 from kit.generation_requests import CPU, requests
 from kit.shard_ranks import shared_pool
 
-from stillhouse.generation import Completion, RolloutEngine, Sampling
-from stillhouse.generation.generate import Generator
-from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.parallel import Degrees
+from stillhouse.rollout import Completion, RolloutEngine, Sampling
+from stillhouse.rollout.engines import InJobEngine
+from stillhouse.rollout.generate import Generator
 
 SAMPLED = Sampling(max_new_tokens=8, eos_ids=(2, 9), top_p=0.95)
 GREEDY = replace(SAMPLED, temperature=0.0)

@@ -13,8 +13,8 @@ from stillhouse import cli
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.engine.schedule import make_on_policy_schedule, make_step_schedule
-from stillhouse.generation import PromptSource
 from stillhouse.loops.step_packer import StepPacker
+from stillhouse.rollout import PromptSource
 from stillhouse.run.setup import layout_of
 from stillhouse.tools.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
 from stillhouse.tools.plan.dry_run import planned

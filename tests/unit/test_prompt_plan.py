@@ -4,9 +4,9 @@ import random
 from collections import Counter
 
 from stillhouse.config import RolloutConfig, TrainConfig
-from stillhouse.generation import PromptPlan, PromptSource
-from stillhouse.generation.prompt_draw import PromptDraw
 from stillhouse.objective.policy import PolicySettings
+from stillhouse.rollout import PromptPlan, PromptSource
+from stillhouse.rollout.plan import PromptDraw
 from stillhouse.run.preflight import prompt_warnings
 
 

@@ -5,10 +5,9 @@ import torch
 from kit.families import build
 from kit.generation_requests import CPU, SAMPLING, as_lists, requests
 
-from stillhouse.generation import generate
-from stillhouse.generation.generate import Generator
-from stillhouse.generation.key_value_cache import RoomyLayer, roomy_cache
 from stillhouse.models import Decoder
+from stillhouse.rollout import generate
+from stillhouse.rollout.generate import Generator, RoomyLayer, roomy_cache
 
 #: whether all layers of a family have full attention
 FAMILIES = {"llama": True, "qwen3": False, "gemma3": False}

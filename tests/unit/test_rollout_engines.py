@@ -30,12 +30,12 @@ from kit.writer_cases import (
 )
 
 from stillhouse.config import ConfigError
-from stillhouse.generation.publish_weights import publish
-from stillhouse.generation.sample import GenerationRequest, Sampling
 from stillhouse.loops.completion_engine import open_engine
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.parallel import single_process_runner
+from stillhouse.rollout.publish import publish
+from stillhouse.rollout.records import GenerationRequest, Sampling
 from stillhouse.run.session import prepare
 from stillhouse.serving.client.apis.sglang import SglangApi
 from stillhouse.serving.client.apis.vllm import VllmApi

@@ -17,7 +17,8 @@ import torch
 from kit.rollout_queues import PROMPTS, SAMPLES, STEPS, LateEngine, prompts, queue_of
 from kit.toy_tokenizer import toy_tokenizer
 
-from stillhouse.generation import (
+from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.rollout import (
     POLICY_VERSION,
     Completion,
     GenerationRequest,
@@ -30,11 +31,10 @@ from stillhouse.generation import (
     require_versions,
     step_documents,
 )
-from stillhouse.generation.advantages import mean_and_deviation, rewards_are_equal, with_advantages
-from stillhouse.generation.rollout_schedule import RolloutSchedule
-from stillhouse.generation.turn_replies import TextReplies
-from stillhouse.generation.user_functions import done
-from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.rollout.advantages import mean_and_deviation, rewards_are_equal, with_advantages
+from stillhouse.rollout.plan import RolloutSchedule
+from stillhouse.rollout.turns import TextReplies
+from stillhouse.rollout.user_functions import done
 from stillhouse.user_code.functions import UserFunctionError
 
 

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stillhouse.generation import publish_weights
-from stillhouse.generation.publish_weights import BUCKET_BYTES, publish
-from stillhouse.generation.published_folder import MANIFEST
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, initialize_lora, is_lora
 from stillhouse.parallel import Degrees, single_process_runner
+from stillhouse.rollout import publish_weights
+from stillhouse.rollout.publish import BUCKET_BYTES, publish
+from stillhouse.rollout.published_folder import MANIFEST
 
 LAYOUTS = {
     "fsdp 2": Degrees(fsdp=2),

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from stillhouse.config import RolloutConfig
-from stillhouse.generation import Completion, PromptPlan, Sample
-from stillhouse.generation.prompt_plan import PromptSource
 from stillhouse.loops.rollout_records import shown_numbers
 from stillhouse.loops.rollout_warnings import SILENT_STEPS, RolloutWarnings
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
+from stillhouse.rollout import Completion, PromptPlan, Sample
+from stillhouse.rollout.plan import PromptSource
 
 PLAN = PromptPlan.of_one(7, 0, 2, 2, seed=3)
 TOOLS, GAME = RolloutConfig(tools="a:f"), RolloutConfig(environment="a:f")

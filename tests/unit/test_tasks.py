@@ -14,8 +14,8 @@ from benchmarks.task_models import character_tokenizer, new_model
 from stillhouse import cli
 from stillhouse.config import ConfigError
 from stillhouse.data import LoadOptions, load_documents
-from stillhouse.generation import Completion, GenerationRequest
 from stillhouse.loops.greedy_evaluation import evaluate_tasks
+from stillhouse.rollout import Completion, GenerationRequest
 from stillhouse.tasks import SHORTEST, TASKS, Problem, TaskSpec, exact_match, is_held_out, problem
 
 #: of seed 7: problems 0 and 4 for training, problem 1 held out

@@ -12,8 +12,8 @@ import torch
 from kit.generation_requests import CPU
 from torch import Tensor
 
-from stillhouse.generation import Sampling
-from stillhouse.generation.token_sampler import TokenSampler, _gumbel
+from stillhouse.rollout import Sampling
+from stillhouse.rollout.sampler import TokenSampler, _gumbel
 
 
 def filtered(scores_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:

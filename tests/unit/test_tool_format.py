@@ -11,8 +11,8 @@ from kit.tool_templates import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, echo
 from transformers.utils import get_json_schema
 
 from stillhouse.data.render.tool_format import UNKNOWN, Call, tool_format
-from stillhouse.generation.turn_replies import SampleTurns, ToolReplies
-from stillhouse.generation.user_functions import done
+from stillhouse.rollout.turns import SampleTurns, ToolReplies
+from stillhouse.rollout.user_functions import done
 from stillhouse.user_code.episodes import Episodes
 from stillhouse.user_code.tools import Tools
 from stillhouse.user_code.worker_pool import CallLostError

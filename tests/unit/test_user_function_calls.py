@@ -17,11 +17,11 @@ from kit.toy_tokenizer import toy_tokenizer
 from kit.user_functions import control_c, counts, half, remembers
 
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.generation import Completion, PromptPlan, SampleGenerator, SourceSettings
-from stillhouse.generation.sample_generator import _Open
-from stillhouse.generation.turn_replies import TextReplies
-from stillhouse.generation.user_functions import called_here, environment_call, user_function
 from stillhouse.loops.completion_calls import compared_once
+from stillhouse.rollout import Completion, PromptPlan, SampleGenerator, SourceSettings
+from stillhouse.rollout.samples import _Open
+from stillhouse.rollout.turns import TextReplies
+from stillhouse.rollout.user_functions import called_here, environment_call, user_function
 from stillhouse.user_code.functions import (
     ENVIRONMENT,
     Turn,

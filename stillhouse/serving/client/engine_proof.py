@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from stillhouse.config.servers import ServerKind
-from stillhouse.generation.sample import Completion, Sampling
+from stillhouse.rollout.records import Completion, Sampling
 
 #: prompts. The log-probabilities of the top tokens after them identify a model, and show the options of its server
 PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data import Documents
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import escaped
-from stillhouse.generation.published_folder import published_folder
-from stillhouse.generation.sample import Completion, Ended, GenerationRequest, Sampling
+from stillhouse.rollout.published_folder import published_folder
+from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Published, ServerApi, Span
 from stillhouse.serving.client.http_client import HttpAnswer, bytes_of_json
 from stillhouse.serving.client.pool import AskAgainError, Call, RefusedError, ServerPool

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, require
 from stillhouse.serving.client.engine_proof import (
     PROMPTS,

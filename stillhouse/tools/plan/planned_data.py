@@ -16,9 +16,9 @@ from stillhouse.config import RunConfig, TeacherConfig
 from stillhouse.data import DataReport, Documents, PackedSequences, StepMicroBatches
 from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.engine.schedule import make_step_schedule
-from stillhouse.generation.step_documents import POLICY_VERSION
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
 from stillhouse.parallel import Layout, Mesh, ShardedMicroBatches, shard_micro_batches
+from stillhouse.rollout.documents import POLICY_VERSION
 from stillhouse.signals import SignalStore, StoredTeacher
 from stillhouse.signals.signal_source import DeferredSignals
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec

@@ -22,8 +22,8 @@ import torch
 from pydantic import BaseModel, Field
 
 from stillhouse.config.servers import SERVERS
-from stillhouse.generation.sample import Sampling
 from stillhouse.libraries import reading
+from stillhouse.rollout.records import Sampling
 from stillhouse.serving.client.apis.score_tensors import top_k_tensors
 from stillhouse.serving.client.apis.server_api import (
     Answer,

@@ -25,8 +25,8 @@ from pydantic import AliasPath, BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import SERVERS
-from stillhouse.generation.sample import Sampling
 from stillhouse.libraries import reading
+from stillhouse.rollout.records import Sampling
 from stillhouse.serving.client.apis.score_tensors import id_tensors, next_tokens, top_k_tensors
 from stillhouse.serving.client.apis.server_api import (
     Answer,

@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import check_vocabulary, load_tokenizer
-from stillhouse.generation.generate import Generator, check_generation
-from stillhouse.generation.published_folder import AdapterBase
-from stillhouse.generation.sample import Completion, Sampling
-from stillhouse.generation.token_sampler import stop_texts
 from stillhouse.models import Decoder, NotFiniteError, model_fingerprint
 from stillhouse.parallel import choose_device, local_folder
+from stillhouse.rollout.generate import Generator, check_generation
+from stillhouse.rollout.published_folder import AdapterBase
+from stillhouse.rollout.records import Completion, Sampling
+from stillhouse.rollout.sampler import stop_texts
 from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.generate.generate_routes import add_generate_route, add_weights_route

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from stillhouse.data.render.image_inputs import DocumentImages
-from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.server.bodies import encode_json, usage
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.server.request_errors import refused

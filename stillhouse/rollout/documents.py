@@ -15,8 +15,8 @@ import numpy as np
 from stillhouse.config import RolloutConfig, sampling_temperatures
 from stillhouse.data import DataReport, Documents
 from stillhouse.data.offsets import offsets_of
-from stillhouse.generation.sample import Sample
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION, SAMPLING
+from stillhouse.rollout.records import Sample
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from stillhouse.generation.sample import Sample
+from stillhouse.rollout.records import Sample
 
 #: which standard deviation of n rewards: "population" divides the sum of squares by n, "sample" by n − 1
 Deviation = Literal["population", "sample"]

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.data.render.tool_format import Call, ToolFormat
 from stillhouse.display import first_line
-from stillhouse.generation.user_functions import EnvironmentCall
+from stillhouse.rollout.user_functions import EnvironmentCall
 from stillhouse.user_code.episodes import Episode
-from stillhouse.user_code.functions import UserFunctionError
+from stillhouse.user_code.functions import Turn, UserFunctionError
 from stillhouse.user_code.tools import ERROR
 from stillhouse.user_code.worker_pool import CallLostError
 
@@ -130,7 +131,7 @@ class TextReplies(TurnReplies):
         )
 
     def episode(self, sample: SampleTurns) -> Episode:
-        return Episode(sample.number, turn_texts(self._tokenizer, sample), tuple(sample.replies))
+        return Episode(sample.number, model_turns(self._tokenizer, sample), tuple(sample.replies))
 
     def ids(self, reply: str | None, most: int) -> list[int]:
         def ids_of(text: str) -> list[int]:
@@ -186,7 +187,7 @@ class MessageReplies(TurnReplies):
         )
 
     def episode(self, sample: SampleTurns) -> Episode:
-        turns = turn_texts(self._format.tokenizer, sample)
+        turns = model_turns(self._format.tokenizer, sample)
         return Episode(sample.number, turns, tuple(reply.text for reply in sample.replies))
 
     def ids(self, reply: TurnReply | None, most: int) -> list[int]:
@@ -292,7 +293,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def turn_texts(tokenizer: PreTrainedTokenizerBase, sample: SampleTurns) -> tuple[str, ...]:
+def model_turns(tokenizer: PreTrainedTokenizerBase, sample: SampleTurns) -> tuple[str, ...]:
     """The texts of a sample's turns, without special tokens."""
     return tuple(tokenizer.decode(ids_N, skip_special_tokens=True) for ids_N in sample.turns)
 
@@ -333,3 +334,19 @@ def _mapped(result: Future[Any], reply: Callable[[Any], Any], lost: Callable[[Ca
 
     result.add_done_callback(done)
     return mapped
+
+
+def turn_texts(tokenizer: PreTrainedTokenizerBase, ids_N: np.ndarray, is_generated_N: np.ndarray) -> list[Turn]:
+    """The texts of the turns and the replies in their order, without special tokens.
+
+    is_generated_N: bool, whether the model has generated the token. There is a token of a reply between two turns of
+        the model, so that the tokens of a checkpoint give the same turns.
+    """
+    borders = [0, *(np.flatnonzero(np.diff(is_generated_N)) + 1).tolist(), len(ids_N)]
+    return [
+        {
+            "role": "student" if is_generated_N[start] else "environment",
+            "text": tokenizer.decode(ids_N[start:stop], skip_special_tokens=True),
+        }
+        for start, stop in pairwise(borders)
+    ]

@@ -28,7 +28,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.data import save_tokenizer
-from stillhouse.generation.published_folder import MANIFEST, VERSION_PREFIX, AdapterBase, Manifest
 from stillhouse.hashing import file_hash
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
@@ -36,6 +35,7 @@ from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.checkpoint_names import save_as, saved_names
 from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel import DistributedStudent, StageWeight
+from stillhouse.rollout.published_folder import MANIFEST, VERSION_PREFIX, AdapterBase, Manifest
 
 #: the largest size of one file, unless a single tensor is larger. To publish, a rank needs this much host memory plus
 #: the memory for all-gathering one tensor

@@ -1,8 +1,9 @@
-"""The prompts of each step. They depend only on the seed and the step's number, so no state needs to be saved.
+"""The prompts of each step, and when their completions are requested. The prompts depend only on the seed and the
+step's number, so no state needs to be saved.
 
 Each source of prompts has two streams: groups, which are prompts with several samples each, and documents of the
 dataset. Each epoch of a stream is a permutation of all its documents. A step takes the next prompts of the run. For
-each of them, a draw by the sources' weights decides which source gives it (`prompt_draw.py`). The share of the
+each of them, a draw by the sources' weights decides which source gives it (`PromptDraw`). The share of the
 source decides whether it is the source's next group or its next documents of the dataset. So the streams of a source
 are those of a run with this source alone.
 
@@ -12,13 +13,15 @@ Groups are numbered from 0 over all sources, and so are samples.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate
+from math import lcm
 from typing import NamedTuple, Self
 
 import numpy as np
 
+from stillhouse.config import RolloutConfig
 from stillhouse.data.sequence_order import permutation
-from stillhouse.generation.prompt_draw import PromptDraw
 
 #: the number of the first epoch's permutation (see `permutation`), of the prompts and of the dataset's documents
 _PROMPTS, _DATASET = 1, 2**31
@@ -174,3 +177,93 @@ class _Stream:
         if epoch != self._epoch:
             self._epoch, self._order_D = epoch, permutation(self._size, self._seed, self._first_epoch + epoch)
         return self._first + int(self._order_D[place])
+
+
+class PromptDraw:
+    """The draw of prompts from weighted sources: which source gives the prompt number n of a run.
+
+    Of the first n prompts, for every n, a source with the share s gives more than s·n − 1 and fewer than s·n + 1
+    (Tijdeman 1980, "The chairman assignment problem"). Of the sources that may give the next prompt without exceeding
+    this bound, the one that would fall below it first gives it. The draw depends only on the weights, and computes
+    with exact fractions.
+
+    weights: above 0, in any unit. The draw is computed as far as it is needed.
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        # the decimal number that the user has written, such as 7/10 for 0.7
+        fractions = [Fraction(repr(weight)) for weight in weights]
+        unit = lcm(*(fraction.denominator for fraction in fractions))
+        self._weights = [int(fraction * unit) for fraction in fractions]
+        self._total = sum(self._weights)
+        self._per_weight = [lcm(*self._weights) // weight for weight in self._weights]
+        self._counts = [0] * len(weights)
+        self._sources: list[int] = []
+        self._numbers: list[int] = []
+
+    def source(self, number: int) -> tuple[int, int]:
+        """Return the source of a prompt of the run, and the number of this prompt among those of the source."""
+        while len(self._sources) <= number:
+            source = self._next()
+            self._sources.append(source)
+            self._numbers.append(self._counts[source])
+            self._counts[source] += 1
+        return self._sources[number], self._numbers[number]
+
+    def _next(self) -> int:
+        n, total, others = len(self._sources) + 1, self._total, 2 * len(self._weights) - 2
+        if not others:
+            return 0
+        best, earliest = -1, 0
+        for source, weight in enumerate(self._weights):
+            # how far the source is behind its share of n prompts, times `total`
+            behind = n * weight - total * self._counts[source]
+            if others * behind < total:  # it would exceed the bound
+                continue
+            # proportional to the number of prompts until it would fall below the bound
+            due = ((others - 1) * total - others * behind) * self._per_weight[source]
+            if best < 0 or due < earliest:
+                best, earliest = source, due
+        return best
+
+
+_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
+
+
+@dataclass(frozen=True)
+class RolloutSchedule:
+    """Decides when groups of samples are requested and which groups a step trains on. All schedules request by one
+    rule:
+
+        at step s, when the weights have version s, all groups of the steps up to s + ahead have been requested
+
+    `ahead` is 0 for sync, 1 for one_step_off and 2 for two_step_off. In these schedules, a step trains on its own
+    groups.
+
+    In the async schedule (`in_order=False`), a step trains on the same number of groups, but on those that finish
+    first. Every group must be trained at most `max_staleness` steps after its request. A step takes a group that
+    finished early only if the later steps can still train on all other groups in time. `ahead` is only half of
+    `max_staleness`, so that a group may be delayed by the other half.
+
+    Under all schedules, no token is older than `max_staleness` versions, and every group is trained exactly once.
+
+    ahead: how many steps a group is requested before the step to which the plan assigns it.
+    in_order: whether a step trains on its own groups; if false, it trains on the groups that finish first.
+    max_staleness: the maximum number of steps between the request of a group and its training; at least `ahead`.
+    last_step: the number of the run's last step, from 0.
+    """
+
+    ahead: int
+    in_order: bool
+    max_staleness: int
+    last_step: int
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, steps: int) -> Self:
+        """The configured schedule for a run of `steps` steps."""
+        ahead = min(_AHEAD.get(rollout.schedule, (rollout.max_staleness + 1) // 2), rollout.max_staleness)
+        return cls(ahead, rollout.schedule != "async", rollout.max_staleness, steps - 1)
+
+    def last_requested(self, step: int) -> int:
+        """The last step whose groups have been requested once `step` begins."""
+        return min(step + self.ahead, self.last_step)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from stillhouse.generation.sample import Sampling
-from stillhouse.generation.turn_replies import TurnReplies
-from stillhouse.generation.user_functions import RewardCall
+from stillhouse.rollout.records import Sampling
+from stillhouse.rollout.turns import TurnReplies
+from stillhouse.rollout.user_functions import RewardCall
 
 
 @dataclass(frozen=True)

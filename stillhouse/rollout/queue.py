@@ -3,12 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from stillhouse.generation.advantages import Deviation, with_advantages
-from stillhouse.generation.prompt_plan import PromptPlan
-from stillhouse.generation.rollout_queue_state import QueueState, require_groups, require_samples
-from stillhouse.generation.rollout_schedule import RolloutSchedule
-from stillhouse.generation.sample import Sample
-from stillhouse.generation.sample_generator import SampleGenerator
+from stillhouse.rollout.advantages import Deviation, with_advantages
+from stillhouse.rollout.plan import PromptPlan, RolloutSchedule
+from stillhouse.rollout.queue_state import QueueState, require_groups, require_samples
+from stillhouse.rollout.records import Sample
+from stillhouse.rollout.samples import SampleGenerator
 
 #: seconds between two calls of `alive` while the queue waits for samples
 _TICK = 1.0

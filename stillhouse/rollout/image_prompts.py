@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.generation.sample import GenerationRequest
 from stillhouse.models import Decoder
 from stillhouse.models.image_inputs import model_images, placeholder_ids, read_token_inputs
+from stillhouse.rollout.records import GenerationRequest
 
 
 class ImagePrompts:

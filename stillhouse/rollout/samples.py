@@ -15,12 +15,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
-from stillhouse.generation.completion_turns import turn_texts
-from stillhouse.generation.rollout_engines import RolloutEngine
-from stillhouse.generation.sample import Completion, GenerationRequest, Sample
-from stillhouse.generation.source_settings import SourceSettings
-from stillhouse.generation.turn_replies import SampleTurns
-from stillhouse.generation.user_functions import Reward, done
+from stillhouse.rollout.engines import RolloutEngine
+from stillhouse.rollout.records import Completion, GenerationRequest, Sample
+from stillhouse.rollout.source_settings import SourceSettings
+from stillhouse.rollout.turns import SampleTurns, turn_texts
+from stillhouse.rollout.user_functions import Reward, done
 from stillhouse.user_code.functions import Turn
 
 #: the version of a token that no model generated

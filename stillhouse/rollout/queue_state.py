@@ -8,10 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stillhouse.generation.prompt_plan import PromptPlan
-from stillhouse.generation.rollout_schedule import RolloutSchedule
-from stillhouse.generation.sample import Sample
-from stillhouse.generation.sample_generator import NOT_GENERATED, SampleGenerator
+from stillhouse.rollout.plan import PromptPlan, RolloutSchedule
+from stillhouse.rollout.records import Sample
+from stillhouse.rollout.samples import NOT_GENERATED, SampleGenerator
 
 
 @dataclass

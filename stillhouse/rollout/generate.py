@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
 from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.generation.image_prompts import ImagePrompts
-from stillhouse.generation.key_value_cache import roomy_cache
-from stillhouse.generation.sample import Completion, Ended, GenerationRequest, Sampling
-from stillhouse.generation.token_sampler import EndOfCompletion, TokenSampler
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError, check_document_length, evaluating
 from stillhouse.models.model_checks import describe
 from stillhouse.models.model_parts import row_windows
 from stillhouse.parallel import watchdog
+from stillhouse.rollout.image_prompts import ImagePrompts
+from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
+from stillhouse.rollout.sampler import EndOfCompletion, TokenSampler
 
 # the largest allowed difference between log-probabilities with and without the cache, in nats. It is not 0, because
 # the two forward passes multiply matrices of different shapes
@@ -332,3 +332,52 @@ def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = settings
+
+
+class RoomyLayer(DynamicLayer):
+    """tokens: the number of preallocated tokens. More tokens are concatenated, as transformers' own layer does."""
+
+    keys: Any
+    values: Any
+    is_initialized: bool
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self._tokens = tokens
+        self._room: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_BHSW: Tensor, value_BHSW: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        before = self.get_seq_length()
+        after = before + key_BHSW.shape[-2]
+        if after > self._tokens:
+            keys_and_values: tuple[Tensor, Tensor] = super().update(key_BHSW, value_BHSW, *args, **kwargs)
+            return keys_and_values
+        if not self.is_initialized:
+            self.lazy_initialization(key_BHSW, value_BHSW)
+            self._room = (self._empty_like(key_BHSW), self._empty_like(value_BHSW))
+        assert self._room is not None
+        for room, new in zip(self._room, (key_BHSW, value_BHSW), strict=True):
+            room[:, :, before:after] = new
+        self.keys, self.values = (room[:, :, :after] for room in self._room)
+        return self.keys, self.values
+
+    def reset(self) -> None:
+        # `reset` of transformers 5.17 keeps the keys
+        self.keys = self.values = self._room = None
+        self.is_initialized = False
+        super().reset()
+
+    def _empty_like(self, new_BHSW: Tensor) -> Tensor:
+        rows, heads, _, width = new_BHSW.shape
+        return torch.empty(rows, heads, self._tokens, width, dtype=new_BHSW.dtype, device=new_BHSW.device)
+
+
+def roomy_cache(model: PreTrainedModel, tokens: int) -> DynamicCache | None:
+    """A cache for one call of `generate`; None if the model needs transformers' own cache."""
+    if getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
+        return None
+    cache = DynamicCache(config=model.config)
+    if not cache.layers or any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return None
+    cache.layers = [RoomyLayer(tokens) for _ in cache.layers]
+    return cache

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
-from stillhouse.generation.generate import Generator, at_positions
-from stillhouse.generation.sample import Completion, Ended, GenerationRequest, Sampling
-from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.parallel import ONE_PROCESS, EarlyMessages
+from stillhouse.rollout.generate import Generator, at_positions
+from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
+from stillhouse.rollout.student_copy import StudentCopy
 
 Result = TypeVar("Result")
 

@@ -23,7 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from stillhouse.generation.sample import Sampling
+from stillhouse.rollout.records import Sampling
 
 #: the constants of MurmurHash3's finalizer (Appleby 2011) and the golden ratio, as signed numbers of 32 bits
 _FIRST, _SECOND, _GOLDEN = (value - 2**32 * (value >= 2**31) for value in (0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9))

@@ -1,0 +1,34 @@
+"""Rollouts: completions that a model generates, from an engine in this process or from servers, and their rewards."""
+
+from stillhouse.rollout.documents import POLICY_VERSION, TargetRules, step_documents
+from stillhouse.rollout.engines import RolloutEngine
+from stillhouse.rollout.plan import PromptPlan, PromptSource
+from stillhouse.rollout.queue import RolloutQueue, require_versions, staleness
+from stillhouse.rollout.queue_state import QueueState
+from stillhouse.rollout.records import (
+    Completion,
+    GenerationRequest,
+    Sample,
+    Sampling,
+)
+from stillhouse.rollout.samples import SampleGenerator
+from stillhouse.rollout.source_settings import SourceSettings
+
+__all__ = [
+    "POLICY_VERSION",
+    "Completion",
+    "GenerationRequest",
+    "PromptPlan",
+    "PromptSource",
+    "QueueState",
+    "RolloutEngine",
+    "RolloutQueue",
+    "Sample",
+    "SampleGenerator",
+    "Sampling",
+    "SourceSettings",
+    "TargetRules",
+    "require_versions",
+    "staleness",
+    "step_documents",
+]
