@@ -18,7 +18,7 @@ from stillhouse.output import records
 from stillhouse.output.metrics_file import REWARD_PART
 from stillhouse.parallel import Ranks, ShardedMicroBatches
 from stillhouse.rollout import POLICY_VERSION, PromptPlan, Sample, TargetRules, staleness
-from stillhouse.rollout.advantages import mean_and_deviation
+from stillhouse.rollout.reward import mean_and_deviation
 from stillhouse.user_code.functions import REWARD
 
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student

@@ -189,7 +189,7 @@ class Rollouts:
     def call_times(self) -> dict[str, tuple[int, float]]:
         """On rank 0, the number and the seconds of the calls of rewards, environments and tools since the last call
         of this method, by their keys; elsewhere empty."""
-        return {} if self.calls is None else self.calls.times.take()
+        return {} if self.calls is None else self.calls.functions.take_times()
 
     def trained(self, step: int) -> None:
         """Record that the optimizer has made this step."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from stillhouse.config import RolloutConfig
 from stillhouse.rollout import PromptPlan, Sample
-from stillhouse.rollout.advantages import rewards_are_equal
+from stillhouse.rollout.reward import rewards_are_equal
 
 
 def has_turns(rollout: RolloutConfig) -> bool:

@@ -24,7 +24,7 @@ from stillhouse.loops.session_objects import Session
 from stillhouse.objective.origins import origin_masks
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.rollout import PromptPlan, Sample
-from stillhouse.rollout.advantages import mean_and_deviation
+from stillhouse.rollout.reward import mean_and_deviation
 
 #: values per token that are no terms of the objective
 _NO_TERMS = ("log_ratio",)

@@ -29,7 +29,7 @@ def turn_replies(
     replies: list[TurnReplies | None] = []
     for rollout, of_source in zip(rollouts, calls.sources, strict=True):
         if of_source.tools is not None and (schemas := tool_schemas(rollout)) is not None:
-            paths, have_state = tuple(rollout.tool_paths), of_source.tools_have_state
+            paths, have_state = tuple(rollout.tool_paths), of_source.tools.have_state
             formats[paths] = formats.get(paths) or tool_format(tokenizer, schemas, processor)
             replies.append(
                 ToolReplies(of_source.tools, formats[paths], rollout.tool_tokens, have_state=have_state, warn=warn)

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from stillhouse.rollout.advantages import Deviation, with_advantages
 from stillhouse.rollout.plan import PromptPlan, RolloutSchedule
 from stillhouse.rollout.queue_state import QueueState, require_groups, require_samples
 from stillhouse.rollout.records import Sample
+from stillhouse.rollout.reward import Deviation, with_advantages
 from stillhouse.rollout.samples import SampleGenerator
 
 #: seconds between two calls of `alive` while the queue waits for samples

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data import Documents
 from stillhouse.rollout.engines import RolloutEngine
 from stillhouse.rollout.records import Completion, GenerationRequest, Sample
+from stillhouse.rollout.reward import Reward
 from stillhouse.rollout.source_settings import SourceSettings
-from stillhouse.rollout.turns import SampleTurns, turn_texts
-from stillhouse.rollout.user_functions import Reward, done
+from stillhouse.rollout.turns import SampleTurns, done, turn_texts
 from stillhouse.user_code.functions import Turn
 
 #: the version of a token that no model generated
@@ -339,7 +339,7 @@ class SampleGenerator:
         assert reward is not None
         with self._lock:
             if number not in self._rewards:
-                self._rewards[number] = reward(*self._texts(prompt, parts), self._turns(parts), of_object)
+                self._rewards[number] = reward.request(*self._texts(prompt, parts), self._turns(parts), of_object)
             return self._rewards[number]
 
     def _ended_turns(self, sample: _Open, parts: Sequence[Completion]) -> SampleTurns:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from stillhouse.rollout.records import Sampling
+from stillhouse.rollout.reward import RewardSum
 from stillhouse.rollout.turns import TurnReplies
-from stillhouse.rollout.user_functions import RewardCall
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class SourceSettings:
 
     max_new_tokens: the maximum number of tokens of a sample: all turns of the model and all replies together.
     sampling: how tokens are sampled; None: as the engine does without it.
-    reward: see `user_functions.py`. environment: replies to the model's turns. If one is set, the prompts need
+    reward: see `reward.py`. environment: replies to the model's turns. If one is set, the prompts need
         the records of the data.
     object_gives_reward: whether the sample's object in `environment` gives a part of `reward`.
     calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn has ended, also while
@@ -23,7 +23,7 @@ class SourceSettings:
 
     max_new_tokens: int
     sampling: Sampling | None = None
-    reward: RewardCall | None = None
+    reward: RewardSum | None = None
     environment: TurnReplies | None = None
     calls_from_any_thread: bool = False
     max_turns: int = 1

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,8 +15,8 @@ from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.data.render.tool_format import Call, ToolFormat
 from stillhouse.display import first_line
-from stillhouse.rollout.user_functions import EnvironmentCall
 from stillhouse.user_code.episodes import Episode
+from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.functions import Turn, UserFunctionError
 from stillhouse.user_code.tools import ERROR
 from stillhouse.user_code.worker_pool import CallLostError
@@ -48,14 +48,46 @@ class SampleTurns:
     replies: Sequence[Any]
 
 
-class TurnReplies(ABC):
-    """Replies to the turns of samples. May be called from any thread.
-
-    call: calls the user's environment or tools.
+class EpisodeCalls(Protocol):
+    """The calls of the user's environment or tools, which get the turns of a sample as an `Episode`. An episode
+    without turns ends the sample's object.
     """
 
-    def __init__(self, call: EnvironmentCall):
-        self._call = call
+    def request(self, arguments: CallArguments, episode: Episode) -> Future[Any]: ...
+
+
+@dataclass(frozen=True)
+class FunctionEpisodes:
+    """The calls of an environment or of tools by their key and path.
+
+    takes_episodes: whether the calls get episodes. A function that is an environment has no state, and needs none.
+    have_state: whether the samples have objects.
+    """
+
+    calls: FunctionCalls
+    key: str
+    path: str
+    takes_episodes: bool = True
+    have_state: bool = True
+
+    def request(self, arguments: CallArguments, episode: Episode) -> Future[Any]:
+        if self.takes_episodes:
+            return self.calls.request(self.key, self.path, *arguments, episode)
+        return self.calls.request(self.key, self.path, *arguments) if episode.turns else done(None)
+
+
+def done(value: Any) -> Future[Any]:
+    """A future with this result."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class TurnReplies(ABC):
+    """Replies to the turns of samples. May be called from any thread. calls: of the user's environment or tools."""
+
+    def __init__(self, calls: EpisodeCalls):
+        self._calls = calls
 
     @abstractmethod
     def request(self, sample: SampleTurns) -> Future[Any] | None:
@@ -82,11 +114,11 @@ class TurnReplies(ABC):
         """Request the reward that the object of a sample gives at its end. The future raises
         UserFunctionError.
         """
-        return self._call(*sample.arguments, replace(self.episode(sample), wants_reward=True))
+        return self._calls.request(sample.arguments, replace(self.episode(sample), wants_reward=True))
 
     def end(self, number: int, arguments: CallArguments) -> Future[None]:
         """Drop the object of a sample that has ended."""
-        return self._call(*arguments, Episode(number))
+        return self._calls.request(arguments, Episode(number))
 
 
 class TextReplies(TurnReplies):
@@ -99,19 +131,19 @@ class TextReplies(TurnReplies):
 
     def __init__(
         self,
-        call: EnvironmentCall,
+        calls: EpisodeCalls,
         tokenizer: PreTrainedTokenizerBase,
         placeholders: Sequence[int] = (),
         *,
         prompt: str = "",
         warn: Callable[[str], None] | None = None,
     ):
-        super().__init__(call)
+        super().__init__(calls)
         self._tokenizer, self._placeholders = tokenizer, frozenset(placeholders)
         self._prompt, self._warn, self._special = prompt.strip(), warn, special_ids(tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        reply = self._call(*sample.arguments, self.episode(sample))
+        reply = self._calls.request(sample.arguments, self.episode(sample))
         is_complete = int(sample.turns[-1][-1]) in self._special
         if self._prompt and is_complete and sample.arguments[0].rstrip().endswith(self._prompt):
             reply.add_done_callback(self._look)
@@ -164,13 +196,13 @@ class MessageReplies(TurnReplies):
 
     def __init__(
         self,
-        call: EnvironmentCall,
+        calls: EpisodeCalls,
         reply_format: ReplyFormat,
         placeholders: Sequence[int] = (),
         *,
         has_stops: bool,
     ):
-        super().__init__(call)
+        super().__init__(calls)
         self._format, self._placeholders = reply_format, frozenset(placeholders)
         self._has_stops = has_stops
         self._special = special_ids(reply_format.tokenizer) - {reply_format.marker_id}
@@ -181,7 +213,7 @@ class MessageReplies(TurnReplies):
         if ends and (not self._has_stops or last in self._special):
             return None
         return _mapped(
-            self._call(*sample.arguments, self.episode(sample)),
+            self._calls.request(sample.arguments, self.episode(sample)),
             lambda text: TurnReply(text, ends) if text else None,
             lambda error: None,
         )
@@ -226,20 +258,20 @@ class ToolReplies(TurnReplies):
 
     def __init__(
         self,
-        call: EnvironmentCall,
+        calls: EpisodeCalls,
         tool_format: ToolFormat,
         most_tokens: int,
         *,
         have_state: bool,
         warn: Callable[[str], None],
     ):
-        super().__init__(call)
+        super().__init__(calls)
         self._format, self._most_tokens, self._warn = tool_format, most_tokens, warn
         self._have_state, self._tokenizer = have_state, tool_format.tokenizer
         self._special = special_ids(self._tokenizer) - {tool_format.marker_id}
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        calls = self._calls(sample.turns[-1])
+        calls = self._tool_calls(sample.turns[-1])
         if not calls:
             return None
         ends = int(sample.turns[-1][-1]) != self._format.marker_id
@@ -253,7 +285,7 @@ class ToolReplies(TurnReplies):
             self._warn(f"the reply of the tools is {_LOST!r}: {first_line(error)}")
             return reply([_LOST] * len(calls))
 
-        return _mapped(self._call(*sample.arguments, self.episode(sample)), reply, lost)
+        return _mapped(self._calls.request(sample.arguments, self.episode(sample)), reply, lost)
 
     def ids(self, reply: ToolReply, most: int) -> list[int]:
         return self._format.reply_ids(reply.names, [self._bounded(text) for text in reply.texts], ends=reply.ends)
@@ -263,10 +295,12 @@ class ToolReplies(TurnReplies):
         return len(texts), sum(text.startswith(ERROR) for text in texts)
 
     def episode(self, sample: SampleTurns) -> Episode:
-        made = [[(call.name, call.arguments, call.problem) for call in self._calls(ids_N)] for ids_N in sample.turns]
+        made = [
+            [(call.name, call.arguments, call.problem) for call in self._tool_calls(ids_N)] for ids_N in sample.turns
+        ]
         return Episode(sample.number, tuple(made), tuple(reply.texts for reply in sample.replies))
 
-    def _calls(self, ids_N: np.ndarray) -> list[Call]:
+    def _tool_calls(self, ids_N: np.ndarray) -> list[Call]:
         """The calls that a turn makes; none if it ends with another special token than the template's marker."""
         if int(ids_N[-1]) in self._special:
             return []

@@ -1,9 +1,7 @@
 """The user's functions that the configuration names."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
@@ -15,7 +13,6 @@ from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_
 from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.section import function_hint
 from stillhouse.display import first_line, name_list
-from stillhouse.user_code.episodes import Episode, caller_of
 from stillhouse.user_code.function_state import has_state, state_text
 from stillhouse.user_code.functions import (
     CALLBACKS,
@@ -24,31 +21,12 @@ from stillhouse.user_code.functions import (
     REWARD,
     REWARD_METHOD,
     TOOLS,
-    Turn,
     UserFunction,
     gives_reward,
     load_function,
     require_synchronous,
 )
 from stillhouse.user_code.tools import Tools
-
-#: computes a part of a reward: called as call(prompt, completion, record, source, turns). The future raises
-#: UserFunctionError for a call that fails. source: `file:line` of the record. turns: the pieces of the completion
-CompletionCall = Callable[[str, str, Mapping[str, Any], str, Sequence[Turn]], Future[Any]]
-#: asks an environment for its reply to the last turn of an episode: a text, or None at the end. With an episode
-#: without turns, it ends the sample's object
-EnvironmentCall = Callable[[str, str, Mapping[str, Any], str, Episode], Future[Any]]
-
-
-class Reward(NamedTuple):
-    """The reward of a completion. parts: of a weighted sum, the results without their weights; otherwise empty."""
-
-    value: float
-    parts: tuple[float, ...] = ()
-
-
-#: as a `CompletionCall`, but for the whole reward. Its last argument is the part that the sample's object gives
-RewardCall = Callable[[str, str, Mapping[str, Any], str, Sequence[Turn], "Future[float] | None"], "Future[Reward]"]
 
 
 def user_function(key: str, path: str, full_key: str | None = None) -> UserFunction:
@@ -164,45 +142,3 @@ def _require_one_rewarding_class(rollout: RolloutConfig) -> None:
             f"got environment, but {len(rewarding)} classes in {key} have a method reward without arguments"
             f"{several}: expected one class (package.module:Class), whose reward() gives the reward of its sample"
         )
-
-
-def called_here(function: UserFunction) -> Callable[..., Future[Any]]:
-    """Return a call that runs the function at once, in the calling thread. Errors are raised by the call itself."""
-    answer = caller_of(function)
-
-    def call(*arguments: Any) -> Future[Any]:
-        return done(answer(*arguments))
-
-    return call
-
-
-def reward_call(function: UserFunction, call: Callable[..., Future[Any]]) -> CompletionCall:
-    """call: the call of this function, which gets the turns only if it takes them."""
-    takes_turns = function.takes_turns
-
-    def of_completion(
-        prompt: str, completion: str, record: Mapping[str, Any], source: str, turns: Sequence[Turn]
-    ) -> Future[Any]:
-        return call(prompt, completion, record, source, *([turns] if takes_turns else []))
-
-    return of_completion
-
-
-def environment_call(function: UserFunction, call: Callable[..., Future[Any]]) -> EnvironmentCall:
-    """call: the call of this function or class. A function has no state, so that it needs no episode."""
-    if inspect.isclass(function.function):
-        return call
-
-    def of_function(
-        prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode
-    ) -> Future[Any]:
-        return call(prompt, completion, record, source) if episode.turns else done(None)
-
-    return of_function
-
-
-def done(value: Any) -> Future[Any]:
-    """A future with this result."""
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future

@@ -29,10 +29,10 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.report.shown_completions import facts_of
 from stillhouse.preemption import OverdueError
 from stillhouse.rollout import Completion, GenerationRequest, PromptPlan, Sample
-from stillhouse.rollout.advantages import mean_and_deviation
 from stillhouse.rollout.engines import RolloutEngine
 from stillhouse.rollout.records import Ended
-from stillhouse.rollout.user_functions import done
+from stillhouse.rollout.reward import mean_and_deviation
+from stillhouse.rollout.turns import done
 from stillhouse.serving.client import ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.user_code.functions import REWARD, UserFunctionError

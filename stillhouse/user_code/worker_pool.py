@@ -46,7 +46,7 @@ _WORKER = (
 class WorkerPool:
     """Worker processes that call functions of the user.
 
-    functions: pairs of configuration key and path; a key may have several functions.
+    functions: pairs of configuration key and path.
     count: the number of processes. seconds: the limit for one call.
     memory_gib: how much memory a worker may allocate, in GiB, in addition to what its functions' modules need.
     add_seconds: gets the key of a call and the seconds until its answer, in the thread of its worker.
@@ -72,22 +72,15 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
 
-    def caller(self, key: str, path: str | None = None) -> Callable[..., Future[Any]]:
-        """Return a function that starts a call (prompt, completion, record, source) of this key's function; for a
-        class, with an `Episode` as a fifth argument, and for a reward that takes them with the turns.
+    def request(self, key: str, path: str, arguments: Sequence[Any]) -> Future[Any]:
+        """Start a call of a function; for its arguments, see `FunctionCalls.request`.
 
-        path: which function, if the key has several. The future raises UserFunctionError with the function and
-        the completion if the function fails, or if two workers did not return. If the pool is closed, it is never
-        done.
+        The future raises UserFunctionError with the function and the completion if the function fails, or if two
+        workers did not return. If the pool is closed, it is never done.
         """
-        at = next(at for at, of in enumerate(self._functions) if of[0] == key and path in (None, of[1]))
-
-        def call(*arguments: Any) -> Future[Any]:
-            future: Future[Any] = Future()
-            self._calls.put(Call(at, arguments, future))
-            return future
-
-        return call
+        future: Future[Any] = Future()
+        self._calls.put(Call(self._functions.index((key, path)), tuple(arguments), future))
+        return future
 
     def close(self) -> None:
         """Kill the workers and the programs that they have started."""

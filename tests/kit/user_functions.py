@@ -5,6 +5,8 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +146,13 @@ def evaluates_for_ever(context: Any) -> dict[str, float]:
     if context.step >= 2 and _hangs():
         time.sleep(1000)
     return {"one": 1.0}
+
+
+@dataclass(frozen=True)
+class Episodic:
+    """Replies to the turns of samples by a function (prompt, completion, record, source, episode) → future."""
+
+    function: Callable[..., Future[Any]]
+
+    def request(self, arguments: tuple[Any, ...], episode: Any) -> Future[Any]:
+        return self.function(*arguments, episode)

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stillhouse.user_code.episodes import Episode, caller_of
+from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.functions import ENVIRONMENT, TOOLS, load_function
-from stillhouse.user_code.worker_pool import CallLostError, WorkerPool
+from stillhouse.user_code.worker_pool import CallLostError
 
 CODE = '''
 import os
@@ -99,8 +101,8 @@ def ask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ask]:
     if request.param == "here":
         call: Ask = caller_of(load_function(ENVIRONMENT, "episode_games:Game"))
     else:
-        pool = WorkerPool([(ENVIRONMENT, "episode_games:Game")], 3, seconds=60.0)
-        call = pool.caller(ENVIRONMENT)
+        pool = FunctionCalls([(ENVIRONMENT, "episode_games:Game")], 3)
+        call = partial(pool.request, ENVIRONMENT, "episode_games:Game")
 
     def reply(number: int, *turns: str, replies: tuple[str, ...] = (), wants_reward: bool = False) -> Any:
         answer = call("Go", "".join(turns), record, "a:1", Episode(number, turns, replies, wants_reward))
@@ -171,8 +173,8 @@ def test_an_object_gives_the_reward_after_all_turns(
 
 
 def test_a_worker_that_dies_is_replaced_and_the_turns_are_repeated(tmp_path: Path) -> None:
-    pool = WorkerPool([(ENVIRONMENT, "episode_games:Game")], 1, seconds=60.0)
-    call, record = pool.caller(ENVIRONMENT), {"log": str(tmp_path / "log")}
+    pool = FunctionCalls([(ENVIRONMENT, "episode_games:Game")], 1)
+    call, record = partial(pool.request, ENVIRONMENT, "episode_games:Game"), {"log": str(tmp_path / "log")}
     first = call("Go", "", record, "a:1", Episode(1, ("one",))).result(60)
     other = call("Go", "", record, "a:1", Episode(2, ("a",))).result(60)
     dies = Episode(1, ("one", "die"), (first,))
@@ -183,16 +185,16 @@ def test_a_worker_that_dies_is_replaced_and_the_turns_are_repeated(tmp_path: Pat
 
 
 def test_turns_that_are_repeated_have_the_time_of_their_number(tmp_path: Path) -> None:
-    pool = WorkerPool([(ENVIRONMENT, "episode_games:Slow")], 1, seconds=1.5)
-    call, turns = pool.caller(ENVIRONMENT), ("a", "b", "c", "d")
+    pool = FunctionCalls([(ENVIRONMENT, "episode_games:Slow")], 1, seconds=1.5)
+    call, turns = partial(pool.request, ENVIRONMENT, "episode_games:Slow"), ("a", "b", "c", "d")
     assert call("Go", "", {"log": str(tmp_path / "log")}, "a:1", Episode(1, turns, turns[:-1])).result(60) == "d"
     pool.close()
 
 
 def test_tools_without_state_do_not_get_earlier_turns_again() -> None:
     paths = "episode_games:draw episode_games:hang"
-    pool = WorkerPool([(TOOLS, paths)], 1, seconds=2.0)
-    call, draw, hang = pool.caller(TOOLS, paths), [("draw", {"a": "b"}, "")], [("hang", {"a": "b"}, "")]
+    pool = FunctionCalls([(TOOLS, paths)], 1, seconds=2.0)
+    call, draw, hang = partial(pool.request, TOOLS, paths), [("draw", {"a": "b"}, "")], [("hang", {"a": "b"}, "")]
     first = call("Go", "", {}, "a:1", Episode(1, (draw,))).result(60)
     with pytest.raises(CallLostError, match="does not return within 2 s"):
         call("Go", "", {}, "a:1", Episode(2, (hang,))).result(60)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from kit.rollout_queues import PROMPTS, SAMPLES, STEPS, LateEngine, prompts, queue_of
 from kit.toy_tokenizer import toy_tokenizer
+from kit.user_functions import Episodic
 
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.rollout import (
@@ -31,10 +32,9 @@ from stillhouse.rollout import (
     require_versions,
     step_documents,
 )
-from stillhouse.rollout.advantages import mean_and_deviation, rewards_are_equal, with_advantages
 from stillhouse.rollout.plan import RolloutSchedule
-from stillhouse.rollout.turns import TextReplies
-from stillhouse.rollout.user_functions import done
+from stillhouse.rollout.reward import mean_and_deviation, rewards_are_equal, with_advantages
+from stillhouse.rollout.turns import TextReplies, done
 from stillhouse.user_code.functions import UserFunctionError
 
 
@@ -158,7 +158,7 @@ def test_after_a_failed_reply_an_engine_in_the_job_gets_the_batches_of_an_undist
                 raise UserFunctionError("the reply fails")
             return done(None if episode.number % 2 or len(episode.turns) == 3 else " no!")
 
-        source = SourceSettings(30, environment=TextReplies(reply, toy_tokenizer()), max_turns=4)
+        source = SourceSettings(30, environment=TextReplies(Episodic(reply), toy_tokenizer()), max_turns=4)
         plan = PromptPlan.of_one(PROMPTS, 0, 2, SAMPLES, seed=3)
         generator = SampleGenerator(engine, prompts(), plan, toy_tokenizer(), [source])
         return RolloutQueue(generator, plan, RolloutSchedule(0, True, 0, STEPS - 1))

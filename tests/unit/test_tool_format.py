@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from kit import slow
 from kit.tool_templates import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, echo, find, tool_tokenizer
+from kit.user_functions import Episodic
 from transformers.utils import get_json_schema
 
 from stillhouse.data.render.tool_format import UNKNOWN, Call, tool_format
-from stillhouse.rollout.turns import SampleTurns, ToolReplies
-from stillhouse.rollout.user_functions import done
+from stillhouse.rollout.turns import SampleTurns, ToolReplies, done
 from stillhouse.user_code.episodes import Episodes
 from stillhouse.user_code.tools import Tools
 from stillhouse.user_code.worker_pool import CallLostError
@@ -220,7 +220,7 @@ def replies_of(*paths: str, most: int = 64) -> tuple[ToolReplies, Any]:
     schemas = [get_json_schema(described) for described in tools.described.values()]
     of_tools = tool_format(tokenizer, schemas)
     options: dict[str, Any] = {"have_state": tools.have_state, "warn": pytest.fail}
-    return ToolReplies(lambda *a: done(here(*a)), of_tools, most, **options), tokenizer
+    return ToolReplies(Episodic(lambda *a: done(here(*a))), of_tools, most, **options), tokenizer
 
 
 def reply_to(replies: ToolReplies, tokenizer: Any, *turns: str, before: tuple[Any, ...] = ()) -> Any:
@@ -259,9 +259,8 @@ def test_a_call_that_is_lost_has_a_reply_and_a_warning() -> None:
     tokenizer, lines, answer = tool_tokenizer(), list[str](), Future[Any]()
     answer.set_exception(CallLostError("rollout.tools: kit:add ends its process"))
     of_tools = tool_format(tokenizer, SCHEMAS)
-    replies = [
-        ToolReplies(lambda *_: answer, of_tools, 64, have_state=state, warn=lines.append) for state in (False, True)
-    ]
+    lost = Episodic(lambda *_: answer)
+    replies = [ToolReplies(lost, of_tools, 64, have_state=state, warn=lines.append) for state in (False, True)]
     assert reply_to(replies[0], tokenizer, f"{CALL}<|im_end|>").texts == ["Error: the tool did not return"]
     assert lines == [
         "the reply of the tools is 'Error: the tool did not return': rollout.tools: kit:add ends its process"

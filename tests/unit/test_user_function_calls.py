@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from kit.rollout_queues import prompts
 from kit.toy_tokenizer import toy_tokenizer
-from kit.user_functions import control_c, counts, half, remembers
+from kit.user_functions import Episodic, control_c, counts, half, remembers
 
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.loops.completion_calls import compared_once
+from stillhouse.loops.completion_calls import warn
 from stillhouse.rollout import Completion, PromptPlan, SampleGenerator, SourceSettings
+from stillhouse.rollout.reward import RepeatedPart
 from stillhouse.rollout.samples import _Open
-from stillhouse.rollout.turns import TextReplies
-from stillhouse.rollout.user_functions import called_here, environment_call, user_function
+from stillhouse.rollout.turns import TextReplies, done
+from stillhouse.rollout.user_functions import user_function
 from stillhouse.user_code.functions import (
-    ENVIRONMENT,
     Turn,
     UserFunction,
     UserFunctionError,
@@ -251,8 +251,7 @@ def test_a_module_that_cannot_be_used(
 )
 def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(text: str) -> None:
     tokenizer = toy_tokenizer()
-    function = UserFunction(ENVIRONMENT, "m:f", lambda *_: text)
-    environment = TextReplies(environment_call(function, called_here(function)), tokenizer)
+    environment = TextReplies(Episodic(lambda *_: done(text)), tokenizer)
     generator = SampleGenerator(
         None,  # type: ignore[arg-type]
         prompts(),
@@ -275,6 +274,10 @@ def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(
     assert environment.ids(short, 512) == tokenize(tokenizer, [short], special=False)[0]
 
 
+class Part(NamedTuple):
+    call: Any
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["here", "elsewhere"])
 def test_the_first_call_of_a_reward_is_repeated_once(capsys: pytest.CaptureFixture[str], late: bool) -> None:
     """late: the results come after all calls have been made, as those of servers and workers do."""
@@ -291,9 +294,9 @@ def test_the_first_call_of_a_reward_is_repeated_once(capsys: pytest.CaptureFixtu
                 futures[-1].set_result(result)
             return futures[-1]
 
-        compared = compared_once("rollout.reward: a:f", call)
+        compared = RepeatedPart("rollout.reward: a:f", Part(call), warn)
         for number in range(20):
-            assert compared("", str(number), {}, "", []) is futures[number + (number > 7)]
+            assert compared.call("", str(number), {}, "", []) is futures[number + (number > 7)]
         for future, result in zip(futures, results, strict=True):
             if late:
                 fail = isinstance(result, UserFunctionError)

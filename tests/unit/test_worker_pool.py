@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from kit.runs import wait_for
 
 from stillhouse.user_code import worker_pool
+from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.functions import UserFunctionError
-from stillhouse.user_code.worker_pool import WorkerPool
 
 CODE = """
 import json, os, signal, struct, subprocess, sys, time
@@ -69,16 +70,17 @@ def _functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pools() -> Iterator[list[WorkerPool]]:
-    opened: list[WorkerPool] = []
+def pools() -> Iterator[list[FunctionCalls]]:
+    opened: list[FunctionCalls] = []
     yield opened
     for pool in opened:
         pool.close()
 
 
-def opened(pools: list[WorkerPool], name: str, key: str = "rollout.reward", count: int = 1, **limits: Any) -> Any:
-    pools.append(WorkerPool([(key, f"worker_functions:{name}")], count, **{"seconds": 60.0} | limits))
-    return pools[-1].caller(key)
+def opened(pools: list[FunctionCalls], name: str, key: str = "rollout.reward", count: int = 1, **limits: Any) -> Any:
+    path = f"worker_functions:{name}"
+    pools.append(FunctionCalls([(key, path)], count, **limits))
+    return partial(pools[-1].request, key, path)
 
 
 def is_running(pid: int) -> bool:
@@ -88,7 +90,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_calls_get_copies_of_records_with_values_that_json_lacks(pools: list[WorkerPool]) -> None:
+def test_calls_get_copies_of_records_with_values_that_json_lacks(pools: list[FunctionCalls]) -> None:
     call = opened(pools, "length", count=2)
     record: dict[str, Any] = {"raw": b"bytes"}
     assert [call("", text, record, "a:1").result(60) for text in ("one", "three")] == [4.0, 6.0]
@@ -100,7 +102,7 @@ def test_calls_get_copies_of_records_with_values_that_json_lacks(pools: list[Wor
         call("", "one", {"raw": lambda: 0}, "a:1").result(60)
 
 
-def test_many_calls_run_at_once(pools: list[WorkerPool]) -> None:
+def test_many_calls_run_at_once(pools: list[FunctionCalls]) -> None:
     call = opened(pools, "slow", count=4)
     call("", "", {}, "a:1").result(60)
     [future.result(60) for future in [call("", "", {}, "a:1") for _ in range(4)]]  # all are started
@@ -127,7 +129,7 @@ def test_many_calls_run_at_once(pools: list[WorkerPool]) -> None:
     ],
 )
 def test_an_error_names_function_completion_and_line(
-    pools: list[WorkerPool], name: str, limits: dict[str, float], words: str
+    pools: list[FunctionCalls], name: str, limits: dict[str, float], words: str
 ) -> None:
     call = opened(pools, name, **limits)
     with pytest.raises(ValueError, match=rf"^rollout\.reward: worker_functions:{name} ") as raised:
@@ -136,14 +138,14 @@ def test_an_error_names_function_completion_and_line(
     assert "stillhouse/" not in str(raised.value)
 
 
-def test_a_worker_that_ends_is_replaced_and_its_call_repeated(pools: list[WorkerPool], tmp_path: Path) -> None:
+def test_a_worker_that_ends_is_replaced_and_its_call_repeated(pools: list[FunctionCalls], tmp_path: Path) -> None:
     call = opened(pools, "ends_once")
     assert call("", "", {"marker": str(tmp_path / "marker")}, "a:1").result(60) == 2.0
 
 
 @pytest.mark.parametrize("size", [0, 400_000])
 def test_a_stopped_worker_is_replaced_also_if_the_record_does_not_fit_into_its_connection(
-    pools: list[WorkerPool], size: int
+    pools: list[FunctionCalls], size: int
 ) -> None:
     call = opened(pools, "pid", seconds=1.0)
     stopped = int(call("", "", {}, "a:1").result(60))
@@ -154,7 +156,7 @@ def test_a_stopped_worker_is_replaced_also_if_the_record_does_not_fit_into_its_c
 
 @pytest.mark.parametrize("then", ["stops", "drips"])
 def test_a_worker_that_does_not_end_its_answer_is_replaced(
-    pools: list[WorkerPool], tmp_path: Path, then: str
+    pools: list[FunctionCalls], tmp_path: Path, then: str
 ) -> None:
     call = opened(pools, "answers_half", seconds=1.0)
     assert call("", "", {"marker": str(tmp_path / "marker"), "then": then}, "a:1").result(10) == 2.0
@@ -172,8 +174,9 @@ def test_nothing_is_left_of_a_closed_pool_and_of_a_run_that_is_killed(
     marker, ends = tmp_path / "marker", tmp_path / "ends"
     child = os.fork()
     if not child:
-        pool = WorkerPool([("rollout.reward", "worker_functions:starts_a_program")], 1, seconds=60)
-        pool.caller("rollout.reward")("", "", {"marker": str(marker)}, "a:1")
+        path = "worker_functions:starts_a_program"
+        pool = FunctionCalls([("rollout.reward", path)], 1)
+        pool.request("rollout.reward", path, "", "", {"marker": str(marker)}, "a:1")
         while not ends.exists():
             time.sleep(0.05)
         pool.close()
@@ -191,14 +194,14 @@ def test_nothing_is_left_of_a_closed_pool_and_of_a_run_that_is_killed(
     wait_for(lambda: not any(map(is_running, processes)))
 
 
-def test_a_module_that_cannot_be_imported_any_more(pools: list[WorkerPool], tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_imported_any_more(pools: list[FunctionCalls], tmp_path: Path) -> None:
     (tmp_path / "worker_functions.py").write_text("1 / 0")
     call = opened(pools, "length")
     with pytest.raises(ValueError, match="importing worker_functions raises ZeroDivisionError"):
         call("", "", {}, "a:1").result(60)
 
 
-def test_a_module_that_is_not_imported_in_time(pools: list[WorkerPool], tmp_path: Path) -> None:
+def test_a_module_that_is_not_imported_in_time(pools: list[FunctionCalls], tmp_path: Path) -> None:
     (tmp_path / "worker_functions.py").write_text("import time; time.sleep(1000)")
     before, worker_pool.SECONDS_TO_START = worker_pool.SECONDS_TO_START, 0.5
     try:
@@ -211,7 +214,7 @@ def test_a_module_that_is_not_imported_in_time(pools: list[WorkerPool], tmp_path
         worker_pool.SECONDS_TO_START = before
 
 
-def test_a_machine_without_memory_for_a_process(pools: list[WorkerPool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_memory_for_a_process(pools: list[FunctionCalls], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 

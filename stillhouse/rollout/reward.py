@@ -1,0 +1,222 @@
+"""The reward of a completion, and its advantage over the other completions of its prompt.
+
+A reward is a weighted sum of parts. A part is a function of the user, a server, or what the sample's object in the
+environment gives.
+"""
+
+import math
+import statistics
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from stillhouse.rollout.records import Sample
+from stillhouse.user_code.function_calls import FunctionCalls
+from stillhouse.user_code.functions import Turn, UserFunctionError, about_completion
+
+#: after how many calls a reward's first one is repeated: a state that only the first one has made, such as a mean of
+#: one number, may give the same number again
+_REPEATED_AFTER = 8
+
+
+class Reward(NamedTuple):
+    """The reward of a completion. parts: of a weighted sum, the results without their weights; otherwise empty."""
+
+    value: float
+    parts: tuple[float, ...] = ()
+
+
+class RewardPart(Protocol):
+    """Computes a part of a reward. The future raises UserFunctionError for a call that fails.
+
+    source: `file:line` of the record. turns: the pieces of the completion.
+    """
+
+    def call(
+        self, prompt: str, completion: str, record: Mapping[str, Any], source: str, turns: Sequence[Turn]
+    ) -> Future[Any]: ...
+
+
+@dataclass(frozen=True)
+class FunctionPart:
+    """A function of the user. takes_turns: whether it has an argument for the turns."""
+
+    calls: FunctionCalls
+    key: str
+    path: str
+    takes_turns: bool
+
+    def call(
+        self, prompt: str, completion: str, record: Mapping[str, Any], source: str, turns: Sequence[Turn]
+    ) -> Future[Any]:
+        more = [turns] if self.takes_turns else []
+        return self.calls.request(self.key, self.path, prompt, completion, record, source, *more)
+
+
+class RepeatedPart:
+    """A part that repeats its first call later, and warns if it then gives another number. name: for the warning."""
+
+    def __init__(self, name: str, part: RewardPart, warn: Callable[[str], None]):
+        self._name, self._part, self._warn = name, part, warn
+        self._count, self._first_arguments, self._first = 0, tuple[Any, ...](), Future[Any]()
+
+    def call(self, *arguments: Any) -> Future[Any]:
+        future, self._count = self._part.call(*arguments), self._count + 1
+        if self._count == 1:
+            self._first_arguments, self._first = arguments, future
+        if self._count == _REPEATED_AFTER:
+            try:
+                again = self._part.call(*self._first_arguments)
+            except UserFunctionError as error:
+                again = Future()
+                again.set_exception(error)
+            # when both are done
+            self._first.add_done_callback(lambda _: again.add_done_callback(self._compare))
+        return future
+
+    def _compare(self, again: Future[Any]) -> None:
+        if self._first.exception() is not None:
+            return
+        number, problem = self._first.result(), again.exception()
+        if isinstance(problem, UserFunctionError):
+            second = "later fails"
+        elif problem is None and not rewards_are_equal([number, again.result()]):
+            second = f"later {again.result():.6g}"
+        else:
+            return
+        self._warn(
+            f"{self._name} gives {number:.6g} and {second} for the same arguments: a reward that depends on anything "
+            "else is another one when the run is resumed. A function with state_dict and load_state_dict keeps its "
+            "state"
+        )
+
+
+@dataclass(frozen=True)
+class RewardSum:
+    """The sum of weight × result, added in the order of the parts.
+
+    key: the key of the configuration that has the sum, for errors.
+    parts: weights and parts; None in place of the part that the sample's object gives.
+    """
+
+    key: str
+    parts: Sequence[tuple[float, RewardPart | None]]
+
+    def request(
+        self,
+        prompt: str,
+        completion: str,
+        record: Mapping[str, Any],
+        source: str,
+        turns: Sequence[Turn],
+        of_object: Future[float] | None = None,
+    ) -> Future[Reward]:
+        """Request the reward of a completion; for the arguments, see `RewardPart`. of_object: its object's part.
+
+        Of several parts that fail, the future raises the error of the first one.
+        """
+        parts = [
+            of_object if part is None else part.call(prompt, completion, record, source, turns)
+            for _, part in self.parts
+        ]
+        futures = [future for future in parts if future is not None]
+        assert len(futures) == len(self.parts)
+        total, lock, missing = Future[Reward](), threading.Lock(), len(futures)
+
+        def count(_: Future[float]) -> None:
+            nonlocal missing
+            with lock:
+                missing -= 1
+                if missing:
+                    return
+            error = next((error for future in futures if (error := future.exception()) is not None), None)
+            try:
+                if error is None:
+                    total.set_result(self._sum([future.result() for future in futures], completion, source))
+            except UserFunctionError as problem:
+                error = problem
+            if error is not None:
+                total.set_exception(error)
+
+        for future in futures:
+            future.add_done_callback(count)
+        return total
+
+    def _sum(self, results: Sequence[float], completion: str, source: str) -> Reward:
+        value = sum(weight * result for (weight, _), result in zip(self.parts, results, strict=True))
+        if not math.isfinite(value):
+            about = about_completion(completion, source)
+            raise UserFunctionError(f"{self.key}: the weighted sum is {value}{about}: expected a finite number")
+        return Reward(float(value), tuple(results) if len(self.parts) > 1 else ())
+
+
+#: which standard deviation of n rewards: "population" divides the sum of squares by n, "sample" by n − 1
+Deviation = Literal["population", "sample"]
+
+_LARGEST = float(np.finfo(np.float32).max)
+#: cosines of equal vectors differ by up to four units in the last place
+_UNITS = 4
+
+
+def with_advantages(
+    samples: Sequence[Sample], how: Literal["normalized", "centered"], deviation: Deviation = "population"
+) -> list[Sample]:
+    """Return the samples of one prompt with their advantages: the reward minus the mean reward of the prompt.
+    "normalized" also divides by the standard deviation of these rewards (Shao et al. 2024, arXiv:2402.03300, section
+    4.1.2), and gives 0 if `rewards_are_equal`. Advantages are 0 if the samples have no rewards.
+
+    Raises ValueError for centered advantages that float32 cannot represent.
+    """
+    raw_rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if not raw_rewards:
+        return list(samples)
+    assert len(raw_rewards) == len(samples)
+    rewards, exponent = _scaled(raw_rewards)
+    # the differences keep all digits of a small spread at a large reward; a mean of the rewards would not
+    differences = [reward - rewards[0] for reward in rewards]
+    mean = statistics.fmean(differences)
+    centered = [difference - mean for difference in differences]
+    if how == "centered":
+        with np.errstate(over="ignore"):  # an infinite advantage raises ValueError below
+            advantages = np.ldexp(centered, exponent).tolist()
+    elif rewards_are_equal(raw_rewards):
+        advantages = [0.0 for _ in centered]
+    else:
+        spread = (statistics.pstdev if deviation == "population" else statistics.stdev)(centered)
+        advantages = [difference / spread for difference in centered]
+    if max(map(abs, advantages)) > _LARGEST:
+        raise ValueError(
+            f"rollout.reward gives rewards from {min(raw_rewards):g} to {max(raw_rewards):g} for the completions of "
+            f"a prompt: with rollout.advantage=centered, expected differences below {_LARGEST:.2g}; normalized takes "
+            "any"
+        )
+    return [replace(sample, advantage=advantage) for sample, advantage in zip(samples, advantages, strict=True)]
+
+
+def rewards_are_equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ at most by the rounding of the dtype in which they were computed.
+
+    It is float32 if all rewards are numbers of float32, as those of a model in float32 are, and float64 otherwise.
+    Rewards that are all whole numbers, such as counts, have no rounding of float32.
+    """
+    with np.errstate(over="ignore"):
+        is_of_float32 = all(float(np.float32(reward)) == reward for reward in rewards)
+    are_whole = all(float(reward).is_integer() for reward in rewards)
+    dtype = np.float32 if is_of_float32 and not are_whole else np.float64
+    return max(rewards) - min(rewards) <= _UNITS * float(np.finfo(dtype).eps) * max(map(abs, rewards))
+
+
+def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
+    """The mean and the population standard deviation of rewards."""
+    scaled, exponent = _scaled(rewards)
+    return math.ldexp(statistics.fmean(scaled), exponent), math.ldexp(statistics.pstdev(scaled), exponent)
+
+
+def _scaled(rewards: Sequence[float]) -> tuple[list[float], int]:
+    """Divide the rewards by a power of two, which is exact, so that none is above 1; also return its exponent."""
+    exponent = math.frexp(max(map(abs, rewards)))[1]
+    return [math.ldexp(reward, -exponent) for reward in rewards], exponent
