@@ -33,7 +33,7 @@ def test_a_reward_server_gets_its_own_token_or_none(monkeypatch: pytest.MonkeyPa
         rollout = RolloutConfig(reward=reward, reward_tokens={one: "ONE"})
         with closing(CompletionCalls([rollout])) as calls:
             assert calls.sources[0].reward is not None
-            assert calls.sources[0].reward("2 + 2 =", " 5", {}, "train.jsonl:3", []).result(30).value == 18
+            assert calls.sources[0].reward.request("2 + 2 =", " 5", {}, "train.jsonl:3", []).result(30).value == 18
         assert (sent(of_one), sent(of_two)) == ({"Bearer token-of-one"}, {None})
 
 
