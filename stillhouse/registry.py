@@ -1,0 +1,73 @@
+"""The one loader of add-ons: the entry points that installed packages register, by group and name.
+
+This distribution registers its own add-ons in the same way as any other one, in pyproject.toml:
+
+    [project.entry-points."stillhouse.trackers"]
+    wandb = "stillhouse.output.trackers.wandb:WANDB"
+
+What an entry point refers to depends on its group; docs/extending.md has an example for each. The module of an entry
+imports no heavy library, because the configuration and `stillhouse info` load all entries of a group.
+"""
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+#: the groups of entry points, and what the entries of each are
+GROUPS = {
+    "stillhouse.commands": "commands of the command line",
+    "stillhouse.divergences": "divergences of a loss",
+    "stillhouse.engines": "engines that train a student",
+    "stillhouse.environments": "kinds of environments and tools",
+    "stillhouse.optimizers": "optimizers",
+    "stillhouse.parts": "losses that arise inside layers",
+    "stillhouse.readers": "formats of data",
+    "stillhouse.servers": "programming interfaces of servers",
+    "stillhouse.sources": "sources of a teacher's signals",
+    "stillhouse.trackers": "trackers of metrics",
+}
+
+
+@cache
+def registered(group: str) -> dict[str, EntryPoint]:
+    """The entry points of one of `GROUPS` by name, in alphabetical order.
+
+    Raises ValueError if two installed distributions register the same name with different values.
+    """
+    if group not in GROUPS:
+        raise ValueError(f"no group of add-ons is called {group!r}: expected one of {', '.join(GROUPS)}")
+    points: dict[str, EntryPoint] = {}
+    for point in sorted(entry_points(group=group)):
+        other = points.setdefault(point.name, point)
+        if other.value != point.value:
+            raise ValueError(
+                f"{distribution(other)} ({other.value}) and {distribution(point)} ({point.value}) both register "
+                f"{point.name!r} in {group}: uninstall one of them"
+            )
+    return points
+
+
+@cache
+def load(group: str, name: str) -> Any:
+    """The registered object. Raises ValueError for an unknown name, or if the add-on's module cannot be imported."""
+    points = registered(group)
+    if name not in points:
+        raise ValueError(
+            f"got {name!r}: expected one of {', '.join(points) or '(none)'}; these are the installed "
+            f"{GROUPS[group]} ({group})"
+        )
+    point = points[name]
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{distribution(point)} registers {name!r} in {group} as {point.value}: {error}") from error
+
+
+def load_all(group: str) -> dict[str, Any]:
+    """All registered objects of a group by name."""
+    return {name: load(group, name) for name in registered(group)}
+
+
+def distribution(point: EntryPoint) -> str:
+    """The name and version of the distribution that registers an entry point."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
