@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.recipes import planned_recipes, plans
 from benchmarks.scaling import STUDENT, TEACHER, weights
-from stillhouse.tools.plan.devices import DEVICES, GIB, PRODUCTS, TRAFFIC
+from stillhouse.plan.devices import DEVICES, GIB, PRODUCTS, TRAFFIC
 
 RECIPE = "qwen3_32b_to_8b_on_policy"
 DEVICE = DEVICES["h100"]

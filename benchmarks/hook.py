@@ -227,7 +227,7 @@ def megatron(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Subject:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from stillhouse.models.megatron import MegatronProcessor
+    from stillhouse.megatron.processor import MegatronProcessor
 
     if not dist.is_initialized():
         store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)

@@ -12,7 +12,7 @@ T tokens, D student width, E teacher width, V vocabulary.
 Writes benchmarks/results/predicted-objective-<date>.json.
 """
 
-from stillhouse.tools.plan.hooks import load_hooks
+from stillhouse.plan.hooks import load_hooks
 
 if __name__ == "__main__":
     load_hooks()  # before torch
@@ -21,9 +21,9 @@ import torch
 
 from benchmarks.record import result_file, write_result
 from stillhouse.objective import CrossEntropy, Distill, FullVocab, OutputHead, forward_kl, jsd, linear_objective
-from stillhouse.tools.plan.device_counts import DeviceCounts
-from stillhouse.tools.plan.devices import DEVICES
-from stillhouse.tools.plan.fake_cuda import FakeCudaMode, fake_cuda
+from stillhouse.plan.device_counts import DeviceCounts
+from stillhouse.plan.devices import DEVICES
+from stillhouse.plan.fake_cuda import FakeCudaMode, fake_cuda
 
 T, E, V = 8192, 4096, 151936
 WIDTHS = (1024, 2048)

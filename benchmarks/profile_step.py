@@ -34,9 +34,9 @@ from benchmarks.random_session import (
     utilization,
 )
 from benchmarks.record import header, result_file
+from stillhouse.plan.layout_plan import Plan
 from stillhouse.run.session import Session
 from stillhouse.signals import RequestedSteps
-from stillhouse.tools.plan.layout_plan import Plan
 
 KERNELS, PLACES, CALLS = 40, 20, 20
 LARGEST_TRACE = 10 << 20

@@ -25,10 +25,10 @@ from stillhouse.models import Decoder
 from stillhouse.models.varlen import Activations
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, use_deterministic_algorithms
+from stillhouse.plan.devices import DEVICES
+from stillhouse.plan.layout_plan import Machine, Plan, plan
 from stillhouse.run.session import Session
 from stillhouse.signals import InStageTeacher
-from stillhouse.tools.plan.devices import DEVICES
-from stillhouse.tools.plan.layout_plan import Machine, Plan, plan
 
 #: dense bf16 operations per second in the data sheets, by a part of the device's name
 PEAKS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}

@@ -149,8 +149,8 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
     stillhouse distill run.yaml train.learning_rate=2e-5 train.steps=200
     """
     config = load(arguments, flags, ("data", "run"))
-    from stillhouse.output.report import write_report
     from stillhouse.parallel import is_first
+    from stillhouse.report import write_report
     from stillhouse.run.run import distill
 
     folder = distill(config)

@@ -10,7 +10,7 @@ from stillhouse.display import print_escaped
 
 if TYPE_CHECKING:
     from stillhouse.config import RunConfig
-    from stillhouse.tools.plan.layout_plan import Machine
+    from stillhouse.plan.layout_plan import Machine
 
 
 @click.command()
@@ -52,12 +52,12 @@ def plan(
     stillhouse plan run.yaml parallel.tensor=2 --ranks 64 --device h200
     stillhouse plan run.yaml --ranks 64 --fit
     """
-    from stillhouse.tools.plan.devices import DEVICES
+    from stillhouse.plan.devices import DEVICES
 
     if device not in DEVICES:
         raise misused(f"--device: got {device!r}, expected one of {', '.join(DEVICES)}")
     config = load(arguments, flags, needs=())
-    from stillhouse.tools.plan.layout_plan import Machine
+    from stillhouse.plan.layout_plan import Machine
 
     machine = Machine(ranks, gpus_per_node, device)
     if fit:
@@ -69,8 +69,8 @@ def plan(
 def _print_plan(config: "RunConfig", machine: "Machine", document_tokens: int, as_json: bool) -> None:
     """Print a plan. Raises ConfigError if it does not fit, so that the exit code is 2."""
     from stillhouse.config import ConfigError
-    from stillhouse.tools.plan.layout_plan import plan
-    from stillhouse.tools.plan.table import does_not_fit, lines
+    from stillhouse.plan.layout_plan import plan
+    from stillhouse.plan.table import does_not_fit, lines
 
     result = plan(config, machine, document_tokens)
     print_escaped(json.dumps(result.as_json(), indent=2) if as_json else "\n".join(lines(result)))
@@ -81,8 +81,8 @@ def _print_plan(config: "RunConfig", machine: "Machine", document_tokens: int, a
 def _print_fits(config: "RunConfig", machine: "Machine", document_tokens: int, as_json: bool) -> None:
     """Print the fastest layouts that fit. Raises ConfigError if none fits."""
     from stillhouse.config import ConfigError
-    from stillhouse.tools.plan.fit import fit
-    from stillhouse.tools.plan.table import fit_lines
+    from stillhouse.plan.fit import fit
+    from stillhouse.plan.table import fit_lines
 
     fits = fit(config, machine, document_tokens)
     if not fits:

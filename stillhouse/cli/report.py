@@ -40,10 +40,10 @@ def report(run_dirs: tuple[Path, ...], compare: tuple[Path, ...], out: Path | No
         raise misused("--port has an effect only with --watch")
     others = [*compare, *run_dirs[1:]]
     if watch:
-        from stillhouse.output.report.watch import watch as serve_report
+        from stillhouse.report.watch import watch as serve_report
 
         serve_report(run_dirs[0], others, port, lambda url: print_escaped(f"{url} (Ctrl-C ends it)"))
         return
-    from stillhouse.output.report import write_report
+    from stillhouse.report import write_report
 
     print_escaped(write_report(run_dirs[0], others, out))

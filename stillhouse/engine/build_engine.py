@@ -18,13 +18,13 @@ class EngineKind(NamedTuple):
 
 
 def _megatron_student(*arguments: Any, **options: Any) -> DistributedStudent:
-    from stillhouse.engine.megatron.build import build_megatron_student  # needs Megatron-Core
+    from stillhouse.megatron.build import build_megatron_student  # needs Megatron-Core
 
     return build_megatron_student(*arguments, **options)
 
 
 def _megatron_engine(*arguments: Any, **options: Any) -> Engine:
-    from stillhouse.engine.megatron.engine import MegatronEngine
+    from stillhouse.megatron.engine import MegatronEngine
 
     return MegatronEngine(*arguments, **options)
 

@@ -144,7 +144,7 @@ def join(degrees: Degrees, device: torch.device, timeout: float) -> Mesh:
 def _group_timeout(device: torch.device) -> timedelta | None:
     """Return the timeout of the default group, because new groups do not inherit it (torch 2.13).
 
-    None for a group without messages (`tools/plan/`).
+    None for a group without messages (`plan/`).
     """
     options = _get_default_group()._get_backend(device).options
     return None if options is None else options._timeout

@@ -26,8 +26,8 @@ from stillhouse.loops.session_objects import Session
 from stillhouse.loops.source_replies import require_end_of_turns
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.report.shown_completions import facts_of
 from stillhouse.preemption import OverdueError
+from stillhouse.report.shown_completions import facts_of
 from stillhouse.rollout import Completion, GenerationRequest, PromptPlan, Sample
 from stillhouse.rollout.engines import RolloutEngine
 from stillhouse.rollout.records import Ended

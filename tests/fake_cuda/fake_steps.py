@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from stillhouse.tools.plan.hooks import load_hooks
+from stillhouse.plan.hooks import load_hooks
 
 FILE = Path(__file__).with_name("golden.json")
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
@@ -111,7 +111,7 @@ def in_a_process(function: Callable[[], Any]) -> int:
 
 
 def entry_of(case: Any) -> dict[str, Any]:
-    from stillhouse.tools.plan import rank_step
+    from stillhouse.plan import rank_step
 
     purposes = {
         rank_step.STUDENT_ACTIVATIONS: "student",

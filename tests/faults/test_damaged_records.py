@@ -13,8 +13,8 @@ from kit.report_runs import EVAL_SAMPLE, Page, make_run
 from kit.rollout_runs import make_on_policy_run
 
 from stillhouse.output.metrics_file import read_metrics
-from stillhouse.output.report import write_report
-from stillhouse.output.report.run_files import OPTIONAL_FILES, read_run
+from stillhouse.report import write_report
+from stillhouse.report.run_files import OPTIONAL_FILES, read_run
 
 LINE_FILES = ("metrics.jsonl", "timeline.jsonl", "samples.jsonl", "eval_samples.jsonl")
 LINES = [

@@ -27,8 +27,8 @@ from kit.megatron_processor_jobs import (
 from kit.shard_ranks import RankPool
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.models import processors
-from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.tools.parity import worst
 
 CASES = [

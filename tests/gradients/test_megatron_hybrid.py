@@ -18,7 +18,7 @@ from kit.shard_ranks import pool_of_meshes
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from stillhouse.models.megatron import MegatronProcessor
+from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.models.processors import hidden_states
 from stillhouse.tools.parity import worst
 

@@ -18,11 +18,11 @@ from megatron.core import parallel_state
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
-from stillhouse.engine.megatron.attention import context_positions
-from stillhouse.engine.megatron.loading import load
-from stillhouse.engine.megatron.model_config import FAMILIES, rotary_frequencies, transformer_config
-from stillhouse.engine.megatron.weight_names import NAMES, Place, Shard
-from stillhouse.engine.megatron.weights import WeightTable, require_coverage, weight_table
+from stillhouse.megatron.attention import context_positions
+from stillhouse.megatron.loading import load
+from stillhouse.megatron.model_config import FAMILIES, rotary_frequencies, transformer_config
+from stillhouse.megatron.weight_names import NAMES, Place, Shard
+from stillhouse.megatron.weights import WeightTable, require_coverage, weight_table
 from stillhouse.tools.parity import worst
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"

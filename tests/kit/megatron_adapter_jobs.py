@@ -11,7 +11,7 @@ from kit.megatron_weights_jobs import laid_out
 from kit.shard_ranks import Rank
 from torch import Tensor
 
-from stillhouse.engine.megatron.adapter import LoraBranch
+from stillhouse.megatron.adapter import LoraBranch
 from stillhouse.models import ProofError
 from stillhouse.objective.spec import parse_objective
 from stillhouse.rollout.publish import publish

@@ -22,15 +22,15 @@ from torch import Tensor
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import Engine
-from stillhouse.engine.megatron.build import build_megatron_student
-from stillhouse.engine.megatron.chunks import Chunks
-from stillhouse.engine.megatron.engine import MegatronEngine
-from stillhouse.engine.megatron.model_config import transformer_config
-from stillhouse.engine.megatron.trained import trained_parameters
-from stillhouse.engine.megatron.weights import gather
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.megatron.build import build_megatron_student
+from stillhouse.megatron.chunks import Chunks
+from stillhouse.megatron.engine import MegatronEngine
+from stillhouse.megatron.model_config import transformer_config
+from stillhouse.megatron.trained import trained_parameters
+from stillhouse.megatron.weights import gather
 from stillhouse.models import Decoder, add_lora, balance_routers, initialize_lora
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.processors import full_vocab

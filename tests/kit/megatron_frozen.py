@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from stillhouse.engine.megatron.engine import MegatronEngine
-from stillhouse.engine.megatron.trained import trained_parameters
+from stillhouse.megatron.engine import MegatronEngine
+from stillhouse.megatron.trained import trained_parameters
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, build_runner, single_process_runner

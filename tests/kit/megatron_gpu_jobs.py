@@ -11,9 +11,9 @@ from torch import Tensor
 
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.engine import Engine
-from stillhouse.engine.megatron.build import build_megatron_student
-from stillhouse.engine.megatron.engine import MegatronEngine
 from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.megatron.build import build_megatron_student
+from stillhouse.megatron.engine import MegatronEngine
 from stillhouse.models import Activations, Decoder, varlen
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Layout, Mesh, ModelSource, single_process_runner, start_alone

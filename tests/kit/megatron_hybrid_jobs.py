@@ -24,7 +24,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from stillhouse.models.megatron import MegatronProcessor
+from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.models.processor_targets import Targets
 from stillhouse.models.processors import cross_entropy
 

@@ -36,8 +36,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
+from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.models import processors
-from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, ObjectiveOutput, OutputHead, TopK
 from stillhouse.objective.reference import dense_objective

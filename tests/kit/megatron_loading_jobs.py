@@ -15,10 +15,10 @@ from kit.megatron_engine_jobs import build_chunks
 from kit.megatron_weights_jobs import Case, laid_out, model_config
 from kit.shard_ranks import Rank
 
-from stillhouse.engine.megatron import model, rows
-from stillhouse.engine.megatron.model_config import transformer_config
-from stillhouse.engine.megatron.proof import prove_chunks
-from stillhouse.engine.megatron.weights import gather, tensor_of
+from stillhouse.megatron import model, rows
+from stillhouse.megatron.model_config import transformer_config
+from stillhouse.megatron.proof import prove_chunks
+from stillhouse.megatron.weights import gather, tensor_of
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.dtensors import local
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from stillhouse.models.megatron import MultiTokenGPTModel
+from stillhouse.megatron.processor import MultiTokenGPTModel
 from stillhouse.parallel import temporary_groups
 
 VOCABULARY, ROWS_V, B, S, CHUNK = 251, 252, 2, 40, 16

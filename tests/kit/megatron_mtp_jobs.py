@@ -17,8 +17,8 @@ from kit.shard_ranks import Rank
 from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.models import processors
-from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import Targets
 
 

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.utils import set_streams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models.megatron import MegatronProcessor
+from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER
 

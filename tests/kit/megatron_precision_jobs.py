@@ -10,10 +10,10 @@ from kit.megatron_weights_jobs import laid_out
 from kit.shard_ranks import Rank
 from torch import Tensor
 
-from stillhouse.engine.megatron.engine import MegatronEngine
-from stillhouse.engine.megatron.trained import trained_parameters
-from stillhouse.engine.megatron.weights import local_blocks
 from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.megatron.engine import MegatronEngine
+from stillhouse.megatron.trained import trained_parameters
+from stillhouse.megatron.weights import local_blocks
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import parse_objective
 from stillhouse.signals.weight_average import WeightAverage

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
+from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.models import processors
-from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import Targets
 from stillhouse.tools.parity import worst
 

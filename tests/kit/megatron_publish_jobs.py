@@ -10,7 +10,7 @@ from kit.megatron_weights_jobs import Case, laid_out
 from kit.shard_ranks import Rank
 from torch import Tensor
 
-from stillhouse.engine.megatron.student import MegatronStudent
+from stillhouse.megatron.student import MegatronStudent
 from stillhouse.models import Decoder
 from stillhouse.parallel import Layout, Mesh
 from stillhouse.rollout.publish import publish

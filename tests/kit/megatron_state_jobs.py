@@ -11,9 +11,9 @@ from kit.shard_ranks import Rank
 from torch import Tensor
 
 from stillhouse.data import StepMicroBatches
-from stillhouse.engine.megatron.engine import MegatronEngine
-from stillhouse.engine.megatron.trained import MOMENTS, TrainedParameter, require_partition, trained_parameters
-from stillhouse.engine.megatron.weights import gather
+from stillhouse.megatron.engine import MegatronEngine
+from stillhouse.megatron.trained import MOMENTS, TrainedParameter, require_partition, trained_parameters
+from stillhouse.megatron.weights import gather
 from stillhouse.objective.spec import parse_objective
 
 

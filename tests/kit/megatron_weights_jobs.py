@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.engine.megatron.attention import context_positions
-from stillhouse.engine.megatron.loading import load
-from stillhouse.engine.megatron.model import build_chunks
-from stillhouse.engine.megatron.model_config import FAMILIES, transformer_config
-from stillhouse.engine.megatron.weight_names import Place
-from stillhouse.engine.megatron.weights import WeightTable, gather, require_full_coverage, weight_table
+from stillhouse.megatron.attention import context_positions
+from stillhouse.megatron.loading import load
+from stillhouse.megatron.model import build_chunks
+from stillhouse.megatron.model_config import FAMILIES, transformer_config
+from stillhouse.megatron.processor import MegatronProcessor
+from stillhouse.megatron.weight_names import Place
+from stillhouse.megatron.weights import WeightTable, gather, require_full_coverage, weight_table
 from stillhouse.models import Decoder
-from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
 from stillhouse.objective.spec import parse_objective

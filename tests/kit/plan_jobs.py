@@ -14,10 +14,10 @@ from stillhouse.config import load_config
 from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.parallel import Mesh, ShardedMicroBatches, shard_micro_batches
+from stillhouse.plan.device_counts import DeviceCounts, StepCounts
+from stillhouse.plan.fake_cuda import FakeCudaMode
+from stillhouse.plan.rank_step import _axes
 from stillhouse.run.setup import RunSetup, with_precision
-from stillhouse.tools.plan.device_counts import DeviceCounts, StepCounts
-from stillhouse.tools.plan.fake_cuda import FakeCudaMode
-from stillhouse.tools.plan.rank_step import _axes
 
 
 class HostCounts(DeviceCounts):
@@ -35,7 +35,7 @@ class HostCounts(DeviceCounts):
 
 
 def real_step(rank: Rank, job: dict[str, Any]) -> StepCounts:
-    """Return what a real step of this rank counts. job: of `stillhouse.tools.plan.child`, for models with weights."""
+    """Return what a real step of this rank counts. job: of `stillhouse.plan.child`, for models with weights."""
     os.environ |= {"RANK": str(rank.number), "WORLD_SIZE": str(job["ranks"]), "LOCAL_RANK": str(rank.number)}
     config = with_precision(load_config(None, settings=job["config"] | {"device": "cpu"}))
     setup = RunSetup(config)

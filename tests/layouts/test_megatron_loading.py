@@ -24,7 +24,7 @@ from kit.megatron_runs import without_cuda
 from kit.megatron_weights_jobs import Case, model_config
 from kit.ranks import Ranks
 
-from stillhouse.engine.megatron.model_config import FAMILIES
+from stillhouse.megatron.model_config import FAMILIES
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 LIMIT = 180.0

@@ -29,8 +29,8 @@ from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel import Degrees, empty_decoder, load_weights
 from stillhouse.parallel.backbone_cut import require_cuttable
 from stillhouse.parallel.stages import keep_layers
+from stillhouse.plan import few_layers
 from stillhouse.signals.teacher_folder import head_of
-from stillhouse.tools.plan import few_layers
 
 IDS = torch.arange(3, 40)[None]
 KEY, HEAD, EMBEDDING = "tie_word_embeddings", "lm_head.weight", "model.embed_tokens.weight"

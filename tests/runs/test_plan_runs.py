@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Con
 from stillhouse.config import ConfigError, load_config
 from stillhouse.models.trained_parts import train_parts
 from stillhouse.parallel import empty_decoder
+from stillhouse.plan.fit import fit
+from stillhouse.plan.layout_plan import DryRuns, Machine, planned_job
+from stillhouse.plan.rank_counts import RankCounts
 from stillhouse.tools.demo.run_files import write_text_run
-from stillhouse.tools.plan.fit import fit
-from stillhouse.tools.plan.layout_plan import DryRuns, Machine, planned_job
-from stillhouse.tools.plan.rank_counts import RankCounts
 
 pytestmark = pytest.mark.slow
 
@@ -158,7 +158,7 @@ def test_few_layers_give_the_counts_of_all(tmp_path: Path, dry_runs: DryRuns) ->
 def test_a_fit_prints_no_layout_that_a_plan_refuses(
     tmp_path: Path, dry_runs: DryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stillhouse.tools.plan.fit.TRIED", 3)
+    monkeypatch.setattr("stillhouse.plan.fit.TRIED", 3)
     settings = job(tmp_path, 2, "train.tokens_per_step=256", "train.micro_batch_tokens=64")["config"]
     machine = Machine(2, 2, "h100")
     fits = fit(load_config(None, settings=settings), machine, 32)

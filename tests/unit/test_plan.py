@@ -14,14 +14,14 @@ from stillhouse.config import ConfigError, load_config
 from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.engine.schedule import make_on_policy_schedule, make_step_schedule
 from stillhouse.loops.step_packer import StepPacker
+from stillhouse.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
+from stillhouse.plan.dry_run import planned
+from stillhouse.plan.layout_plan import Machine, Plan, has_tower, planned_job
+from stillhouse.plan.prediction import bubble_share, message_seconds, predict, rank_time
+from stillhouse.plan.rank_counts import LayoutSize, RankCounts, planned_ranks
+from stillhouse.plan.table import does_not_fit, lines, two_digits
 from stillhouse.rollout import PromptSource
 from stillhouse.run.setup import layout_of
-from stillhouse.tools.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
-from stillhouse.tools.plan.dry_run import planned
-from stillhouse.tools.plan.layout_plan import Machine, Plan, has_tower, planned_job
-from stillhouse.tools.plan.prediction import bubble_share, message_seconds, predict, rank_time
-from stillhouse.tools.plan.rank_counts import LayoutSize, RankCounts, planned_ranks
-from stillhouse.tools.plan.table import does_not_fit, lines, two_digits
 
 H100 = DEVICES["h100"]
 ONE = {"pipeline": 1, "replicate": 1, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}

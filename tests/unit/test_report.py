@@ -17,9 +17,9 @@ from stillhouse.data import DataReport
 from stillhouse.data.images import EncodedImage
 from stillhouse.data.thumbnails import thumbnail
 from stillhouse.loops.held_out_images import IMAGES
-from stillhouse.output.report import curves, write_report
-from stillhouse.output.report.page import ASSETS
-from stillhouse.output.report.token_text import SHADES, shade
+from stillhouse.report import curves, write_report
+from stillhouse.report.page import ASSETS
+from stillhouse.report.token_text import SHADES, shade
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from kit.browser import CHROMIUM, Browser
 from kit.report_runs import HOSTILE, Page, make_run
 from kit.rollout_runs import make_on_policy_run
 
-from stillhouse.output.report import write_report
-from stillhouse.output.report.page import ASSETS
-from stillhouse.output.report.token_text import shade
-from stillhouse.output.report.watch import ReportServer, WatchedReport
+from stillhouse.report import write_report
+from stillhouse.report.page import ASSETS
+from stillhouse.report.token_text import shade
+from stillhouse.report.watch import ReportServer, WatchedReport
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")]
 

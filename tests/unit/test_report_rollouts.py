@@ -14,10 +14,10 @@ from kit.rollout_runs import make_on_policy_run, make_sample
 
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.records import Span
-from stillhouse.output.report import run_files, timeline, write_report
-from stillhouse.output.report.page import ASSETS
-from stillhouse.output.report.shown_completions import staleness_rows
 from stillhouse.output.rollout_log import RolloutLog
+from stillhouse.report import run_files, timeline, write_report
+from stillhouse.report.page import ASSETS
+from stillhouse.report.shown_completions import staleness_rows
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from kit.report_runs import Page, make_run
 
 from stillhouse.cli import cli
-from stillhouse.output.report import write_report
-from stillhouse.output.report.config_differences import differences
-from stillhouse.output.report.page import read_runs
-from stillhouse.output.report.watch import ReportServer, WatchedReport, watch
+from stillhouse.report import write_report
+from stillhouse.report.config_differences import differences
+from stillhouse.report.page import read_runs
+from stillhouse.report.watch import ReportServer, WatchedReport, watch
 
 
 @pytest.fixture

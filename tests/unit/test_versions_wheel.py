@@ -43,8 +43,8 @@ def test_the_wheel_has_the_package_and_its_data_and_nothing_else(wheel: Path) ->
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert tracked <= names, f"not in the wheel: {sorted(tracked - names)}"
     assert names <= tracked | untracked(), f"only in the wheel: {sorted(names - tracked)}"
-    assert {"stillhouse/py.typed", "stillhouse/output/report/assets/report.js"} <= names
-    assert "stillhouse/tools/plan/hooks.cpp" in names
+    assert {"stillhouse/py.typed", "stillhouse/report/assets/report.js"} <= names
+    assert "stillhouse/plan/hooks.cpp" in names
     assert "stillhouse/tools/demo/teacher/model.safetensors" in names
 
 

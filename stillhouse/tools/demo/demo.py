@@ -16,8 +16,8 @@ from safetensors import safe_open
 from stillhouse.config import RunConfig, load_config
 from stillhouse.engine.build_engine import ENGINES
 from stillhouse.loops.held_out_metrics import evaluate
-from stillhouse.output.report import write_report
 from stillhouse.parallel import single_process_runner
+from stillhouse.report import write_report
 from stillhouse.run.run import distill
 from stillhouse.run.session import Session, prepare
 from stillhouse.signals import InStageTeacher

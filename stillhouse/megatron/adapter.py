@@ -1,0 +1,209 @@
+"""An adapter (LoRA) in Megatron-Core's chunks, whose own weights stay frozen.
+
+    table = add_adapter(chunks, table, decoder)     # the blocks of the matrices A and B join those of the weights
+    with without_adapter(chunks): ...               # the base model, for passes without gradients
+
+W x becomes W x + (alpha / r) B A x, as in `stillhouse.models.adapter`. A linear layer of Megatron-Core may combine
+several projections of transformers (queries, keys and values; gate and up projection). Each of them has its own A and
+B, and B A x is added to the projection's rows of the layer's output. From the blocks of a layer's weight follow those
+of A, which has its columns, and of B, which has its rows. So loading, gradients, optimizer, checkpoints and
+publication treat A and B like any other parameter.
+
+S tokens of a row on this rank, B rows, I and O a layer's input and output width on this rank, R rank of A and B.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stillhouse.megatron.weights import Block, WeightTable
+from stillhouse.models import Decoder
+from stillhouse.models.adapter import base_name
+from stillhouse.models.lora import Lora
+
+_A, _B = "lora_A.default.weight", "lora_B.default.weight"
+
+
+class LoraBranch(nn.Module):
+    """What an adapter adds to the output of a linear layer. `add` is a forward hook of the layer.
+
+    rows: (projection, its number of rows) for each part of the layer's output on this rank, in order; None is a part
+    without an adapter.
+
+    If the layer's output is sharded over the tensor ranks (column parallel), so are the rows of B, and each rank has
+    the full A. If its input is sharded (row parallel), so are the columns of A, and each rank has the full B. Tensor
+    ranks communicate only A x, [S, B, R] for each projection. With sequence parallelism, each rank computes the
+    gradient of the full matrix from its own tokens, and Megatron-Core adds these gradients up.
+    """
+
+    def __init__(self, layer: Any, rows: Sequence[tuple[str | None, int]], lora: Lora):
+        super().__init__()
+        self.rows, self.scale, self.is_on = rows, lora.alpha / lora.r, True
+        self.is_column, self.sequence, self.group = (
+            isinstance(layer, ColumnParallelLinear),
+            layer.sequence_parallel,
+            layer.tp_group,
+        )
+        names = dict.fromkeys(name for name, _ in rows if name is not None)
+        heights = {name: sum(count for other, count in rows if other == name) for name in names}
+        weight_OI: Tensor = layer.weight
+        self.A = nn.ParameterDict({name: weight_OI.new_empty(lora.r, weight_OI.shape[1]) for name in names})
+        self.B = nn.ParameterDict({name: weight_OI.new_empty(height, lora.r) for name, height in heights.items()})
+        sharded, full, dim = (self.B, self.A, 0) if self.is_column else (self.A, self.B, 1)
+        # Megatron-Core reads these: what it counts in the norm on each tensor rank, and what it adds up over them
+        for matrix in sharded.values():
+            set_tensor_model_parallel_attributes(matrix, True, dim, 1)
+        for matrix in full.values():
+            matrix.sequence_parallel = self.sequence
+
+    def add(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        output, bias = outputs
+        return (output + self(inputs[0]), bias) if self.is_on else outputs
+
+    def forward(self, input_SBI: Tensor) -> Tensor:
+        """Return the addition to the layer's output."""
+        hidden_SBR = self._over_ranks(F.linear(input_SBI, torch.cat([*self.A.values()])))
+        by_name = zip(self.B.items(), hidden_SBR.chunk(len(self.B), -1), strict=True)
+        added = {name: self.scale * F.linear(part_SBR, matrix_OR) for (name, matrix_OR), part_SBR in by_name}
+        parts = {
+            name: iter(output_SBO.split([count for other, count in self.rows if other == name], -1))
+            for name, output_SBO in added.items()
+        }
+        return torch.cat(
+            [
+                hidden_SBR.new_zeros(*hidden_SBR.shape[:-1], count) if name is None else next(parts[name])
+                for name, count in self.rows
+            ],
+            -1,
+        )
+
+    def _over_ranks(self, hidden_SBR: Tensor) -> Tensor:
+        """Give each tensor rank A x of the tokens of the layer's output; in backward, add up its gradients."""
+        if self.is_column:
+            region = gather_from_sequence_parallel_region if self.sequence else copy_to_tensor_model_parallel_region
+        else:
+            region = (
+                reduce_scatter_to_sequence_parallel_region
+                if self.sequence
+                else reduce_from_tensor_model_parallel_region
+            )
+        hidden: Tensor = region(hidden_SBR, group=self.group)
+        return hidden
+
+
+def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> WeightTable:
+    """Add the matrices of the decoder's adapter to the chunks, freeze all other parameters, and return all blocks.
+
+    The matrices have no values yet. table: the blocks of the chunks' own weights. Without an adapter, it is returned.
+    Raises ValueError for an adapter with dropout, or a chunk without any part of it.
+    """
+    lora = decoder.lora
+    if lora is None:
+        return table
+    if dropout := decoder.pretrained.peft_config["default"].lora_dropout:
+        raise ValueError(f"student.adapter.dropout {dropout}: expected 0.0 with parallel.engine: megatron")
+    names = {base_name(name): name for name in decoder.state_dict()}
+    adapted = {name.removesuffix(f".{_A}") for name in names if name.endswith(f".{_A}")}
+    of_parameter: defaultdict[tuple[int, str], list[Block]] = defaultdict(list)
+    for block in table.blocks:
+        of_parameter[block.chunk, block.parameter].append(block)
+    blocks = [replace(block, name=names.get(block.name, block.name)) for block in table.blocks]
+    shapes = dict(table.shapes)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    for (number, parameter), of_one in of_parameter.items():
+        path = parameter.removesuffix(".weight")
+        if any(block.name.removesuffix(".weight") in adapted for block in of_one) and path != parameter:
+            layer = chunks[number].get_submodule(path)
+            blocks += _add_branch(layer, number, path, of_one, adapted, lora)
+            shapes |= {
+                (number, f"{path}.lora.{name}"): tuple(matrix.shape) for name, matrix in layer.lora.named_parameters()
+            }
+    for chunk in chunks:
+        _require_training(chunk)
+        if chunk.pre_process and chunk.config.recompute_granularity is not None:
+            chunk.embedding.register_forward_hook(_with_gradient)
+    return replace(table, blocks=tuple(blocks), shapes=shapes)
+
+
+@contextmanager
+def without_adapter(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Switch the adapter off, for forward passes without gradients."""
+    branches = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LoraBranch)]
+    for branch in branches:
+        branch.is_on = False
+    try:
+        yield
+    finally:
+        for branch in branches:
+            branch.is_on = True
+
+
+def _add_branch(
+    layer: Any, number: int, path: str, blocks: Sequence[Block], adapted: set[str], lora: Lora
+) -> Iterator[Block]:
+    """Add the branch of one layer, and yield the blocks of its matrices.
+
+    number, path: the chunk, and the layer's name in it. blocks: those of the layer's weight.
+    """
+    # peft has no LoRA on routers, experts and shared experts (whose messages may be outside their layers)
+    assert isinstance(layer, ColumnParallelLinear | RowParallelLinear), path
+    assert not layer.explicit_expert_comm, path
+    rows: list[tuple[str | None, int]] = []
+    matrices: dict[str, Block] = {}
+    heights: defaultdict[str, int] = defaultdict(int)
+    ranks = slice(0, lora.r)
+    for block in sorted(blocks, key=lambda block: _of(block.local)[0].start):
+        (local_rows, local_columns), (full_rows, full_columns) = _of(block.local), _of(block.index)
+        module, count = block.name.removesuffix(".weight"), local_rows.stop - local_rows.start
+        name = module.rpartition(".")[2]
+        rows.append((name if module in adapted else None, count))
+        if module not in adapted:
+            continue
+        of_a = Block(number, f"{path}.lora.A.{name}", (ranks, local_columns), f"{module}.{_A}", (ranks, full_columns))
+        matrices.setdefault(name, of_a)
+        local = slice(heights[name], heights[name] + count)
+        heights[name] += count
+        yield Block(number, f"{path}.lora.B.{name}", (local, ranks), f"{module}.{_B}", (full_rows, ranks))
+    yield from matrices.values()
+    layer.lora = LoraBranch(layer, rows, lora)
+    # before a norm of the layer's output, which is a hook, too
+    layer.register_forward_hook(layer.lora.add, prepend=True)
+
+
+def _of(index: Any) -> tuple[slice, slice]:
+    """Return the rows and columns of a part of a matrix."""
+    rows, columns = index
+    return rows, columns
+
+
+def _require_training(chunk: Any) -> None:
+    if not any(parameter.requires_grad for parameter in chunk.parameters()):
+        first, last = (chunk.decoder.layers[at].layer_number - 1 for at in (0, -1))  # it counts from 1
+        raise ValueError(
+            f"no parameter is trained in layers {first} to {last} of the student, which are on one stage: expected "
+            "an adapter in layers of every stage, or fewer stages"
+        )
+
+
+def _with_gradient(embedding: nn.Module, inputs: Any, hidden_SBD: Tensor) -> Tensor:
+    """Let a frozen embedding's output require a gradient. A forward hook.
+
+    Megatron-Core gives parameters in layers that are computed again a gradient only if their input requires one.
+    """
+    return hidden_SBD.requires_grad_() if torch.is_grad_enabled() and not hidden_SBD.requires_grad else hidden_SBD

@@ -1,0 +1,207 @@
+"""The engine on Megatron-Core, with the interface `Engine`.
+
+Megatron-Core's schedules run the passes, its `DistributedDataParallel` adds up the gradients, and its optimizer
+(AdamW) makes the step. The loss of a micro-batch is a sum divided by the step's normalizer, as in the other engine.
+So nothing is divided by the number of micro-batches or of data ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamPredicate
+from torch import Tensor, nn
+
+from stillhouse.config import TrainConfig
+from stillhouse.data import MicroBatch
+from stillhouse.engine.engine import SavedTensors, StepOutput
+from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_metrics
+from stillhouse.engine.optimizer import weight_kinds
+from stillhouse.engine.parts import LossPart, RouterBalancing
+from stillhouse.engine.parts.mtp import MtpLoss
+from stillhouse.engine.state_folder import write_state
+from stillhouse.megatron.state import MegatronState
+from stillhouse.megatron.student import MegatronStudent
+from stillhouse.megatron.trained import require_partition, trained_parameters
+from stillhouse.megatron.weights import gather, local_blocks
+from stillhouse.models import NotFiniteError
+from stillhouse.objective import Signals
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.signals.weight_average import WeightAverage
+
+
+class MegatronEngine(EnginePasses):
+    """The arguments are those of `TorchEngine`. The optimizer is AdamW."""
+
+    student: MegatronStudent
+
+    def __init__(
+        self,
+        student: MegatronStudent,
+        objective: ObjectiveSpec,
+        *,
+        train: TrainConfig = DEFAULT_TRAIN,
+        autocast: torch.dtype | None = None,
+        chunk_tokens: int | None = None,
+        parts: Sequence[LossPart] = (),
+        average: WeightAverage | None = None,
+    ):
+        # the rules of the configuration refuse these before a model is loaded
+        others = [part.key for part in parts if not isinstance(part, (MtpLoss, RouterBalancing))]
+        if train.optimizer != "adamw" or others:
+            raise ValueError(
+                "parallel.engine: megatron with another optimizer than adamw, or a loss beside the objective, that "
+                "of MTP layers and the routers' load balancing: expected none of them"
+            )
+        if autocast not in (None, dtype := student.student.transformer.params_dtype):
+            raise ValueError(f"autocast to {autocast} of parameters in {dtype}: expected parameters in {autocast}")
+        super().__init__(student, objective, train=train, autocast=None, chunk_tokens=chunk_tokens, parts=parts)
+        self.average = average
+        if average is not None:
+            for (number, name), weight in student.student.unrounded.items():
+                average.tensors[f"{number}.{name}"].copy_(weight)
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
+    ) -> StepOutput:
+        loss = self._step_loss(normalizer)
+        inputs = self._inputs(micro_batches, signals, loss, self.parts, normalizer)
+        # at the end of a pass all ranks' gradients are added up, so those of an earlier pass must not be there
+        earlier = [gradient.clone() for gradient in self.student.gradients] if self.student.has_gradient else []
+        self._zero_buffers()
+        outputs, losses = self.student.forward_backward(inputs)
+        for gradient, of_earlier in zip(self.student.gradients, earlier, strict=bool(earlier)):
+            gradient.add_(of_earlier)
+        self.student.has_gradient = True
+        for output in outputs:
+            output.loss.detach_()
+        outputs = outputs if self.student.has_results else []
+        losses = losses if self.student.is_counted else []
+        return StepOutput(outputs, [*named_metrics(outputs), *losses], partial(self._total, normalizer))
+
+    def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
+        output = StepOutput() if output is None else output
+        device_norm = self._device_norm()
+        norm, is_not_finite = output.read(device_norm, self._not_finite(device_norm, output))
+        if is_not_finite:
+            raise NotFiniteError.of_gradient(norm)
+        if self._train.clip:
+            scale = min(1.0, self._train.clip / (norm + 1e-6))
+            for gradient in self.student.gradients:
+                gradient.mul_(scale)
+        for group in self.optimizer.param_groups:
+            # what Megatron-Core's own scheduler would set
+            group["lr"] = learning_rate
+            group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
+        self.optimizer.step_with_ready_grads()
+        self.zero_grad()
+        if self.average is not None:
+            self.average.update(self._weights() if self.student.student.transformer.bf16 else None)
+        return norm
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the optimizer's weights in float32 by their names here. A collective of the data ranks."""
+        for entry in trained_parameters(self.student.student, self.optimizer):
+            number, name = entry.key
+            full = entry.collect(entry.master.detach(), everywhere=True)
+            assert full is not None
+            yield f"{number}.{name}", full
+
+    @cached_property
+    def optimizer(self) -> Any:
+        train = self._train
+        chunks = self.student.student
+        settings = OptimizerConfig(
+            optimizer="adam",
+            bf16=chunks.transformer.bf16,
+            params_dtype=chunks.transformer.params_dtype,
+            use_distributed_optimizer=True,
+            lr=train.learning_rate,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.betas[0],
+            adam_beta2=train.betas[1],
+            adam_eps=train.eps,
+            clip_grad=0.0,
+        )
+        # Megatron-Core's rule is the number of dims, which is another one for an expert's bias than for the stack
+        vectors = self._vectors()
+        overrides: Any = {ParamKey(predicate=ParamPredicate("vector", vectors.__contains__)): {"wd_mult": 0.0}}
+        optimizer = get_megatron_optimizer(settings, [*chunks.wrapped], overrides)
+        with torch.no_grad():
+            entries = trained_parameters(chunks, optimizer)
+            require_partition(entries)
+            for entry in entries:
+                # Megatron-Core begins with the rounded weights
+                if (weight := chunks.unrounded.pop(entry.key, None)) is not None:
+                    entry.master.copy_(entry.of_rank(weight))
+        return optimizer
+
+    def _vectors(self) -> set[nn.Parameter]:
+        """Return the chunks' parameters without weight decay: those that are vectors in the full model."""
+        decoder, chunks = self.student.decoders[0], self.student.student
+        kinds = weight_kinds([decoder])
+        names = {name for name, parameter in decoder.named_parameters() if kinds[parameter] == "vector"}
+        blocks = [block for block in chunks.table.blocks if block.name in names]
+        return {chunks.models[block.chunk].get_parameter(block.parameter) for block in blocks}
+
+    # ---- gradients
+
+    def zero_grad(self) -> None:
+        self._zero_buffers()
+        self.student.has_gradient = False
+
+    def gradient_norm(self) -> float:
+        return float(self._device_norm())
+
+    def gradients_not_finite(self) -> list[str]:
+        chunks = self.student.student
+        names = [
+            block.name
+            for block, gradient in local_blocks(chunks.models, chunks.table, _gradient)
+            if not bool(gradient.isfinite().all())
+        ]
+        return list(dict.fromkeys(name for of_rank in self.student.ranks.gather(names) for name in of_rank))
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        chunks = self.student.student
+        entries = trained_parameters(chunks, self.optimizer)
+        full: dict[Tensor, Tensor | None] = {
+            entry.parameter: entry.collect(entry.gradient, everywhere=True) for entry in entries
+        }
+        yield from gather(chunks.models, chunks.table, self.student.shapes, lambda one: full.get(one)).items()
+
+    # ---- state
+
+    @property
+    def _state(self) -> MegatronState:
+        return MegatronState(self.student, trained_parameters(self.student.student, self.optimizer), self.average)
+
+    def require_finite(self) -> None:
+        self._state.require_finite()
+
+    def bytes_to_save(self, *, all_moments: bool = False) -> int:
+        return self._state.bytes_to_write(all_moments=all_moments)
+
+    def save(self, folder: Path) -> SavedTensors:
+        state = self._state
+        write_state(folder, state.tensors(), self.student.ranks)
+        return SavedTensors(state.element_count(), state.parameters_without_moments())
+
+    def load(self, folder: Path, without_moments: Sequence[str]) -> None:
+        self._state.read(folder, without_moments)
+
+    def _zero_buffers(self) -> None:
+        for model in self.student.student.wrapped:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _device_norm(self) -> Tensor:
+        self.optimizer.prepare_grads()
+        return torch.as_tensor(self.optimizer.get_grad_norm(), dtype=torch.float32, device=self.student.device)
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    return getattr(parameter, "main_grad", None)

@@ -1,0 +1,400 @@
+"""Converts the configuration of a transformers model to Megatron-Core's `TransformerConfig`.
+
+    config = AutoConfig.from_pretrained(folder)
+    transformer = transformer_config(config, tensor_model_parallel_size=2, sequence_parallel=True)
+
+The conversion is exact or refused: a setting that Megatron-Core does not compute in the same way raises ValueError
+with the configuration's key. `model.py` uses the rest of the configuration (vocabulary, rotary embedding, tied head).
+
+V vocabulary, C half of the width of a head.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from stillhouse.megatron.options import refused_settings
+
+
+class UnsupportedModelError(ValueError):
+    """A model, or its layout, that Megatron-Core would not compute as transformers does."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model family differs from Llama.
+
+    qkv_bias: whether the projections to queries, keys and values have a bias, but no other projection.
+    qk_norm: whether the queries and keys of each head are normalized.
+    experts: returns the fields for layers with experts; None: no layer has experts.
+    latent: whether queries, keys and values are computed from latent vectors (multi-head latent attention).
+    gemma: whether the layers are those of Gemma 2 and 3 (see `gemma.py`).
+    softcap: whether the scores of attention and the logits may be capped.
+    gpt_oss: whether all projections, experts and routers have a bias, and attention a further score (`gpt_oss.py`).
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
+    latent: bool = False
+    gemma: bool = False
+    softcap: bool = False
+    gpt_oss: bool = False
+
+
+def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    sparse = [
+        number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0
+        for number in range(config.num_hidden_layers)
+    ]
+    if config.norm_topk_prob and config.num_experts_per_tok == 1:
+        raise _not_exact(config, "num_experts_per_tok", 1, "2 or more with norm_topk_prob=True")
+    return {
+        "moe_router_score_function": "softmax",
+        # the softmax of the chosen logits is the softmax of all logits, normalized over the chosen experts
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
+    }
+
+
+def _deepseek_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    chosen, groups = config.num_experts_per_tok, config.topk_group
+    if not config.norm_topk_prob or chosen == 1:
+        raise _not_exact(config, "norm_topk_prob", config.norm_topk_prob, "True, and num_experts_per_tok 2 or more")
+    # transformers ranks groups of experts by their two best experts, Megatron-Core by chosen // groups
+    if groups < config.n_group and chosen // groups != 2:
+        raise _not_exact(config, "topk_group", groups, f"{chosen / 2:g}, half of num_experts_per_tok={chosen}")
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_num_groups": config.n_group if groups < config.n_group else None,
+        "moe_router_group_topk": groups if groups < config.n_group else None,
+        # the correction of the scores is loaded, and stays as it is
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_shared_expert_intermediate_size": config.n_shared_experts * config.moe_intermediate_size,
+        "moe_layer_freq": [int(number >= config.first_k_dense_replace) for number in range(config.num_hidden_layers)],
+    }
+
+
+def _gpt_oss_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    if config.num_experts_per_tok == 1:
+        raise _not_exact(config, "num_experts_per_tok", 1, "2 or more")
+    if not config.attention_bias:
+        raise _not_exact(config, "attention_bias", config.attention_bias, "True")
+    return {
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "activation_func": partial(_swish, config.swiglu_alpha),
+        "activation_func_clamp_value": config.swiglu_limit,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+    }
+
+
+def _swish(gain: float, input_: Tensor) -> Tensor:
+    return input_ * torch.sigmoid(gain * input_)
+
+
+#: by transformers' model type. A new family also needs an entry in `weight_names.NAMES`
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=_qwen_experts),
+    "deepseek_v3": Family(qk_norm=True, experts=_deepseek_experts, latent=True),
+    "gpt_oss": Family(experts=_gpt_oss_experts, gpt_oss=True),
+    "gemma2": Family(gemma=True, softcap=True),
+    "gemma3_text": Family(qk_norm=True, gemma=True),
+}
+
+#: settings for which only one value is exact, except for families with other values
+_ONLY: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+    "rope_interleave": True,
+}
+#: types of rotary embeddings whose frequencies do not depend on the number of tokens
+_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+def transformer_config(
+    config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, depths: int = 0, **options: Any
+) -> TransformerConfig:
+    """Return Megatron-Core's configuration of a model.
+
+    dtype: of the weights and of the hidden states that pipeline stages send. depths: the number of MTP layers.
+    options: fields of `TransformerConfig` for the layout, memory and speed; a field that the model or the loss
+    determines is refused.
+    Raises UnsupportedModelError, naming the key, for what Megatron-Core does not compute as transformers does, and
+    ValueError for options that the model determines or Megatron-Core refuses.
+    """
+    family = require_family(config)
+    _require_exact(config, family)
+    determined = _model_fields(config, family) | _loss_fields(depths)
+    if depths:
+        _require_mtp(config, depths, determined)
+    kind = MLATransformerConfig if family.latent else TransformerConfig
+    names = {field.name for field in fields(kind)}
+    for name in options:
+        if name not in names or name in determined:
+            reason = "the model or the loss determines it" if name in determined else "there is no such field"
+            raise ValueError(f"{name}={options[name]!r}: {reason}; expected another field of TransformerConfig")
+    defaults: dict[str, Any] = {
+        "params_dtype": dtype,
+        "pipeline_dtype": torch.float32 if options.get("fp32_residual_connection") else dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "moe_token_dispatcher_type": "alltoall",
+        "transformer_impl": "transformer_engine" if uses_transformer_engine(family) else "local",
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        # gloo has no batched sends and receives
+        "batch_p2p_comm": torch.cuda.is_available(),
+        # the weights are loaded, so they are only allocated
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "perform_initialization": False,
+    }
+    settings = defaults | options
+    _require_even_shards(config, family, settings)
+    with refused_settings():
+        return kind(**determined, **settings)
+
+
+def require_family(config: PreTrainedConfig) -> Family:
+    """Return the model's family. Raises UnsupportedModelError for a model type without one."""
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model_type '{config.model_type}' has no conversion to Megatron-Core: expected {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[config.model_type]
+
+
+def uses_transformer_engine(family: Family) -> bool:
+    """Whether the layers are those of Transformer Engine, which has no norms of projections' outputs (Gemma) and no
+    experts with the weights of gpt-oss.
+    """
+    return HAVE_TE and not family.gemma and not family.gpt_oss
+
+
+def head_width(config: PreTrainedConfig) -> int:
+    """The width of an attention head, which need not be the hidden size divided by the number of heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def padded_vocabulary(rows: int, tensor: int) -> int:
+    """Return the number of vocabulary rows with padding, so that each of the tensor ranks has the same number."""
+    return -(-rows // tensor) * tensor
+
+
+def rotary_frequencies(config: PreTrainedConfig, layer_type: str = "full_attention") -> tuple[Tensor, float]:
+    """Return the rotary embedding's inverse frequencies [C] in float32, and the factor of rotated queries and keys.
+
+    Both are computed by transformers itself, except for the formula without scaling, which each model has.
+    layer_type: for families whose layer types have different embeddings; other families ignore it.
+    """
+    by_type = "full_attention" in config.rope_parameters
+    rotary = config.rope_parameters[layer_type] if by_type else config.rope_parameters
+    width = head_width(config)
+    if rotary["rope_type"] == "default":
+        return 1.0 / rotary["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
+    scaled = ROPE_INIT_FUNCTIONS[rotary["rope_type"]]
+    frequencies_C, factor = scaled(config, layer_type=layer_type) if by_type else scaled(config)
+    return frequencies_C, float(factor)
+
+
+def _expert_width(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "moe_intermediate_size", config.intermediate_size))
+
+
+def gelu_tanh(input_: Tensor) -> Tensor:
+    """The activation that transformers calls gelu_pytorch_tanh."""
+    return F.gelu(input_, approximate="tanh")
+
+
+def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
+    values = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "ffn_hidden_size": config.intermediate_size,
+        "add_bias_linear": False,
+        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_norm,
+        "gated_linear_unit": True,
+        "activation_func": gelu_tanh if family.gemma else F.silu,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "layernorm_zero_centered_gamma": family.gemma,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # transformers computes the softmax of attention in float32
+        "attention_softmax_in_fp32": True,
+    }
+    values |= _latent_fields(config) if family.latent else _attention_fields(config)
+    if family.experts is not None:
+        values |= family.experts(config) | {
+            "num_moe_experts": config.num_local_experts,
+            "moe_ffn_hidden_size": _expert_width(config),
+            "moe_router_topk": config.num_experts_per_tok,
+        }
+    return values
+
+
+def _attention_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    layer_types = getattr(config, "layer_types", None)
+    factors = {rotary_frequencies(config, layer_type)[1] for layer_type in set(layer_types or ["full_attention"])}
+    if len(factors) > 1:
+        raise _not_exact(config, "rope_parameters", config.rope_parameters, "one attention_factor for all layers")
+    (factor,) = factors
+    # the whole head is rotated, so that a factor of queries and keys is a factor of their products
+    scale = factor**2 / getattr(config, "query_pre_attn_scalar", head_width(config)) ** 0.5
+    fields: dict[str, Any] = {
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": head_width(config),
+        "softmax_scale": scale,
+    }
+    window = getattr(config, "sliding_window", None)
+    has_window = [window is not None and layer_type == "sliding_attention" for layer_type in layer_types or ()]
+    if window is not None and (any(has_window) or layer_types is None):
+        # the window of transformers includes the token itself
+        fields["window_size"] = (window - 1, 0)
+        fields["window_attn_skip_freq"] = [int(is_window) for is_window in has_window] or None
+    return fields
+
+
+def _latent_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    rotary = config.rope_parameters
+    _, factor = rotary_frequencies(config)
+    if factor != 1.0:
+        raise _not_exact(config, "rope_parameters", rotary, "equal mscale and mscale_all_dim, or no attention_factor")
+    if config.q_lora_rank is None:  # Megatron-Core would normalize the input of the queries' projection
+        raise _not_exact(config, "q_lora_rank", None, "a number")
+    if config.rms_norm_eps != 1e-6:  # transformers' norms of latent vectors ignore the configuration
+        raise _not_exact(config, "rms_norm_eps", config.rms_norm_eps, "1e-06")
+    if config.num_key_value_heads != config.num_attention_heads:
+        raise _not_exact(config, "num_key_value_heads", config.num_key_value_heads, f"{config.num_attention_heads}")
+    is_scaled = rotary["rope_type"] != "default"
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        # the frequencies are replaced after construction; these two numbers scale the products of queries and keys
+        "rope_type": "rope",
+        "rotary_scaling_factor": rotary["factor"] if is_scaled else 1.0,
+        "mscale_all_dim": rotary.get("mscale_all_dim", 0.0) if is_scaled else 0.0,
+    }
+
+
+def _loss_fields(depths: int) -> dict[str, Any]:
+    """The loss is a sum that the engine has already divided, and Megatron-Core adds no loss of its own."""
+    return {
+        "calculate_per_token_loss": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "mtp_num_layers": depths or None,
+    }
+
+
+def _require_exact(config: PreTrainedConfig, family: Family) -> None:
+    for key, value in _ONLY.items():
+        if (family.softcap and key.endswith("_softcapping")) or (family.gpt_oss and key == "attention_bias"):
+            continue
+        if getattr(config, key, None) not in (value, None):
+            raise _not_exact(config, key, getattr(config, key), repr(value))
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise _not_exact(config, "layer_types", sorted(unknown), "full_attention or sliding_attention")
+    for rotary in _rotary_sections(config):
+        if rotary["rope_type"] not in _ROTARY:
+            expected = f"one of {', '.join(_ROTARY)}"
+            raise _not_exact(config, "rope_parameters.rope_type", rotary["rope_type"], expected)
+        part = rotary.get("partial_rotary_factor", 1.0)
+        if part != 1.0:
+            raise _not_exact(config, "rope_parameters.partial_rotary_factor", part, "1.0")
+
+
+def _require_mtp(config: PreTrainedConfig, depths: int, determined: Mapping[str, Any]) -> None:
+    """Raise an error unless the MTP layers are like the last layer, of which Megatron-Core makes them."""
+    if determined.get("window_size") is not None:
+        # Megatron-Core numbers MTP layers from 1, so they would have the windows of the first layers
+        raise _not_exact(
+            config, "sliding_window", config.sliding_window, "a student without a window for student.mtp"
+        )
+    is_sparse = determined.get("moe_layer_freq", [0])
+    # transformers numbers MTP layers from 0, and Qwen3-MoE's dense layers have numbers
+    of_depths = is_sparse[:depths] if hasattr(config, "mlp_only_layers") else [is_sparse[-1]]
+    if {*of_depths} != {is_sparse[-1]}:
+        expected = f"the first {depths} layers to be like the last one, for student.mtp"
+        raise _not_exact(config, "mlp_only_layers", config.mlp_only_layers, expected)
+
+
+def _rotary_sections(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of the rotary embedding; of each layer type, if they differ."""
+    rotary = config.rope_parameters
+    return [rotary] if "rope_type" in rotary else [*rotary.values()]
+
+
+def _not_exact(config: PreTrainedConfig, key: str, value: Any, expected: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{key}={value!r} of a {config.model_type} model: Megatron-Core would not compute it as transformers does; "
+        f"expected {expected}"
+    )
+
+
+def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapping[str, Any]) -> None:
+    tensor = options.get("tensor_model_parallel_size", 1)
+    if family.experts and tensor > 1 and not options.get("sequence_parallel", False):
+        raise UnsupportedModelError(
+            f"sequence_parallel=False with tensor_model_parallel_size={tensor} for a {config.model_type} model: "
+            "Megatron-Core does not train experts this way; expected sequence_parallel=True (parallel.sequence: true)"
+        )
+    if family.gpt_oss and (options.get("expert_tensor_parallel_size") or tensor) > 1:
+        raise UnsupportedModelError(
+            f"tensor_model_parallel_size={tensor} for a {config.model_type} model without expert parallelism: "
+            "experts with biases are not cut; expected parallel.expert as a multiple of parallel.tensor"
+        )
+    pipeline = options.get("pipeline_model_parallel_size", 1)
+    chunks = options.get("virtual_pipeline_model_parallel_size") or 1
+    uneven = ("pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage")
+    sizes = {
+        "num_attention_heads": (config.num_attention_heads, tensor, "tensor ranks"),
+        "num_key_value_heads": (config.num_key_value_heads, tensor, "tensor ranks"),
+        "intermediate_size": (config.intermediate_size, tensor, "tensor ranks"),
+    }
+    if not any(options.get(name) for name in (*uneven, "num_layers_in_last_pipeline_stage")):
+        sizes["num_hidden_layers"] = (config.num_hidden_layers, pipeline * chunks, "pipeline stages")
+    if family.experts:
+        experts = options.get("expert_model_parallel_size", 1)
+        sizes["num_local_experts"] = (config.num_local_experts, experts, "expert ranks")
+    if family.latent:
+        latent = config.kv_lora_rank + config.qk_rope_head_dim
+        sizes["kv_lora_rank + qk_rope_head_dim"] = (latent, tensor, "tensor ranks")
+        sizes["q_lora_rank"] = (config.q_lora_rank, tensor, "tensor ranks")
+    for key, (size, parts, what) in sizes.items():
+        if size % parts:
+            raise UnsupportedModelError(f"{key}={size} over {parts} {what}: expected a multiple of {parts}")

@@ -1,0 +1,224 @@
+"""Runs output processors in Megatron-Core's own `GPTModel`, through a hook of Megatron-Core 0.18 and later.
+
+    processor = MegatronProcessor(model, StepLoss(objective))
+    targets = DistillTargets(labels, signals={TEACHER: signal})
+    output = model(ids, positions, mask, output_processor=processor, output_processor_context=targets)
+
+On the last pipeline stage the model calls the hook instead of its output layer. This file converts the hook's
+arguments into hidden states and an `OutputHead`. Hidden states that are sharded over tensor ranks (sequence
+parallelism) are gathered, with a reduce-scatter in backward. The output layer's rows on this rank become a vocabulary
+shard, whether or not they are tied to the embedding. Hidden states [S, B, D] become [B, S, D], the order of
+Megatron's labels. Packed sequences form one row (B = 1). On a context rank, the processor gets the hidden states of
+this rank's part of each row, and the context must contain the same tokens.
+
+S tokens per row, B rows, D width, n depths of multi-token prediction.
+"""
+
+import dis
+import inspect
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stillhouse.models.lm_head import OutputProcessor, require_processor
+from stillhouse.models.processors import LogProbs
+from stillhouse.objective import ObjectiveOutput, OutputHead, VocabShard
+
+_MTP_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "padding_mask",
+    "rotary_pos_emb",
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "packed_seq_params",
+    "sequence_len_offset",
+)
+#: the instructions of Python that read an argument
+_READS = ("LOAD_FAST", "LOAD_DEREF")
+
+
+class MegatronProcessor:
+    """An output processor for Megatron-Core's hook. Keep it as long as the model: it contains the vocabulary shard.
+
+    model: the model that will call this object; wrapped or not, and of any pipeline stage. vocab_size: the number of
+    real vocabulary rows if the output layer is padded; the padding rows get no probability. None: all rows are real.
+    softcap: the logits become softcap · tanh(logits / softcap); None: they stay.
+
+    flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. The hook
+    then returns a tuple with a single differentiable tensor, which stacks the tensors of the processor's result. For
+    an `ObjectiveOutput`, these are the loss and the metrics, and `unpack` restores it.
+
+    Raises ValueError for a model that would not call the processor, or that would also minimise another loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: OutputProcessor,
+        *,
+        vocab_size: int | None = None,
+        softcap: float | None = None,
+        flat: bool = False,
+    ):
+        _require_hook(_unwrapped(model))
+        require_processor(processor)
+        self.processor, self.vocab_size, self.softcap, self.flat = processor, vocab_size, softcap, flat
+        self._shards: dict[tuple[Any, ...], VocabShard] = {}
+        self._metrics: tuple[str, ...] = ()
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        context: Any,
+        scale_logits: Any,
+        depth: int = 0,
+        **_: Any,
+    ) -> Any:
+        """Return the processor's result for the hidden states [S, B, D]. The hook defines the arguments."""
+        weight_VD = output_layer.weight if output_weight is None else output_weight
+        if isinstance(weight_VD, DTensor):
+            raise ValueError(
+                "the output layer's weight is a DTensor, which is not gathered for the output processor: expected "
+                "Megatron's own tensor parallelism, and data parallelism that keeps the output layer whole"
+            )
+        # the output layer itself is not called, so run its pre-hooks here: in them, Megatron waits until the weight
+        # is gathered (overlapped parameter gather)
+        for hook in output_layer._forward_pre_hooks.values():
+            hook(output_layer, ())
+        if output_layer.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=output_layer.tp_group)
+        head = OutputHead(
+            weight_VD,
+            output_layer.bias,
+            vocab_size=self.vocab_size,
+            scale=float(scale_logits(torch.ones(()))),
+            softcap=self.softcap,
+            shard=self._shard(output_layer, len(weight_VD)),
+        )
+        result = self.processor(hidden_states=hidden_states.transpose(0, 1), head=head, context=context, depth=depth)
+        return self._flattened(result) if self.flat else result
+
+    def unpack(self, packed: Tensor) -> Any:
+        """Restore the `ObjectiveOutput`, without values per token, from the tensor that a flat processor returned.
+
+        For several depths, return a tuple with one `ObjectiveOutput` for each depth.
+        """
+        if packed.dim() == 2:
+            return tuple(self.unpack(depth) for depth in packed)
+        loss, *metrics = packed.unbind()
+        named = zip(self._metrics, (metric.detach() for metric in metrics), strict=True)
+        return ObjectiveOutput(loss, dict(named), {})
+
+    def _flattened(self, result: Any) -> tuple[Tensor]:
+        if isinstance(result, ObjectiveOutput):
+            self._metrics = tuple(result.metrics)
+            return (torch.stack([result.loss, *result.metrics.values()]),)
+        if isinstance(result, Tensor):
+            return (result,)
+        if isinstance(result, LogProbs):
+            return (torch.stack([*result]),)
+        raise ValueError(
+            f"flat=True for a processor that returned {type(result).__name__}: expected an ObjectiveOutput, LogProbs "
+            "or a tensor"
+        )
+
+    def _shard(self, output_layer: Any, rows: int) -> VocabShard | None:
+        group = output_layer.tp_group
+        if group is None or group.size() == 1:
+            return None
+        key = (group, rows, output_layer.sequence_parallel)
+        if key not in self._shards:
+            start = group.rank() * rows
+            # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
+            summed_here = not output_layer.sequence_parallel
+            self._shards[key] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
+        return self._shards[key]
+
+
+class MultiTokenGPTModel(GPTModel):
+    """A GPTModel that also calls the output processor for every depth of multi-token prediction.
+
+    With an output processor, the last stage returns a tuple of the processor's results for depths 0 … n; Megatron
+    itself computes no logits and no loss. Without an output processor, this behaves like GPTModel.
+    """
+
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        *,
+        output_processor: "MegatronProcessor | None" = None,
+        output_processor_context: Any = None,
+        mtp_in_postprocess: bool | None = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        if output_processor is None or not self.config.mtp_num_layers:
+            options |= {"mtp_in_postprocess": mtp_in_postprocess, "extra_block_kwargs": extra_block_kwargs}
+            options |= {"output_processor": output_processor, "output_processor_context": output_processor_context}
+            return super()._postprocess(hidden_states=hidden_states, **options)
+        if not isinstance(output_processor, MegatronProcessor):
+            raise ValueError(f"output_processor={output_processor!r}: expected a MegatronProcessor with its depths")
+        if mtp_in_postprocess:
+            inputs = {name: options[name] for name in _MTP_INPUTS if name in options} | (extra_block_kwargs or {})
+            hidden_states = self.mtp(hidden_states=hidden_states, embedding=self.embedding, **inputs)
+        if not self.post_process:
+            return hidden_states
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        results = [
+            output_processor(
+                hidden_states=hidden_SBD,
+                output_layer=self.output_layer,
+                output_weight=weight.detach() if depth and self.config.mtp_detach_heads else weight,
+                context=output_processor_context,
+                scale_logits=self._scale_logits,
+                depth=depth,
+            )
+            for depth, hidden_SBD in enumerate(hidden_states.chunk(1 + self.config.mtp_num_layers))
+        ]
+        return (torch.stack([packed for (packed,) in results]),) if output_processor.flat else tuple(results)
+
+
+def _require_hook(model: nn.Module) -> None:
+    name = f"{type(model).__name__} of megatron-core {megatron.core.__shortversion__}"
+    functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
+    if not all(_reads(function, "output_processor") for function in functions):
+        raise ValueError(
+            f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
+        )
+    config = getattr(model, "config", None)
+    if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
+        raise ValueError(
+            f"{name} with mtp_num_layers: Megatron would also minimise its own cross-entropy from logits, beside the "
+            "processor; expected stillhouse.megatron.processor.MultiTokenGPTModel"
+        )
+    if getattr(config, "defer_embedding_wgrad_compute", False):
+        raise ValueError(
+            "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor does "
+            "not call this layer; expected False"
+        )
+
+
+def _reads(function: Any, argument: str) -> bool:
+    """Whether a function has the argument and reads it. A function that drops it would compute another loss."""
+    if argument not in inspect.signature(function).parameters:
+        return False
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    reads = [] if code is None else [step for step in dis.get_instructions(code) if step.opname.startswith(_READS)]
+    return any(argument in (step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return model

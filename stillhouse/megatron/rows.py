@@ -1,0 +1,134 @@
+"""A micro-batch as Megatron-Core's layers get it: packed documents in one row, or one document per right-padded row.
+
+    (rows,) = LayerRows.of_pass([micro_batch], packs=True)
+    hidden_BSD = rows.pack(hidden_NLD)
+
+A context rank has a block of columns of each micro-batch, as with the other engine: its labels, signals and loss are
+of these tokens. In the layers, it has two chunks of each document instead (`context_positions`), so that all ranks
+have the same work. So the ranks gather the tokens before the layers and the hidden states behind them.
+
+B rows, S columns of the micro-batch on this rank; N rows in the layers (1 of packed documents), K columns of these
+rows on all context ranks, L on this rank, D width.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from stillhouse.data import MicroBatch
+from stillhouse.document_lengths import DocumentLengths
+from stillhouse.megatron.attention import positions_on
+from stillhouse.models.document_rows import COLUMNS, DocumentRows
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """ids_NL, positions_NL: the tokens in the layers, and their positions in their documents. rows: of all context
+    ranks. documents: the columns of each document in a row. packed: the borders of packed documents, as attention
+    reads them; None: each row is one document.
+    """
+
+    ids_NL: Tensor
+    positions_NL: Tensor
+    rows: DocumentRows
+    documents: Sequence[int]
+    packed: PackedSeqParams | None
+
+    @classmethod
+    def of_pass(cls, batches: Sequence[MicroBatch], *, packs: bool, uniform_shapes: bool = False) -> list[Self]:
+        """Return the rows of the micro-batches of one pass. A collective of the context ranks.
+
+        packs: whether documents are packed. uniform_shapes: all get the largest numbers of rows and columns.
+        """
+        made = [_gathered_rows(batch, packs) for batch in batches]
+        shapes = [(len(ids_NK), ids_NK.shape[1]) for ids_NK, _, _ in made]
+        if uniform_shapes:
+            shapes = [(max(rows for rows, _ in shapes), max(columns for _, columns in shapes))] * len(shapes)
+        return [cls._of_shape(*of_one, *shape, packs) for of_one, shape in zip(made, shapes, strict=True)]
+
+    @classmethod
+    def _of_shape(
+        cls, ids_NK: Tensor, rows: DocumentRows, documents: Sequence[int], count: int, columns: int, packs: bool
+    ) -> Self:
+        """count, columns: of the rows of all context ranks. Those without tokens repeat a token of others.
+
+        With packed documents, the columns without tokens are a further document.
+        """
+        multiple = COLUMNS * parallel_state.get_context_parallel_world_size()
+        columns += -columns % multiple
+        if columns > ids_NK.shape[1]:
+            documents = [*documents, columns - ids_NK.shape[1]] if packs else [columns]
+        row_N = torch.arange(count, device=ids_NK.device).clamp(max=len(ids_NK) - 1)
+        (columns_L, positions_L), *_ = _places(documents, parallel_state.get_context_parallel_rank())
+        ids_NL = ids_NK[row_N[:, None], torch.where(columns_L < ids_NK.shape[1], columns_L, 0).to(ids_NK.device)]
+        positions_NL = positions_L.to(ids_NK.device).expand_as(ids_NL)
+        return cls(ids_NL, positions_NL, rows, documents, borders(documents, ids_NK.device) if packs else None)
+
+    def pack_tokens(self, values: Tensor) -> Tensor:
+        """Return values [N·L, …] of the rows as those of this rank's columns [B·S, …], in the same way as `pack`."""
+        return self.pack(values.unflatten(0, self.ids_NL.shape)).flatten(0, 1)
+
+    def pack(self, hidden_NLD: Tensor) -> Tensor:
+        """Return the hidden states of this rank's columns [B, S, D]. A collective of the context ranks.
+
+        Backward adds up the gradients that the context ranks have for a token.
+        """
+        group, columns = parallel_state.get_context_parallel_group(), self.rows.index_NL.shape[1]
+        if group.size() == 1:
+            return self.rows.pack(hidden_NLD[: len(self.rows.index_NL), :columns])
+        hidden_KND = gather_from_sequence_parallel_region(hidden_NLD.transpose(0, 1).contiguous(), group=group)
+        place_BS = self.rows.place_T.view(self.rows.shape_BS).chunk(group.size(), dim=1)[group.rank()]
+        # where the gathered chunks have the columns of a row
+        columns_K = torch.cat([columns_L for columns_L, _ in _places(self.documents)])
+        where_K = columns_K.argsort().to(place_BS.device)
+        index_BS = where_K[place_BS % columns] * len(hidden_NLD) + place_BS // columns
+        return hidden_KND.flatten(0, 1)[index_BS]
+
+
+def _gathered_rows(batch: MicroBatch, packs: bool) -> tuple[Tensor, DocumentRows, Sequence[int]]:
+    """Return the tokens [N, K] of a micro-batch on all context ranks, the documents' places, and their columns."""
+    shape_BS, count = batch.shape_BS, parallel_state.get_context_parallel_world_size()
+    position_ids_BS, is_padding_BS = batch.position_ids_BS.expand(shape_BS), batch.is_padding_BS
+    ids_BS = batch.input_ids_BS
+    if count > 1:
+        group = parallel_state.get_context_parallel_group()
+        part = torch.stack([ids_BS, position_ids_BS, is_padding_BS.long()])
+        parts = [torch.empty_like(part) for _ in range(count)]
+        dist.all_gather(parts, part, group=group)
+        ids_BS, position_ids_BS, is_padding_BS = torch.cat(parts, dim=2)
+        is_padding_BS = is_padding_BS.bool()
+    lengths, widths = batch.lengths or DocumentLengths.of(position_ids_BS, is_padding_BS), None
+    if packs:
+        multiple = 2 * count if count > 1 else 1  # each rank has two chunks of a document
+        widths = [-(-length // multiple) * multiple for length in lengths.filled]
+    rows = DocumentRows.of(position_ids_BS, is_padding_BS, lengths, COLUMNS * count, widths)
+    return rows.unpack(ids_BS), rows, widths or [rows.index_NL.shape[1]]
+
+
+def _places(documents: Sequence[int], *ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, for context ranks (by default all), the columns of a row that a rank has, in their order, and their
+    positions in their documents. documents: the columns of each.
+    """
+    size = parallel_state.get_context_parallel_world_size()
+    starts = [*accumulate(documents, initial=0)][:-1]
+    for rank in ranks or range(size):
+        positions = [positions_on(rank, size, document) for document in documents]
+        columns = [start + of_document for start, of_document in zip(starts, positions, strict=True)]
+        yield torch.cat(columns), torch.cat(positions)
+
+
+def borders(documents: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """Return the borders of documents that lie one behind another. documents: the columns of each."""
+    stops = torch.tensor([*accumulate(documents, initial=0)], dtype=torch.int32, device=device)
+    longest = max(documents)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=stops, cu_seqlens_kv=stops, max_seqlen_q=longest, max_seqlen_kv=longest
+    )

@@ -1,0 +1,161 @@
+"""A student in Megatron-Core's GPTModels, with the teacher's GPTModels in the same stages.
+
+    student = MegatronStudent(layout, mesh, Chunks.build(source, decoder, transformer, mesh), teacher, decoder)
+    results = student.forward(inputs)            one result of the output processor for each micro-batch
+
+Megatron-Core's own schedules run the micro-batches. The teacher's forward runs before the student's; its hidden
+states stay on the last stage.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stillhouse.data import StepMicroBatches
+from stillhouse.megatron.adapter import without_adapter
+from stillhouse.megatron.chunks import Chunks
+from stillhouse.megatron.stage_tensors import StageTensor, stage_tensors, stage_weights
+from stillhouse.models import Decoder
+from stillhouse.models.adapter import initial_matrix
+from stillhouse.models.processors import full_vocab
+from stillhouse.parallel import (
+    DistributedStudent,
+    Layout,
+    Mesh,
+    ShardedMicroBatches,
+    StageInputs,
+    StageWeight,
+    shard_micro_batches,
+)
+from stillhouse.parallel.pair import InStage, distill_targets
+from stillhouse.parallel.teacher_head import DecoderHead
+from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
+
+
+class MegatronStudent(DistributedStudent):
+    """student, teacher: the chunks of both models. decoder, teacher_decoder: the full models without values.
+    teacher_head: the head of a teacher that is not in the stages, on ranks with the last stage.
+    teacher_is_base: whether the teacher is the student without its adapter. data_parallel: settings of the sums of
+    gradients, by Megatron-Core's names.
+    """
+
+    prefetch: TeacherPrefetch | None = None
+
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: Mesh,
+        student: Chunks,
+        teacher: Chunks | None,
+        decoder: Decoder,
+        teacher_decoder: Decoder | None = None,
+        *,
+        teacher_head: DecoderHead | None = None,
+        teacher_is_base: bool = False,
+        data_parallel: Mapping[str, Any] | None = None,
+    ):
+        self.layout, self.mesh, self._teacher_head = layout, mesh, teacher_head
+        self.teacher_is_base = teacher_is_base
+        self.student = student.trained(layout.degrees.replicate, **(data_parallel or {}))
+        self.teacher_chunks = None if teacher is None else teacher.frozen()
+        self._decoder, self._teacher_decoder = decoder, teacher_decoder
+        tensors, shared = decoder.state_dict(), decoder.shared_names()
+        self.has_gradient = False  # whether a pass has added to the gradients since they were set to zero
+        #: of the tensors of the full model; a tied head has the embedding's name
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in shared}
+        parameters = {name: parameter for name, parameter in decoder.named_parameters() if name not in shared}
+        #: the names of the trained tensors, and of those in a checkpoint: without frozen weights, but with buffers
+        self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        self.saved = [name for name in self.shapes if name in self.trained or name not in parameters]
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        return [self._decoder]
+
+    @property
+    def teacher(self) -> Decoder | None:
+        return self._teacher_decoder if self._teacher_head is None else self._teacher_head.decoder
+
+    @property
+    def teacher_head(self) -> DecoderHead | None:
+        return self._teacher_head
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self.mesh.coordinate("pipeline") == self.layout.degrees.pipeline - 1
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of the chunks, whose names are Megatron-Core's."""
+        for number, model in enumerate(self.student.models):
+            for name, parameter in model.named_parameters():
+                yield f"{number}.{name}", parameter
+
+    def initialize_adapter(self, seed: int, *, fresh: bool = True) -> None:
+        """As in the interface. To be called before the optimizer exists, because it copies the matrices."""
+        matrices = self.student.matrices.items()
+        self.student.set_adapter((name, initial_matrix(name, shape, seed, fresh=fresh)) for name, shape in matrices)
+
+    @cached_property
+    def _stage_tensors(self) -> list[StageTensor]:
+        tensors = self._decoder.state_dict()
+        return stage_tensors(self.student.table, {name: tensors[name] for name in self.shapes})
+
+    def stage_weights(self) -> dict[str, StageWeight]:
+        return stage_weights(self.student.models, self.student.table, self._stage_tensors)
+
+    def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
+        """As in the interface. Under a pipeline, evaluations have a multiple of its ranks as micro-batches, too."""
+        return shard_micro_batches(micro_batches, self.mesh, uniform_shapes=self.layout.stages > 1)
+
+    def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
+        with torch.no_grad():
+            return self._run(inputs, backward=False)
+
+    def forward_backward(self, inputs: Sequence[StageInputs]) -> tuple[list[Any], list[tuple[str, Tensor]]]:
+        """Add the gradients of the losses.
+
+        Returns the processor's results as `forward`, and the values of the losses in this rank's routers.
+        """
+        losses = [
+            part.start(entry.micro_batch, self._decoder, entry.normalizer)
+            for entry in inputs
+            for part in entry.losses
+        ]
+        results = self._run(inputs, backward=True, losses=losses)
+        return results, [named for loss in losses for named in loss.losses()]
+
+    def _run(self, inputs: Sequence[StageInputs], **options: Any) -> list[Any]:
+        """Run the teacher if the signals ask for it, then the student. options: of `Chunks.run`"""
+        named = zip(inputs, self._signals(inputs), strict=True)
+        contexts = [distill_targets(entry.micro_batch, signals) for entry, signals in named]
+        return self.student.run(inputs, contexts, inputs[0].processor, **options)
+
+    def _signals(self, inputs: Sequence[StageInputs]) -> list[Any]:
+        """Return the signals of the micro-batches, with the teacher's hidden states in place of `InStage`."""
+        requested = [dict(entry.signals) for entry in inputs]
+        name = next((name for name, signal in requested[0].items() if isinstance(signal, InStage)), None)
+        if name is None:
+            return requested
+        teacher = self.student if self.teacher_is_base else self.teacher_chunks
+        assert teacher is not None
+        read = [replace(entry, micro_batch=entry.micro_batch.as_read_by_teacher) for entry in inputs]
+        base = without_adapter(teacher.models) if self.teacher_is_base else nullcontext()
+        with torch.no_grad(), base:
+            exact = teacher.run(read, [None] * len(read), full_vocab, backward=False)
+        if not exact:
+            return requested
+        return [{**signals, name: signal} for signals, signal in zip(requested, exact, strict=True)]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The buffers of this rank's gradients."""
+        return [
+            buffer.grad_data
+            for model in self.student.wrapped
+            for buffer in (*model.buffers, *model.expert_parallel_buffers)
+        ]

@@ -1,0 +1,184 @@
+"""The weights in float32, moments and gradients of a student, which Megatron-Core's distributed optimizer shards.
+
+    for entry in trained_parameters(chunks, optimizer):
+        full = entry.collect(entry.master)          # the full tensor on one of the data ranks
+        entry.master.copy_(entry.of_rank(entry.spread(full)))       # each data rank takes its elements again
+
+Both are collectives of the data ranks.
+
+The optimizer's shards do not respect the borders of rows: each data rank has a range of the elements of a parameter.
+So one parameter at a time is collected, on a rank that `trained_parameters` chooses, such that all data ranks of a
+group have about the same number of elements.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from stillhouse.megatron.chunks import Chunks
+from stillhouse.megatron.weights import Block
+
+#: the names of AdamW's moments
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class TrainedParameter:
+    """A parameter of a chunk, and what this data rank has of it.
+
+    key: the number of the chunk and the name in it. blocks: its places in the full model. group: the data ranks that
+    share the parameter. owner: the rank in the group on which it is collected. elements: the range of this rank's
+    elements in the flattened parameter. optimizer: the optimizer of these elements. master: the elements in float32;
+    without elements it is empty.
+    """
+
+    key: tuple[int, str]
+    blocks: Sequence[Block]
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    owner: int
+    elements: slice
+    optimizer: torch.optim.Optimizer | None
+    master: Tensor
+
+    @property
+    def is_owner(self) -> bool:
+        return self.group.rank() == self.owner
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of the elements; empty before the first step."""
+        return {} if self.optimizer is None else self.optimizer.state[self.master]
+
+    def values(self, kind: str) -> Tensor:
+        """Return this rank's elements of a moment of the optimizer by its name, otherwise of the float32 weight."""
+        empty = self.master.new_empty(0)
+        return self.state.get(kind, empty) if kind in MOMENTS else self.master.detach()
+
+    @property
+    def gradient(self) -> Tensor:
+        """This rank's elements of the gradient, summed over the data ranks."""
+        return self.parameter.main_grad.flatten()[self.elements]  # type: ignore[attr-defined]
+
+    def collect(self, values: Tensor, *, everywhere: bool = False) -> Tensor | None:
+        """Return the full tensor in float32 on the owner, or on all ranks; on other ranks None.
+
+        values: the values of this rank's elements.
+        """
+        full = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=values.device)
+        full[self.elements] = values
+        bits = full.view(torch.int32)  # a sum of integers with zeros keeps each bit, a sum of numbers loses -0.0
+        if everywhere:
+            dist.all_reduce(bits, group=self.group)
+        elif self.group.size() > 1:
+            dist.reduce(bits, group_dst=self.owner, group=self.group)
+        return full.view(self.parameter.shape) if everywhere or self.is_owner else None
+
+    def spread(self, full: Tensor | None) -> Tensor:
+        """Return the full tensor of the owner on all ranks."""
+        tensor = torch.empty(self.parameter.shape, device=self.master.device) if full is None else full
+        dist.broadcast(tensor, group_src=self.owner, group=self.group)
+        return tensor
+
+    def of_rank(self, full: Tensor) -> Tensor:
+        """Return this rank's elements of a full tensor."""
+        return full.flatten()[self.elements]
+
+
+def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]:
+    """Return all trained parameters of this rank, in the same order on all data ranks of a group.
+
+    Parameters with parts of one tensor of the full model, such as the experts of a layer, have one owner.
+    """
+    parts = _parts(optimizer)
+    keys = {parameter: (number, name) for number, name, parameter in _named(chunks)}
+    blocks: defaultdict[tuple[int, str], list[Block]] = defaultdict(list)
+    for block in chunks.table.blocks:
+        blocks[block.chunk, block.parameter].append(block)
+    # a shard of the vocabulary that has only padding rows has no block
+    tensor_of = {parameter: next((block.name for block in blocks[key]), key[1]) for parameter, key in keys.items()}
+    owners = _owners(chunks, tensor_of)
+    return [
+        _trained_parameter(
+            keys[parameter], blocks[keys[parameter]], parameter, group, owners[parameter], parts.get(parameter)
+        )
+        for parameter, group in _grouped(chunks)
+    ]
+
+
+def require_partition(entries: Sequence[TrainedParameter]) -> None:
+    """Raise ValueError unless each element of each parameter is on exactly one data rank of its group.
+
+    Otherwise `collect` would return wrong values. A collective of the data ranks.
+    """
+    of_group: dict[dist.ProcessGroup, list[TrainedParameter]] = defaultdict(list)
+    for entry in entries:
+        of_group[entry.group].append(entry)
+    for group, of_one in of_group.items():
+        ranges: list[Any] = [None] * group.size()
+        dist.all_gather_object(ranges, [(entry.elements.start, entry.elements.stop) for entry in of_one], group=group)
+        for entry, *parts in zip(of_one, *ranges, strict=True):
+            held = sorted(part for part in parts if part[0] < part[1])
+            if [0, *(stop for _, stop in held)] != [*(start for start, _ in held), entry.parameter.numel()]:
+                raise ValueError(
+                    f"the data ranks have the elements {held} of parameter '{entry.key[1]}': expected each of its "
+                    f"{entry.parameter.numel()} elements once"
+                )
+
+
+def _trained_parameter(
+    key: tuple[int, str],
+    blocks: Sequence[Block],
+    parameter: nn.Parameter,
+    group: dist.ProcessGroup,
+    owner: int,
+    part: DistributedOptimizer | None,
+) -> TrainedParameter:
+    if part is None:  # this rank has no element
+        empty = torch.empty(0, device=parameter.device)
+        return TrainedParameter(key, blocks, parameter, group, owner, slice(0, 0), None, empty)
+    param_group, number = part.model_param_group_index_map[parameter]
+    span = part._get_model_param_range_map(parameter)["param"]
+    master = part.optimizer.param_groups[param_group]["params"][number]
+    return TrainedParameter(key, blocks, parameter, group, owner, slice(span.start, span.end), part.optimizer, master)
+
+
+def _parts(optimizer: Any) -> dict[nn.Parameter, DistributedOptimizer]:
+    """Return the optimizer of each parameter of which this rank has elements."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return {
+        parameter: part for part in parts if not part.is_stub_optimizer for parameter in part.model_param_gbuf_map
+    }
+
+
+def _named(chunks: Chunks) -> Iterator[tuple[int, str, nn.Parameter]]:
+    for number, model in enumerate(chunks.models):
+        for name, parameter in model.named_parameters():
+            yield number, name, parameter
+
+
+def _grouped(chunks: Chunks) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
+    """Yield the parameters with the data ranks that share them."""
+    for wrapped in chunks.wrapped:
+        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+            for parameter in buffer.params:
+                yield parameter, buffer.data_parallel_group
+
+
+def _owners(chunks: Chunks, tensor_of: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, int]:
+    """Return the owner of each parameter: of the largest tensors first, the rank with the fewest elements so far."""
+    sizes: dict[tuple[dist.ProcessGroup, str], int] = defaultdict(int)
+    for parameter, group in _grouped(chunks):
+        sizes[group, tensor_of[parameter]] += parameter.numel()
+    loads: dict[dist.ProcessGroup, list[int]] = {group: [0] * group.size() for group, _ in sizes}
+    owners: dict[tuple[dist.ProcessGroup, str], int] = {}
+    for (group, name), size in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0][1])):
+        owners[group, name] = loads[group].index(min(loads[group]))
+        loads[group][owners[group, name]] += size
+    return {parameter: owners[group, tensor_of[parameter]] for parameter, group in _grouped(chunks)}

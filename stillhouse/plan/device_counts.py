@@ -1,0 +1,310 @@
+"""Counts what fake CUDA tensors would do on a device: kernels, waits of the host, memory, operations and messages."""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+#: operations that only describe a tensor's memory in another way, or allocate without writing
+_VIEWS = """_reshape_alias _unsafe_view alias as_strided chunk detach detach_ diagonal expand is_pinned lift_fresh
+movedim narrow permute record_stream reshape resize_ select set_ slice split split_with_sizes squeeze swapaxes t
+transpose unbind unflatten unfold unsqueeze view view_as _version"""
+_ALLOCATIONS = "empty empty_like empty_permuted empty_strided new_empty new_empty_strided"
+_WITHOUT_KERNEL = frozenset([*_VIEWS.split(), *_ALLOCATIONS.split()])
+#: operations that read values of a tensor on the host, or whose result has a size that depends on values
+_READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "unique_dim"))
+_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "mm"))
+#: variable-length attention, whose operations depend on the lengths of the documents
+_ATTENTION = frozenset(("_varlen_attn", "_varlen_attn_backward"))
+Result = TypeVar("Result")
+_NONE = torch.empty(0)
+_COPIES = frozenset(("_to_copy", "copy_"))
+
+
+@dataclass
+class StepCounts:
+    """What was counted.
+
+    kernels: launches, by operation.
+    launches: launches, by the purpose of the block in which they are made (`DeviceCounts.labelled`).
+    waits: how often the host waits for the device, by the place in the code.
+    pageable: copies that are asked not to block, but wait because the host's memory is not pinned, by place.
+    products: floating-point operations of matrix products and attention, by dtype.
+    traffic: bytes that all other kernels read and write.
+    messages, sent: number and bytes of collectives and messages, by group and operation. The bytes are those of the
+        largest tensor of a rank.
+    peak: bytes at the largest use of the device's memory, by their purpose.
+    """
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    pageable: Counter[str] = field(default_factory=Counter)
+    products: Counter[str] = field(default_factory=Counter)
+    traffic: int = 0
+    messages: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    peak: dict[str, int] = field(default_factory=dict)
+
+
+class DeviceCounts(TorchDispatchMode):
+    """Counts operations on fake CUDA tensors. To be entered within the `FakeTensorMode` of these tensors.
+
+    document_tokens: the length of a document, for the operations of attention.
+    axes: the axes of the mesh, by the names of their process groups.
+
+    now: the bytes in use on the device, by purpose (see `labelled`).
+    """
+
+    def __init__(self, mode: FakeTensorMode, document_tokens: int, axes: Mapping[str, str]):
+        super().__init__()
+        self._axes = axes
+        self._mode, self._labels, self._document_tokens = mode, ["other"], document_tokens
+        self._storages: dict[int, tuple[str, int]] = {}
+        self._pinned: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.now: Counter[str] = Counter()
+        self._total = self._largest = 0
+        self.counts = StepCounts()
+
+    def restart(self) -> StepCounts:
+        """Begin to count anew; returns the earlier counts. The memory in use stays counted."""
+        before, self.counts = self.counts, StepCounts(peak=dict(self.now))
+        self._largest = self._total
+        return before
+
+    @contextmanager
+    def labelled(self, purpose: str) -> Iterator[None]:
+        """Count the memory that the block allocates, and the kernels that it launches, under this purpose."""
+        self._labels.append(purpose)
+        try:
+            yield
+        finally:
+            self._labels.pop()
+
+    def call(self, purpose: str, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function within `labelled`."""
+        with self.labelled(purpose):
+            return function(*arguments)
+
+    def relabel(self, tensors: Sequence[Tensor], purpose: str) -> None:
+        """Count the memory of tensors under this purpose from now on."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if (entry := self._storages.get(storage._cdata)) is not None:
+                label, size = entry
+                self._storages[storage._cdata] = purpose, size
+                self.now[label] -= size
+                self.now[purpose] += size
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor calls this mode again with the local tensors
+        name, options = operation.overloadpacket.__name__, dict(kwargs or {})
+        inputs = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+        if name == "is_pinned":
+            return inputs[0].untyped_storage() in self._pinned
+        pin = bool(options.pop("pin_memory", False)) or name == "_pin_memory"
+        if name == "_local_scalar_dense" and isinstance(inputs[0], FakeTensor):
+            if _is_on_device(inputs[0]):
+                self._wait(name)
+            return _number(inputs[0].dtype)
+        self._count_wait(name, args, options, inputs)
+        if name == "_pin_memory":
+            outputs: Any = torch.empty_like(inputs[0])
+        elif name == "_grouped_mm":
+            outputs = _grouped_mm(operation, args, options)
+        elif name in ("addmm", "mm") and operation._overloadname in ("dtype", "dtype_out"):
+            outputs = _product_of_dtype(args, options)
+        else:
+            outputs = operation(*args, **options)
+        results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and self._is_counted(leaf)]
+        if pin:
+            self._pinned.update(result.untyped_storage() for result in results)
+        is_on_device = any(map(_is_on_device, [*inputs, *results]))
+        if operation.namespace in ("c10d", "_c10d_functional"):
+            self._count_message(name, args, inputs)
+        elif is_on_device and operation.namespace != "prim" and name not in _WITHOUT_KERNEL:
+            self._count_kernel(operation, name, args, options, outputs, [*inputs, *results])
+        for result in results:
+            if _is_on_device(result):
+                self._hold(result)
+        return outputs
+
+    def _is_counted(self, tensor: Tensor) -> bool:
+        # DTensor works out shapes with full tensors in a mode of its own
+        return not isinstance(tensor, FakeTensor) or tensor.fake_mode is self._mode
+
+    def _count_kernel(
+        self, operation: Any, name: str, args: Any, options: Any, outputs: Any, tensors: Sequence[Tensor]
+    ) -> None:
+        if not all(self._is_counted(tensor) for tensor in tensors):
+            return
+        self.counts.kernels[name] += 1
+        self.counts.launches[self._labels[-1]] += 1
+        operations, operand = self._operations(operation, name, args, options, outputs)
+        if operations:
+            self.counts.products[str(operand.dtype).removeprefix("torch.")] += operations
+        else:
+            self.counts.traffic += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _operations(self, operation: Any, name: str, args: Any, options: Any, outputs: Any) -> tuple[int, Tensor]:
+        """Return the floating-point operations of a matrix product or of attention, and an operand; else 0."""
+        operands = [arg for arg in args if isinstance(arg, Tensor)]
+        if name in _PRODUCTS:
+            left, right = operands[-2:]
+            return 2 * left.numel() * right.shape[-1], right
+        if name in _ATTENTION:
+            passes = 2.5 if "backward" in name else 1.0  # backward computes five products for the two of forward
+            query_THD = args[1] if "backward" in name else args[0]
+            # a token sees half of its document on average
+            return int(passes * 2 * query_THD.numel() * self._document_tokens), query_THD
+        flops = flop_registry.get(operation.overloadpacket)
+        return (0 if flops is None else flops(*args, **options, out_val=outputs)), next(iter(operands), _NONE)
+
+    def _count_wait(
+        self, name: str, args: Sequence[Any], options: Mapping[str, Any], inputs: Sequence[Tensor]
+    ) -> None:
+        on_device = any(map(_is_on_device, inputs))
+        # a mask with a single value is filled without a list of its elements
+        is_masked = (name == "index" or (name in ("index_put", "index_put_") and args[2].numel() > 1)) and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        # CUDA has a kernel for bfloat16 alone; otherwise the host reads where groups end, and launches their products
+        is_looped = name == "_grouped_mm" and inputs[0].dtype != torch.bfloat16
+        if on_device and (name in _READS or is_masked or is_looped):
+            self._wait(name)
+        if name not in _COPIES:
+            return
+        source = args[1] if name == "copy_" else args[0]
+        target = args[0].device if name == "copy_" else torch.device(options.get("device") or source.device)
+        if target.type == source.device.type:
+            return
+        does_not_block = options.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
+        host = source if source.device.type == "cpu" else args[0]
+        if not does_not_block:
+            self._wait(f"{source.device.type} to {target.type}")
+        elif source.device.type == "cpu" and host.untyped_storage() not in self._pinned:
+            self.counts.pageable[_place()] += 1
+
+    def _wait(self, reason: str) -> None:
+        self.counts.waits[f"{_place()}: {reason}"] += 1
+
+    def _count_message(self, name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> None:
+        if name == "wait_tensor":
+            return
+        groups = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject | str)]
+        key = f"{self._axis(groups)} {name.strip('_')}"
+        self.counts.messages[key] += 1
+        self.counts.sent[key] += max((tensor.numel() * tensor.element_size() for tensor in inputs), default=0)
+
+    def _axis(self, leaves: Sequence[Any]) -> str:
+        """Return the axis of the group among the arguments of a collective, or else the group's description."""
+        for leaf in leaves:
+            group = _process_group(leaf)
+            if group is not None:
+                return self._axes.get(group.group_name, group.group_desc)
+        return "all"
+
+    # ---- memory
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            self._resize(key, size)
+            return
+        self._storages[key] = (self._labels[-1], 0)
+        self._resize(key, size)
+        weakref.finalize(storage, self._free, key)
+
+    def _resize(self, key: int, size: int) -> None:
+        label, before = self._storages[key]
+        self._storages[key] = (label, size)
+        self.now[label] += size - before
+        self._total += size - before
+        if self._total > self._largest:
+            self._largest = self._total
+            self.counts.peak = {purpose: held for purpose, held in self.now.items() if held}
+
+    def _free(self, key: int) -> None:
+        label, size = self._storages.pop(key)
+        self.now[label] -= size
+        self._total -= size
+
+    def __enter__(self) -> Self:
+        # FSDP frees and allocates gathered weights by resizing their storage, which no dispatch mode sees
+        self._resize_storage = resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if storage._cdata in self._storages:
+                self._resize(storage._cdata, size)
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+
+def _is_on_device(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"  # a fake tensor dispatches an operation to answer `is_cuda`
+
+
+def _product_of_dtype(args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+    """Return a product whose result has another dtype. Torch before 2.13 has no rule for it with fake tensors."""
+    left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+    dtype = next(arg for arg in (*args, *options.values()) if isinstance(arg, torch.dtype))
+    out: Tensor | None = options.get("out")
+    return left.new_empty(left.shape[0], right.shape[1], dtype=dtype) if out is None else out
+
+
+def _grouped_mm(operation: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+    """Return the result of torch's grouped product, which fake CUDA tensors have for bfloat16 alone."""
+    left, right, *others = args
+    product: Tensor = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **options)
+    return product.to(left.dtype)
+
+
+def _number(dtype: torch.dtype) -> float | int | bool:
+    """Return what the host reads: a float is not 0, because Adam on the CPU divides by a power of its step."""
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 0
+
+
+def _process_group(leaf: Any) -> ProcessGroup | None:
+    """Return the process group that an argument of a collective denotes; None for another argument."""
+    if isinstance(leaf, str):  # the kind of a reduction, or the name of a group
+        names: Any = distributed_c10d._world.pg_names
+        return next((group for group, name in names.items() if name == leaf), None)
+    return ProcessGroup.unbox(leaf) if "ProcessGroup" in str(leaf._type()) else None
+
+
+def _place() -> str:
+    """Return the innermost function of this package on the stack, without the dry run; else one of transformers."""
+    frame, other = sys._getframe(1), None
+    while frame is not None:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        package, _, path = file.rpartition("/stillhouse/")
+        if package and not path.startswith("plan/"):
+            return f"stillhouse/{path}:{function}"
+        if other is None and "/transformers/" in file:
+            other = f"transformers/{file.rpartition('/transformers/')[2]}:{function}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return other or "torch"

@@ -1,0 +1,263 @@
+"""`stillhouse plan`: dry-runs the ranks of a layout whose stages differ, in other processes. Needs no torch here."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import LifoQueue
+from typing import Any, Self
+
+from stillhouse.config import ConfigError, RolloutConfig, RunConfig, load_config
+from stillhouse.libraries import reading
+from stillhouse.plan.devices import DEVICES, Device
+from stillhouse.plan.prediction import Prediction, predict
+from stillhouse.plan.rank_counts import FIRST, RankCounts, planned_ranks
+
+#: the most processes at a time; each needs about 1.5 GB
+PROCESSES = 2
+#: the files of a model that a plan reads
+_FILES = ["config.json", "generation_config.json"]
+
+Job = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machines of a plan. name: of the device in `DEVICES`."""
+
+    ranks: int
+    gpus_per_node: int
+    name: str
+
+    @property
+    def device(self) -> Device:
+        return DEVICES[self.name]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The dry run of a layout: the counts of its ranks by name, and the prediction.
+
+    has_tower: whether a model has a vision tower, whose images the dry run does not have.
+    completions: of an on-policy run, those of a step in words; None for a run on a dataset.
+    """
+
+    machine: Machine
+    ranks: Mapping[str, RankCounts]
+    prediction: Prediction
+    has_tower: bool = False
+    completions: str | None = None
+
+    @property
+    def largest(self) -> RankCounts:
+        """The rank that needs most memory."""
+        return max(self.ranks.values(), key=lambda rank: rank.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.largest.memory <= self.machine.device.usable
+
+    def as_json(self) -> dict[str, Any]:
+        prediction, device = self.prediction, self.machine.device
+        return {
+            "device": self.machine.name,
+            "ranks": self.machine.ranks,
+            "gpus_per_node": self.machine.gpus_per_node,
+            "fits": self.fits,
+            "usable_memory": device.usable,
+            "step_seconds": prediction.seconds,
+            "tokens_per_second": prediction.tokens_per_second,
+            "model_share_of_peak": prediction.model_share,
+            "bubble_share": prediction.bubble,
+            "slowest": prediction.slowest,
+            "counts_activations_of_images": not self.has_tower,
+            "counts_generation": self.completions is None,
+            "counts": {name: rank.as_json() for name, rank in self.ranks.items()},
+            "times": {name: time.as_json() for name, time in prediction.times.items()},
+        }
+
+
+def plan(config: RunConfig, machine: Machine, document_tokens: int) -> Plan:
+    """Dry-run the layout of a configuration. document_tokens: the length of the documents in packed rows.
+
+    Raises ConfigError for a configuration that a plan or a run refuses.
+    """
+    job = planned_job(config, machine, document_tokens)
+    with DryRuns() as runs:
+        [first] = runs.counts([job])
+        others = [(name, rank) for name, rank in planned_ranks(first.layout).items() if name != FIRST]
+        counts = runs.counts([job | {"rank": rank} for _, rank in others])
+    ranks = {FIRST: first} | {name: rank for (name, _), rank in zip(others, counts, strict=True)}
+    prediction = predict(ranks, machine.device, machine.gpus_per_node)
+    return Plan(machine, ranks, prediction, has_tower(job), job["completions"])
+
+
+def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Job:
+    """Return the job of rank 0 (`child.py`). Models on the hub are replaced by folders with their configurations.
+
+    document_tokens: the length of the documents; of an on-policy run, that of the prompts.
+    """
+    _require_planned(config)
+    values = config.model_dump(mode="json")
+    # a step has no evaluation and no checkpoint; null is a section's default
+    values |= {"device": "cuda", "track": [], "eval": None, "checkpoint": None}
+    values["data"]["eval"] = 0
+    values["student"]["init"] = None  # the weights have the same shapes, whatever they start from
+    values["student"] |= {
+        "model": _folder("student", config.student.model, config.student.revision),
+        "revision": None,
+    }
+    for section, teacher in config.teacher_sections.items():
+        if teacher.model is not None:
+            target: Any = values
+            for name in section.split("."):
+                target = target[name]
+            target |= {"model": _folder(section, teacher.model, teacher.revision), "revision": None}
+    document_tokens, completions = min(document_tokens, config.data.max_tokens), None
+    if config.rollout is not None:
+        document_tokens, completions = _set_completions(values, config, config.rollout, machine, document_tokens)
+    return {
+        "kind": "whole",
+        "config": values,
+        "ranks": machine.ranks,
+        "rank": 0,
+        "gpus_per_node": machine.gpus_per_node,
+        "device": machine.name,
+        "document_tokens": document_tokens,
+        "completions": completions,
+    }
+
+
+def _set_completions(
+    values: Job, config: RunConfig, rollout: RolloutConfig, machine: Machine, prompt_tokens: int
+) -> tuple[int, str]:
+    """Set the tokens of a step and of a sequence to those of the step's completions, as `StepPacker` packs them.
+
+    Returns the tokens of a completion with its prompt, and the completions in words. Every completion has
+    rollout.max_new_tokens, those of the source with the most.
+    """
+    sources, max_tokens = config.rollouts, config.data.max_tokens
+    weights = [source.weight for source in config.data.weighted_sources] or [1.0]
+    samples = sum(w * source.samples_per_prompt for w, source in zip(weights, sources, strict=True)) / sum(weights)
+    prompts = rollout.prompts_per_step or max(1, int(config.train.tokens_per_step // (max_tokens * samples)))
+    completions = max(1, round(prompts * samples))
+    new_tokens = max(source.max_new_tokens for source in sources)
+    tokens = min(max_tokens, prompt_tokens + new_tokens)
+    parts = machine.ranks // (config.parallel.tensor * config.parallel.context) * config.parallel.stages_per_rank
+    capacity = min(max_tokens, max(tokens, -(-completions * tokens // max(1, parts))))
+    in_sequence = capacity // tokens
+    values["data"]["max_tokens"] = in_sequence * tokens
+    values["train"]["tokens_per_step"] = -(-completions // in_sequence) * in_sequence * tokens
+    values["train"]["micro_batch_tokens"] = config.train.micro_batch_tokens // capacity * in_sequence * tokens
+    limit = f"rollout.max_new_tokens={new_tokens:,}"
+    return tokens, f"{completions:,} in a step, each of {tokens:,} tokens with its prompt ({limit})"
+
+
+class DryRuns:
+    """Processes that dry-run ranks. A process starts when a job finds no idle one; all of them end with the block."""
+
+    def __enter__(self) -> Self:
+        self._idle: LifoQueue[subprocess.Popen[str] | None] = LifoQueue()
+        for _ in range(PROCESSES):
+            self._idle.put(None)
+        self._errors = tempfile.TemporaryFile("w+")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for _ in range(PROCESSES):
+            if (process := self._idle.get()) is not None:
+                process.communicate()
+        self._errors.close()
+
+    def counts(self, jobs: Sequence[Job]) -> list[RankCounts]:
+        """Return the counts of several ranks. Raises the first error of a job."""
+        return [RankCounts.from_json(successful(answer)) for answer in self.answers(jobs)]
+
+    def answers(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """Return the answers of several jobs (`child.py`) in their order."""
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            return list(pool.map(self._answer, jobs))
+
+    def _answer(self, job: Job) -> dict[str, Any]:
+        process = self._idle.get() or self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(json.dumps(job), file=process.stdin, flush=True)
+            if line := process.stdout.readline():
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        finally:
+            self._idle.put(process)
+        self._errors.seek(0)
+        raise RuntimeError(f"the process of a dry run ended with {process.wait()}:\n{self._errors.read()}")
+
+    def _started(self) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "stillhouse.plan.child"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # without this machine's GPU
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment, text=True)
+
+
+def successful(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of a job. Raises the error of its process."""
+    if "error" not in answer:
+        return answer
+    if answer["key"] is None:
+        raise ValueError(answer["error"])
+    raise ConfigError(answer["key"], answer["error"])
+
+
+def has_tower(job: Job) -> bool:
+    """Whether the student or a teacher has a vision tower. job: with folders as models."""
+    config = load_config(None, settings=job["config"])
+    models = [config.student.model, *(teacher.model for teacher in config.teacher_sections.values())]
+    files = [Path(model) / "config.json" for model in models if model is not None]
+    return any("vision_config" in json.loads(file.read_text()) for file in files)
+
+
+def _require_planned(config: RunConfig) -> None:
+    """Raise ConfigError for what a dry run does not have."""
+    if config.teachers is not None:
+        raise ConfigError(
+            "teachers",
+            "a plan has one teacher, in the student's stages: expected teachers=null with teacher.model, or with "
+            "teacher=null for the student alone",
+        )
+    if config.student.quantize is not None:
+        raise ConfigError("student.quantize", "a plan counts plain weights: expected null")
+    for section, teacher in config.teacher_sections.items():
+        if teacher.source_kind.is_store:
+            raise ConfigError(
+                f"{section}.{teacher.signals_from}",
+                f"a plan has no signals of this kind; expected {section}.model, whose layers run in the job, or "
+                f"{section}=null for the student alone",
+            )
+        if teacher.parallel is not None:
+            raise ConfigError(f"{section}.parallel", "a plan has a teacher in the student's stages: expected null")
+        if teacher.quantize is not None:
+            raise ConfigError(f"{section}.quantize", "a plan counts plain weights: expected null")
+    if config.parallel.engine != "torch":
+        raise ConfigError("parallel.engine", "got megatron: a plan runs torch's layouts; expected torch")
+    if config.train.compile:
+        raise ConfigError(
+            "train.compile", "got true: a plan counts the kernels of layers as they are written; expected false"
+        )
+
+
+def _folder(section: str, name: str, revision: str | None) -> str:
+    """Return a folder with the configuration of a model. Its weights are not downloaded from the hub."""
+    if os.path.isdir(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        with reading(f"got {name!r}, which is neither a folder nor a model of the hub that can be read"):
+            return snapshot_download(name, revision=revision, allow_patterns=_FILES)
+    except ValueError as error:
+        raise ConfigError(f"{section}.model", str(error)) from error

@@ -1,0 +1,311 @@
+"""Writes the page: fills the template with the summary, the charts, the shaded text and the tables."""
+
+import base64
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from stillhouse.display import escaped
+from stillhouse.report.config_differences import differences
+from stillhouse.report.curves import LENGTH, NATS, TASK, Drawing, draw
+from stillhouse.report.run_files import Run, read_run
+from stillhouse.report.shown_completions import over_time, shown_step, staleness_rows
+from stillhouse.report.timeline import timeline
+from stillhouse.report.token_text import SHADES, mean_kl, pieces, readouts, shade_class, term_names
+
+ASSETS = Path(__file__).parent / "assets"
+COLOURS = 8  # the style sheet's --run-0 … --run-7
+RECENT_STEPS = 4  # the number of last steps whose samples are visible at first; earlier steps are folded
+
+_DATA_LABELS = {
+    "read": "documents read",
+    "kept": "documents kept",
+    "skipped": "skipped: malformed",
+    "without_target": "dropped: no token to predict",
+    "cut_documents": "cut to the length limit",
+    "cut_tokens": "tokens cut off",
+    "form": "columns read as",
+    "split_documents": "texts cut into pieces",
+    "documents": "documents, each piece counted",
+    "records": "documents used",
+    "target_tokens": "tokens to predict",
+    "trained_share": "share of the tokens to train on",
+    "joined_turns": "turns that begin within a token of their prompt",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of the summary. texts: one per run; None if the run does not have this number."""
+
+    name: str
+    unit: str
+    texts: list[str | None]
+
+
+def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None = None) -> Path:
+    """Write one self-contained page and return its path.
+
+    run_dir: the folder of a run, finished or not.
+    compare: the folders of at most 7 other runs, drawn into the same charts under their folders' names.
+    out: the file to write. None: `run_dir/report.html`, and `run_dir/compare.html` for several runs.
+
+    Raises ValueError if a folder contains no run, a file is malformed, there are too many runs, or a run is given
+    twice.
+    """
+    page = render(read_runs([Path(run_dir), *map(Path, compare)]))
+    target = Path(run_dir) / ("compare.html" if compare else "report.html") if out is None else Path(out)
+    partial = target.with_name(target.name + ".partial")
+    # A token's text may contain half of a surrogate pair. UTF-8 cannot encode it; a browser then shows U+FFFD.
+    try:
+        partial.write_bytes(page.encode("utf-8", errors="xmlcharrefreplace"))
+        os.replace(partial, target)
+    except OSError as error:
+        raise ValueError(
+            f"{target} cannot be written: {error.strerror}; the run itself is not changed, and `stillhouse report "
+            f"{run_dir}` writes the page again"
+        ) from error
+    return target
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the run folders of one page. Raises ValueError in the cases that `write_report` lists."""
+    if len(paths) > COLOURS:
+        raise ValueError(
+            f"got {len(paths) - 1} runs to compare; at most {COLOURS - 1} can be distinguished in one chart"
+        )
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}")
+    return [read_run(path) for path in paths]
+
+
+def render(runs: Sequence[Run], *, watching: bool = False) -> str:
+    """Return the page of the first run, compared with the other runs. watching: whether the page updates itself."""
+    run, rollouts, held_out = runs[0], runs[0].rollouts, runs[0].held_out
+    drawings = draw(runs)
+    names = run_names([run.path for run in runs])
+    terms = term_names(held_out) if held_out else []
+    embedded = {
+        "runs": names,
+        "charts": [_chart_data(drawing) for drawing in drawings],
+        "documents": readouts(held_out, terms) if held_out else [],
+        "terms": terms,
+        "shades": SHADES,
+    }
+    scripts = [_asset(name) for name in ("uplot.min.js", "report.js", *(["watch.js"] if watching else []))]
+    return _template().render(
+        run=run,
+        names=names,
+        of_first=f" of {names[0]}" if len(runs) > 1 else "",
+        differences=differences(runs),
+        watching=watching,
+        title=title(run),
+        objective=objective(run),
+        figures=figures(runs),
+        groups=_groups(drawings),
+        documents=held_out.documents if held_out else [],
+        rollouts=rollouts,
+        timeline=timeline(rollouts.spans) if rollouts else None,
+        steps=[shown_step(step, samples) for step, samples in reversed(rollouts.samples.items())] if rollouts else [],
+        recent_steps=RECENT_STEPS,
+        staleness=staleness_rows(rollouts.staleness) if rollouts else [],
+        prompts=over_time(run.eval_samples),
+        shades=SHADES,
+        terms=terms,
+        data_table=data_table(run.data or {}),
+        data_notes=data_notes(run.data or {}),
+        environment=[(key, _plain(value)) for key, value in (run.environment or {}).items() if key != "objective"],
+        embedded=embedded,
+        styles=[_asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if rollouts else []))],
+        scripts=scripts,
+        policy=_policy(scripts, watching=watching, images=_has_images(run)),
+    )
+
+
+@functools.cache
+def _template() -> Template:
+    loader = FileSystemLoader(ASSETS)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "duration": _duration, "mean_kl": mean_kl, "pieces": pieces, "shade_class": shade_class
+    }  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.get_template("report.html.jinja")
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """Return the folder names, with parent folders as needed to make all names different."""
+    resolved = [path.resolve().parts for path in paths]
+    depth = 1
+    while len({parts[-depth:] for parts in resolved}) < len(resolved):
+        depth += 1
+    return ["/".join(parts[-depth:]) for parts in resolved]
+
+
+def title(run: Run) -> str:
+    """Return `student ← teachers`, each as the last part of a path or as a hub id."""
+    student, teacher = (_model_name(run.config.get(side)) for side in ("student", "teacher"))
+    if not student:
+        return run.path.resolve().name
+    several = run.config.get("teachers")
+    if isinstance(several, dict):
+        teacher = ", ".join(sorted(name for name, section in several.items() if isinstance(section, dict)))
+    return f"{student} ← {teacher}" if teacher else student
+
+
+def objective(run: Run) -> str:
+    """Return the objective in words if the run has recorded it, otherwise the expression of its loss."""
+    if run.environment and run.environment.get("objective"):
+        return str(run.environment["objective"])
+    section = run.config.get("objective")
+    return str(section.get("loss", "")) if isinstance(section, dict) else ""
+
+
+def figures(runs: Sequence[Run]) -> list[Figure]:
+    last = [run.lines[-1] if run.lines else None for run in runs]
+    steps = [f"{line.step:,}" if line else None for line in last]
+    tokens = [_count(line.values.get("tokens")) if line else None for line in last]
+    seconds = [_duration(line.values.get("seconds")) if line else None for line in last]
+    results = []
+    if any(run.has_held_out_data for run in runs):
+        results = [
+            Figure("Held-out cross-entropy", NATS, _change(runs, "eval/cross_entropy")),
+            Figure("Held-out forward KL", NATS, _change(runs, "eval/forward_kl")),
+            Figure("Held-out agreement", "top 1", _change(runs, "eval/agreement", percent=True)),
+        ]
+    metrics = dict.fromkeys(key for line in runs[0].lines for key in line.values)
+    results += [
+        Figure(f"Exact match, {key.removeprefix(TASK)}", "of answers", _change(runs, key, percent=True))
+        for key in metrics
+        if key.startswith(TASK) and LENGTH not in key
+    ]
+    if runs[0].first_and_last("rollout/reward"):
+        results.append(Figure("Reward", "mean of a step", _change(runs, "rollout/reward")))
+    return [
+        *results,
+        Figure("Tokens", "predicted in training", tokens),
+        Figure("Steps", "of the optimizer", steps),
+        Figure("Time", "", seconds),
+    ]
+
+
+def _change(runs: Sequence[Run], key: str, *, percent: bool = False) -> list[str | None]:
+    """Return the first and the last value of a metric in each run; None for a run without it."""
+
+    def text(value: float) -> str:
+        return f"{100 * value:.1f} %" if percent else f"{value:.3f}"
+
+    pairs = [run.first_and_last(key) for run in runs]
+    return [" → ".join(map(text, pair)) if pair else None for pair in pairs]
+
+
+def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Return the data reports side by side: (names of the splits, rows of a label and one value per split)."""
+    reports = {name: report for name, report in data.items() if isinstance(report, dict)}
+    items = [item for report in reports.values() for item in report.items()]
+    keys = dict.fromkeys(key for key, value in items if not _is_note(value) and value not in (None, ""))
+
+    def row(key: str) -> list[str]:
+        return ["" if report.get(key) is None else _plain(report[key]) for report in reports.values()]
+
+    return list(reports), [(_DATA_LABELS.get(key, _words(key)), row(key)) for key in keys]
+
+
+def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of values in the data reports that are no counts, such as the first reasons for skips."""
+    notes = [(name, value) for name, value in data.items() if not isinstance(value, dict)]
+    for name, report in data.items():
+        if isinstance(report, dict):
+            notes += [(f"{name}, {_words(key)}", value) for key, value in report.items() if _is_note(value)]
+    return [(name, _plain(value)) for name, value in notes if value not in (None, [], {}, "")]
+
+
+def _is_note(value: object) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _groups(drawings: list[Drawing]) -> dict[str, list[tuple[int, Drawing]]]:
+    """Return the charts under their headings, each with its index in the embedded data."""
+    groups: dict[str, list[tuple[int, Drawing]]] = {}
+    for index, drawing in enumerate(drawings):
+        groups.setdefault(drawing.chart.group, []).append((index, drawing))
+    return groups
+
+
+def _chart_data(drawing: Drawing) -> dict[str, object]:
+    return {
+        "title": f"{drawing.chart.group}: {drawing.chart.title}",
+        "log": drawing.log,
+        "positive": drawing.positive,
+        "percent": drawing.chart.percent,
+        "sides": list(drawing.chart.keys),
+        "series": drawing.series,
+    }
+
+
+def _has_images(run: Run) -> bool:
+    documents = run.held_out.documents if run.held_out else []
+    return any(sample.images for sample in run.eval_samples) or any(document.images for document in documents)
+
+
+def _policy(scripts: Iterable[str], *, watching: bool, images: bool) -> str:
+    """Return a Content-Security-Policy that lets the page run only its own scripts and load nothing.
+
+    watching: the page may send requests to its own server. images: the page may show images that it contains.
+    """
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{script_hash}'" for script_hash in hashes)
+    connect = "; connect-src 'self'" if watching else ""
+    shown = "; img-src data:" if images else ""
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}{connect}{shown}"
+
+
+def _asset(name: str) -> Markup:
+    """Return one of our style sheets or scripts, to be put into the page unescaped."""
+    return Markup((ASSETS / name).read_text(encoding="utf-8"))
+
+
+def _model_name(section: object) -> str:
+    name = str(section.get("model") or "") if isinstance(section, dict) else ""
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    return Path(name).name if is_path else name
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return "\n".join(map(_plain, value))
+    return escaped(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value), lines=True)
+
+
+def _count(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}"
+
+
+def _duration(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
