@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
 from stillhouse.config.server_tokens import server_token
 from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.loops.weights_proof import probe_prompts
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0

@@ -17,7 +17,7 @@ from stillhouse.loops.completion_engine import in_job_engine
 from stillhouse.loops.held_out_images import images_end, shown_images, shown_text
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.prompt_evaluation import PromptEvaluation
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import LineFile

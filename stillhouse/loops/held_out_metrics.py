@@ -7,7 +7,7 @@ import numpy as np
 
 from stillhouse.data import Documents, MicroBatch
 from stillhouse.engine.engine import add_up
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.loops.step_metrics import evaluation_metrics
 from stillhouse.objective import Signals
 from stillhouse.parallel import watchdog

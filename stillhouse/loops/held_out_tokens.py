@@ -15,7 +15,7 @@ from torch import Tensor
 from stillhouse.data import Documents, PackedSequences
 from stillhouse.loops.held_out_images import shown_images, shown_positions
 from stillhouse.loops.held_out_metrics import in_shown_order
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import (
     TEACHER,

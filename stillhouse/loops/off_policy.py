@@ -4,7 +4,7 @@
 """
 
 from stillhouse.checkpoint.integrity import IntactCheckpoint
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.loops.training import training
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from stillhouse.checkpoint.integrity import IntactCheckpoint
 from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
 from stillhouse.loops.rollouts import Rollouts
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.loops.source_metrics import source_metrics
 from stillhouse.loops.training import training
 from stillhouse.models.forward_modes import noise_of

@@ -19,7 +19,7 @@ from stillhouse.loops.held_out_images import shown_images, shown_text
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.prompt_samples import PromptSamples
 from stillhouse.loops.sample_statistics import turn_statistics
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.loops.step_metrics import means
 from stillhouse.loops.step_packer import StepPacker
 from stillhouse.objective import Signals, reverse_kl

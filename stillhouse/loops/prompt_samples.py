@@ -13,7 +13,7 @@ from stillhouse.config.reward_sum import has_part_of_object
 from stillhouse.data import Documents
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.sample_statistics import has_turns
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.loops.source_replies import require_end_of_turn, turn_replies
 from stillhouse.preemption import OverdueError
 from stillhouse.rollout import Sample, SampleGenerator, Sampling, SourceSettings

@@ -13,7 +13,7 @@ from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.held_out_images import shown_text
 from stillhouse.loops.rollout_warnings import RolloutWarnings
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.output import records
 from stillhouse.output.metrics_file import REWARD_PART
 from stillhouse.parallel import Ranks, ShardedMicroBatches

@@ -16,7 +16,7 @@ from stillhouse.config.reward_sum import has_part_of_object
 from stillhouse.data import Documents
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import open_engine, samplings
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.loops.source_replies import require_end_of_turns, turn_replies
 from stillhouse.loops.step_packer import StepPacker
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use

@@ -20,7 +20,7 @@ from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
 from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.objective.origins import origin_masks
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.rollout import PromptPlan, Sample

@@ -11,7 +11,7 @@ from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.reply_format import ReplyFormat, generation_prompt, reply_format
 from stillhouse.data.render.tool_format import ToolFormat, tool_format
 from stillhouse.loops.completion_calls import CompletionCalls, warn
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.models import eos_ids
 from stillhouse.rollout.turns import MessageReplies, TextReplies, ToolReplies, TurnReplies
 from stillhouse.rollout.user_functions import tool_schemas

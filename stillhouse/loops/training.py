@@ -15,11 +15,11 @@ from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.loops.completion_calls import warn
-from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
 from stillhouse.loops.held_out_metrics import evaluate
+from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import PROMPTS
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.models import NotFiniteError
 from stillhouse.objective.metric_keys import CHUNK_TOKENS

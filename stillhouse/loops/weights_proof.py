@@ -14,7 +14,7 @@ import torch
 from stillhouse.config import RolloutConfig
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import Documents
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.models.processors import cross_entropy
 from stillhouse.objective.metric_keys import OLD_LOG_PROBS
 from stillhouse.parallel import ShardedMicroBatches

@@ -20,7 +20,7 @@ from stillhouse.parallel import Runner
 from stillhouse.parallel.runner import reshard
 from stillhouse.parallel.runner_proof import probe_precision
 from stillhouse.parallel.staged_images import staged_models
-from stillhouse.run.inputs import NOT_WITH_IMAGES, RunData
+from stillhouse.run.data import NOT_WITH_IMAGES, RunData
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource, SignalStore
 

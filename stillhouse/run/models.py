@@ -27,7 +27,7 @@ from stillhouse.models.forward_modes import remove_noise
 from stillhouse.models.packed_attention import activations_for
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
-from stillhouse.run.initial import initial_folder, initial_weights
+from stillhouse.run.student_init import initial_folder, initial_weights
 from stillhouse.signals import SignalStore
 
 

@@ -33,7 +33,7 @@ from stillhouse.parallel import Layout, watchdog
 from stillhouse.rollout import PromptPlan
 from stillhouse.rollout.user_functions import loaded_functions
 from stillhouse.run.agreement import require_same_sources
-from stillhouse.run.inputs import RunData
+from stillhouse.run.data import RunData
 from stillhouse.run.setup import RunSetup
 
 #: a run with fewer steps causes a warning, unless the configuration has train.steps

@@ -26,14 +26,14 @@ from stillhouse.engine.schedule import (
     micro_batch_capacity,
 )
 from stillhouse.loops.completion_engine import samplings
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.models import add_end_ids, eos_ids
 from stillhouse.models.document_packing import ROWS
 from stillhouse.parallel import Layout, join, use_deterministic_algorithms, watchdog
 from stillhouse.rollout import PromptPlan, PromptSource
 from stillhouse.run.agreement import require_same_sources
+from stillhouse.run.data import RunData
 from stillhouse.run.image_models import require_image_layout, require_images_for_parts, with_images_proven
-from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import (
     check_before_loading,
     check_data,

@@ -28,7 +28,7 @@ from stillhouse.parallel import (
     start_alone,
 )
 from stillhouse.run.agreement import require_same_configuration
-from stillhouse.run.inputs import RunData, load_run_data
+from stillhouse.run.data import RunData, load_run_data
 from stillhouse.run.models import ModelSources, model_fingerprints
 from stillhouse.run.objective import RunObjective
 from stillhouse.run.stores import open_stores, require_signals

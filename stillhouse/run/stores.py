@@ -23,7 +23,7 @@ from stillhouse.models.weight_files import json_object, named_weights, weight_fi
 from stillhouse.objective import forward_kl
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Ranks, is_first, log_rank0
-from stillhouse.run.inputs import RunData
+from stillhouse.run.data import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.objective import RunObjective
 from stillhouse.serving.client import (

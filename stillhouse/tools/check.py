@@ -24,7 +24,7 @@ from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped, print_escaped
 from stillhouse.engine.engine import Engine
-from stillhouse.loops.finite import not_finite_error
+from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.loops.training import no_targets_in_words
 from stillhouse.models import Decoder, element_count

@@ -22,7 +22,7 @@ from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
 from stillhouse.loops.prompt_samples import completed
 from stillhouse.loops.rollout_records import sample_record
 from stillhouse.loops.sample_statistics import equal_rewards, has_turns
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.loops.source_replies import require_end_of_turns
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder

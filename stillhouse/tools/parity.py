@@ -32,8 +32,8 @@ from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.rollout import PromptPlan, TargetRules, step_documents
 from stillhouse.rollout.engines import InJobEngine
 from stillhouse.rollout.plan import RolloutSchedule
+from stillhouse.run.data import RunData
 from stillhouse.run.image_models import with_images_proven
-from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import require_adapters, require_attention
 from stillhouse.run.session import prompt_sources
 from stillhouse.run.setup import RunSetup

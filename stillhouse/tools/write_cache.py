@@ -20,8 +20,8 @@ from stillhouse.data.packing import SINGLE
 from stillhouse.data.render.image_inputs import ImageInputs
 from stillhouse.hashing import json_hash
 from stillhouse.parallel import watchdog
+from stillhouse.run.data import RunData
 from stillhouse.run.image_models import require_image_layout
-from stillhouse.run.inputs import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import LocalModelStore, SignalStore

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from stillhouse.config import ConfigError
 from stillhouse.data.render.processors import load_processor
-from stillhouse.run.inputs import load_run_data
+from stillhouse.run.data import load_run_data
 from stillhouse.run.run import distill
 from stillhouse.tools.check import check
 

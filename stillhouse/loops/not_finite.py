@@ -11,7 +11,7 @@ import numpy as np
 
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.engine.engine import StepOutput
-from stillhouse.loops.session_objects import Session
+from stillhouse.loops.session import Session
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import ShardedMicroBatches, is_first
 
