@@ -7,13 +7,16 @@ numbers; a whole number is accepted as a float.
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core.core_schema import CoreSchema, literal_schema
 
 from stillhouse.config.errors import ConfigError
+from stillhouse.registry import registered
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 #: a parameter of an address whose value is a secret
@@ -25,6 +28,17 @@ _FILE = re.compile(r"(?P<file>[^:]+)\.py(::?(?P<name>[A-Za-z_]\w*))?")
 
 Removed = Mapping[str, tuple[Any, str]]
 NO_GAIN = "removed in November 2026, because it gave no gain (docs/claims.md)"
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Annotates a text as the name of a registered add-on. group: the group of entry points."""
+
+    group: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        names = [*registered(self.group)]
+        return literal_schema(names) if names else handler(source)
 
 
 class Section(BaseModel):

@@ -20,7 +20,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import append
 from stillhouse.output.metrics_file import MetricsLine, without_infinity
 from stillhouse.output.progress import Progress
-from stillhouse.output.trackers import open_trackers
+from stillhouse.output.tracking import open_trackers
 from stillhouse.parallel import Ranks, watchdog
 from stillhouse.preemption import surviving_lost_reader
 
@@ -88,7 +88,7 @@ class RunLog:
     ):
         self._path = folder.metrics
         # before lines are removed from the log: they show which steps the trackers already have
-        self._trackers = open_trackers(folder, track, progress.log_bytes, values or {}, self.print_line)
+        self._trackers = open_trackers(folder, track, progress, values or {}, self.print_line)
         self._file, self._digest = _continue_file(self._path, progress.log_bytes)
         self._seconds_before, self._started = progress.seconds, time.monotonic()
         self._first, self._steps = progress.step, steps
@@ -103,7 +103,6 @@ class RunLog:
         )
         self._printed, self._left_out = -math.inf, 0
         self._compiled = self._started
-        self._board = _tensorboard(folder.path, progress.step) if "tensorboard" in track else None
 
     @property
     def seconds(self) -> float:
@@ -160,10 +159,6 @@ class RunLog:
         line = MetricsLine(step, without_infinity(values)).encoded()
         append(self._path, self._file, line)
         self._digest.update(line)
-        if self._board is not None:
-            with explained_write_errors(self._path.parent / "tensorboard"):
-                for key, value in metrics.items():
-                    self._board.add_scalar(key, value, step)
         self._trackers.log(step, metrics)
 
     def _remaining(self, step: int) -> str:
@@ -182,8 +177,6 @@ class RunLog:
     ) -> None:
         self._bar.close()
         self._file.close()
-        if self._board is not None:
-            self._board.close()
         self._trackers.close(complete=kind is None)
 
 
@@ -198,10 +191,3 @@ def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
         beginning = file.read(length)
         file.truncate(length)
     return file, hashlib.sha256(beginning)
-
-
-def _tensorboard(folder: Path, step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    # hide the metrics that an earlier process wrote after the checkpoint, because those steps are repeated
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)

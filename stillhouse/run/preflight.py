@@ -28,7 +28,7 @@ from stillhouse.models.forward_modes import noise_of
 from stillhouse.models.pretrained import leaves_out_images, read_configuration
 from stillhouse.objective.policy import PolicySettings
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.output.trackers import require_trackers
+from stillhouse.output.tracking import require_trackers
 from stillhouse.parallel import Layout, watchdog
 from stillhouse.rollout import PromptPlan
 from stillhouse.rollout.user_functions import loaded_functions

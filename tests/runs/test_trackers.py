@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from kit import slow
+from kit.add_ons import installed, write_distribution
 from kit.fork_server import fork_server
 from kit.ranks import Ranks
 from kit.runs import wait_for, write_run
@@ -25,8 +26,7 @@ from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import RunLog
 from stillhouse.output.progress import Progress
-from stillhouse.output.trackers import OPENERS, open_trackers, require_trackers
-from stillhouse.output.trackers.tracker_state import FILE
+from stillhouse.output.tracking import FILE, open_trackers, require_trackers
 
 Curves = dict[str, list[tuple[int, float]]]
 JSD = "loss/jsd(0.5)_nats_per_token"
@@ -49,15 +49,16 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("missing", ["log", "close"])
-def test_a_tracker_without_a_method_is_named_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    methods = {name: lambda *_, **__: None for name in {"log", "close"} - {missing}}
-    monkeypatch.setitem(OPENERS, "csv", lambda *_: type("CsvRun", (), methods)())
-    with pytest.raises(
-        ValueError, match=f"^track: csv is of type CsvRun, which has no `{missing}`: expected the meth"
-    ):
-        open_trackers(RunFolder(tmp_path), ["csv"], log_bytes=0, values={}, warn=print)
+def test_a_tracker_without_a_method_is_named_at_the_start(tmp_path: Path, missing: str) -> None:
+    methods = "".join(f"    {name} = print\n" for name in {"log", "close"} - {missing})
+    write_distribution(
+        tmp_path / "site",
+        {"stillhouse.trackers": {"csv": "curves:Csv"}},
+        {"curves.py": f"class Csv:\n    library, in_folder = 'csv', False\n{methods}"},
+    )
+    expected = f"^track: csv is .*Csv.*, which has no `{missing}`: expected a class as Tracker"
+    with installed(tmp_path / "site"), pytest.raises(ValueError, match=expected):
+        open_trackers(RunFolder(tmp_path), ["csv"], Progress(), values={}, warn=print)
 
 
 def mlflow_variables() -> dict[str, str]:

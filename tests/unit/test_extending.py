@@ -1,11 +1,13 @@
-"""docs/extending.md: every diff applies to the package, and its check runs on the changed package."""
+"""docs/extending.md: every distribution is installed, every diff is applied, and the check of each runs."""
 
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from kit.add_ons import write_distribution
 from kit.changed_package import command_of_package, run_code
 from kit.pages import code_blocks
 from kit.ranks import Ranks
@@ -19,8 +21,7 @@ SECTIONS = {heading: text for heading, _, text in (part.partition("\n") for part
 
 
 def block(section: str, language: str) -> str:
-    (text,) = code_blocks(section, language)
-    return text
+    return code_blocks(section, language)[-1]
 
 
 def apply(diff: str, root: Path) -> None:
@@ -36,11 +37,19 @@ def apply(diff: str, root: Path) -> None:
             path.write_text(text.replace(before, after) if before else after, encoding="utf-8")
 
 
-def changed_package(folder: Path, section: str) -> Path:
-    """Return a folder with a copy of the package, to which a section's diff is applied."""
+def extended_package(folder: Path, section: str) -> Path:
+    """Return a folder with a copy of the package, to which a section's diff is applied or beside which its
+    distribution is installed.
+    """
     root = folder / "changed"
     shutil.copytree(ROOT / "stillhouse", root / "stillhouse", ignore=shutil.ignore_patterns("__pycache__"))
-    apply(block(section, "diff"), root)
+    for diff in code_blocks(section, "diff"):
+        apply(diff, root)
+    for text in code_blocks(section, "toml"):
+        project = tomllib.loads(text)["project"]
+        modules = [code.removeprefix("# ").partition("\n") for code in code_blocks(section, "python")[:-1]]
+        contents = {name: code for name, _, code in modules}
+        write_distribution(root, project["entry-points"], contents, project["name"])
     return root
 
 
@@ -50,11 +59,11 @@ CHECKED = [heading for heading, text in SECTIONS.items() if "```python" in text]
 @pytest.mark.parametrize(
     "heading", [CHECKED[0], *(pytest.param(heading, marks=pytest.mark.slow) for heading in CHECKED[1:])]
 )
-def test_the_diff_applies_and_its_check_runs(tmp_path: Path, heading: str) -> None:
-    changed, code = changed_package(tmp_path, SECTIONS[heading]), block(SECTIONS[heading], "python")
+def test_the_extension_is_installed_and_its_check_runs(tmp_path: Path, heading: str) -> None:
+    changed, code = extended_package(tmp_path, SECTIONS[heading]), block(SECTIONS[heading], "python")
     exit_code, errors = run_code(code, tmp_path, changed)
     assert exit_code == 0, errors
-    # without the diff the check fails
+    # without the extension the check fails
     exit_code, _ = run_code(code, tmp_path, ROOT)
     assert exit_code != 0
 
@@ -62,7 +71,7 @@ def test_the_diff_applies_and_its_check_runs(tmp_path: Path, heading: str) -> No
 @pytest.mark.slow
 def test_a_new_schedule_has_the_gradients_of_one_process(tmp_path: Path) -> None:
     (section,) = (text for heading, text in SECTIONS.items() if "schedule" in heading)
-    changed = changed_package(tmp_path, section)
+    changed = extended_package(tmp_path, section)
     for name, layers in (("student", 4), ("teacher", 6)):
         save_llama(tmp_path / name, layers)
     write_run(tmp_path)

@@ -1,11 +1,11 @@
 """The whole configuration of a run."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from stillhouse.config.section import PathText, Section
+from stillhouse.config.section import PathText, Registered, Section
 from stillhouse.config.sections.checkpoint_section import CheckpointConfig
 from stillhouse.config.sections.data_section import DataConfig
 from stillhouse.config.sections.eval_section import EvalConfig
@@ -30,7 +30,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
-    track: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default=[])
+    track: list[Annotated[str, Registered("stillhouse.trackers")]] = Field(default=[])
     """Trackers that get the metrics in addition to metrics.jsonl and the report. Their own environment variables
     choose server and project."""
     out: PathText = Field(examples=["runs/qwen3"])
