@@ -1,4 +1,4 @@
-"""A student of the tiny Qwen3-VL models of `stillhouse.tools.demo.digit_models`, and the exact match of a model."""
+"""A student of the tiny Qwen3-VL models of `stillhouse.images.digit_models`, and the exact match of a model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 from transformers import Qwen3VLForConditionalGeneration
 
-from stillhouse.data.render.processors import load_processor
+from stillhouse.images.digit_models import STUDENT, new_model
+from stillhouse.images.digit_strips import LENGTHS, QUESTION, answer, strip
+from stillhouse.images.load_processor import load_processor
 from stillhouse.tasks import RandomNumbers
-from stillhouse.tools.demo.digit_models import STUDENT, new_model
-from stillhouse.tools.demo.digit_strips import LENGTHS, QUESTION, answer, strip
 
 
 def new_student(teacher: Path, seed: int) -> Qwen3VLForConditionalGeneration:

@@ -26,9 +26,9 @@ import torch
 from benchmarks.digit_models import exact_matches, new_student, parameters
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import run_config
+from stillhouse.images import digit_models
+from stillhouse.images.digit_strips import parquet_file
 from stillhouse.run.run import distill
-from stillhouse.tools.demo import digit_models
-from stillhouse.tools.demo.digit_strips import parquet_file
 
 TEACHER_PICTURES, STUDENT_PICTURES, HELD_OUT = 16_000, 4_000, 600
 TEACHER_STEPS, STUDENT_STEPS = 600, 400

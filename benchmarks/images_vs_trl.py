@@ -38,10 +38,10 @@ from benchmarks.measure import MAP_BLOCKS, in_fresh_process, resident_bytes
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import LOSS, run_config, values_of
 from benchmarks.vs_trl import COUNTED, WARM, Run, difference, ratios, timed_updates
-from stillhouse.data.render.processors import load_processor
+from stillhouse.images import digit_models
+from stillhouse.images.digit_strips import parquet_file, record
+from stillhouse.images.load_processor import load_processor
 from stillhouse.run.run import distill
-from stillhouse.tools.demo import digit_models
-from stillhouse.tools.demo.digit_strips import parquet_file, record
 
 DIGITS = range(4, 5)
 #: documents of a step, and tokens of each of them: the picture with its two borders, question and `=`, answer and end

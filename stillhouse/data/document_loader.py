@@ -21,10 +21,9 @@ from stillhouse.data.data_report import DataReport, piece_source
 from stillhouse.data.document_pieces import of_piece, split_into_pieces
 from stillhouse.data.document_writer import DocumentWriter
 from stillhouse.data.documents import Documents
-from stillhouse.data.images import EncodedImage, pillow_version
+from stillhouse.data.media_files import EncodedImage
 from stillhouse.data.read.data_source import local_files, read_records
 from stillhouse.data.read.foreign_columns import ForeignColumns, foreign_columns
-from stillhouse.data.read.image_columns import with_images
 from stillhouse.data.record import (
     MAX_CHARACTERS,
     DataError,
@@ -35,15 +34,17 @@ from stillhouse.data.record import (
     kept_value,
     without_null,
 )
-from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.record_forms import template_for
-from stillhouse.data.render.teacher_images import TeacherImages, not_read
+from stillhouse.data.render.teacher_media import TeacherImages, not_read
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.substitutions import Substitution
 from stillhouse.data.text_warnings import TextWarnings, TrainedEnds
 from stillhouse.data.token_cache import cached_documents, entry_key
 from stillhouse.display import first_line, name_list
+from stillhouse.images.columns import with_images
+from stillhouse.images.decode import pillow_version
+from stillhouse.images.processor import ImageProcessor
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the most errors that a report keeps

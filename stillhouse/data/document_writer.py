@@ -12,7 +12,7 @@ import numpy as np
 
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.documents import Documents
-from stillhouse.data.images import ImageWriter
+from stillhouse.data.media_files import ImageWriter
 from stillhouse.data.offsets import offsets_of
 from stillhouse.data.render.templates import Encoded
 from stillhouse.data.substitutions import Substitution, Substitutions

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stillhouse.data.data_report import DataReport
-from stillhouse.data.images import EncodedImage, Images
+from stillhouse.data.media_files import EncodedImage, Images
 from stillhouse.data.offsets import chosen_tokens, offsets_of, part_lengths
 from stillhouse.data.record import DataError
 from stillhouse.data.substitutions import Substitutions

@@ -25,7 +25,7 @@ from torch import Tensor
 from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import NO_LABEL, MicroBatch
 from stillhouse.data.offsets import chosen_tokens, offsets_of
-from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import ImageInputs
 
 
 def make_micro_batch(

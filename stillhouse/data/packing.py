@@ -18,7 +18,7 @@ from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import MicroBatch
 from stillhouse.data.offsets import offsets_of
 from stillhouse.data.packed_rows import make_micro_batch
-from stillhouse.data.render.image_inputs import DocumentImages, ImageInputs
+from stillhouse.data.render.media_inputs import DocumentImages, ImageInputs
 from stillhouse.data.sequence_order import permutation, weighted_order
 from stillhouse.data.step_micro_batches import StepMicroBatches
 

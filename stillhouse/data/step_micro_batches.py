@@ -6,7 +6,7 @@ from typing import Any, overload
 import numpy as np
 
 from stillhouse.data.micro_batch import MicroBatch
-from stillhouse.data.render.image_inputs import DocumentImages
+from stillhouse.data.render.media_inputs import DocumentImages
 
 
 class StepMicroBatches(Sequence[MicroBatch]):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.read.image_columns import MARK
 from stillhouse.data.render.templates import Encoded, Rendered, Targets
 from stillhouse.data.render.tokenizers import tokenize
+from stillhouse.images.columns import MARK
 
 #: how warnings of lost texts go on, by their kind (`render/written_texts.py`)
 _LOST = {

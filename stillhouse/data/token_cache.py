@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.documents import Documents
-from stillhouse.data.images import Images, image_table
+from stillhouse.data.media_files import Images, image_table
 from stillhouse.data.substitutions import Substitutions
 from stillhouse.hashing import file_hash, json_hash
 from stillhouse.libraries import reading

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
 from stillhouse.config.server_tokens import server_token
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.session import Session
 from stillhouse.loops.weights_proof import probe_prompts
 from stillhouse.models import Decoder, eos_ids

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import ConfigError, as_config_error
 from stillhouse.data import Documents
 from stillhouse.data.record import RecordError
-from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.templates import CompletionTemplate, Rendered
+from stillhouse.images.display import images_end, shown_images, shown_text
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
 from stillhouse.loops.completion_engine import in_job_engine
-from stillhouse.loops.held_out_images import images_end, shown_images, shown_text
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.prompt_evaluation import PromptEvaluation
 from stillhouse.loops.session import Session

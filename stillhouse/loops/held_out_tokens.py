@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import Documents, PackedSequences
-from stillhouse.loops.held_out_images import shown_images, shown_positions
+from stillhouse.images.display import shown_images, shown_positions
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.session import Session
 from stillhouse.models.processor_targets import DistillTargets

@@ -15,7 +15,7 @@ from stillhouse.config.reward_sum import part_names
 from stillhouse.data import Documents, LoadOptions, load_documents
 from stillhouse.data.render.record_forms import are_conversations
 from stillhouse.hashing import json_hash
-from stillhouse.loops.held_out_images import shown_images, shown_text
+from stillhouse.images.display import shown_images, shown_text
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.prompt_samples import PromptSamples
 from stillhouse.loops.sample_statistics import turn_statistics

@@ -10,7 +10,7 @@ import torch
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
 from stillhouse.engine.engine import StepOutput
-from stillhouse.loops.held_out_images import shown_text
+from stillhouse.images.display import shown_text
 from stillhouse.loops.rollout_warnings import RolloutWarnings
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.loops.session import Session

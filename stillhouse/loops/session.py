@@ -18,10 +18,10 @@ from stillhouse.config import (
     TrainConfig,
 )
 from stillhouse.data import Documents, PackedSequences, StepMicroBatches
-from stillhouse.data.render.image_processor import ImageProcessor
-from stillhouse.data.render.teacher_images import TeacherImages
+from stillhouse.data.render.teacher_media import TeacherImages
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.models import Decoder, weight_bytes
 from stillhouse.models.document_packing import PACKED
 from stillhouse.objective.spec import ObjectiveSpec

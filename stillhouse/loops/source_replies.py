@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RolloutConfig
 from stillhouse.config.sections.data_section import source_prefix
-from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.reply_format import ReplyFormat, generation_prompt, reply_format
 from stillhouse.data.render.tool_format import ToolFormat, tool_format
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.completion_calls import CompletionCalls, warn
 from stillhouse.loops.session import Session
 from stillhouse.models import eos_ids

@@ -30,11 +30,11 @@ from stillhouse.models.document_packing import (
 )
 from stillhouse.models.document_rows import DocumentRows, JoinedRow
 from stillhouse.models.forward_modes import evaluating
-from stillhouse.models.image_inputs import AXES, axis_positions, model_images, read_token_inputs
 from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
 from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough, input_embedding
 from stillhouse.models.load_proof import prove_decoder, require_runnable
 from stillhouse.models.lora import Lora
+from stillhouse.models.media_inputs import AXES, axis_positions, model_images, read_token_inputs
 from stillhouse.models.model_checks import require_decoder
 from stillhouse.models.model_parts import (
     LogitRule,

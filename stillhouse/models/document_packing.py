@@ -29,7 +29,7 @@ from stillhouse.document_lengths import DocumentLengths, document_starts
 from stillhouse.libraries import reading
 from stillhouse.models.document_rows import DocumentRows, JoinedRow
 from stillhouse.models.forward_modes import VARLEN, uses_flash_attention
-from stillhouse.models.image_inputs import AXES, is_placeholder, model_positions, padded_with_text
+from stillhouse.models.media_inputs import AXES, is_placeholder, model_positions, padded_with_text
 from stillhouse.models.model_checks import ProofError, describe
 from stillhouse.models.model_parts import row_windows
 from stillhouse.models.packed_attention import PackedAttention

@@ -11,8 +11,8 @@ each layer to the next one. All other arguments of the layers must be the same i
 embeddings or on other layers.
 
 The embedding and the layers of a vision-language model are in a part of its backbone, the language model. Both runs
-are without the parts beside it, such as the vision tower, which only the first stage has. `staged_images.py` proves
-the stages with images.
+are without the parts beside it, such as the vision tower, which only the first stage has; these
+parts have a proof of their own.
 
 B rows, S columns, D width.
 """

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.images.processor import ImageProcessor
+from stillhouse.images.prompts import ImagePrompts
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError, check_document_length, evaluating
 from stillhouse.models.model_checks import describe
 from stillhouse.models.model_parts import row_windows
 from stillhouse.parallel import watchdog
-from stillhouse.rollout.image_prompts import ImagePrompts
 from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
 from stillhouse.rollout.sampler import EndOfCompletion, TokenSampler
 

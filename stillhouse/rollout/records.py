@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from torch import Tensor
 
-from stillhouse.data.images import EncodedImage
+from stillhouse.data.media_files import EncodedImage
 
 
 @dataclass(frozen=True)

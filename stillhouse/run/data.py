@@ -25,15 +25,15 @@ from stillhouse.data import (
     PackedSequences,
     load_documents,
 )
-from stillhouse.data.render.image_inputs import ImageInputs
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.record_forms import are_conversations
 from stillhouse.data.render.reply_format import reply_format
-from stillhouse.data.render.teacher_images import TeacherImages
+from stillhouse.data.render.teacher_media import TeacherImages
 from stillhouse.data.render.tool_format import tool_format
 from stillhouse.data.token_cache import user_folder
 from stillhouse.hashing import json_hash
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.rollout.user_functions import tool_schemas
 from stillhouse.run.tokenizers import end_ids_of, load_tokenizers
 from stillhouse.signals import SignalStore

@@ -25,6 +25,7 @@ from stillhouse.engine.schedule import (
     make_step_schedule,
     micro_batch_capacity,
 )
+from stillhouse.images.prepare import require_image_layout, require_images_for_parts, with_images_proven
 from stillhouse.loops.completion_engine import samplings
 from stillhouse.loops.session import Session
 from stillhouse.models import add_end_ids, eos_ids
@@ -33,7 +34,6 @@ from stillhouse.parallel import Layout, join, use_deterministic_algorithms, watc
 from stillhouse.rollout import PromptPlan, PromptSource
 from stillhouse.run.agreement import require_same_sources
 from stillhouse.run.data import RunData
-from stillhouse.run.image_models import require_image_layout, require_images_for_parts, with_images_proven
 from stillhouse.run.preflight import (
     check_before_loading,
     check_data,

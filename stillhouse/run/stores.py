@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import ConfigError, TeacherConfig, as_config_error
 from stillhouse.data import Documents, load_tokenizer
-from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.weight_files import json_object, named_weights, weight_files

@@ -18,9 +18,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors.torch import load
 from torch import Tensor
 
-from stillhouse.data.render.image_inputs import DocumentImages
-from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
+from stillhouse.data.render.media_inputs import DocumentImages
 from stillhouse.hashing import json_hash
+from stillhouse.images.processor import ImageProcessor, ImageTensors
 from stillhouse.libraries import reading
 from stillhouse.serving.strict_body import FirstWrong, StrictBody, first_problem
 

@@ -11,8 +11,8 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save
 
-from stillhouse.data.render.image_inputs import DocumentImages
-from stillhouse.data.render.image_processor import ImageTensors
+from stillhouse.data.render.media_inputs import DocumentImages
+from stillhouse.images.processor import ImageTensors
 from stillhouse.serving.image_wire import decode_body, decode_images, encode_images, take_images
 from stillhouse.serving.strict_body import FirstWrong, TokenId, first_problem
 

@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 from safetensors.torch import save
 from torch import Tensor
 
-from stillhouse.data.render.image_processor import ImageTensors
+from stillhouse.images.processor import ImageTensors
 from stillhouse.serving.image_wire import decode_body, decode_images, encode_images, take_images
 from stillhouse.serving.strict_body import JSON, SAFETENSORS, FirstWrong, StrictBody, first_problem, require_few_lists
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec

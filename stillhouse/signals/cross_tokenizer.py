@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.data.render.alignment import ABSENT, Aligner, Span
-from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
 from stillhouse.objective.signals import Tail
 from stillhouse.signals.local_model_store import LocalModelStore

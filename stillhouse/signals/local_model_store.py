@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import Documents
-from stillhouse.data.render.image_inputs import ImageInputs
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.models import Decoder, check_document_length
 from stillhouse.parallel import single_process_runner
 from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_image_inputs

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
-from stillhouse.data.render.image_inputs import ImageInputs
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.images.processor import ImageProcessor
+from stillhouse.images.proof import prove_images
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.models.document_packing import ROWS
-from stillhouse.models.image_proof import prove_images
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Runner, StageInputs
 from stillhouse.signals.extract import Extract, SignalRows, Wanted

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data.render.image_inputs import DocumentImages
+from stillhouse.data.render.media_inputs import DocumentImages
 from stillhouse.objective import Chosen, Sampled, Signal, TopK
 from stillhouse.objective.signals import Tail
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stillhouse.data import Documents, MicroBatch
-from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import (

@@ -22,6 +22,7 @@ from stillhouse.config import RunConfig
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.engine import Engine
+from stillhouse.images.prepare import with_images_proven
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import make_queue, turn_replies
@@ -33,7 +34,6 @@ from stillhouse.rollout import PromptPlan, TargetRules, step_documents
 from stillhouse.rollout.engines import InJobEngine
 from stillhouse.rollout.plan import RolloutSchedule
 from stillhouse.run.data import RunData
-from stillhouse.run.image_models import with_images_proven
 from stillhouse.run.preflight import require_adapters, require_attention
 from stillhouse.run.session import prompt_sources
 from stillhouse.run.setup import RunSetup

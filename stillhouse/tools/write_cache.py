@@ -17,11 +17,11 @@ from torch import Tensor
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig
 from stillhouse.data import Documents
 from stillhouse.data.packing import SINGLE
-from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.hashing import json_hash
+from stillhouse.images.prepare import require_image_layout
 from stillhouse.parallel import watchdog
 from stillhouse.run.data import RunData
-from stillhouse.run.image_models import require_image_layout
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import LocalModelStore, SignalStore

@@ -33,9 +33,9 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 
 from stillhouse.config import TrainConfig
 from stillhouse.engine.optimizer import make_optimizer
+from stillhouse.images.proof import prove_images
 from stillhouse.models import Decoder, ProofError, document_packing
 from stillhouse.models.dtensors import gathered_tensor
-from stillhouse.models.image_proof import prove_images
 from stillhouse.models.processors import cross_entropy
 from stillhouse.models.trained_parts import LANGUAGE, PROJECTOR, VISION, train_parts
 from stillhouse.parallel import Degrees, Layout, ModelSource, build_runner

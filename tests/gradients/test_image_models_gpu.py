@@ -9,8 +9,8 @@ import torch
 from kit.image_documents import Document, Packed, documents_of, joined_images, model_of, packed
 from torch import Tensor
 
+from stillhouse.images.proof import prove_images
 from stillhouse.models import Activations, Decoder
-from stillhouse.models.image_proof import prove_images
 from stillhouse.models.processors import cross_entropy
 from stillhouse.parallel import choose_device
 

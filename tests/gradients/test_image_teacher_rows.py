@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from stillhouse.config import ConfigError
 from stillhouse.data import DataError
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.output.folder import RunFolder

@@ -23,9 +23,9 @@ from transformers import (
     T5Config,
 )
 
+from stillhouse.images.proof import prove_images
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import gathered_tensor
-from stillhouse.models.image_proof import prove_images
 from stillhouse.models.pretrained import auto_class
 from stillhouse.models.processor_targets import Targets
 from stillhouse.models.processors import cross_entropy

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from stillhouse.data.render.processors import load_processor
+from stillhouse.images.load_processor import load_processor
 from stillhouse.models import Decoder
 from stillhouse.models.processor_targets import Targets
 

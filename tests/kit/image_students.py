@@ -15,7 +15,7 @@ from stillhouse.data import (
     load_documents,
     load_tokenizer,
 )
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.images.processor import ImageProcessor
 
 SIZES = [(12, 8), (20, 16), (9, 30)]
 FOUR = {"role": "assistant", "content": [{"type": "text", "text": "four"}]}

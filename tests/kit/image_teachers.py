@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from stillhouse.data.render.processors import load_processor
+from stillhouse.images.load_processor import load_processor
 
 RECORDS = 12
 

@@ -50,8 +50,8 @@ from stillhouse.data import (
     tokenizer_fingerprint,
 )
 from stillhouse.data.render import chat_template
-from stillhouse.data.render.image_inputs import ImageInputs
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.models import (
     Decoder,
     add_lora,

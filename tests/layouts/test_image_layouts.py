@@ -24,13 +24,13 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.images.proof import WholeModel, prove_image_model
+from stillhouse.images.staged_models import staged_models
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.dtensors import gathered_tensor
-from stillhouse.models.image_proof import WholeModel, prove_image_model
 from stillhouse.models.trained_parts import LANGUAGE, PROJECTOR, VISION, train_parts
 from stillhouse.parallel import Degrees, Layout, ModelSource, Runner, build_runner, pair
-from stillhouse.parallel.staged_images import staged_models
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.parity import relative_difference
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse import cli
 from stillhouse.config import load_config
-from stillhouse.data.render.processors import load_processor
+from stillhouse.images.load_processor import load_processor
 from stillhouse.tools.demo.corpus import Document, Split, collect_split
 from stillhouse.tools.demo.demo import LABELS, OBJECTIVES, demo, table
 from stillhouse.tools.demo.student import TEACHER

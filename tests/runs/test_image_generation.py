@@ -27,13 +27,14 @@ from transformers import AutoModelForImageTextToText, GenerationConfig, LogitsPr
 
 from stillhouse.config import ConfigError
 from stillhouse.data import PackedMicroBatches
-from stillhouse.data.images import EncodedImage, open_image
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.media_files import EncodedImage
 from stillhouse.data.render.tokenizers import load_tokenizer
-from stillhouse.data.thumbnails import thumbnail
+from stillhouse.images.decode import open_image
+from stillhouse.images.display import thumbnail
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.rollouts import Rollouts, first_rollouts
 from stillhouse.models import Decoder
-from stillhouse.models.image_inputs import read_token_inputs
+from stillhouse.models.media_inputs import read_token_inputs
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import validated
 from stillhouse.output.records import HeldOutImage

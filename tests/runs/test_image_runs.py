@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from stillhouse.config import ConfigError
-from stillhouse.data.render.processors import load_processor
+from stillhouse.images.load_processor import load_processor
 from stillhouse.run.data import load_run_data
 from stillhouse.run.run import distill
 from stillhouse.tools.check import check

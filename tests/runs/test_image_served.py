@@ -25,9 +25,9 @@ from safetensors.torch import save
 
 from stillhouse.config import ConfigError
 from stillhouse.data import DataError
-from stillhouse.data.images import open_image, pixel_count
-from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
+from stillhouse.images.decode import open_image, pixel_count
+from stillhouse.images.processor import ImageProcessor, ImageTensors
 from stillhouse.serving.client.image_limits import require_accepted
 from stillhouse.serving.image_wire import ImageSupport, encode_images
 from stillhouse.serving.wire import KEY, SAFETENSORS, document_tensors

@@ -17,8 +17,8 @@ from kit.ranks import run_ranks
 from kit.runs import run, write_run
 from kit.serving import Server
 
-from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
+from stillhouse.images.processor import ImageProcessor, ImageTensors
 from stillhouse.serving.prompt_wire import encode_prompt
 from stillhouse.serving.strict_body import SAFETENSORS
 
@@ -84,7 +84,7 @@ def test_a_served_teacher_writes_what_it_writes_in_the_job(tmp_path: Path) -> No
 
 def ignore_images() -> None:
     """The tower gets the same picture for every prompt, after the server has proven its model."""
-    from stillhouse.rollout.image_prompts import ImagePrompts
+    from stillhouse.images.prompts import ImagePrompts
     from stillhouse.serving.server.generate import generate_routes
 
     tensors, decode = ImagePrompts._tensors, generate_routes.decode_prompt

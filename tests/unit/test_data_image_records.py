@@ -32,12 +32,12 @@ from PIL import Image
 from stillhouse.data import (
     DataError,
     LoadOptions,
-    images,
     load_documents,
 )
-from stillhouse.data.images import IsolatedDecoder, open_image
 from stillhouse.data.record import RecordError
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.images import decode
+from stillhouse.images.decode import IsolatedDecoder, open_image
+from stillhouse.images.processor import ImageProcessor
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ SLOW = {
 def test_a_slow_image_is_refused_with_its_line_or_skipped(
     qwen: Student, pictures: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "IMAGE_SECONDS", 0.2)
+    monkeypatch.setattr(decode, "IMAGE_SECONDS", 0.2)
     monkeypatch.setattr(qwen.processor, "_isolated_decoder", IsolatedDecoder(), raising=False)
     (pictures / "slow").write_bytes(SLOW[kind]())
     records = [{"messages": [user(image(name), text(QUESTION)), FOUR]} for name in ("0.png", "slow", "1.png")]
@@ -248,7 +248,7 @@ def test_images_at_the_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for data in (png(1, (200, 1)), with_scans(2), png(0, (30, 20)), b"P3 10 10 255\n" + b"#\n1 " * 300):
         here, there = open_image(data, 20_000), decoder.open(data)
         assert (here.size, here.tobytes()) == (there.size, there.tobytes())
-    monkeypatch.setattr(images, "IMAGE_BYTES", 2**20)
+    monkeypatch.setattr(decode, "IMAGE_BYTES", 2**20)
     small = IsolatedDecoder()
     with pytest.raises(RecordError, match="cannot be decoded"):
         # its pixels need more memory than this process has freed and kept, which its fork may use beside the limit

@@ -17,8 +17,8 @@ from stillhouse.data import (
     PackedSequences,
     make_micro_batch,
 )
-from stillhouse.data.images import open_image
-from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.images.decode import open_image
 
 
 @pytest.fixture(scope="module")

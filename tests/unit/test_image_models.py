@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from stillhouse.data.render.processors import load_processor
+from stillhouse.images.load_processor import load_processor
 
 QUESTION = {"type": "text", "text": "two and two?"}
 #: the numbers of placeholder tokens of a picture of 12 x 8 pixels
@@ -63,6 +63,6 @@ def test_what_is_no_processor_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_processor_without_pillow_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillhouse.data.render.processors.is_vision_available", lambda: False)
+    monkeypatch.setattr("stillhouse.images.load_processor.is_vision_available", lambda: False)
     with pytest.raises(ValueError, match=r"needs Pillow.*pip install 'stillhouse\[images\]'$"):
         load_processor("a/model")

@@ -14,9 +14,8 @@ from kit.runs import ROOT
 from PIL import Image
 
 from stillhouse.data import DataReport
-from stillhouse.data.images import EncodedImage
-from stillhouse.data.thumbnails import thumbnail
-from stillhouse.loops.held_out_images import IMAGES
+from stillhouse.data.media_files import EncodedImage
+from stillhouse.images.display import IMAGES, thumbnail
 from stillhouse.report import curves, write_report
 from stillhouse.report.page import ASSETS
 from stillhouse.report.token_text import SHADES, shade

@@ -1,7 +1,7 @@
 """Checks the messages and tools of a record with a conversation.
 
 The content of a message is a text, or a list of parts: `{"type": "text", "text": …}` and `{"type": "image", …}`. An
-image part without a value stands for the next image of the record's column of images (`image_columns.py`).
+image part without a value stands for the next image of the record's column of images (`images/columns.py`).
 """
 
 import copy

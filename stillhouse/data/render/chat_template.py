@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.images import EncodedImage
+from stillhouse.data.media_files import EncodedImage
 from stillhouse.data.read.messages import (
     Message,
     Tools,
@@ -40,12 +40,12 @@ from stillhouse.data.record import (
 )
 from stillhouse.data.render.assistant_turns import ANCHOR, Span
 from stillhouse.data.render.conversations import Conversations
-from stillhouse.data.render.image_processor import Expanded, ImageProcessor
 from stillhouse.data.render.isolated_process import IsolatedJson, LimitError
 from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets, Template
 from stillhouse.data.render.tokenizers import encode, is_rendered
 from stillhouse.data.render.written_texts import Loss, is_refused
 from stillhouse.display import name_list
+from stillhouse.images.processor import Expanded, ImageProcessor
 
 #: roles that a refusal of another role names, if the template writes them
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data.read.foreign_columns import foreign_columns, own_forms
 from stillhouse.data.read.messages import Tools
 from stillhouse.data.render.chat_template import ChatTemplate
-from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.templates import CompletionTemplate, Targets, Template, TextTemplate
 from stillhouse.display import name_list
+from stillhouse.images.processor import ImageProcessor
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 

@@ -14,8 +14,8 @@ from stillhouse.data.read.messages import Message, Tools
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.assistant_turns import ANCHOR
 from stillhouse.data.render.chat_template import ChatTemplate
-from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.ordinary_text import OrdinaryText
+from stillhouse.images.processor import ImageProcessor
 
 _QUESTION: Message = {"role": "user", "content": "Please help."}
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.images import EncodedImage
+from stillhouse.data.media_files import EncodedImage
 from stillhouse.data.record import column_value, string_value
 from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.tokenizers import last_written, tokenize

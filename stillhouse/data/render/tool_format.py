@@ -18,10 +18,10 @@ from stillhouse.data.read.messages import Message
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.assistant_turns import ANCHOR
 from stillhouse.data.render.chat_template import ChatTemplate
-from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.ordinary_text import OrdinaryText
 from stillhouse.data.render.reply_format import first_special
 from stillhouse.display import first_line
+from stillhouse.images.processor import ImageProcessor
 
 #: the name of a tool in replies to calls of no tool, which the template may write
 UNKNOWN = "unknown_tool"

@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder, model_parts
 from stillhouse.models.forward_modes import VARLEN
-from stillhouse.models.image_inputs import TOKEN_TYPES
+from stillhouse.models.media_inputs import TOKEN_TYPES
 
 _ULYSSES = "ulysses_"  # how the names of the attention functions begin
 #: the inputs [B, S] of a backbone beside positions

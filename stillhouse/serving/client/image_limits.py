@@ -6,8 +6,8 @@ D documents.
 import numpy as np
 
 from stillhouse.data import DataError, Documents
-from stillhouse.data.images import MAX_PIXELS, pixel_count
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.images.decode import MAX_PIXELS, pixel_count
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.serving.image_wire import ImageSupport, require_processor
 
 

@@ -18,9 +18,9 @@ from stillhouse.config import TeacherConfig
 from stillhouse.config.server_tokens import server_token
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import DataError, Documents
-from stillhouse.data.render.image_inputs import ImageInputs
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.data.render.tokenizers import MAX_IDS
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint, model_parts
 from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo, server_api

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.rollout.records import GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import ServerApi
 from stillhouse.serving.prompt_wire import encode_prompt

@@ -13,8 +13,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
-from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import escaped
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.rollout.published_folder import published_folder
 from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Published, ServerApi, Span

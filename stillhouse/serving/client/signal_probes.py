@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from stillhouse.data import Documents
-from stillhouse.data.render.image_inputs import DocumentImages, ImageInputs
-from stillhouse.data.render.image_processor import ImageTensors
+from stillhouse.data.render.media_inputs import DocumentImages, ImageInputs
+from stillhouse.images.processor import ImageTensors
 from stillhouse.signals.signal_spec import DocumentRows
 
 #: the number of documents that are scored, how many more with images, and the most tokens of a text

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
-from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.objective import OutputHead, linear_log_probs

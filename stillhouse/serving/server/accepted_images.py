@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.images import MAX_PIXELS, EncodedImage, require_pillow, require_size
-from stillhouse.data.render.image_inputs import DocumentImages, ImageInputs
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.media_files import EncodedImage
+from stillhouse.data.render.media_inputs import DocumentImages, ImageInputs
+from stillhouse.images.decode import MAX_PIXELS, require_pillow, require_size
+from stillhouse.images.processor import ImageProcessor
+from stillhouse.images.proof import document_positions
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
-from stillhouse.models.image_inputs import placeholder_ids
-from stillhouse.models.image_proof import document_positions
+from stillhouse.models.media_inputs import placeholder_ids
 from stillhouse.serving.image_wire import ImageSupport, positions_hash, processor_hash
 from stillhouse.serving.server.request_errors import refused
 from stillhouse.signals.scorer import proven_image_inputs

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data.render.image_inputs import DocumentImages
+from stillhouse.data.render.media_inputs import DocumentImages
 from stillhouse.display import escaped
 from stillhouse.hashing import json_hash
 from stillhouse.signals.cache.shard_layout import ShardLayout, layout_of

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stillhouse.data import Documents
-from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.hashing import file_hash
 from stillhouse.libraries import reading
 from stillhouse.signals.cache.files import (

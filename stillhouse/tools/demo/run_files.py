@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.config.yaml_text import write_yaml
-from stillhouse.tools.demo import digit_models
+from stillhouse.images import digit_models
+from stillhouse.images.digit_strips import parquet_file
 from stillhouse.tools.demo.corpus import collect_split, write_jsonl
-from stillhouse.tools.demo.digit_strips import parquet_file
 from stillhouse.tools.demo.student import TEACHER, save_new_student
 
 #: the best of 2e-3, 3e-3 and 4e-3 for the demo's student that trains without a teacher (docs/log.md)

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import SERVERS, ServerKind
 from stillhouse.data import Documents
-from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.display import enumerated
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.rollout.records import Completion, Sampling
 from stillhouse.serving.client.http_client import HttpAnswer, parsed
 from stillhouse.serving.client.pool import Ask, Call, ServerError

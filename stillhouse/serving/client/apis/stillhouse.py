@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse import __version__
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import Documents, tokenizer_fingerprint
-from stillhouse.data.render.image_processor import ImageProcessor, ImageTensors
 from stillhouse.display import escaped
+from stillhouse.images.processor import ImageProcessor, ImageTensors
 from stillhouse.serving.client.apis.server_api import (
     Published,
     Scores,

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from stillhouse.data.render.image_inputs import DocumentImages
+from stillhouse.data.render.media_inputs import DocumentImages
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.server.bodies import encode_json, usage
 from stillhouse.serving.server.limits import Limits

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data.images import EncodedImage
+from stillhouse.data.media_files import EncodedImage
 from stillhouse.data.record import ProcessorError, RecordError
 from stillhouse.data.render.assistant_turns import Span
-from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.templates import Encoded
 from stillhouse.data.substitutions import Substitution
+from stillhouse.images.processor import ImageProcessor
 
 
 class TeacherImages:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stillhouse.data.documents import Documents
-from stillhouse.data.render.image_processor import AxisPositions, ImageProcessor, ImageTensors
 from stillhouse.hashing import json_hash
+from stillhouse.images.processor import AxisPositions, ImageProcessor, ImageTensors
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,13 +23,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from stillhouse.data.documents import Documents
-from stillhouse.data.images import EncodedImage, Images, IsolatedDecoder, open_image, require_pillow
+from stillhouse.data.media_files import EncodedImage, Images
 from stillhouse.data.record import DataError, ProcessorError, RecordError
 from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.image_tensors import concatenated
-from stillhouse.data.render.processors import load_processor
 from stillhouse.data.render.tokenizers import tokenizer_fingerprint
 from stillhouse.hashing import file_hash, json_hash
+from stillhouse.images.decode import IsolatedDecoder, open_image, require_pillow
+from stillhouse.images.load_processor import load_processor
 from stillhouse.libraries import reading
 
 #: computes the rotary positions of one document, [S, A]: of its ids [S], its token types [S] or None, and its images.

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from stillhouse.tools.demo.digit_strips import SIDE
+from stillhouse.images.digit_strips import SIDE
 
 PATCH, MERGE = SIDE // 2, 2
 #: width and layers of the language model, width and layers of the vision tower

@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 from stillhouse.libraries import reading
 from stillhouse.models.document_packing import ROWS, PackingError
 from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating
-from stillhouse.models.image_inputs import AXES, TOKEN_TYPES
 from stillhouse.models.load_proof import PLACE_TOLERANCE, relative_errors
+from stillhouse.models.media_inputs import AXES, TOKEN_TYPES
 from stillhouse.models.model_checks import ProofError, describe
 
 #: joins the images of several documents, as a micro-batch has them

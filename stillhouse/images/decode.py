@@ -1,25 +1,16 @@
-"""The images of documents, encoded as in their files. Pixels exist only while a micro-batch is built.
+"""Decodes images: with limits of their size, and in a process with limits of time and memory."""
 
-D documents; I images of all documents, in the order of their placeholders.
-"""
-
-import base64
-import hashlib
 import io
 import json
 import math
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow
 
-from stillhouse.data.offsets import chosen_tokens, offsets_of
+from stillhouse.data.media_files import EncodedImage
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.isolated_process import Isolated, LimitError
 from stillhouse.libraries import imported, reading
@@ -34,66 +25,7 @@ MAX_PIXELS = 1024**3 // 4 // 3
 MAX_ASPECT_RATIO = 200
 #: limits of processor time and memory for decoding one image
 IMAGE_SECONDS, IMAGE_BYTES = 30.0, 2**32
-#: the most bytes of an encoded image
-MAX_IMAGE_BYTES = 64 * 2**20
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-_SCHEMA = pyarrow.schema(
-    [("path", pyarrow.large_string()), ("sha256", pyarrow.binary(32)), ("data", pyarrow.large_binary())]
-)
-
-
-@dataclass(frozen=True)
-class EncodedImage:
-    """An image as it is encoded in its file.
-
-    data: the bytes; None if they are read from `path` when they are used.
-    sha256: the hash of the bytes when the data was loaded.
-    path: the file; None if the bytes are part of the record.
-    """
-
-    sha256: bytes
-    path: str | None
-    data: bytes | None = field(repr=False)
-
-    @classmethod
-    def of(cls, data: bytes, path: str | None = None) -> "EncodedImage":
-        """Raises RecordError for more than `MAX_IMAGE_BYTES`."""
-        if len(data) > MAX_IMAGE_BYTES:
-            raise RecordError(f"has {len(data):,} bytes: expected at most {MAX_IMAGE_BYTES:,}")
-        return cls(hashlib.sha256(data).digest(), path, data)
-
-    @property
-    def as_stored(self) -> "EncodedImage":
-        """The image without bytes that its file has."""
-        return self if self.path is None else EncodedImage(self.sha256, self.path, None)
-
-    def as_json(self) -> list[str | None]:
-        data = None if self.data is None else base64.b64encode(self.data).decode()
-        return [self.sha256.hex(), self.path, data]
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Self:
-        sha256, path, data = values
-        return cls(bytes.fromhex(sha256), path, None if data is None else base64.b64decode(data))
-
-    def read(self) -> bytes:
-        """The bytes. Raises ValueError if the file is missing, or has other bytes than when the data was loaded."""
-        if self.data is not None:
-            return self.data
-        assert self.path is not None
-        try:
-            data = Path(self.path).read_bytes()
-        except OSError as error:
-            raise ValueError(
-                f"{self.path}: the image cannot be read ({error.strerror}), but it could when the data was loaded: "
-                "restore the file, or start again without the entry of data.cache that names it"
-            ) from error
-        if hashlib.sha256(data).digest() != self.sha256:
-            raise ValueError(
-                f"{self.path}: the image has other bytes than when the data was loaded and tokenized: restore the "
-                "file, or start again without the entry of data.cache that names it"
-            )
-        return data
 
 
 def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
@@ -231,94 +163,3 @@ def pillow_version() -> str | None:
         return version("pillow")
     except PackageNotFoundError:
         return None
-
-
-@dataclass(frozen=True)
-class Images:
-    """The images of D documents.
-
-    table: columns path, sha256 and data; maybe memory-mapped.
-    rows_I: the row of each image in the table, int64.
-    offsets: [D+1] int64, the images of document d are `offsets[d]:offsets[d+1]`.
-    """
-
-    table: pyarrow.Table
-    rows_I: np.ndarray
-    offsets: np.ndarray
-
-    @classmethod
-    def stored(cls, table: pyarrow.Table, offsets: np.ndarray) -> "Images":
-        """The images of a table, in its order."""
-        return cls(table, np.arange(offsets[-1]), offsets)
-
-    @classmethod
-    def joined(cls, parts: Sequence["Images"]) -> "Images":
-        """Concatenate the images of several sets of documents."""
-        starts = offsets_of([len(part.table) for part in parts])
-        return cls(
-            pyarrow.concat_tables([part.table for part in parts]),
-            np.concatenate([part.rows_I + start for part, start in zip(parts, starts, strict=False)]),
-            offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
-        )
-
-    @classmethod
-    def none(cls, documents: int) -> "Images":
-        """No images for this number of documents."""
-        return cls(_SCHEMA.empty_table(), np.empty(0, dtype=np.int64), np.zeros(documents + 1, dtype=np.int64))
-
-    def select(self, chosen: Sequence[int] | np.ndarray) -> "Images":
-        """The images of the chosen documents, in the given order."""
-        offsets, index_I = chosen_tokens(self.offsets, chosen)
-        return Images(self.table, self.rows_I[index_I], offsets)
-
-    def of(self, document: int) -> list[EncodedImage]:
-        """The images of one document."""
-        return [self._image(int(row)) for row in self.rows_I[self.offsets[document] : self.offsets[document + 1]]]
-
-    def hashes(self) -> bytes:
-        """The hashes of all images in the order of the documents."""
-        return b"".join(self.table.column("sha256")[int(row)].as_py() for row in self.rows_I)
-
-    def _image(self, row: int) -> EncodedImage:
-        path, sha256, data = (self.table.column(name)[row].as_py() for name in _SCHEMA.names)
-        return EncodedImage(sha256, path, data)
-
-
-class ImageWriter:
-    """Writes images to an Arrow file, or to memory. path: None for memory."""
-
-    def __init__(self, path: Path | None):
-        self.path = path
-        self._sink = pyarrow.BufferOutputStream() if path is None else pyarrow.OSFile(str(path), "wb")
-        self._writer = pyarrow.ipc.new_file(self._sink, _SCHEMA)
-        self.counts: list[int] = []  # of each document
-        self._closed = False
-
-    def add(self, images: Sequence[EncodedImage]) -> None:
-        """Write the images of the next document."""
-        self.counts.append(len(images))
-        if images:
-            stored = [image.as_stored for image in images]
-            columns = [[getattr(image, name) for image in stored] for name in _SCHEMA.names]
-            arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, _SCHEMA.types, strict=True)]
-            self._writer.write_batch(pyarrow.record_batch(arrays, schema=_SCHEMA))
-
-    def finish(self) -> Images:
-        """Read back all images."""
-        self.close()
-        source = pyarrow.BufferReader(self._sink.getvalue()) if self.path is None else self.path
-        return Images.stored(image_table(source), offsets_of(self.counts))
-
-    def close(self) -> None:
-        """Complete the file. A second call does nothing."""
-        if not self._closed:
-            self._writer.close()
-            if self.path is not None:
-                self._sink.close()
-        self._closed = True
-
-
-def image_table(source: Path | pyarrow.BufferReader) -> pyarrow.Table:
-    """The table of an Arrow file of images. A file on disk is memory-mapped."""
-    file = pyarrow.memory_map(str(source)) if isinstance(source, Path) else source
-    return pyarrow.ipc.open_file(file).read_all()

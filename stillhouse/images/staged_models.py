@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
+from stillhouse.images.proof import ImageDocument, PackedDocuments, packing_errors, run_alone
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.forward_modes import autocast_dtype
-from stillhouse.models.image_proof import ImageDocument, PackedDocuments, packing_errors, run_alone
 from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.model_checks import describe
 from stillhouse.models.model_parts import layer_list

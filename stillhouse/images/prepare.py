@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from stillhouse.config import ConfigError, as_config_error
-from stillhouse.data.render.image_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.display import name_list
 from stillhouse.engine.engine import Engine
+from stillhouse.images.proof import ImageModel, WholeModel, document_positions, prove_image_model
+from stillhouse.images.staged_models import staged_models
 from stillhouse.models import ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.forward_modes import autocast_dtype
-from stillhouse.models.image_proof import ImageModel, WholeModel, document_positions, prove_image_model
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.trained_parts import LANGUAGE
 from stillhouse.parallel import Runner
 from stillhouse.parallel.runner import reshard
 from stillhouse.parallel.runner_proof import probe_precision
-from stillhouse.parallel.staged_images import staged_models
 from stillhouse.run.data import NOT_WITH_IMAGES, RunData
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource, SignalStore

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.models import Decoder
-from stillhouse.models.image_inputs import model_images, placeholder_ids, read_token_inputs
+from stillhouse.models.media_inputs import model_images, placeholder_ids, read_token_inputs
 from stillhouse.rollout.records import GenerationRequest
 
 

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from stillhouse.data.images import MAX_IMAGE_BYTES, EncodedImage
+from stillhouse.data.media_files import MAX_IMAGE_BYTES, EncodedImage
 from stillhouse.data.read.messages import Message, messages_of, with_parts
 from stillhouse.data.read.open_files import kind_of
 from stillhouse.data.record import Record, RecordError, describe

@@ -1,0 +1,1 @@
+"""Images in documents: an add-on that the core does not import."""
