@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.parallel import DistributedStudent, build_runner
+from stillhouse.parallel import DistributedStudent
+from stillhouse.proofs.layouts import build_proven_runner
 
 
 class EngineKind(NamedTuple):
@@ -31,6 +32,6 @@ def _megatron_engine(*arguments: Any, **options: Any) -> Engine:
 
 #: by `parallel.engine`
 ENGINES = {
-    "torch": EngineKind(build_runner, TorchEngine),
+    "torch": EngineKind(build_proven_runner, TorchEngine),
     "megatron": EngineKind(_megatron_student, _megatron_engine),
 }

@@ -19,7 +19,7 @@ from stillhouse.models.model_checks import prefixed
 from stillhouse.models.trained_parts import LANGUAGE
 from stillhouse.parallel import Runner
 from stillhouse.parallel.runner import reshard
-from stillhouse.parallel.runner_proof import probe_precision
+from stillhouse.proofs.layouts import probe_precision
 from stillhouse.run.data import NOT_WITH_IMAGES, RunData
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource, SignalStore

@@ -36,7 +36,7 @@ from stillhouse.parallel.backbone_cut import AbsentLayer
 from stillhouse.parallel.pair import IN_STAGE, model_inputs
 from stillhouse.parallel.ranks import Ranks
 from stillhouse.parallel.runner import Runner
-from stillhouse.parallel.runner_proof import ProbeForward, probe_precision
+from stillhouse.proofs.layouts import ProbeForward, probe_precision
 
 _HIDDEN, _ARGUMENTS = "hidden", "arguments"
 

@@ -13,8 +13,9 @@ from stillhouse.megatron.proof import prove_chunks
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_rows import COLUMNS
-from stillhouse.parallel import DecoderHead, Layout, Mesh, ModelSource, load_head, prove_heads
+from stillhouse.parallel import DecoderHead, Layout, Mesh, ModelSource, load_head
 from stillhouse.parallel.run_layout import SCHEMES
+from stillhouse.proofs.layouts import prove_heads
 
 
 def build_megatron_student(

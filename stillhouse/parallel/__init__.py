@@ -6,7 +6,6 @@ from stillhouse.parallel.apply.context_parallel import NextTokens
 from stillhouse.parallel.build_runner import (
     build_runner,
     load_head,
-    needs_proof,
     only_layers,
     single_process_runner,
 )
@@ -33,7 +32,6 @@ from stillhouse.parallel.ranks import (
 )
 from stillhouse.parallel.run_layout import SCHEMES, Layout
 from stillhouse.parallel.runner import Runner
-from stillhouse.parallel.runner_proof import prove_heads, prove_runner
 from stillhouse.parallel.sharded_loading import ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
 from stillhouse.parallel.teacher_head import DecoderHead, TeacherHead, TeacherHidden
@@ -78,14 +76,11 @@ __all__ = [
     "local_processes",
     "local_rank",
     "log_rank0",
-    "needs_proof",
     "only_layers",
     "padded_shapes",
     "pin_weights",
     "process_count",
     "process_rank",
-    "prove_heads",
-    "prove_runner",
     "shard_micro_batches",
     "single_process_runner",
     "start",

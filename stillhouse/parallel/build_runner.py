@@ -19,7 +19,6 @@ from stillhouse.parallel.pair import TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.run_layout import SCHEMES, Layout
 from stillhouse.parallel.runner import Runner
-from stillhouse.parallel.runner_proof import prove_no_noise, prove_runner
 from stillhouse.parallel.sharded_loading import ModelSource
 from stillhouse.parallel.stages import (
     HiddenSize,
@@ -49,14 +48,11 @@ def build_runner(
     teacher_source: ModelSource | None,
     *,
     teacher_head_only: bool = False,
-    prove: bool = True,
 ) -> Runner:
     """Build this process's runner.
 
     teacher_head_only: build only the teacher's head, because the teacher's layers have a separate layout.
-    prove: prove the models under the layout (`prove_runner`), if they need a proof (`needs_proof`), and that a
-        student without noise has none.
-    Raises ValueError for a model that does not fit the layout, and ProofError for a model that gives wrong results.
+    Raises ValueError for a model that does not fit the layout, ProofError for damaged weights.
     """
     require_prefetchable_teacher(layout, student_source, teacher_head_only=teacher_head_only)
     if teacher_source is not None and teacher_head_only:
@@ -86,23 +82,7 @@ def build_runner(
                 keep_layers(teacher, of_teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
             pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
         runner = Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
-    if prove and needs_proof(layout, mesh, *sources):
-        has_layers = is_base or (teacher_source is not None and not teacher_head_only)
-        prove_runner(runner, student_source, teacher_source, teacher_in_stages=has_layers)
-    if prove and student_source.without_noise and student_source.has_values:
-        prove_no_noise(runner, student_source.name)
     return runner
-
-
-def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> bool:
-    """Whether models under a layout have to be proven.
-
-    A single process does not prove a proven model again, unless its layers compute in another way.
-    """
-    models = [source for source in sources if source is not None]
-    return all(source.has_values for source in models) and (
-        mesh.ranks.size > 1 or layout.changes_results or not all(source.is_proven for source in models)
-    )
 
 
 def only_layers(build: Callable[[], Decoder]) -> Decoder:

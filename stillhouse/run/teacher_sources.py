@@ -21,10 +21,10 @@ from stillhouse.parallel import (
     TeacherHead,
     load_head,
     pin_weights,
-    prove_heads,
 )
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.parallel.backbone_cut import is_cuttable
+from stillhouse.proofs.layouts import prove_heads
 from stillhouse.run.models import ModelSources
 from stillhouse.signals import (
     ChosenTeacher,

@@ -29,11 +29,10 @@ from stillhouse.parallel import (
     TeacherHidden,
     WaitingWeights,
     build_runner,
-    needs_proof,
     only_layers,
-    prove_runner,
     shard_micro_batches,
 )
+from stillhouse.proofs.layouts import needs_proof, prove_runner
 from stillhouse.signals.routing import MicroBatchShape, empty_part, local_columns, route, shapes_of
 from stillhouse.signals.signal_source import ReadySignals, SignalSource
 
@@ -65,7 +64,7 @@ class SeparateTeacher(SignalSource):
     ):
         self._head = head
         layers = source if keep_head else replace(source, build=partial(only_layers, source.build))
-        self._runner = build_runner(layout, mesh, layers, None, prove=False)
+        self._runner = build_runner(layout, mesh, layers, None)
         decoder = self._runner.decoders[0]  # of the process's first stage, if it has several stages
         self.decoders = {"teacher": decoder}
         self._device, self._width = mesh.device, decoder.width

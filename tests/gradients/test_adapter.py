@@ -21,8 +21,9 @@ from stillhouse.engine.optimizer import make_optimizer
 from stillhouse.models import Decoder, add_lora, initialize_lora, without_lora
 from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.objective import CrossEntropy, Distill, OutputHead, linear_objective, reverse_kl
-from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource
 from stillhouse.parallel.stages import Stage, require_training
+from stillhouse.proofs.layouts import build_proven_runner
 
 IDS = torch.arange(3, 40)[None]
 LABELS = IDS[0].roll(-1)
@@ -201,7 +202,7 @@ def drop_under_tensor_parallel(rank: Rank, _: None) -> list[Tensor] | None:
         return None
     torch.manual_seed(0)
     origin = ModelSource(lambda: adapted(dropout=0.5), lambda decoder: initialize_lora(decoder, 0, fresh=False))
-    runner = build_runner(Layout(Degrees(tensor=2)), mesh, origin, None)
+    runner = build_proven_runner(Layout(Degrees(tensor=2)), mesh, origin, None)
     (student,) = runner.decoders
     student.train()
     for _ in range(3):

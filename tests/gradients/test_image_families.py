@@ -38,8 +38,9 @@ from stillhouse.models import Decoder, ProofError, document_packing
 from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.models.processors import cross_entropy
 from stillhouse.models.trained_parts import LANGUAGE, PROJECTOR, VISION, train_parts
-from stillhouse.parallel import Degrees, Layout, ModelSource, build_runner
+from stillhouse.parallel import Degrees, Layout, ModelSource
 from stillhouse.parallel.gradients import reduce_partial_grads
+from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.tools.parity import relative_difference
 
 EACH_FAMILY = pytest.mark.parametrize("family", first_is_quick(FAMILIES))
@@ -237,7 +238,7 @@ def gradients_of_two(rank: Rank, case: tuple[str, Degrees, Sequence[str]]) -> di
         documents = documents_of(family, Path(folder))
     gradients = []
     for layout, mesh in ((Layout(), ONE), (Layout(degrees), mesh_of(degrees))):
-        runner = build_runner(layout, mesh, ModelSource(lambda: trained_decoder(family, parts)), None)
+        runner = build_proven_runner(layout, mesh, ModelSource(lambda: trained_decoder(family, parts)), None)
         (decoder,) = runner.decoders
         prove_images(decoder, documents, joined_images)
         decoder.train()

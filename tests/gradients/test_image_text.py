@@ -29,9 +29,10 @@ from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.models.pretrained import auto_class
 from stillhouse.models.processor_targets import Targets
 from stillhouse.models.processors import cross_entropy
-from stillhouse.parallel import Degrees, Layout, ModelSource, build_runner
+from stillhouse.parallel import Degrees, Layout, ModelSource
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
+from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.tools.parity import relative_difference
 
 EACH_DECODER = pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_vl"])
@@ -144,7 +145,7 @@ def gradients_with_an_image(rank: Rank, family: str) -> list[tuple[str, float]]:
     mesh, gradients = mesh_of(Degrees(tensor=2)), []
     for layout, of_layout in ((Layout(), ONE), (Layout(Degrees(tensor=2)), mesh)):
         source = ModelSource(lambda: Decoder(model_of(family), verify=False))
-        runner = build_runner(layout, of_layout, source, None)
+        runner = build_proven_runner(layout, of_layout, source, None)
         (decoder,), inputs = runner.decoders, with_image(family)
         decoder.train()
         targets = Targets(inputs["input_ids"].roll(-1, 1))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from stillhouse.models import Decoder, add_lora, initialize_lora
 from stillhouse.models.dtensors import local
-from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource
+from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.rollout import Completion, Sampling
 from stillhouse.rollout.engines import InJobEngine
 from stillhouse.rollout.generate import Generator
@@ -54,7 +55,7 @@ def on_ranks(rank: Rank, problem: Problem) -> list[Any] | None:
     if rank.number >= problem.degrees.processes:
         return None
     source = ModelSource(lambda: student(problem))
-    runner = build_runner(Layout(problem.degrees), mesh, source, None)
+    runner = build_proven_runner(Layout(problem.degrees), mesh, source, None)
     copy = StudentCopy(runner, lambda: empty(problem) if problem.on_meta else student(problem))
     engine = InJobEngine(Generator(copy.decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens), copy)
     first = completions(engine)
@@ -69,7 +70,7 @@ def an_error_on_one_rank(rank: Rank, problem: Problem) -> str | None:
     mesh = Mesh(problem.degrees, CPU)
     if rank.number >= problem.degrees.processes:
         return None
-    runner = build_runner(Layout(problem.degrees), mesh, ModelSource(lambda: student(problem)), None)
+    runner = build_proven_runner(Layout(problem.degrees), mesh, ModelSource(lambda: student(problem)), None)
     copy = StudentCopy(runner, lambda: student(problem))
     if rank.number == 1:
         copy.decoder.output_weight.data[7] = torch.nan
@@ -89,7 +90,7 @@ def told_early(rank: Rank, job: tuple[Problem, Path]) -> list[Any] | None:
     mesh = Mesh(problem.degrees, CPU)
     if rank.number >= problem.degrees.processes:
         return None
-    runner = build_runner(Layout(problem.degrees), mesh, ModelSource(lambda: student(problem)), None)
+    runner = build_proven_runner(Layout(problem.degrees), mesh, ModelSource(lambda: student(problem)), None)
     copy = StudentCopy(runner, lambda: student(problem))
     engine = InJobEngine(Generator(copy.decoder, problem.sampling, CPU), copy)
     told, waited = dict[int, Any](), list[bool]()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from stillhouse.models.dtensors import local
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, build_runner, empty_decoder, load_weights
-from stillhouse.parallel.runner_proof import ProbeForward, prove_runner
+from stillhouse.proofs.layouts import ProbeForward, prove_runner
 
 MIB = 2**20
 SUPPORTED = Path("/proc/self/clear_refs").exists()
@@ -95,7 +95,7 @@ def source(folder: Path) -> ModelSource:
 
 
 def load(folder: Path, degrees: Degrees, mesh: Mesh) -> Runner:
-    return build_runner(Layout(degrees), mesh, source(folder), None, prove=False)
+    return build_runner(Layout(degrees), mesh, source(folder), None)
 
 
 def prove(runner: Runner, folder: Path) -> None:

@@ -9,7 +9,8 @@ from stillhouse.megatron.engine import MegatronEngine
 from stillhouse.megatron.trained import trained_parameters
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora
-from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, build_runner, single_process_runner
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, single_process_runner
+from stillhouse.proofs.layouts import build_proven_runner
 
 
 def one_process(student: Decoder, teacher: Decoder | None) -> Runner:
@@ -17,7 +18,7 @@ def one_process(student: Decoder, teacher: Decoder | None) -> Runner:
     if teacher is not None:
         return single_process_runner(student, teacher)
     source = ModelSource(lambda: student, is_proven=True, teacher_is_base=True)
-    return build_runner(Layout(), Mesh(Degrees(), torch.device("cpu"), of_one_process=True), source, None)
+    return build_proven_runner(Layout(), Mesh(Degrees(), torch.device("cpu"), of_one_process=True), source, None)
 
 
 def require_frozen_base(engine: MegatronEngine, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

@@ -29,15 +29,8 @@ from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.parallel import (
-    Degrees,
-    Layout,
-    Mesh,
-    ModelSource,
-    Runner,
-    ShardedMicroBatches,
-    build_runner,
-)
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, ShardedMicroBatches
+from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.signals import (
     InStageTeacher,
     NoTeacher,
@@ -211,7 +204,7 @@ class Side:
     def of(cls, case: Case, layout: Layout, mesh: Mesh, *, bf16: bool = False) -> "Side":
         student, teacher = model_sources(case)
         separate = case.teacher if mesh is not ONE and teacher is not None else None
-        runner = build_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
+        runner = build_proven_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
         source: SignalSource = InStageTeacher(runner)
         if separate is not None:
             teacher_mesh = mesh_of(separate.degrees)

@@ -13,6 +13,7 @@ from stillhouse.engine.state_folder import WEIGHT, write_state
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, empty_decoder, load_weights
+from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.rollout.publish import publish
 from stillhouse.rollout.published_folder import Manifest, published_folder
 
@@ -34,7 +35,7 @@ def publish_under(rank: Rank, job: tuple[Path, Path, Degrees, int, bool]) -> str
     if rank.number >= degrees.processes:
         return ""
     source = ModelSource(partial(_student, model, lora), partial(_fill, model))
-    runner = build_runner(Layout(degrees), mesh, source, None)
+    runner = build_proven_runner(Layout(degrees), mesh, source, None)
     return str(publish(runner, folder, 7, bucket_bytes=bucket_bytes))
 
 
@@ -42,7 +43,7 @@ def export_under(rank: Rank, job: tuple[Path, Path, Degrees]) -> None:
     """Write the student's state below a folder, export it from there, and publish the weights as version 7."""
     model, folder, degrees = job
     source = ModelSource(partial(_student, model, False), partial(_fill, model))
-    runner = build_runner(Layout(degrees), Mesh(degrees, CPU), source, None, prove=False)
+    runner = build_runner(Layout(degrees), Mesh(degrees, CPU), source, None)
     resume, (part, *_) = folder / "resume", runner.decoders
     with runner.ranks.all_raise(OSError):
         if rank.number == 0:
@@ -61,7 +62,9 @@ def growth_under(rank: Rank, job: tuple[Path, Path, Path, Degrees, int]) -> floa
     small, large, folder, degrees, bucket_bytes = job
     mesh = Mesh(degrees, CPU)
     runners = [
-        build_runner(Layout(degrees), mesh, ModelSource(partial(_student, model, False), partial(_fill, model)), None)
+        build_proven_runner(
+            Layout(degrees), mesh, ModelSource(partial(_student, model, False), partial(_fill, model)), None
+        )
         for model in (small, large)
     ]
     publish(runners[0], folder, 0)

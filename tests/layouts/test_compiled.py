@@ -23,8 +23,9 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
 from stillhouse.models import Activations, Decoder, ProofError, balance_routers, varlen
-from stillhouse.parallel import Degrees, Layout, ModelSource, prove_runner, single_process_runner
+from stillhouse.parallel import Degrees, Layout, ModelSource, single_process_runner
 from stillhouse.parallel.apply.compiled_layers import compile_layers
+from stillhouse.proofs.layouts import prove_runner
 from stillhouse.tools.parity import worst
 
 GRADIENT, WEIGHT = 1e-5, 1e-4

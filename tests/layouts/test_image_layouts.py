@@ -30,7 +30,8 @@ from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.models.trained_parts import LANGUAGE, PROJECTOR, VISION, train_parts
-from stillhouse.parallel import Degrees, Layout, ModelSource, Runner, build_runner, pair
+from stillhouse.parallel import Degrees, Layout, ModelSource, Runner, pair
+from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.parity import relative_difference
 
@@ -65,7 +66,9 @@ def decoder_of(case: Case, seed: int, more: int, parts: list[str]) -> Decoder:
 def built(case: Case, layout: Layout, mesh: Any, documents: list[Document]) -> Runner:
     """A runner whose student and teacher are proven with images."""
     student = ModelSource(partial(decoder_of, case, 0, 0, PARTS), name="student")
-    runner = build_runner(layout, mesh, student, ModelSource(partial(decoder_of, case, 1, 1, PARTS), name="teacher"))
+    runner = build_proven_runner(
+        layout, mesh, student, ModelSource(partial(decoder_of, case, 1, 1, PARTS), name="teacher")
+    )
     if case.with_images:
         prove(runner, documents)
     for decoder in runner.decoders:

@@ -17,7 +17,7 @@ from stillhouse.models.model_parts import LogitRule
 from stillhouse.objective import TEACHER
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, empty_decoder
 from stillhouse.parallel.pair import IN_STAGE
-from stillhouse.parallel.runner_proof import ProbeForward
+from stillhouse.proofs.layouts import ProbeForward, build_proven_runner
 
 
 @cache
@@ -49,7 +49,7 @@ def proven(_: Rank, case: Pair) -> list[tuple[str, bool, float]]:
     """
     builds = case.builds()
     sources = [ModelSource(partial(unproven, build)) for build in builds]
-    runner = build_runner(Layout(case.degrees), mesh_of(case.degrees), *sources)
+    runner = build_proven_runner(Layout(case.degrees), mesh_of(case.degrees), *sources)
     forward = ProbeForward(runner, {TEACHER: IN_STAGE})
     ids_BS, position_ids_BS = forward.probe.ids_BS, forward.probe.position_ids_BS
     results = []
@@ -92,7 +92,7 @@ def refused(_: Rank, folder: str) -> str:
     """A job: the error of a student in bfloat16 under fsdp."""
     source = ModelSource(partial(empty_decoder, folder, dtype="bfloat16"))
     try:
-        build_runner(Layout(FSDP), mesh_of(FSDP), source, None, prove=False)
+        build_runner(Layout(FSDP), mesh_of(FSDP), source, None)
     except ValueError as error:
         return str(error)
     return ""
@@ -112,7 +112,7 @@ def with_other_kernels(rank: Rank, family: str) -> str:
         document_packing.find_spec = lambda name: original("torch")  # type: ignore[assignment]
     try:
         source = ModelSource(partial(unproven, partial(build, family)))
-        build_runner(Layout(FSDP), mesh_of(FSDP), source, None)
+        build_proven_runner(Layout(FSDP), mesh_of(FSDP), source, None)
     except ValueError as error:
         return str(error)
     finally:

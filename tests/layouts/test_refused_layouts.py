@@ -14,8 +14,9 @@ from kit.parity_cases import ONE
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
 from stillhouse.models.pretrained import auto_class
-from stillhouse.parallel import Degrees, Layout, ModelSource, build_runner
+from stillhouse.parallel import Degrees, Layout, ModelSource
 from stillhouse.parallel.apply.tensor_parallel import tensor_plan
+from stillhouse.proofs.layouts import build_proven_runner
 
 PLAN = "has no tensor-parallel plan in transformers: expected tensor=1"
 EXPERTS = "which has no experts that transformers' plans distribute: expected 1"
@@ -66,7 +67,7 @@ def test_tensor_parallelism(model_type: str, message: str) -> None:
 )
 def test_pipelines(model_type: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        build_runner(Layout(Degrees(pipeline=2)), ONE, ModelSource(partial(empty, model_type)), None)
+        build_proven_runner(Layout(Degrees(pipeline=2)), ONE, ModelSource(partial(empty, model_type)), None)
     assert "pipeline=1" in str(refused.value)
 
 
@@ -74,4 +75,4 @@ def test_pipelines(model_type: str, message: str) -> None:
 @pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash", "dbrx", "jetmoe", "qwen3_5_text"])
 def test_expert_parallelism(model_type: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"expert=2 for model type '{model_type}', {EXPERTS}")):
-        build_runner(Layout(Degrees(fsdp=2, expert=2)), ONE, ModelSource(partial(empty, model_type)), None)
+        build_proven_runner(Layout(Degrees(fsdp=2, expert=2)), ONE, ModelSource(partial(empty, model_type)), None)

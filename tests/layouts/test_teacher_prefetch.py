@@ -16,7 +16,8 @@ from kit.shard_ranks import Rank, pool_of_meshes
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.models.dtensors import gathered_tensor
-from stillhouse.parallel import Degrees, Layout, ModelSource, TeacherStudentPair, build_runner
+from stillhouse.parallel import Degrees, Layout, ModelSource, TeacherStudentPair
+from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.signals import RequestedSteps
 from stillhouse.tools.parity import relative_difference, worst
 
@@ -100,6 +101,6 @@ def test_a_teacher_that_cannot_run_ahead_is_refused() -> None:
     student, teacher = (ModelSource(partial(decoder, config, 0)) for config in configurations("llama"))
     base = ModelSource(student.build, teacher_is_base=True)
     with pytest.raises(ValueError, match="without its adapter"):
-        build_runner(CASE.layout, ONE, base, None)
+        build_proven_runner(CASE.layout, ONE, base, None)
     with pytest.raises(ValueError, match="has no layers in its stages"):
-        build_runner(CASE.layout, ONE, student, teacher, teacher_head_only=True)
+        build_proven_runner(CASE.layout, ONE, student, teacher, teacher_head_only=True)

@@ -19,7 +19,6 @@ from stillhouse.parallel import (
     Degrees,
     Layout,
     ModelSource,
-    build_runner,
     choose_device,
     empty_decoder,
     is_first,
@@ -28,6 +27,7 @@ from stillhouse.parallel import (
     local_folder,
     process_count,
 )
+from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
@@ -111,7 +111,7 @@ def load_teacher(
         )
     mesh = join(layout.degrees, device, RANK_SECONDS)
     model_source = (_whole_source if is_single else _sharded_source)(options, source, device)
-    runner = build_runner(layout, mesh, model_source, None)
+    runner = build_proven_runner(layout, mesh, model_source, None)
     decoder = runner.decoders[0]
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "teacher")
     images = AcceptedImages()

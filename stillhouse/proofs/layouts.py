@@ -1,7 +1,7 @@
 """Proves the models of a runner under its layout, after their weights are loaded.
 
 `models/load_proof.py` describes the proof of one model. Under tensor parallelism, each layer is also compared with
-its full copy (`tensor_parallel_proof.py`), and backward passes show which gradients have to be summed
+its full copy (`tensor_parallel.py`), and backward passes show which gradients have to be summed
 (`partial_gradients.py`).
 
 B rows, S columns of the global sequences, D and E widths of student and teacher.
@@ -40,14 +40,16 @@ from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.apply.compiled_layers import layers_not_compiled
 from stillhouse.parallel.apply.context_parallel import NextTokens, gather_sequences
-from stillhouse.parallel.compiled_proof import prove_compiled
+from stillhouse.parallel.build_runner import build_runner
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.pair import IN_STAGE, StageInputs, model_inputs
 from stillhouse.parallel.partial_gradients import cross_entropies, partial_gradients
+from stillhouse.parallel.run_layout import Layout
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_loading import ModelSource
-from stillhouse.parallel.tensor_parallel_proof import layers_compared, require_equal_layers
+from stillhouse.proofs.compiled_layers import prove_compiled
+from stillhouse.proofs.tensor_parallel import layers_compared, require_equal_layers
 
 
 class _Hidden(NamedTuple):
@@ -68,6 +70,39 @@ class _Side(NamedTuple):
         """Pack documents in the next way."""
         for decoder in self.decoders:
             decoder.packing.refuse(error)
+
+
+def build_proven_runner(
+    layout: Layout,
+    mesh: Mesh,
+    student: ModelSource,
+    teacher: ModelSource | None,
+    *,
+    teacher_head_only: bool = False,
+) -> Runner:
+    """Build this process's runner (`build_runner`). Prove its models under the layout, if they need a proof, and that
+    a student without noise has none.
+
+    Raises ValueError for a model that does not fit the layout, and ProofError for a model that gives wrong results.
+    """
+    runner = build_runner(layout, mesh, student, teacher, teacher_head_only=teacher_head_only)
+    if needs_proof(layout, mesh, student, teacher):
+        has_layers = student.teacher_is_base or (teacher is not None and not teacher_head_only)
+        prove_runner(runner, student, teacher, teacher_in_stages=has_layers)
+    if student.without_noise and student.has_values:
+        prove_no_noise(runner, student.name)
+    return runner
+
+
+def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> bool:
+    """Whether models under a layout have to be proven.
+
+    A single process does not prove a proven model again, unless its layers compute in another way.
+    """
+    models = [source for source in sources if source is not None]
+    return all(source.has_values for source in models) and (
+        mesh.ranks.size > 1 or layout.changes_results or not all(source.is_proven for source in models)
+    )
 
 
 def prove_runner(
