@@ -4,7 +4,6 @@ K depths of multi-token prediction (depth 0 is the model itself), B rows of seve
 documents, L columns of the longest one, D width, V vocabulary.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,10 +16,10 @@ from torch import Tensor
 from stillhouse.megatron.chunks import Chunks
 from stillhouse.megatron.loading import LOAD_ERRORS
 from stillhouse.megatron.model_config import require_family
-from stillhouse.models import ProofError
 from stillhouse.models.adapter import initial_matrix, is_lora
 from stillhouse.models.document_rows import DocumentRows
 from stillhouse.models.forward_modes import evaluating
+from stillhouse.models.load_proof import compare
 from stillhouse.models.lora import Lora
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Mesh, ModelSource
@@ -65,7 +64,7 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
     )
     # rounding can change the experts of single tokens
     is_routed = require_family(chunks.config).experts is not None and dtype != torch.float32
-    errors = [0.0]
+    errors = [torch.zeros(1)]
     with _drawn_adapter(chunks):
         logits = chunks.logits(ids_BS, positions_BS, degrees.pipeline)
     for by_depth, start in logits[:1]:
@@ -74,15 +73,13 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
             difference_BSV = logits_BSV[..., : of_rank_BSV.shape[-1]].float() - of_rank_BSV
             error_BS = (difference_BSV.norm(dim=-1) / expected_BSV.norm(dim=-1))[is_real_BS]
             if error_BS.numel():
-                errors.append(float(error_BS.median() if is_routed else error_BS.max()))
-    # max() ignores a NaN
-    largest = max(mesh.ranks.gather(max(error if math.isfinite(error) else math.inf for error in errors)))
-    if largest > TOLERANCE[dtype]:
-        raise ProofError(
-            f"{source.name}: the logits of Megatron-Core differ from those of transformers by {largest:.1e} of their "
-            f"norm, expected at most {TOLERANCE[dtype]:.0e}; parallel.engine: torch trains this model"
-        )
-    return largest
+                errors.append((error_BS.median() if is_routed else error_BS.max())[None].cpu())
+    return compare(
+        torch.tensor(mesh.ranks.gather(float(torch.cat(errors).max()))),
+        TOLERANCE[dtype],
+        f"{source.name}: the logits of Megatron-Core differ from those of transformers by {{error:.1e}} of their "
+        f"norm, expected at most {TOLERANCE[dtype]:.0e}; parallel.engine: torch trains this model",
+    )
 
 
 def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> Tensor:

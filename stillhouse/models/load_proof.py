@@ -23,7 +23,9 @@ B rows, S columns, D width.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +70,7 @@ _THIRD = slice(5, 7)  # the rows of which only the first documents are exchanged
 
 
 @dataclass(frozen=True)
-class ProbeDocuments:
+class Probe:
     """The documents of the proof. Rows 0 and 1 are the first pair, rows 2 and 3 the second, rows 5 and 6 the third.
 
     ids_BS, position_ids_BS: the inputs of pass A. starts_B: the column at which each row's second document begins.
@@ -79,7 +81,7 @@ class ProbeDocuments:
     starts_B: tuple[int, ...]
 
     @classmethod
-    def of(cls, vocabulary: int, *, depths: int = 0, multiple: int = 1) -> "ProbeDocuments":
+    def of(cls, vocabulary: int, *, depths: int = 0, multiple: int = 1) -> "Probe":
         """Return documents of fixed token ids below `vocabulary`. The number of columns is a multiple of `multiple`.
 
         depths: the number of MTP depths; more depths need longer documents.
@@ -102,11 +104,6 @@ class ProbeDocuments:
         return probe
 
     @property
-    def document_ids_S(self) -> Tensor:
-        """The token ids of one document."""
-        return self.ids_BS[0, : self.starts_B[0]]
-
-    @property
     def exchanged_ids_BS(self) -> Tensor:
         """The token ids of pass B."""
         ids_BS = self.ids_BS[_PARTNERS]
@@ -123,7 +120,69 @@ class ProbeDocuments:
         return slice(0, start // 2 - depth), slice(start, start + (columns - start) // 2 - depth)
 
 
-Forward = Callable[[Tensor, Tensor], Sequence[Tensor]]
+class Subject(ABC):
+    """A model, or a student and a teacher that run together, whose hidden states for a probe are compared.
+
+    attentions: the attention functions of all its parts.
+    """
+
+    probe: Probe
+    device: torch.device
+    attentions: Sequence[PackedAttention]
+
+    @abstractmethod
+    def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
+        """Return hidden states [B, S, D] of each depth; an empty list on a process that does not have them."""
+
+    def exchanged(self) -> list[tuple[Tensor, Tensor]]:
+        """Return, for each depth, the hidden states of passes A and B, with the same dropout and noise in both."""
+        return self._passes((self.probe.ids_BS, 0), (self.probe.exchanged_ids_BS, 0))
+
+    def with_other_noise(self) -> list[tuple[Tensor, Tensor]]:
+        """Return, for each depth, the hidden states of pass A with two different sequences of random numbers."""
+        return self._passes((self.probe.ids_BS, 0), (self.probe.ids_BS, 1))
+
+    @torch.no_grad()
+    def whole_rows(self) -> list[tuple[Tensor, Tensor]]:
+        """Return, for each depth, the hidden states of rows of one document, with the attention that reads lengths
+        and with the usual one; an empty list if no part uses the former.
+        """
+        if not any(attention.reads_lengths for attention in self.attentions):
+            return []
+        ids_BS = self.probe.ids_BS.to(self.device)
+        position_ids_BS = torch.arange(ids_BS.shape[1], device=self.device).expand_as(ids_BS)
+        by_lengths = self.run(ids_BS, position_ids_BS)
+        with ExitStack() as stack:
+            for attention in self.attentions:
+                stack.enter_context(attention.without_lengths())
+            usual = self.run(ids_BS, position_ids_BS)
+        return list(zip(by_lengths, usual, strict=True))
+
+    def _passes(self, *ids_and_seeds: tuple[Tensor, int]) -> list[tuple[Tensor, Tensor]]:
+        passes = []
+        with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            for ids_BS, seed in ids_and_seeds:
+                torch.manual_seed(seed)
+                passes.append(self.run(ids_BS.to(self.device), self.probe.position_ids_BS.to(self.device)))
+        return list(zip(*passes, strict=True))
+
+
+class _WholeDecoder(Subject):
+    """An unsharded `Decoder`."""
+
+    def __init__(self, decoder: Any):
+        self._decoder, self.device, self.attentions = decoder, decoder.pretrained.device, [decoder.packing.attention]
+        self.probe = Probe.of(decoder.vocabulary_rows, depths=0 if decoder.mtp is None else decoder.mtp.depths)
+
+    def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
+        if self._decoder.mtp is None:
+            return (self._decoder(ids_BS, position_ids_BS, processor=_hidden_states),)
+        failure = f"{describe(self._decoder.pretrained)} cannot run layers for multi-token prediction"
+        with reading(failure, passes=ProofError):
+            depths: Sequence[Tensor] = self._decoder(
+                ids_BS, position_ids_BS, processor=_hidden_states, mtp_input_ids=ids_BS
+            )
+        return depths
 
 
 def prove_decoder(decoder: Any) -> None:
@@ -131,39 +190,27 @@ def prove_decoder(decoder: Any) -> None:
 
     Raises ProofError, naming the cause. Weights, modes and random states do not change.
     """
-    model = decoder.pretrained
+    model, subject = decoder.pretrained, _WholeDecoder(decoder)
     _require_placed(model)
-    depths = 0 if decoder.mtp is None else decoder.mtp.depths
-    probe = ProbeDocuments.of(decoder.vocabulary_rows, depths=depths)
+    dtype = autocast_dtype(model)
 
-    def forward(ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
-        if decoder.mtp is None:
-            return (decoder(ids_BS, position_ids_BS, processor=_returned),)
-        with reading(f"{describe(model)} cannot run layers for multi-token prediction", passes=ProofError):
-            return decoder(ids_BS, position_ids_BS, processor=_returned, mtp_input_ids=ids_BS)
-
-    def prove_passes() -> None:
-        dtype = autocast_dtype(model)
-        for training in (False, True):
-            of_packing = packing_errors(model, decoder.packing)
-            with in_mode(decoder, model, training=training), autocast(model.device, dtype), of_packing:
-                depths_hidden = run_probe(forward, probe, model.device)
-            prove_documents(decoder, depths_hidden, probe)
-            if not training:
-                prove_places(decoder, depths_hidden, probe, dtype)
-        if decoder.packing.attention.reads_lengths:
-            with evaluating(decoder, model), autocast(model.device, dtype):
-                by_attention = run_whole_rows(forward, probe, model.device, [decoder.packing.attention])
-            prove_attention(decoder, by_attention, dtype)
-
-    while True:
+    def is_exact(training: bool) -> bool:
         try:
-            prove_passes()
-            break
+            with in_mode(decoder, model, training=training), autocast(model.device, dtype):
+                with packing_errors(model, decoder.packing):
+                    exchanged = subject.exchanged()
+                rows = [] if training else subject.whole_rows()
+            prove_hidden(decoder, subject.probe, exchanged, rows, dtype, training=training)
         except PackingError as error:
             decoder.packing.refuse(error)
-    with evaluating(decoder, model), autocast(model.device, autocast_dtype(model)):
-        prove_logits(decoder, {"input_ids": probe.document_ids_S[None].to(model.device)})
+            return False
+        return True
+
+    while not all(map(is_exact, (False, True))):
+        pass  # the model packs documents in its next way
+    with evaluating(decoder, model), autocast(model.device, dtype):
+        document_ids_S = subject.probe.ids_BS[0, : subject.probe.starts_B[0]]
+        prove_logits(decoder, {"input_ids": document_ids_S[None].to(model.device)})
 
 
 @torch.no_grad()
@@ -176,141 +223,112 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
         model(ids_BS, use_cache=False, return_dict=True, **lengths)
 
 
-def run_probe(forward: Forward, probe: ProbeDocuments, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each depth, the hidden states [B, S, D] of passes A and B; an empty list if `forward` returns none.
+def relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
+    """Return the norm of the difference [N], relative to the norm of the expected values."""
+    difference = (value_ND - expected_ND).float().norm(dim=-1)
+    return difference / expected_ND.float().norm(dim=-1).clamp_min(1e-30)
 
-    forward: returns the hidden states of each depth for ids and positions [B, S].
+
+def compare(
+    errors_N: Tensor, tolerance: float, message: str, kind: type[ValueError] = ProofError, *, median: bool = False
+) -> float:
+    """Return the largest error, or the median; NaN if one of them is not finite.
+
+    message: of the exception, with the format of the number, such as {error:.2%}.
+    Raises an exception of this kind if the error exceeds the tolerance, or is NaN.
     """
-    # the same dropout and noise in both passes
-    return _run_passes(forward, probe, device, [(probe.ids_BS, 0), (probe.exchanged_ids_BS, 0)])
+    error = float(errors_N.median() if median else errors_N.max())
+    error = error if bool(errors_N.isfinite().all()) else math.nan
+    if not error <= tolerance:
+        raise kind(re.sub(r"\{error:([^}]*)\}", lambda match: format(error, match[1]), message))
+    return error
 
 
-def run_with_other_noise(
-    forward: Forward, probe: ProbeDocuments, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """As `run_probe`, but pass A twice, with other random numbers."""
-    return _run_passes(forward, probe, device, [(probe.ids_BS, 0), (probe.ids_BS, 1)])
-
-
-def _run_passes(
-    forward: Forward, probe: ProbeDocuments, device: torch.device, ids_and_seeds: Sequence[tuple[Tensor, int]]
-) -> list[tuple[Tensor, Tensor]]:
-    passes = []
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for ids_BS, seed in ids_and_seeds:
-            torch.manual_seed(seed)
-            passes.append(forward(ids_BS.to(device), probe.position_ids_BS.to(device)))
-    return list(zip(*passes, strict=True))
-
-
-@torch.no_grad()
-def run_whole_rows(
-    forward: Forward, probe: ProbeDocuments, device: torch.device, attentions: Sequence[PackedAttention]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each depth, the hidden states [B, S, D] of rows of one document, with the attention that reads
-    lengths and with the usual one; an empty list if `forward` returns none.
-    """
-    ids_BS, position_ids_BS = probe.ids_BS.to(device), torch.arange(probe.ids_BS.shape[1], device=device)
-    position_ids_BS = position_ids_BS.expand_as(ids_BS)
-    by_lengths = forward(ids_BS, position_ids_BS)
-    with ExitStack() as stack:
-        for attention in attentions:
-            stack.enter_context(attention.without_lengths())
-        usual = forward(ids_BS, position_ids_BS)
-    return list(zip(by_lengths, usual, strict=True))
-
-
-def prove_attention(
-    decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], precision: torch.dtype | None = None
+def prove_hidden(
+    decoder: Any,
+    probe: Probe,
+    exchanged: Sequence[tuple[Tensor, Tensor]],
+    whole_rows: Sequence[tuple[Tensor, Tensor]],
+    precision: torch.dtype | None = None,
+    *,
+    training: bool,
 ) -> None:
-    """Check the hidden states that `run_whole_rows` has returned. precision: see `prove_places`.
+    """Check a decoder's hidden states, as `Subject.exchanged` and `Subject.whole_rows` return them.
 
-    Raises ProofError if variable-length attention does not compute what the usual attention does.
+    precision: the dtype of the matrix products, which determines the rounding; None: the hidden states' dtype.
+    training: whether the decoder was in train mode. Noise then differs from place to place in a row.
+    Raises ProofError for a model that is not causal, PackingError if documents in a row see each other, if the place
+    of a document in its row changes its hidden states, or if the attention that reads lengths computes other ones.
     """
-    columns = depths[0][0].shape[1] if depths else 0
-    for depth, (hidden_BSD, expected_BSD) in enumerate(depths):
-        # rows that are joined to one shift other tokens to their last columns at depths > 0
-        within = slice(columns - depth)
-        error = float(relative_errors(hidden_BSD[:, within], expected_BSD[:, within]).median())
-        if not error <= PLACE_TOLERANCE[precision or hidden_BSD.dtype]:
-            raise PackingError(
-                f"{describe(decoder.pretrained)}: the hidden states with variable-length attention differ by "
-                f"{error:.2%} from those with attention '{decoder.packing.attention.usual}'"
-            )
-
-
-def prove_documents(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe: ProbeDocuments) -> None:
-    """Check the hidden states that `run_probe` has returned, in train or in eval mode.
-
-    Raises ProofError for a model that is not causal, or that lets documents in a row see each other.
-    """
-    model = decoder.pretrained
-    for depth, (first_BSD, second_BSD) in enumerate(depths):
+    model, columns, start = decoder.pretrained, probe.ids_BS.shape[1], probe.starts_B[2]
+    for depth, (first_BSD, second_BSD) in enumerate(exchanged):
         _require_finite(decoder, "hidden states", first_BSD, second_BSD)
         _prove_separation(model, first_BSD, second_BSD, probe, depth)
-
-
-def require_no_noise(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Check the hidden states that `run_with_other_noise` has returned in train mode.
-
-    Raises ProofError if they depend on random numbers.
-    """
-    model = decoder.pretrained
-    change = max((float(relative_errors(*hidden).max()) for hidden in depths), default=0.0)
-    if not change <= _UNCHANGED:
-        keys = name_list(noise_keys(model.config)) or "the sizes of its noise"
-        raise ProofError(
-            f"{describe(model)} has noise in train mode that is not removed for this loss, whose ratios compare with "
-            f"probabilities of completions without noise (its hidden states change by {change:.2%} with the random "
-            f"numbers): expected 0.0 for {keys} in its config.json"
+        behind, first = first_BSD[2, start:], first_BSD[4, : probe.starts_B[4]]
+        if not training:
+            compare(
+                relative_errors(behind, first)[: len(first) - depth],
+                PLACE_TOLERANCE[precision or first_BSD.dtype],
+                f"{describe(model)}: the hidden states of a document change by {{error:.2%}} when it lies behind "
+                "another one in its row: the model does not number tokens by position_ids, and cannot be packed",
+                PackingError,
+                median=True,
+            )
+    for depth, (hidden_BSD, expected_BSD) in enumerate(whole_rows):
+        # rows that are joined to one shift other tokens to their last columns at depths > 0
+        within = slice(columns - depth)
+        compare(
+            relative_errors(hidden_BSD[:, within], expected_BSD[:, within]),
+            PLACE_TOLERANCE[precision or hidden_BSD.dtype],
+            f"{describe(model)}: the hidden states with variable-length attention differ by {{error:.2%}} from those "
+            f"with attention '{decoder.packing.attention.usual}'",
+            PackingError,
+            median=True,
         )
 
 
-def prove_places(
-    decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe: ProbeDocuments, precision: torch.dtype | None = None
-) -> None:
-    """Check the hidden states that `run_probe` has returned in eval mode.
-
-    precision: the dtype of the matrix products, which determines the rounding; None: the hidden states' dtype.
-    Raises ProofError if the hidden states of a document depend on the document's place in its row.
-    """
-    start, model = probe.starts_B[2], decoder.pretrained
-    for depth, (hidden_BSD, _) in enumerate(depths):
-        second, first = hidden_BSD[2, start:], hidden_BSD[4, : probe.starts_B[4]]
-        error = float(relative_errors(second, first)[: len(first) - depth].median())
-        if not error <= PLACE_TOLERANCE[precision or hidden_BSD.dtype]:
-            raise PackingError(
-                f"{describe(model)}: the hidden states of a document change by {error:.2%} when it lies behind "
-                "another one in its row: the model does not number tokens by position_ids, and cannot be packed"
-            )
+def require_no_noise(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Raise ProofError if hidden states in train mode, as `Subject.with_other_noise` returns them, differ."""
+    model = decoder.pretrained
+    keys = name_list(noise_keys(model.config)) or "the sizes of its noise"
+    for hidden in depths:
+        compare(
+            relative_errors(*hidden),
+            _UNCHANGED,
+            f"{describe(model)} has noise in train mode that is not removed for this loss, whose ratios compare with "
+            "probabilities of completions without noise (its hidden states change by {error:.2%} with the random "
+            f"numbers): expected 0.0 for {keys} in its config.json",
+        )
 
 
 def _prove_separation(
-    model: PreTrainedModel, first_BSD: Tensor, second_BSD: Tensor, probe: ProbeDocuments, depth: int
+    model: PreTrainedModel, first_BSD: Tensor, second_BSD: Tensor, probe: Probe, depth: int
 ) -> None:
     beginnings = [(row, probe.beginnings(row, depth)) for row in range(4)]
     # if rows are joined to one, the last columns of a row depend on the first tokens of the next row at depths > 0
     end = probe.ids_BS.shape[1] - depth
     thirds = [(row, slice(probe.starts_B[row], end)) for row in range(_THIRD.start, _THIRD.stop)]
-
-    def change(parts: Sequence[tuple[int, slice]]) -> float:
-        return float(torch.stack([relative_errors(second_BSD[part], first_BSD[part]).max() for part in parts]).max())
-
+    states = layers_with_state(model.config)
+    layers = f" and layers that mix tokens without attention ({name_list(states)})" if states else ""
     # only row 0 has no other document before it, if the rows are joined to one row
-    before = change([(0, beginnings[0][1][0])])
-    behind = change([*((row, part) for row, parts in beginnings for part in parts), *thirds])
-    if not before <= _UNCHANGED:
-        raise ProofError(
+    before = [(0, beginnings[0][1][0])]
+    behind = [*((row, part) for row, parts in beginnings for part in parts), *thirds]
+    for places, message, kind in (
+        (
+            before,
             f"{describe(model)} is not causal: its tokens attend to later tokens (their hidden states change by "
-            f"{before:.2%} with them)"
-        )
-    if not behind <= _UNCHANGED:
-        states = layers_with_state(model.config)
-        layers = f" and layers that mix tokens without attention ({name_list(states)})" if states else ""
-        raise PackingError(
+            "{error:.2%} with them)",
+            ProofError,
+        ),
+        (
+            behind,
             f"{describe(model)} with attention '{model.config._attn_implementation}'{layers} lets documents that "
-            f"share a row see each other (hidden states change by {behind:.2%} with the document before)"
-        )
+            "share a row see each other (hidden states change by {error:.2%} with the document before)",
+            PackingError,
+        ),
+    ):
+        errors = [relative_errors(second_BSD[place], first_BSD[place]) for place in places]
+        compare(torch.cat(errors), _UNCHANGED, message, kind)
 
 
 @torch.no_grad()
@@ -356,7 +374,7 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
     head.rule = LogitRule()
 
 
-def _returned(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
+def _hidden_states(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
     """An output processor that returns the hidden states; for several depths, a tuple."""
     return hidden_states
 
@@ -376,9 +394,3 @@ def _require_placed(model: PreTrainedModel) -> None:
         raise ValueError(f"attention '{attention}' runs on GPUs only: pass device='cuda', or verify=False")
     if attention_name(model) == VARLEN:
         require_varlen(model)
-
-
-def relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
-    """Return the norm of the difference [N], relative to the norm of the expected values."""
-    difference = (value_ND - expected_ND).float().norm(dim=-1)
-    return difference / expected_ND.float().norm(dim=-1).clamp_min(1e-30)

@@ -1,7 +1,7 @@
 """Proves the models of a runner under its layout, after their weights are loaded.
 
 `models/load_proof.py` describes the proof of one model. Under tensor parallelism, each layer is also compared with
-its full copy (`tensor_parallel.py`), and backward passes show which gradients have to be summed
+its full copy (`layers.py`), and backward passes show which gradients have to be summed
 (`partial_gradients.py`).
 
 B rows, S columns of the global sequences, D and E widths of student and teacher.
@@ -24,17 +24,7 @@ from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.document_packing import KERNELS, KernelError, PackingError, packing_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.lm_head import input_embedding
-from stillhouse.models.load_proof import (
-    ProbeDocuments,
-    prove_attention,
-    prove_documents,
-    prove_logits,
-    prove_places,
-    require_no_noise,
-    run_probe,
-    run_whole_rows,
-    run_with_other_noise,
-)
+from stillhouse.models.load_proof import Probe, Subject, prove_hidden, prove_logits, require_no_noise
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
@@ -48,8 +38,7 @@ from stillhouse.parallel.partial_gradients import cross_entropies, partial_gradi
 from stillhouse.parallel.run_layout import Layout
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_loading import ModelSource
-from stillhouse.proofs.compiled_layers import prove_compiled
-from stillhouse.proofs.tensor_parallel import layers_compared, require_equal_layers
+from stillhouse.proofs.layers import layers_compared, prove_compiled, require_equal_layers
 
 
 class _Hidden(NamedTuple):
@@ -152,7 +141,7 @@ def prove_no_noise(runner: Runner, name: str) -> None:
     """
     forward = ProbeForward(runner, {})
     with in_mode(*runner.decoders, training=True), layers_not_compiled():
-        hidden = run_with_other_noise(forward, forward.probe, forward.device)
+        hidden = forward.with_other_noise()
     with _raised(runner, name):
         require_no_noise(runner.decoders[-1], hidden)
     for pair in runner.pairs.values():
@@ -167,7 +156,7 @@ def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
     with mesh.ranks.all_raise(ProofError):
         for name, decoder in decoders.items():
             device = mesh.device if isinstance(decoder, FSDPModule) else decoder.output_weight.device
-            columns = ProbeDocuments.of(decoder.vocabulary_rows).ids_BS.shape[1]
+            columns = Probe.of(decoder.vocabulary_rows).ids_BS.shape[1]
             position_ids_BS = torch.arange(columns, device=device)[None]
             with prefixed(name, ProofError), evaluating(decoder):
                 prove_logits(decoder, _embedded(decoder, position_ids_BS))
@@ -177,19 +166,11 @@ def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
 def _prove_compiled_layers(runner: Runner, name: str, *, teacher_in_stages: bool) -> None:
     """Compare the compiled layers of student and teacher with the layers as they are written."""
     forward = ProbeForward(runner, {TEACHER: IN_STAGE} if teacher_in_stages else {})
-    of_student = ProbeForward(runner, {})
+    student = ProbeForward(runner, {})
     count = 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline  # every schedule can run these
-
-    def forward_backward() -> None:
-        runner.forward_backward([of_student.inputs(of_student.micro_batch(), cross_entropies(0))] * count)
-
+    micro_batches = [student.inputs(student.micro_batch(), cross_entropies(0))] * count
     with _raised(runner, name):
-        prove_compiled(
-            runner,
-            partial(forward, forward.probe.ids_BS, forward.probe.position_ids_BS),
-            forward_backward,
-            probe_precision(runner),
-        )
+        prove_compiled(runner, forward, micro_batches, probe_precision(runner))
     for pair in runner.pairs.values():
         reshard(pair)
 
@@ -210,36 +191,37 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
         passes = _run_passes(runner, sides)
         if passes is None:
             return False
-        by_attention = [] if training else _run_whole_rows(runner, sides)
-    probe, hidden = passes
-    of_student = len(hidden) - teacher_in_stages
+        forward, exchanged = passes
+        whole_rows = [] if training else forward.whole_rows()
+    end = len(exchanged) - teacher_in_stages
     is_exact = True
-    for side, part in zip(sides, (slice(of_student), slice(of_student, None)), strict=False):
+    for side, part in zip(sides, (slice(end), slice(end, None)), strict=False):
         try:
             with _raised(runner, side.name):
-                if hidden[part]:
-                    prove_documents(side.decoders[-1], hidden[part], probe)
-                    if not training:
-                        prove_places(side.decoders[-1], hidden[part], probe, probe_precision(runner))
-                        prove_attention(side.decoders[-1], by_attention[part], probe_precision(runner))
+                if exchanged[part]:
+                    prove_hidden(
+                        side.decoders[-1],
+                        forward.probe,
+                        exchanged[part],
+                        whole_rows[part],
+                        probe_precision(runner),
+                        training=training,
+                    )
         except PackingError as error:
             side.refuse(error)
             is_exact = False
     return is_exact
 
 
-def _run_whole_rows(runner: Runner, sides: Sequence[_Side]) -> Sequence[tuple[Tensor, Tensor]]:
-    """Return the hidden states of all sides by their attention; empty if none of them reads lengths."""
-    attentions = [decoder.packing.attention for side in sides for decoder in side.decoders]
-    if not any(attention.reads_lengths for attention in attentions):
-        return []
-    forward = ProbeForward(runner, sides[-1].signals)
-    return run_whole_rows(forward, forward.probe, forward.device, attentions)
-
-
 def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
     """Raise ValueError on all ranks if they pack documents in different ways and so would run other collectives."""
-    first, *others = runner.ranks.gather([_packing_of(side.decoders[0]) for side in sides])
+    packings = [side.decoders[0].packing for side in sides]
+    first, *others = runner.ranks.gather(
+        [
+            f"{packing.name} with variable-length attention" if packing.attention.reads_lengths else packing.name
+            for packing in packings
+        ]
+    )
     for rank, other in enumerate(others, start=1):
         for side, packing, packing_of_rank in zip(sides, first, other, strict=True):
             if packing != packing_of_rank:
@@ -250,15 +232,10 @@ def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
                 )
 
 
-def _packing_of(decoder: Decoder) -> str:
-    packing = decoder.packing
-    return f"{packing.name} with variable-length attention" if packing.attention.reads_lengths else packing.name
-
-
 def _run_passes(
     runner: Runner, sides: Sequence[_Side]
-) -> tuple[ProbeDocuments, Sequence[tuple[Tensor, Tensor]]] | None:
-    """Return the probe and the hidden states of all sides; None if a model does not accept masks or lengths.
+) -> tuple["ProbeForward", Sequence[tuple[Tensor, Tensor]]] | None:
+    """Return what runs all sides, and their hidden states; None if a model does not accept masks or lengths.
 
     The last side's signals make the student run, too. A student with such arguments also runs alone before: so it is
     known which model an error is about. All ranks run the same passes, even ranks that get no result.
@@ -273,7 +250,7 @@ def _run_passes(
             if packing.has_arguments and runner.layout.stages > 1:
                 _run_first_stage(runner, side)
             with _raised(runner, side.name), packing_errors(side.decoders[0].pretrained, packing):
-                passes = forward.probe, run_probe(forward, forward.probe, forward.device)
+                passes = forward, forward.exchanged()
         except PackingError as error:
             side.refuse(error)
             return None
@@ -301,7 +278,7 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
         (student, runner.decoders),
         (teacher, [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]),
     ]
-    compared: list[tuple[str, Decoder, Mapping[str, float]]] = []
+    compared: list[tuple[str, Decoder, Mapping[str, Tensor]]] = []
     with ExitStack() as stack:
         for source, decoders in sides:
             if source is None:
@@ -310,14 +287,14 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
                 stack.enter_context(evaluating(decoder))
                 errors = stack.enter_context(layers_compared(decoder, source.build, probe_precision(runner)))
                 compared.append((source.name, decoder, errors))
-        run_probe(forward, forward.probe, forward.device)
+        forward.exchanged()
     with runner.ranks.all_raise(ProofError):
-        for name, decoder, of_layers in compared:
+        for name, decoder, by_layer in compared:
             with prefixed(name, ProofError):
-                require_equal_layers(decoder, of_layers)
+                require_equal_layers(decoder, by_layer)
 
 
-class ProbeForward:
+class ProbeForward(Subject):
     """A forward pass of the runner that returns hidden states of global sequences, gathered over the context ranks.
 
     Returns [B, S, D] for the student and for each of its MTP depths, then [B, S, E] for the teacher; an empty list on
@@ -332,8 +309,11 @@ class ProbeForward:
         # only the last stage has the MTP layers
         self.depths = max(runner.ranks.gather(max(depths)))
         decoders = [decoder for decoder in (student, runner.teacher) if decoder is not None]
+        teachers = [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]
+        run = [*runner.decoders, *(teachers if signals else [])]
+        self.attentions = [decoder.packing.attention for decoder in run]
         vocabulary = min(decoder.vocabulary_rows for decoder in decoders)
-        self.probe = ProbeDocuments.of(vocabulary, depths=self.depths, multiple=context)
+        self.probe = Probe.of(vocabulary, depths=self.depths, multiple=context)
 
     def inputs(self, micro_batch: MicroBatch, processor: OutputProcessor) -> StageInputs:
         mtp = [MtpLayersRun(NextTokens(self.depths, self._runner.mesh.group("context")))] if self.depths else []
@@ -343,11 +323,11 @@ class ProbeForward:
         """Return this process's columns of the probe."""
         return _micro_batch(self._runner, self.probe.ids_BS, self.probe.position_ids_BS)
 
-    def __call__(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
+    def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         return self.hidden(_micro_batch(self._runner, ids_BS, position_ids_BS))
 
     def hidden(self, micro_batch: MicroBatch) -> Sequence[Tensor]:
-        """Return the hidden states of this process's columns of a micro-batch, as a call does."""
+        """Return the hidden states of this process's columns of a micro-batch, as `run` does."""
         results = self._runner.forward([self.inputs(micro_batch, _hidden)])
         if not results:
             return []
@@ -388,7 +368,7 @@ def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> Mic
 
 
 def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
-    probe = ProbeDocuments.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
+    probe = Probe.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
     ids_BS = probe.ids_BS[:1]
     micro_batch = _micro_batch(runner, ids_BS, torch.arange(ids_BS.shape[1])[None])  # one document
     if getattr(input_embedding(decoder.pretrained), "weight", None) is None:

@@ -54,7 +54,7 @@ def proven(_: Rank, case: Pair) -> list[tuple[str, bool, float]]:
     ids_BS, position_ids_BS = forward.probe.ids_BS, forward.probe.position_ids_BS
     results = []
     decoders = runner.decoders[0], runner.teacher
-    for decoder, build_model, hidden in zip(decoders, builds, forward(ids_BS, position_ids_BS), strict=True):
+    for decoder, build_model, hidden in zip(decoders, builds, forward.run(ids_BS, position_ids_BS), strict=True):
         assert decoder is not None
         with torch.no_grad():
             expected = Decoder(build_model())(ids_BS, position_ids_BS, head=False)
