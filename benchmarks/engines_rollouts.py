@@ -31,12 +31,12 @@ from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, PROCESSED, WRI
 from benchmarks.training_runs import LOSS, run_config, values_of
 from stillhouse.loops import on_policy
 from stillhouse.loops.rollouts import Rollouts
+from stillhouse.loops.session import Session
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.rollout import Sample
 from stillhouse.rollout.publish import version_folder
 from stillhouse.run.run import distill
-from stillhouse.run.session import Session
 from stillhouse.tools.demo.corpus import collect_split
 from stillhouse.tools.demo.student import TEACHER
 
@@ -248,7 +248,7 @@ def _log_probs(steps: Sequence[list[Sample]], kept: Path, session: Session) -> d
 
 def _of_model(model: PreTrainedModel, session: Session, sample: Sample) -> np.ndarray:
     """The log-probabilities of a sample's tokens, [tokens] float64."""
-    prompt_ids = session.train.documents.tokens(sample.prompt)
+    prompt_ids = session.data.train.documents.tokens(sample.prompt)
     ids_L = torch.from_numpy(np.concatenate([prompt_ids, sample.completion.ids_N]).astype(np.int64))
     logits_NV = model(ids_L[None]).logits[0, len(prompt_ids) - 1 : -1].double()
     log_probs_NV = (logits_NV / TEMPERATURE).log_softmax(-1)

@@ -34,8 +34,8 @@ from benchmarks.random_session import (
     utilization,
 )
 from benchmarks.record import header, result_file
+from stillhouse.loops.session import Session
 from stillhouse.plan.layout_plan import Plan
-from stillhouse.run.session import Session
 from stillhouse.signals import RequestedSteps
 
 KERNELS, PLACES, CALLS = 40, 20, 20
@@ -78,7 +78,7 @@ def main() -> None:
 
 def measure(session: Session, arguments: argparse.Namespace) -> list[list[str]]:
     """Return the sections of the result, each a list of lines."""
-    device, steps = session.device, training_steps(session)
+    device, steps = session.models.device, training_steps(session)
     seconds = [timed_step(steps, device) for _ in range(WARM_UP + TIMED)]
     print(f"seconds of the first steps: {', '.join(f'{second:.3f}' for second in seconds)}", flush=True)
     with waits_for_device(device) as waits:
@@ -93,12 +93,12 @@ def measure(session: Session, arguments: argparse.Namespace) -> list[list[str]]:
     operations = flops(session, arguments)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     summary = [
-        f"attention: student {session.student.config._attn_implementation}, "
-        f"teacher {session.teacher and session.teacher.config._attn_implementation}",
+        f"attention: student {session.models.student.config._attn_implementation}, "
+        f"teacher {session.models.teacher and session.models.teacher.config._attn_implementation}",
         f"step: {best * 1e3:.1f} ms ({profiled * 1e3:.1f} ms with the profiler), {operations / 1e12:.2f} TFLOP, "
         f"share of the peak {utilization(operations, best, device)}, peak memory {peak:.2f} GiB",
         f"device busy {busy * 1e3:.1f} ms; kernels: {sum(entry.count for entry in kernels)}; "
-        f"{session.train_config.tokens_per_step / best:.0f} tokens per second",
+        f"{session.schedule.train_config.tokens_per_step / best:.0f} tokens per second",
         " | ".join(f"{kind} {spent / 1e3:.1f} ms" for kind, spent in by_kind(kernels).most_common()),
     ]
     return [wait_lines(waits), kernel_lines(kernels or list(averages)), call_lines(averages), summary]
@@ -106,9 +106,11 @@ def measure(session: Session, arguments: argparse.Namespace) -> list[list[str]]:
 
 def training_steps(session: Session) -> Iterator[None]:
     """Run a step of the training loop at each request."""
-    engine, schedule = session.engine, session.step_schedule
-    sharded = (session.shard(schedule.micro_batches(session.train, step)) for step in range(schedule.steps))
-    requests = RequestedSteps(session.source_for(engine), sharded)
+    engine, schedule = session.models.engine, session.schedule.step_schedule
+    sharded = (
+        session.models.shard(schedule.micro_batches(session.data.train, step)) for step in range(schedule.steps)
+    )
+    requests = RequestedSteps(session.models.source_for(engine), sharded)
     for micro_batches, signals in requests:
         output = engine.forward_backward(micro_batches, signals.result(), micro_batches.of_all_ranks.normalizer)
         requests.build_next()

@@ -21,13 +21,13 @@ from stillhouse.config.read_config import dotted_values
 from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.loops.session import Data, Loss, Models, Schedule, Session
 from stillhouse.models import Decoder
 from stillhouse.models.varlen import Activations
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, use_deterministic_algorithms
 from stillhouse.plan.devices import DEVICES
 from stillhouse.plan.layout_plan import Machine, Plan, plan
-from stillhouse.run.session import Session
 from stillhouse.signals import InStageTeacher
 
 #: dense bf16 operations per second in the data sheets, by a part of the device's name
@@ -70,23 +70,18 @@ def make_session(arguments: argparse.Namespace, folder: Path, steps: int) -> Ses
     mesh = Mesh(Degrees(), torch.device(arguments.device), of_one_process=True)
     runner = build_runner(layout, mesh, *sources, prove=False)
     train = TrainConfig(learning_rate=1e-5, betas=(0.9, 0.95), clip=1.0)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>")))
+    engine = TorchEngine(runner, spec, train=train, autocast=half)
+    source = ModelSource(lambda: student)
+    steps = make_step_schedule(config.train, len(packed), arguments.max_tokens)
     return Session(
-        spec=spec,
-        tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))),
-        train=packed,
-        evaluation=None,
-        step_schedule=make_step_schedule(config.train, len(packed), arguments.max_tokens),
-        student_source=ModelSource(lambda: student),
-        engine=TorchEngine(runner, spec, train=train, autocast=half),
-        source=InStageTeacher(runner),
-        stores={},
-        identity=RunIdentity("", {}, {}),
-        train_config=config.train,
-        eval_config=config.eval,
-        checkpoint_config=config.checkpoint,
-        student_config=config.student,
-        teacher_configs=config.teacher_sections,
-        values=dotted_values(config),
+        Models(engine, InStageTeacher(runner), {}, source, config.student, config.teacher_sections),
+        Data(tokenizer, packed, None, {}, []),
+        Loss(spec, config.objective.loss),
+        Schedule(steps, config.train, config.eval, config.checkpoint, config.seed),
+        None,
+        RunIdentity("", {}, {}),
+        dotted_values(config),
     )
 
 
@@ -192,11 +187,11 @@ def flops(session: Session, arguments: argparse.Namespace) -> float:
 
     A token attends to the tokens before it in its document. Recomputed activations do not count.
     """
-    tokens = session.train_config.tokens_per_step
+    tokens = session.schedule.train_config.tokens_per_step
     lengths = np.array(document_lengths(arguments))
     seen = float((lengths.astype(np.float64) ** 2).sum() / 2 / lengths.sum())  # tokens that a token attends to
     total = 0.0
-    for decoder, passes in ((session.student, 3), (session.teacher, 1)):
+    for decoder, passes in ((session.models.student, 3), (session.models.teacher, 1)):
         assert decoder is not None
         config, matrices = decoder.pretrained.config, 0
         for name, weight in decoder.backbone.named_parameters():

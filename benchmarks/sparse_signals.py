@@ -96,10 +96,11 @@ def figures_of(folder: Path, seed: int, steps: int, caches: dict[str, dict[str, 
             folder, seed, 1, {"teacher.model": str(TEACHER), "student.model": str(out / "model")}
         )
         session = prepare(evaluation, announce=False)
-        figures = evaluate(session)
-        assert session.evaluation is not None
+        held_out = session.data.evaluation
+        assert held_out is not None
+        figures = evaluate(session.models, held_out, session.loss.spec, session.schedule.held_out_tokens)
         results[name] = {key: figures[f"eval/{key}"] for key in ("cross_entropy", "forward_kl", "agreement")}
-        results[name]["calibration_error"] = calibration_error(session.student, session.evaluation)
+        results[name]["calibration_error"] = calibration_error(session.models.student, held_out)
     return results
 
 

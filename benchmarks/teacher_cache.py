@@ -23,7 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
-from stillhouse.run.session import Session, prepare
+from stillhouse.loops.session import Session
+from stillhouse.run.session import prepare
 from stillhouse.signals import RequestedSteps
 from stillhouse.tools.write_cache import write_cache
 
@@ -89,20 +90,22 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def steps(session: Session) -> list[tuple[float, float]]:
     """For each step the seconds of waiting for signals, and of the whole step."""
-    schedule, seconds = session.step_schedule, []
-    sharded = (session.shard(schedule.micro_batches(session.train, step)) for step in range(schedule.steps))
-    requests = RequestedSteps(session.source_for(session.engine), sharded)
+    schedule, seconds = session.schedule.step_schedule, []
+    sharded = (
+        session.models.shard(schedule.micro_batches(session.data.train, step)) for step in range(schedule.steps)
+    )
+    requests = RequestedSteps(session.models.source_for(session.models.engine), sharded)
     for _ in range(schedule.steps):
         started = time.perf_counter()
         micro_batches, pending = next(requests)
         requested = time.perf_counter()
         signals = pending.result()
         waited = time.perf_counter() - requested
-        session.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
+        session.models.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
         requests.build_next()
-        session.engine.update(1e-5)
-        if session.device.type == "cuda":
-            torch.cuda.synchronize(session.device)
+        session.models.engine.update(1e-5)
+        if session.models.device.type == "cuda":
+            torch.cuda.synchronize(session.models.device)
         seconds.append((waited, time.perf_counter() - started))
     return seconds
 

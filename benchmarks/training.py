@@ -37,11 +37,11 @@ from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import metrics
 from stillhouse.data import MicroBatch
 from stillhouse.loops.off_policy import train
+from stillhouse.loops.session import Session
 from stillhouse.models import Decoder, evaluating
 from stillhouse.objective import TEACHER, FullVocab, linear_objective
 from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.parallel.pair import model_inputs
-from stillhouse.run.session import Session
 
 #: more bytes than the checkpoints of all turns of a run
 MOST_SAVED = 30 << 30
@@ -79,18 +79,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     """Let the run and the parts take turns. The first step of each turn is not counted."""
-    tokens = session.train_config.tokens_per_step
+    tokens = session.schedule.train_config.tokens_per_step
     run_seconds: list[float] = []
     part_seconds: list[dict[str, float]] = []
     for turn in range(arguments.turns):
         part_seconds += itertools.islice(steps_by_hand(session), 1, arguments.steps + 1)
         print(json.dumps({part: round(seconds, 4) for part, seconds in part_seconds[-1].items()}), flush=True)
-        if session.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(session.device)
+        if session.models.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(session.models.device)
         run_seconds += steps_of_a_run(session, turn)
     parts = {part: statistics.median(seconds[part] for seconds in part_seconds) for part in PARTS}
     by_hand = statistics.median(sum(seconds.values()) for seconds in part_seconds)
-    run, operations, device = statistics.median(run_seconds), flops(session, arguments), session.device
+    run, operations, device = statistics.median(run_seconds), flops(session, arguments), session.models.device
     return {
         "ratio": round(by_hand / run, 4),
         "run_tokens_per_second": round(tokens / run, 1),
@@ -106,7 +106,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
         else None,
         "sizes": vars(arguments)
         | {
-            "student_parameters": parameters(session.student),
+            "student_parameters": parameters(session.models.student),
             "teacher_parameters": parameters(teacher_of(session)),
         },
     }
@@ -123,14 +123,14 @@ def steps_of_a_run(session: Session, turn: int) -> list[float]:
 
 def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
     """Time each part of the same steps separately, on micro-batches that have been built before."""
-    for step in range(session.step_schedule.steps):
-        micro_batches = session.shard(session.step_schedule.micro_batches(session.train, step))
+    for step in range(session.schedule.step_schedule.steps):
+        micro_batches = session.models.shard(session.schedule.step_schedule.micro_batches(session.data.train, step))
         seconds = dict.fromkeys(PARTS, 0.0)
         for batch in micro_batches:
             micro_batch_by_hand(session, batch, micro_batches.of_all_ranks.normalizer, seconds)
 
         def update() -> None:
-            session.engine.update(1e-5)
+            session.models.engine.update(1e-5)
 
         timed(session, seconds, "optimizer", update)
         yield seconds
@@ -145,7 +145,7 @@ def micro_batch_by_hand(session: Session, batch: MicroBatch, normalizer: int, se
 
     def student_forward() -> torch.Tensor:
         with autocast(session):
-            hidden: torch.Tensor = session.student(**inputs, head=False)
+            hidden: torch.Tensor = session.models.student(**inputs, head=False)
         return hidden
 
     signal = timed(session, seconds, "teacher_forward", teacher_forward)
@@ -153,10 +153,12 @@ def micro_batch_by_hand(session: Session, batch: MicroBatch, normalizer: int, se
     leaf_TD = hidden.detach().flatten(0, 1).requires_grad_()
 
     def objective() -> None:
-        terms = session.spec.terms(batch.labels_T, {TEACHER: signal})
+        terms = session.loss.spec.terms(batch.labels_T, {TEACHER: signal})
         weights = {"weights_T": batch.weights_T, "valid_index": batch.valid_index}
         with autocast(session):
-            output = linear_objective(leaf_TD, session.student.output_head(), terms, normalizer=normalizer, **weights)
+            output = linear_objective(
+                leaf_TD, session.models.student.output_head(), terms, normalizer=normalizer, **weights
+            )
         output.loss.backward()
 
     timed(session, seconds, "objective", objective)
@@ -166,22 +168,22 @@ def micro_batch_by_hand(session: Session, batch: MicroBatch, normalizer: int, se
 
 
 def autocast(session: Session) -> torch.autocast:
-    enabled = session.train_config.precision == "bf16"
-    return torch.autocast(session.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+    enabled = session.schedule.train_config.precision == "bf16"
+    return torch.autocast(session.models.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def timed(session: Session, seconds: dict[str, float], part: str, work: Callable[[], Any]) -> Any:
-    synchronize(session.device)
+    synchronize(session.models.device)
     started = time.perf_counter()
     result = work()
-    synchronize(session.device)
+    synchronize(session.models.device)
     seconds[part] += time.perf_counter() - started
     return result
 
 
 def teacher_of(session: Session) -> Decoder:
-    assert session.teacher is not None
-    return session.teacher
+    assert session.models.teacher is not None
+    return session.models.teacher
 
 
 if __name__ == "__main__":

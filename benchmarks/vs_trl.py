@@ -86,7 +86,7 @@ class Task:
         """Yield each step's documents in the order of our run, with labels as TRL has them."""
         session = prepare(self.config(self.folder / "unused"), announce=False)
         for step in range(self.steps):
-            (batch,) = session.step_schedule.micro_batches(session.train, step)
+            (batch,) = session.schedule.step_schedule.micro_batches(session.data.train, step)
             ids_BS, labels_BS = batch.inputs["input_ids"], batch.labels_T.view(ROWS, -1)
             lengths = (batch.document_T.view(ROWS, -1) == batch.document_T.view(ROWS, -1)[:, :1]).sum(1).tolist()
             assert all((labels_S[length:] < 0).all() for labels_S, length in zip(labels_BS, lengths, strict=True))
@@ -306,10 +306,9 @@ def curves(folder: Path, steps: int) -> dict[str, Any]:
     runs: list[Run] = []
     for name, run in SIDES.items():
         result = run(task, task.folder / name)
-        session = prepare(task.config(task.folder / "unused", task.folder / name / "model"), announce=False)
         curves[name] = {
             "losses": result.losses,
-            "held out": evaluate(session),
+            "held out": held_out(task, task.folder / name),
             "seconds of a step": result.step_seconds,
         }
         runs.append(result)
@@ -328,7 +327,10 @@ def rounding(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def held_out(task: Task, out: Path) -> dict[str, float]:
-    return evaluate(prepare(task.config(task.folder / "unused", out / "model"), announce=False))
+    session = prepare(task.config(task.folder / "unused", out / "model"), announce=False)
+    documents = session.data.evaluation
+    assert documents is not None
+    return evaluate(session.models, documents, session.loss.spec, session.schedule.held_out_tokens)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

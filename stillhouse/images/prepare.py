@@ -12,6 +12,7 @@ from stillhouse.display import name_list
 from stillhouse.engine.engine import Engine
 from stillhouse.images.proof import ImageModel, WholeModel, document_positions, prove_image_model
 from stillhouse.images.staged_models import staged_models
+from stillhouse.loops.session import Data
 from stillhouse.models import ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.forward_modes import autocast_dtype
@@ -20,7 +21,7 @@ from stillhouse.models.trained_parts import LANGUAGE
 from stillhouse.parallel import Runner
 from stillhouse.parallel.runner import reshard
 from stillhouse.proofs.layouts import probe_precision
-from stillhouse.run.data import NOT_WITH_IMAGES, RunData
+from stillhouse.run.data import NOT_WITH_IMAGES
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource, SignalStore
 
@@ -46,7 +47,7 @@ def require_image_layout(setup: RunSetup, image_inputs: ImageInputs) -> None:
         )
 
 
-def require_images_for_parts(parts: Collection[str], data: RunData) -> None:
+def require_images_for_parts(parts: Collection[str], data: Data) -> None:
     """Raise ConfigError if tower or projector are to be trained, and no document for training has an image: then only
     the optimizer's weight decay would change them.
     """
@@ -60,8 +61,8 @@ def require_images_for_parts(parts: Collection[str], data: RunData) -> None:
 
 
 def with_images_proven(
-    data: RunData, engine: Engine, source: SignalSource, stores: Mapping[str, SignalStore] | None = None
-) -> RunData:
+    data: Data, engine: Engine, source: SignalSource, stores: Mapping[str, SignalStore] | None = None
+) -> Data:
     """Prove the models of this job on documents with images, and return the data with the models' axis positions.
 
     stores: the signal stores, by the keys of the teachers' sections

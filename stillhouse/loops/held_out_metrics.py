@@ -5,54 +5,58 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from stillhouse.data import Documents, MicroBatch
+from stillhouse.data import Documents, MicroBatch, PackedSequences
 from stillhouse.engine.engine import add_up
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import Models
 from stillhouse.loops.step_metrics import evaluation_metrics
 from stillhouse.objective import Signals
+from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import watchdog
 
 
-def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
+def evaluate(
+    models: Models,
+    sequences: PackedSequences,
+    spec: ObjectiveSpec,
+    micro_batch_tokens: int,
+    *,
+    of_teacher: bool = False,
+) -> dict[str, float]:
     """Return means over all target tokens of the held-out documents (see `Engine.evaluate`).
 
     If there are several sets, each set also has its own metrics `eval/<name>/…`. No metric depends on the run's
-    objective. Without a teacher, the metrics that need a teacher are absent. Without held-out data, the result is
-    empty.
+    objective. Without a teacher, the metrics that need a teacher are absent.
 
+    spec: the run's objective, which names the teachers and has the temperature of `uld`.
     of_teacher: also report the cross-entropy of the teacher, to compare it with the student's. This needs a single
     teacher with exact signals, because sparse signals may lack the label.
     """
-    sequences = session.evaluation
-    if sequences is None:
-        return {}
     watchdog.enter("an evaluation")
     names = list(sequences.documents.reports)
     sets = [np.flatnonzero(sequences.set_S == number) for number in range(len(names))]
-    of_teacher = of_teacher and session.has_exact_teacher
+    of_teacher = of_teacher and models.has_exact_teacher
     sums = [
-        session.engine.evaluate(_parts(session, numbers), of_teacher=of_teacher)
+        models.engine.evaluate(_parts(models, sequences, numbers, micro_batch_tokens), of_teacher=of_teacher)
         for numbers in sets or [np.arange(len(sequences))]
     ]
-    temperatures = {store.signal.temperature or 1.0 for store in session.stores.values()}
-    metrics = evaluation_metrics(add_up(sums), session.spec, temperatures)
+    metrics = evaluation_metrics(add_up(sums), spec, models.signal_temperatures)
     for name, sums_of_set in zip(names, sums, strict=False):  # a single set has no name
-        of_set = evaluation_metrics(sums_of_set, session.spec, temperatures)
+        of_set = evaluation_metrics(sums_of_set, spec, models.signal_temperatures)
         metrics |= {f"eval/{name}/{key.removeprefix('eval/')}": value for key, value in of_set.items()}
     return metrics
 
 
-def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[MicroBatch], Sequence[Signals]]]:
+def _parts(
+    models: Models, sequences: PackedSequences, numbers: np.ndarray, micro_batch_tokens: int
+) -> Iterator[tuple[Sequence[MicroBatch], Sequence[Signals]]]:
     """Yield these sequences as (micro-batches, signals), with one micro-batch per data rank and stage at a time."""
-    sequences, layout = session.evaluation, session.engine.student.layout
-    assert sequences is not None
+    layout = models.engine.student.layout
     together = layout.degrees.data * layout.stages
-    budget = session.eval_config.micro_batch_tokens or session.train_config.micro_batch_tokens
-    rows = max(1, budget // sequences.max_tokens)
+    rows = max(1, micro_batch_tokens // sequences.max_tokens)
     micro_batches = [numbers[start : start + rows] for start in range(0, len(numbers), rows)]
     for start in range(0, len(micro_batches), together):
-        part = session.shard(sequences.micro_batches(micro_batches[start : start + together]), training=False)
-        yield part, session.source.request(part).result()
+        part = models.shard(sequences.micro_batches(micro_batches[start : start + together]), training=False)
+        yield part, models.source.request(part).result()
         del part
 
 

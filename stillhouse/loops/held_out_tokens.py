@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents, PackedSequences
 from stillhouse.images.display import shown_images, shown_positions
 from stillhouse.loops.held_out_metrics import in_shown_order
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import Data, Models
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import (
     TEACHER,
@@ -55,7 +56,7 @@ Entry = tuple[int, int, float, Ranked, Ranked, dict[str, OfTerm]]
 
 
 @torch.no_grad()
-def held_out_tokens(session: Session, step: int) -> HeldOutTokens | None:
+def held_out_tokens(models: Models, data: Data, spec: ObjectiveSpec, step: int) -> HeldOutTokens | None:
     """Return the content of tokens.json: for every token its text, KL(teacher‖student), the five most probable tokens
     of teacher and student and, if the token is a target, the gradient of each term of the objective.
 
@@ -64,20 +65,20 @@ def held_out_tokens(session: Session, step: int) -> HeldOutTokens | None:
     Returns None if there is no held-out data, or not exactly one teacher with the full vocabulary. A collective of
     all processes, with the same result on each.
     """
-    sequences = session.evaluation
-    if sequences is None or not session.has_exact_teacher:
+    sequences = data.evaluation
+    if sequences is None or not models.has_exact_teacher:
         return None
     chosen = _choose(sequences.documents)
-    micro_batches = session.shard(sequences.micro_batches(_sequences_with(sequences, chosen)), training=False)
-    signals = session.source.request(micro_batches).result()
+    micro_batches = models.shard(sequences.micro_batches(_sequences_with(sequences, chosen)), training=False)
+    signals = models.source.request(micro_batches).result()
     ids = {document: sequences.documents.tokens(document) for document in chosen}
-    shown = {document: shown_positions(of, session.image_processor)[:TOKENS] for document, of in ids.items()}
-    processor = _ShownTokens(shown, _without_rollouts(session.spec))
-    of_micro_batches = session.engine.process(processor, micro_batches, signals)
-    all_ranks = session.ranks.gather([entry for entries in of_micro_batches for entry in entries])
+    shown = {document: shown_positions(of, data.image_processor)[:TOKENS] for document, of in ids.items()}
+    processor = _ShownTokens(shown, _without_rollouts(spec))
+    of_micro_batches = models.engine.process(processor, micro_batches, signals)
+    all_ranks = models.ranks.gather([entry for entries in of_micro_batches for entry in entries])
     entries = {(document, position): entry for of_rank in all_ranks for document, position, *entry in of_rank}
     documents = [
-        _document(session, sequences.documents, document, positions.tolist(), entries)
+        _document(data.tokenizer, sequences.documents, document, positions.tolist(), entries)
         for document, positions in shown.items()
     ]
     return HeldOutTokens(step, documents)
@@ -96,7 +97,7 @@ def _sequences_with(sequences: PackedSequences, documents: list[int]) -> list[np
 
 
 def _document(
-    session: Session,
+    tokenizer: PreTrainedTokenizerBase,
     documents: Documents,
     document: int,
     positions: list[int],
@@ -104,7 +105,7 @@ def _document(
 ) -> Document:
     def texts(pairs: Ranked) -> list[tuple[str, float]]:
         rounded = [(token, round(value, 6)) for token, value in pairs]
-        return [(session.tokenizer.decode([token]), value) for token, value in rounded if value]
+        return [(tokenizer.decode([token]), value) for token, value in rounded if value]
 
     tokens = []
     ids, targets = documents.tokens(document).tolist(), documents.targets(document).tolist()
@@ -114,7 +115,7 @@ def _document(
             name: TermAtToken(value, norm, texts(raised), texts(lowered))
             for name, (value, norm, raised, lowered) in terms.items()
         }
-        text = session.tokenizer.decode([ids[position]])
+        text = tokenizer.decode([ids[position]])
         tokens.append(Token(text, targets[position], kl, texts(teacher), texts(student), by_name))
     return Document(
         documents.sources[document], tokens, shown_images(documents, document), len(documents.images_of(document))

@@ -11,7 +11,7 @@ import numpy as np
 
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.engine.engine import StepOutput
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import Models
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import ShardedMicroBatches, is_first
 
@@ -20,7 +20,7 @@ _NAMED = 5
 
 
 def not_finite_error(
-    session: Session,
+    models: Models,
     checkpoints: Path,
     step: int,
     micro_batches: ShardedMicroBatches,
@@ -34,20 +34,20 @@ def not_finite_error(
     """
     loss, packed = output.sums["loss"], micro_batches.of_all_ranks
     assert isinstance(packed, PackedMicroBatches)
-    findings = _losses(session, micro_batches, output.outputs) or _gradients(session, packed)
-    session.engine.zero_grad()
+    findings = _losses(models, micro_batches, output.outputs) or _gradients(models, packed)
+    models.engine.zero_grad()
     where = "; ".join(findings) or "in no single micro-batch: the sum over the micro-batches overflowed"
     what = "loss" if not math.isfinite(loss) else "gradient"
     if not is_first():
         return ValueError(f"step {step}: the {what} is not finite; rank 0 prints the cause")
     return ValueError(
         f"step {step}: the {what} is not finite (loss {loss:g}, gradient norm {norm:g}): {where}. "
-        f"No weight was changed by this step. {_advice(session, checkpoints)}"
+        f"No weight was changed by this step. {_advice(models, checkpoints)}"
     )
 
 
-def _advice(session: Session, checkpoints: Path) -> str:
-    precision = ", train.precision=fp32" if session.autocast else ""
+def _advice(models: Models, checkpoints: Path) -> str:
+    precision = ", train.precision=fp32" if models.autocast else ""
     last = max(checkpoints.glob("step-*"), default=None)
     start = "there is no checkpoint yet: start again with such a change"
     if last is not None:
@@ -55,7 +55,7 @@ def _advice(session: Session, checkpoints: Path) -> str:
     return f"The usual remedies are a lower train.learning_rate{precision}, or to remove these samples; {start}"
 
 
-def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Sequence[ObjectiveOutput]) -> list[str]:
+def _losses(models: Models, micro_batches: ShardedMicroBatches, outputs: Sequence[ObjectiveOutput]) -> list[str]:
     """Name the terms of the loss that are not finite, and the samples on which they are not finite.
 
     outputs: one output for each micro-batch; empty on processes without the last stage.
@@ -67,27 +67,27 @@ def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Seque
         for document in set(micro_batch.document_T[~value_T.isfinite()].tolist())
     ]
     documents_by_name: dict[str, set[int]] = {}
-    for of_rank in session.ranks.gather(of_this_rank):
+    for of_rank in models.ranks.gather(of_this_rank):
         for name, document in of_rank:
             documents_by_name.setdefault(name, set()).add(document)
     assert isinstance(micro_batches.of_all_ranks, PackedMicroBatches)
     sequences = micro_batches.of_all_ranks.sequences
-    return [f"{name} on {_sources(session, sequences, documents)}" for name, documents in documents_by_name.items()]
+    return [f"{name} on {_sources(models, sequences, documents)}" for name, documents in documents_by_name.items()]
 
 
-def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
+def _gradients(models: Models, packed: PackedMicroBatches) -> list[str]:
     """Run each micro-batch again; for each gradient that is not finite, name the first parameter and the samples."""
     findings = []
     for rows in packed.rows:
-        _run_again(session, packed.sequences.micro_batches([rows]))
-        bad = session.engine.gradients_not_finite()
+        _run_again(models, packed.sequences.micro_batches([rows]))
+        bad = models.engine.gradients_not_finite()
         if bad:
-            where = _sources(session, packed.sequences, packed.documents(rows))
+            where = _sources(models, packed.sequences, packed.documents(rows))
             findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {where}")
     return findings
 
 
-def _sources(session: Session, sequences: PackedSequences, documents: Iterable[int]) -> str:
+def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int]) -> str:
     """Return the sources of the documents whose own loss or gradient is not finite; if there are none, all sources.
 
     Each document is run separately, because a NaN spreads to all documents that are packed into the same row.
@@ -97,23 +97,23 @@ def _sources(session: Session, sequences: PackedSequences, documents: Iterable[i
     for document in candidates:
         if len(numbers) == _NAMED:
             break
-        if _fails_by_itself(session, sequences, document):
+        if _fails_by_itself(models, sequences, document):
             numbers.append(document)
     named = (numbers or candidates)[:_NAMED]
     sources = ", ".join(sequences.documents.sources[document] for document in named)
     return f"{sources} and maybe others" if len(named) == _NAMED < len(candidates) else sources
 
 
-def _fails_by_itself(session: Session, sequences: PackedSequences, document: int) -> bool:
+def _fails_by_itself(models: Models, sequences: PackedSequences, document: int) -> bool:
     documents = sequences.documents.select([document])
     packed = PackedSequences(
         documents, max_tokens=sequences.max_tokens, seed=0, gaps=sequences.gaps, image_inputs=sequences.image_inputs
     )
-    loss = _run_again(session, packed.micro_batches([np.array([0])]))
-    return not math.isfinite(loss) or not math.isfinite(session.engine.gradient_norm())
+    loss = _run_again(models, packed.micro_batches([np.array([0])]))
+    return not math.isfinite(loss) or not math.isfinite(models.engine.gradient_norm())
 
 
-def _run_again(session: Session, packed: PackedMicroBatches) -> float:
+def _run_again(models: Models, packed: PackedMicroBatches) -> float:
     """Run one micro-batch separately and return its loss. Afterwards the student has this micro-batch's gradient."""
-    session.engine.zero_grad()
-    return session.forward_backward(session.shard(packed)).sums["loss"]
+    models.engine.zero_grad()
+    return models.step(models.shard(packed)).sums["loss"]

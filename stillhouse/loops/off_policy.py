@@ -17,14 +17,15 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     Raises ValueError for a loss or gradient that is not finite, before the update, and for weights that are not
     finite, before they are saved. Raises Preempted after the step in which a rank has received a signal.
     """
-    engine, schedule, documents = session.engine, session.step_schedule, session.train
+    models, steps = session.models, session.schedule.step_schedule
     with training(session, folder, checkpoint) as run:
-        sharded = (session.shard(schedule.micro_batches(documents, step)) for step in run.steps)
-        requests = RequestedSteps(session.source_for(engine), sharded)
+        sharded = (models.shard(steps.micro_batches(session.data.train, step)) for step in run.steps)
+        requests = RequestedSteps(models.source_for(models.engine), sharded)
         for step in run.steps:
             run.begin(step)
             micro_batches, signals = next(requests)
-            output = engine.forward_backward(micro_batches, signals.result(), micro_batches.of_all_ranks.normalizer)
+            normalizer = micro_batches.of_all_ranks.normalizer
+            output = models.engine.forward_backward(micro_batches, signals.result(), normalizer)
             requests.build_next()  # before `update` waits for the device
             run.update(step, micro_batches, output)
             run.end(step, micro_batches, output)

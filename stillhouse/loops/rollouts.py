@@ -219,7 +219,8 @@ class Rollouts:
         samples = [Sample.from_json(values) for values in content]
         micro_batches = self._shard(step_documents(self.session.train.documents, samples, TargetRules()))
         with watchdog.nested(f"the proof that servers generate with version {step}"):  # ranks compute, servers do not
-            rounding = require_weights_in_use(self.session, self.config, step, urls, micro_batches)
+            prompts, name = self.session.train.documents, self.config.engine
+            rounding = require_weights_in_use(self.session.models, prompts, name, step, urls, micro_batches)
         if isinstance(self.engine, ServedEngine):
             self.engine.weights.set_proved(urls[0], rounding)
 

@@ -1,8 +1,9 @@
-"""A run that is ready to start: the objects that the loops work with. `run/session.py` builds them."""
+"""A run that is ready to start, as five records that the loops work with. `run/session.py` builds them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from stillhouse.config import (
     TrainConfig,
 )
 from stillhouse.data import Documents, PackedSequences, StepMicroBatches
+from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.data.render.teacher_media import TeacherImages
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
@@ -30,66 +32,26 @@ from stillhouse.rollout import PromptPlan
 from stillhouse.signals import NoTeacher, SignalSource, SignalStore
 
 
-@dataclass
-class Session:
-    """The objects of one run.
+@dataclass(frozen=True)
+class Models:
+    """The student in its engine, and its teachers: in this job, in caches or on servers.
 
-    train: the training documents; with rollouts, the prompts. `plan` chooses the prompts of a step.
-    dataset: with rollouts, the documents for the share of completions that come from the dataset.
-    evaluation: the held-out data; None if the configuration has none.
+    source: the source of the teachers' signals.
     stores: the signal stores of teachers (caches and servers), by the keys of the teachers' sections.
-    identity: the hashes that must be the same when the run is resumed.
     student_source: the source of the student's weights, for a copy of the student that generates completions.
     teacher_configs: the sections of all teachers, by their keys.
-    rollouts: the section rollout for the prompts of each source of data.train.
-    prompt_sources: with rollouts, the sources of data.train; empty for a single source.
-    processor: the student's processor for images; None if it has none.
-    teacher_images: how teachers in this job read images, if they do not share it, by their names.
-    by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
-    track, values: the trackers, and the configuration by dotted keys, which the trackers show.
     """
 
-    spec: ObjectiveSpec
-    tokenizer: PreTrainedTokenizerBase
-    train: PackedSequences
-    evaluation: PackedSequences | None
-    step_schedule: StepSchedule
-    student_source: ModelSource
     engine: Engine
     source: SignalSource
-    stores: dict[str, SignalStore]
-    identity: RunIdentity
-    train_config: TrainConfig
-    eval_config: EvalConfig
-    checkpoint_config: CheckpointConfig
+    stores: Mapping[str, SignalStore]
+    student_source: ModelSource
     student_config: StudentConfig
     teacher_configs: Mapping[str, TeacherConfig]
-    rollout_config: RolloutConfig | None = None
-    rollouts: Sequence[RolloutConfig] = ()
-    prompt_sources: Sequence[SourceConfig] = ()
-    by_length: bool = False
-    seed: int = 0
-    track: list[str] = field(default_factory=list)
-    values: dict[str, object] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    plan: PromptPlan | None = None
-    dataset: Documents | None = None
-    processor: ImageProcessor | None = None
-    teacher_images: Mapping[str, TeacherImages] = field(default_factory=dict)
-
-    @property
-    def processor_files(self) -> list[Path]:
-        """The files of the student's processor for images; empty if it has none."""
-        return [] if self.processor is None else self.processor.files
 
     @property
     def device(self) -> torch.device:
         return self.engine.student.device
-
-    @property
-    def image_processor(self) -> ImageProcessor | None:
-        """The student's processor of images; None if the data has none."""
-        return None if self.train.image_inputs is None else self.train.image_inputs.processor
 
     @property
     def ranks(self) -> Ranks:
@@ -126,6 +88,11 @@ class Session:
         return "teacher" in self.teacher_configs and all(store.signal.is_exact for store in self.stores.values())
 
     @property
+    def signal_temperatures(self) -> set[float]:
+        """The temperatures of the signals in stores; 1 for signals that give every temperature."""
+        return {store.signal.temperature or 1.0 for store in self.stores.values()}
+
+    @property
     def adapter_in_words(self) -> str | None:
         """A description of the student's adapter; None if it has none."""
         if self.student.lora is None:
@@ -145,16 +112,162 @@ class Session:
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         return self.engine.student.shard(micro_batches, training=training)
 
-    def forward_backward(self, micro_batches: ShardedMicroBatches, engine: Engine | None = None) -> StepOutput:
+    def step(self, micro_batches: ShardedMicroBatches, engine: Engine | None = None) -> StepOutput:
         """Request a step's signals, then run its forward and backward. engine: None for the run's own engine."""
         engine = engine or self.engine
         signals = self.source_for(engine).request(micro_batches).result()
         return engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
 
-    def close(self) -> None:
-        """Give up pending requests for signals."""
-        self.source.close()
-
     def source_for(self, engine: Engine) -> SignalSource:
         """Return the source of the signals that an engine's steps need."""
         return self.source if engine.needs_teacher else NoTeacher()
+
+
+@dataclass(frozen=True)
+class Data:
+    """The tokenizer and the packed documents.
+
+    train: the training documents; in a run with rollouts, prompts without targets.
+    evaluation: the held-out documents; None if the configuration has none.
+    hashes: a hash of the documents, by split.
+    dataset: the documents with completions, in a run with rollouts that takes a share of each step from the dataset.
+    processor: the student's processor for images; None if it has none.
+    teacher_images: how teachers in this job read images, by their names, if they do not share this processor.
+    processors: hashes of the processors that decide pixels, by their models' sections; `hashes` include them.
+    by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PackedSequences
+    evaluation: PackedSequences | None
+    hashes: dict[str, str]
+    warnings: list[str]
+    dataset: Documents | None = None
+    processor: ImageProcessor | None = None
+    teacher_images: Mapping[str, TeacherImages] = field(default_factory=dict)
+    processors: Mapping[str, str] = field(default_factory=dict)
+    by_length: bool = False
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a document has an image."""
+        return self.train.image_inputs is not None
+
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        """The student's processor of images; None if the data has none."""
+        return None if self.train.image_inputs is None else self.train.image_inputs.processor
+
+    @property
+    def processor_files(self) -> list[Path]:
+        """The files of the student's processor for images; empty if it has none."""
+        return [] if self.processor is None else self.processor.files
+
+    def with_image_inputs(self, image_inputs: ImageInputs) -> "Data":
+        """The same data, whose micro-batches have these inputs of images."""
+        evaluation = None if self.evaluation is None else self.evaluation.with_image_inputs(image_inputs)
+        return replace(self, train=self.train.with_image_inputs(image_inputs), evaluation=evaluation)
+
+    def sorted_by_length(self, max_tokens: int, held_out_tokens: int) -> "Data":
+        """The same data in sequences of documents of similar lengths, of these capacities (see `PackedSequences`)."""
+        evaluation = None if self.evaluation is None else self.evaluation.sorted_by_length(held_out_tokens)
+        return replace(self, train=self.train.sorted_by_length(max_tokens), evaluation=evaluation)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """spec: the parsed objective. in_words: the resolved objective as a sentence, the first line of a run."""
+
+    spec: ObjectiveSpec
+    in_words: str
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each step takes, and after which steps the run evaluates and saves.
+
+    step_schedule: how the sequences, or with rollouts the completions, are split into steps.
+    """
+
+    step_schedule: StepSchedule
+    train_config: TrainConfig
+    eval_config: EvalConfig
+    checkpoint_config: CheckpointConfig
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        return self.step_schedule.steps
+
+    @property
+    def held_out_tokens(self) -> int:
+        """The maximum number of tokens in a micro-batch of an evaluation."""
+        return self.eval_config.micro_batch_tokens or self.train_config.micro_batch_tokens
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether to evaluate after this number of steps. `checkpoint.best` needs one at each checkpoint."""
+        evaluation, checkpoint = self.eval_config, self.checkpoint_config
+        compared = evaluation.every > 0 and checkpoint.best is not None and self.saves_after(step)
+        return step in (0, self.steps) or _is_due(step, evaluation.every) or compared
+
+    def saves_after(self, step: int) -> bool:
+        """Whether `checkpoint.every` makes a checkpoint due after this number of steps."""
+        return _is_due(step, self.checkpoint_config.every)
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """The prompts of an on-policy run, and the settings of their completions.
+
+    prompts: chooses the prompts of a step.
+    config, configs: the section rollout, and this section for the prompts of each source of data.train.
+    sources: the sources of data.train; empty for a single source.
+    """
+
+    prompts: PromptPlan
+    config: RolloutConfig
+    configs: Sequence[RolloutConfig]
+    sources: Sequence[SourceConfig]
+
+
+@dataclass(frozen=True)
+class Session:
+    """The records of one run.
+
+    rollout: None in a run on a fixed dataset.
+    identity: the hashes that must be the same when the run is resumed.
+    values: the configuration by dotted keys, which the trackers show.
+    """
+
+    models: Models
+    data: Data
+    loss: Loss
+    schedule: Schedule
+    rollout: RolloutPlan | None
+    identity: RunIdentity
+    values: Mapping[str, Any]
+    warnings: Sequence[str] = ()
+
+    def close(self) -> None:
+        """Give up pending requests for signals."""
+        self.models.source.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """The old names, for the modules of rollouts until they take records."""
+        of_rollout = {
+            "rollout_config": "config",
+            "rollouts": "configs",
+            "prompt_sources": "sources",
+            "plan": "prompts",
+        }
+        if name in of_rollout:
+            empty = () if name in ("rollouts", "prompt_sources") else None
+            return empty if self.rollout is None else getattr(self.rollout, of_rollout[name])
+        for record in (self.models, self.data, self.loss, self.schedule):
+            if hasattr(record, name):
+                return getattr(record, name)
+        raise AttributeError(name)

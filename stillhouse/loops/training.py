@@ -19,14 +19,14 @@ from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluati
 from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import PROMPTS
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import RolloutPlan, Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.models import NotFiniteError
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
-from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
+from stillhouse.parallel import Ranks, ShardedMicroBatches, destroy_process_group, is_first, watchdog
 from stillhouse.preemption import OverdueError, Preempted, finishing, requested
 from stillhouse.rollout import QueueState, RolloutQueue
 from stillhouse.rollout.user_functions import loaded_functions
@@ -70,7 +70,7 @@ class Training:
     ):
         self.session, self.folder, self.progress, self.log = session, folder, progress, log
         self.queue, self.functions, self.greedy = queue, functions, greedy
-        self.last_step = session.step_schedule.steps
+        self.last_step = session.schedule.steps
         self.steps = range(progress.step, self.last_step)
         self._of_teacher: dict[str, float] | None = None
         self._started = time.monotonic()
@@ -78,7 +78,7 @@ class Training:
         self._has_warned = False  # that a step has no targets
         #: the samples that the next checkpoint has, with the states in `progress` that fit them
         self._queue_state: QueueState | None = None
-        self._have_states = session.ranks.from_first(functions is not None and functions.have_states)
+        self._have_states = session.models.ranks.from_first(functions is not None and functions.have_states)
         if self._have_states:
             self._record()
 
@@ -91,19 +91,23 @@ class Training:
 
         Raises ValueError, with unchanged weights, if loss or gradient is not finite.
         """
-        session, checkpoints = self.session, self.folder.checkpoints
-        self._rate = learning_rate(session.train_config, self.last_step, step)
+        session = self.session
+        self._rate = learning_rate(session.schedule.train_config, self.last_step, step)
         if not micro_batches.of_all_ranks.targets:
-            session.engine.zero_grad()
+            session.models.engine.zero_grad()
             self._norm = 0.0
             if not self._has_warned:
                 self._has_warned = True
-                self.log.print_line(f"warning: step {step + 1} {no_targets_in_words(session)}, and changes no weight")
+                self.log.print_line(
+                    f"warning: step {step + 1} {no_targets_in_words(session.rollout)}, and changes no weight"
+                )
             return
         try:
-            self._norm = session.engine.update(self._rate, output)
+            self._norm = session.models.engine.update(self._rate, output)
         except NotFiniteError as error:
-            raise not_finite_error(session, checkpoints, step + 1, micro_batches, output, error.norm) from None
+            raise not_finite_error(
+                session.models, self.folder.checkpoints, step + 1, micro_batches, output, error.norm
+            ) from None
 
     def end(
         self,
@@ -120,7 +124,7 @@ class Training:
         seconds = time.monotonic() - self._started if seconds is None else seconds
         session, progress = self.session, self.progress
         progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
-        metrics = step_metrics(output.sums, session.spec, session.engine.parts) | {
+        metrics = step_metrics(output.sums, session.loss.spec, session.models.engine.parts) | {
             "train/learning_rate": self._rate,
             "train/gradient_norm": self._norm,
             "speed/tokens_per_second": micro_batches.of_all_ranks.tokens / seconds,
@@ -133,11 +137,11 @@ class Training:
         progress.metrics = {}  # a checkpoint contains only the evaluation of its own step
         if self._have_states:
             self._record()
-        if _evaluation_is_due(session, progress.step):
+        if session.schedule.evaluates_after(progress.step):
             self.evaluate()
-        ranks, last = session.ranks, progress.step == self.last_step
+        ranks, last = session.models.ranks, progress.step == self.last_step
         stopped_by = 0 if last else ranks.largest(requested())
-        if stopped_by or last or _due(progress.step, session.checkpoint_config.every):
+        if stopped_by or last or session.schedule.saves_after(progress.step):
             saved = self.save()
             if not stopped_by and not last:
                 stopped_by = ranks.largest(requested())  # a signal may have come while the checkpoint was written
@@ -146,9 +150,13 @@ class Training:
             raise Preempted(stopped_by, progress.step, saved)
 
     def evaluate(self) -> None:
-        if self.session.evaluation is None and self.greedy is None:
+        session, metrics = self.session, dict[str, float]()
+        held_out = session.data.evaluation
+        if held_out is None and self.greedy is None:
             return
-        metrics = evaluate(self.session, of_teacher=self._of_teacher is None)
+        if held_out is not None:
+            budget, of_teacher = session.schedule.held_out_tokens, self._of_teacher is None
+            metrics = evaluate(session.models, held_out, session.loss.spec, budget, of_teacher=of_teacher)
         if self._of_teacher is None:  # the teacher's metrics do not change during a run
             self._of_teacher = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
         metrics |= self._of_teacher
@@ -170,13 +178,13 @@ class Training:
         saved = save_checkpoint(
             folder.checkpoints,
             progress,
-            session.engine,
-            session.tokenizer,
+            session.models.engine,
+            session.data.tokenizer,
             self._queue_state,
-            session.processor_files,
+            session.data.processor_files,
         )
         if is_first():
-            settings = session.checkpoint_config
+            settings = session.schedule.checkpoint_config
             for damage in prune(folder.checkpoints, settings.keep, settings.best, settings.greater_is_better):
                 self.log.print_line(f"warning: {damage}")
         return saved
@@ -184,7 +192,7 @@ class Training:
     def _record(self) -> None:
         """Record samples and functions' states. Raises ValueError on all ranks for one that cannot be saved."""
         self._queue_state = None if self.queue is None else self.queue.state()
-        with self.session.ranks.all_raise(ValueError):
+        with self.session.models.ranks.all_raise(ValueError):
             if self.functions is None:
                 return
             try:
@@ -193,10 +201,10 @@ class Training:
                 raise ValueError(_first_line_with(error, _NOT_SAVED)) from error
 
 
-def no_targets_in_words(session: Session) -> str:
+def no_targets_in_words(rollout: RolloutPlan | None) -> str:
     """What is said of a step without targets."""
     cause = " (its completions are cut at rollout.max_new_tokens, and rollout.truncated=mask leaves such ones out)"
-    return f"has no token to train on{'' if session.rollout_config is None else cause}"
+    return f"has no token to train on{'' if rollout is None else cause}"
 
 
 @contextmanager
@@ -211,19 +219,18 @@ def training(
     If teachers' signals or completions are not available, or if a function of the user fails, the finished steps are
     saved, and SignalsLostError or UserFunctionError is raised. At the end, the student has the final weights.
     """
-    functions = None
-    with session.ranks.all_raise(ConfigError):
+    models, schedule, rollout, functions = session.models, session.schedule, session.rollout, None
+    with models.ranks.all_raise(ConfigError):
         if is_first():
-            loaded = loaded_functions(session.eval_config, session.rollouts, session.rollout_config)
-            functions = FunctionStates(loaded)
+            sections = ((), None) if rollout is None else (rollout.configs, rollout.config)
+            functions = FunctionStates(loaded_functions(schedule.eval_config, *sections))
     progress = _progress(session, folder, checkpoint, queue, functions)
-    if progress.step < session.step_schedule.steps:
-        require_room(folder.checkpoints, session.engine)  # otherwise all steps could be trained and lost
+    if progress.step < schedule.steps:
+        require_room(folder.checkpoints, models.engine)  # otherwise all steps could be trained and lost
     with ExitStack() as stack:
-        steps, track = session.step_schedule.steps, session.track
-        log = stack.enter_context(open_log(folder, progress, steps, track, session.values, session.ranks))
+        log = stack.enter_context(open_log(folder, progress, schedule.steps, session.values, models.ranks))
         # the first evaluation, or an evaluation that was interrupted
-        is_due = _evaluation_is_due(session, progress.step) and not progress.metrics
+        is_due = schedule.evaluates_after(progress.step) and not progress.metrics
         greedy = stack.enter_context(greedy_evaluation(session, folder, progress.step - is_due))
         if greedy is not None:
             require_same_prompts(progress.data, greedy.prompt_hashes)
@@ -245,13 +252,13 @@ def _progress(
     functions: FunctionStates | None,
 ) -> Progress:
     """Load the checkpoint, if there is one, and return the run's progress at its start."""
-    progress, steps = Progress(), session.step_schedule.steps
+    progress, models, steps = Progress(), session.models, session.schedule.steps
     if checkpoint is not None:
-        progress = load_checkpoint(checkpoint, session.engine)
+        progress = load_checkpoint(checkpoint, models.engine)
         if folder.owns(checkpoint.path):
-            if session.rollout_config is not None:
-                _restore_queue(session, checkpoint, progress.step, queue)
-            with session.ranks.all_raise(UserFunctionError):
+            if session.rollout is not None:
+                _restore_queue(models.ranks, checkpoint, progress.step, queue)
+            with models.ranks.all_raise(UserFunctionError):
                 if functions is not None:
                     functions.load(progress.functions, progress.sources, warn)
         if progress.step > steps:
@@ -282,12 +289,12 @@ def require_same_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> N
         )
 
 
-def _restore_queue(session: Session, checkpoint: IntactCheckpoint, step: int, queue: RolloutQueue | None) -> None:
+def _restore_queue(ranks: Ranks, checkpoint: IntactCheckpoint, step: int, queue: RolloutQueue | None) -> None:
     """Restore the queue. Raises DamagedCheckpointError on all ranks if it cannot be this run's queue at this step.
 
     Only rank 0 has a queue. Its errors are sent to the other ranks, because they would otherwise wait.
     """
-    with session.ranks.all_raise(DamagedCheckpointError):
+    with ranks.all_raise(DamagedCheckpointError):
         if queue is None:
             return
         try:
@@ -308,11 +315,11 @@ def _saving_finished_steps(run: Training) -> Iterator[None]:
     try:
         yield
     except (SignalsLostError, UserFunctionError) as error:
-        step, session = run.progress.step, run.session
+        step, ranks = run.progress.step, run.session.models.ranks
         saved = run.folder.checkpoints / folder_name(step) if step else None  # nothing is trained before step 1
-        if saved is not None and not session.ranks.from_first(saved.exists()):
+        if saved is not None and not ranks.from_first(saved.exists()):
             saved = run.save(after_error=True)
-        if stopped_by := session.ranks.largest(requested()):
+        if stopped_by := ranks.largest(requested()):
             destroy_process_group()
             raise Preempted(stopped_by, step, saved) from error
         if saved is None:
@@ -331,14 +338,3 @@ def _first_line_with(error: BaseException, words: str) -> str:
     """The message of an error, with more words in its first line, which frames of a traceback may follow."""
     first, *frames = str(error).split("\n")
     return "\n".join([f"{first}; {words}", *frames])
-
-
-def _evaluation_is_due(session: Session, step: int) -> bool:
-    """Whether to evaluate after this number of steps. `checkpoint.best` needs an evaluation at each checkpoint."""
-    evaluation, checkpoint = session.eval_config, session.checkpoint_config
-    compared = evaluation.every > 0 and checkpoint.best is not None and _due(step, checkpoint.every)
-    return step in (0, session.step_schedule.steps) or _due(step, evaluation.every) or compared
-
-
-def _due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0

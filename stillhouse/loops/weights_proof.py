@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from stillhouse.config import RolloutConfig
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import Documents
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import Models
 from stillhouse.models.processors import cross_entropy
 from stillhouse.objective.metric_keys import OLD_LOG_PROBS
 from stillhouse.parallel import ShardedMicroBatches
@@ -52,15 +51,23 @@ def probe_samples(prompts: Documents, by_server: Mapping[str, Sequence[Completio
 
 
 def require_weights_in_use(
-    session: Session, rollout: RolloutConfig, version: int, urls: Sequence[str], micro_batches: ShardedMicroBatches
+    models: Models,
+    prompts: Documents,
+    engine: str,
+    version: int,
+    urls: Sequence[str],
+    micro_batches: ShardedMicroBatches,
 ) -> float:
     """Raise SignalsLostError if the log-probabilities of a server come from other weights.
 
     Returns the largest difference in nats that rounding can cause. A collective of all processes.
 
-    micro_batches: the micro-batches of the servers' `probe_samples`.
+    prompts: of the run. engine: `rollout.engine`. micro_batches: those of the servers' `probe_samples`.
     """
-    rounding, gaps_by_server = _rounding(session, rollout), _gaps_by_server(session, micro_batches)
+    rounding, gaps_by_server = (
+        _rounding(models, engine),
+        _gaps_by_server(models, micro_batches, len(probe_prompts(prompts))),
+    )
     for number, url in enumerate(urls):
         gaps = gaps_by_server.get(number)
         if not gaps:
@@ -76,27 +83,27 @@ def require_weights_in_use(
     return rounding
 
 
-def _gaps_by_server(session: Session, micro_batches: ShardedMicroBatches) -> dict[int, list[float]]:
+def _gaps_by_server(models: Models, micro_batches: ShardedMicroBatches, probes: int) -> dict[int, list[float]]:
     """Return, by server number, the differences between the server's log-probabilities and the student's, in nats."""
-    probes, entries = len(probe_prompts(session.train.documents)), list[list[float]]()
-    outputs = session.engine.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
+    entries = list[list[float]]()
+    outputs = models.engine.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
     for micro_batch, output in zip(micro_batches, outputs, strict=False):
         rows = micro_batch.valid_index
         gaps = (-output.per_token["cross_entropy"] - micro_batch.per_token[OLD_LOG_PROBS])[rows].abs()
         entries += torch.stack([(micro_batch.document_T[rows] // probes).to(gaps.dtype), gaps], 1).tolist()
     gaps_by_server: dict[int, list[float]] = {}
-    for entries_of_rank in session.ranks.gather(entries):
+    for entries_of_rank in models.ranks.gather(entries):
         for server, gap in entries_of_rank:
             gaps_by_server.setdefault(int(server), []).append(gap)
     return gaps_by_server
 
 
-def _rounding(session: Session, rollout: RolloutConfig) -> float:
+def _rounding(models: Models, engine: str) -> float:
     """Return the largest rounding difference in nats. Only `stillhouse serve` is known to round like the trainer."""
     is_exact = (
-        SERVERS[rollout.engine].rounds_as_here
-        and session.autocast is None
-        and next(session.student.parameters()).dtype == torch.float32
+        SERVERS[engine].rounds_as_here
+        and models.autocast is None
+        and next(models.student.parameters()).dtype == torch.float32
         and torch.get_float32_matmul_precision() == "highest"
     )
     return _EXACT if is_exact else ROUNDED

@@ -37,7 +37,7 @@ _FIGURES = {
 
 
 def open_log(
-    folder: RunFolder, progress: Progress, steps: int, track: Sequence[str], values: Mapping[str, Any], ranks: Ranks
+    folder: RunFolder, progress: Progress, steps: int, values: Mapping[str, Any], ranks: Ranks
 ) -> "RunLog | NoLog":
     """The log of a run on rank 0; on all other ranks a `NoLog`, which writes nothing.
 
@@ -48,7 +48,7 @@ def open_log(
     with ranks.all_raise(ValueError):
         if ranks.is_first:
             try:
-                log = RunLog(folder, progress, steps, track, values)
+                log = RunLog(folder, progress, steps, values["track"], values)
             except OSError as error:
                 raise ValueError(str(error)) from error
     return log

@@ -1,7 +1,7 @@
 """Loads the tokenizers and the data of a run, before the models."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from stillhouse.data.render.tool_format import tool_format
 from stillhouse.data.token_cache import user_folder
 from stillhouse.hashing import json_hash
 from stillhouse.images.processor import ImageProcessor
+from stillhouse.loops.session import Data
 from stillhouse.rollout.user_functions import tool_schemas
 from stillhouse.run.tokenizers import end_ids_of, load_tokenizers
 from stillhouse.signals import SignalStore
@@ -44,46 +45,7 @@ ToolSchemas = Sequence[dict[str, Any]] | None
 NOT_WITH_IMAGES = "the data has images, which this cannot read yet: expected {}, or documents without images"
 
 
-@dataclass(frozen=True)
-class RunData:
-    """A run's tokenizer and packed data.
-
-    train: the training documents; in a run with rollouts, prompts without targets
-    evaluation: the held-out documents; None if the configuration has none
-    hashes: a hash of the documents, by split
-    dataset: the documents with completions, in a run with rollouts that takes a share of each step from the dataset
-    processor: the student's processor for images; None if it has none
-    teacher_images: how teachers in this job read images, by their names, if they do not share the student's processor
-    processors: hashes of the processors that decide pixels, by their models' sections; `hashes` include them
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    train: PackedSequences
-    evaluation: PackedSequences | None
-    hashes: dict[str, str]
-    warnings: list[str]
-    dataset: Documents | None = None
-    processor: ImageProcessor | None = None
-    teacher_images: Mapping[str, TeacherImages] = field(default_factory=dict)
-    processors: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether a document has an image."""
-        return self.train.image_inputs is not None
-
-    def with_image_inputs(self, image_inputs: ImageInputs) -> "RunData":
-        """The same data, whose micro-batches have these inputs of images."""
-        evaluation = None if self.evaluation is None else self.evaluation.with_image_inputs(image_inputs)
-        return replace(self, train=self.train.with_image_inputs(image_inputs), evaluation=evaluation)
-
-    def sorted_by_length(self, max_tokens: int, held_out_tokens: int) -> "RunData":
-        """The same data in sequences of documents of similar lengths, of these capacities (see `PackedSequences`)."""
-        evaluation = None if self.evaluation is None else self.evaluation.sorted_by_length(held_out_tokens)
-        return replace(self, train=self.train.sorted_by_length(max_tokens), evaluation=evaluation)
-
-
-def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_teachers: bool = True) -> RunData:
+def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_teachers: bool = True) -> Data:
     """Load the tokenizers and the data of a run.
 
     stores: the signal stores, by the keys of the teachers' sections
@@ -133,7 +95,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
             "held-out metrics will look better than they are"
         )
     gaps = _teachers_in_job(config, stores) if fits_teachers else []
-    return RunData(
+    return Data(
         tokenizer,
         _packed(config, train, gaps, image_inputs, shuffle=True),
         None if held_out is None else _packed(config, held_out, gaps, image_inputs, shuffle=False),

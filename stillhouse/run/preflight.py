@@ -1,7 +1,7 @@
 """The checks of a run that need more than its configuration, ordered by their cost.
 
-`build_session` calls `check_before_loading` first, `check_data` after the data are read, and `check_models` after the
-models are loaded. So each error is reported as early as possible.
+`build_session` calls `check_before_loading` first, and `check_models` after the models are loaded. So each error is
+reported as early as possible.
 """
 
 import importlib.util
@@ -22,6 +22,7 @@ from stillhouse.config import (
 from stillhouse.data import check_vocabulary
 from stillhouse.display import name_list
 from stillhouse.engine.optimizer import require_optimizer
+from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.float8 import FP8, float8_problem
 from stillhouse.models.forward_modes import noise_of
@@ -29,11 +30,9 @@ from stillhouse.models.pretrained import leaves_out_images, read_configuration
 from stillhouse.objective.policy import PolicySettings
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.tracking import require_trackers
-from stillhouse.parallel import Layout, watchdog
+from stillhouse.parallel import Layout
 from stillhouse.rollout import PromptPlan
 from stillhouse.rollout.user_functions import loaded_functions
-from stillhouse.run.agreement import require_same_sources
-from stillhouse.run.data import RunData
 from stillhouse.run.setup import RunSetup
 
 #: a run with fewer steps causes a warning, unless the configuration has train.steps
@@ -66,14 +65,7 @@ def check_before_loading(setup: RunSetup) -> None:
     require_plain_student(config.student, setup.layout)
 
 
-def check_data(setup: RunSetup, data: RunData, model_hashes: Mapping[str, str]) -> None:
-    """Check that all ranks read the same data and model files. Raises ValueError. A collective of all processes."""
-    watchdog.enter("comparing data and models")
-    data_hashes = {f"data.{split}": documents_hash for split, documents_hash in data.hashes.items()}
-    require_same_sources(data_hashes | dict(model_hashes), setup.ranks)
-
-
-def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], data: RunData) -> list[str]:
+def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], data: Data) -> list[str]:
     """Raise ValueError unless the models fit the data and the student can be saved. Returns warnings.
 
     decoders: the student, and the teachers in this job, by the keys of their sections
@@ -258,7 +250,7 @@ def evaluation_warnings(evaluation: EvalConfig, rollouts: Sequence[RolloutConfig
         )
 
 
-def schedule_warnings(train: TrainConfig, steps: int, data: RunData, *, on_policy: bool) -> Iterator[str]:
+def schedule_warnings(train: TrainConfig, steps: int, data: Data, *, on_policy: bool) -> Iterator[str]:
     """Yield warnings for a run of few steps, steps with documents of a single teacher, a warm-up that lasts the whole
     run, and a small `min_learning_rate`.
 

@@ -11,6 +11,7 @@ from stillhouse.config import RunConfig, dump_config
 from stillhouse.data import save_tokenizer
 from stillhouse.loops import off_policy, on_policy
 from stillhouse.loops.held_out_tokens import held_out_tokens
+from stillhouse.loops.session import Session
 from stillhouse.output.disk import atomic_folder, file_names, hashes
 from stillhouse.output.folder import (
     HASHES,
@@ -25,7 +26,7 @@ from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.run.agreement import require_shared_folder
 from stillhouse.run.local_checks import require_writable
-from stillhouse.run.session import Session, build_session, data_reports, steps_in_words
+from stillhouse.run.session import build_session, data_reports, steps_in_words
 from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.signals import SignalsLostError
 
@@ -57,13 +58,13 @@ def distill(config: RunConfig) -> Path:
             ranks,
             session.identity,
             fallback=config.checkpoint.fallback,
-            base=None if session.student.lora is None else config.student.model,
+            base=None if session.models.student.lora is None else config.student.model,
         )
         if checkpoint is None and is_first() and folder.metrics.exists():
             log_rank0(f"{folder.path} has no checkpoint of this run yet: it begins anew, at step 1")
         if is_first():
             init_run_dir(folder, dump_config(setup.config))
-        require_same_teachers(session.stores, folder, ranks)
+        require_same_teachers(session.models.stores, folder, ranks)
         _run(setup, session, folder, checkpoint)
     return folder.path
 
@@ -80,30 +81,31 @@ def _report_complete(folder: RunFolder) -> Path:
 
 
 def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None) -> None:
-    reports = data_reports(session)
+    models, data = session.models, session.data
+    reports = data_reports(data, session.schedule.step_schedule)
     for split, report in reports.items():
         log_rank0(f"{split}: {report.summary()}")
     log_rank0(f"steps: {steps_in_words(session)}")
     for warning in session.warnings:
         log_rank0(f"warning: {warning}")
-    if session.ranks.size > 1:
+    if models.ranks.size > 1:
         teachers = [f"{section}: {layout}" for section, layout in setup.own_layouts.items()]
-        log_rank0(f"layout: {'; '.join([str(session.engine.student.layout), *teachers])}")
-    for section, words in session.packing_in_words.items():
+        log_rank0(f"layout: {'; '.join([str(models.engine.student.layout), *teachers])}")
+    for section, words in models.packing_in_words.items():
         log_rank0(f"documents of {section}: {words}")
-    if session.adapter_in_words is not None:
-        log_rank0(f"adapter: {session.adapter_in_words}")
+    if models.adapter_in_words is not None:
+        log_rank0(f"adapter: {models.adapter_in_words}")
     if checkpoint is not None:
         log_rank0(f"resuming from {checkpoint.path}")
     if is_first():
-        words = setup.objective.in_words(session.stores)
-        folder.write_json("environment.json", environment(words, session.seed, session.device))
+        seed = session.schedule.seed
+        folder.write_json("environment.json", environment(session.loss.in_words, seed, models.device))
         folder.write_json("data.json", {split: report.as_dict() for split, report in reports.items()})
-    loop = off_policy if session.rollout_config is None else on_policy
+    loop = off_policy if session.rollout is None else on_policy
     progress = loop.train(session, folder, checkpoint)
     with finishing("the final model"):
         try:
-            tokens = held_out_tokens(session, progress.step)
+            tokens = held_out_tokens(models, data, session.loss.spec, progress.step)
         except SignalsLostError as error:  # the model does not depend on these signals, so it is still written
             tokens = None
             log_rank0(f"warning: tokens.json is left out: {error}")
@@ -118,14 +120,15 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
 def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress: Progress) -> None:
     """Write the adapter (if any), the hashes of all files, and the model last: its folder marks a complete run."""
     resume = folder.checkpoints / folder_name(progress.step) / RESUME
-    processor_files, files = session.processor_files, dict[str, str]()
-    if session.student.lora is not None:
+    models, data, files = session.models, session.data, dict[str, str]()
+    processor_files = data.processor_files
+    if models.student.lora is not None:
         with atomic_folder(folder.adapter) as adapter:
-            save_student(adapter, session.student, session.tokenizer, resume, session.ranks, processor_files)
+            save_student(adapter, models.student, data.tokenizer, resume, models.ranks, processor_files)
             files |= _hashes("adapter", adapter)
     with atomic_folder(folder.model) as model:
-        if session.student.lora is None:
-            save_student(model, session.student, session.tokenizer, resume, session.ranks, processor_files)
+        if models.student.lora is None:
+            save_student(model, models.student, data.tokenizer, resume, models.ranks, processor_files)
         else:
             student = setup.config.student
             if setup.model_hashes()["student"] != session.identity.models["student"]:
@@ -134,7 +137,7 @@ def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress:
                     "and the same command merges the adapter into them"
                 )
             save_merged(model, student, folder.adapter)
-            save_tokenizer(session.tokenizer, model, processor_files)
+            save_tokenizer(data.tokenizer, model, processor_files)
         folder.write_json(HASHES, files | _hashes("model", model))
 
 

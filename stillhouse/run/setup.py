@@ -13,6 +13,7 @@ from stillhouse.config.read_config import dotted_values
 from stillhouse.config.rules import check_rules
 from stillhouse.engine.build_engine import ENGINES
 from stillhouse.engine.engine import Engine
+from stillhouse.loops.session import Data
 from stillhouse.models import ProofError
 from stillhouse.objective import use_kernels
 from stillhouse.parallel import (
@@ -28,7 +29,7 @@ from stillhouse.parallel import (
     start_alone,
 )
 from stillhouse.run.agreement import require_same_configuration
-from stillhouse.run.data import RunData, load_run_data
+from stillhouse.run.data import load_run_data
 from stillhouse.run.models import ModelSources, model_fingerprints
 from stillhouse.run.objective import RunObjective
 from stillhouse.run.stores import open_stores, require_signals
@@ -106,11 +107,11 @@ class RunSetup:
         self.warnings = require_same_configuration(self.values, ranks)
         return ranks
 
-    def load_data(self, *, fits_teachers: bool = True) -> RunData:
+    def load_data(self, *, fits_teachers: bool = True) -> Data:
         """Load the tokenizers and the data; see `load_run_data`."""
         return load_run_data(self.config, self.stores, fits_teachers=fits_teachers)
 
-    def require_signals(self, data: RunData) -> None:
+    def require_signals(self, data: Data) -> None:
         """Raise ConfigError if a signal store does not fit the data or the objective."""
         require_signals(self.stores, self.teachers, self.objective, data, self.ranks)
 

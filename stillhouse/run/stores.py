@@ -18,12 +18,12 @@ from stillhouse.config import ConfigError, TeacherConfig, as_config_error
 from stillhouse.data import Documents, load_tokenizer
 from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.libraries import reading
+from stillhouse.loops.session import Data
 from stillhouse.models import Decoder
 from stillhouse.models.weight_files import json_object, named_weights, weight_files
 from stillhouse.objective import forward_kl
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Ranks, is_first, log_rank0
-from stillhouse.run.data import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.objective import RunObjective
 from stillhouse.serving.client import (
@@ -120,7 +120,7 @@ def require_signals(
     stores: Mapping[str, SignalStore],
     teachers: Mapping[str, TeacherConfig],
     objective: RunObjective,
-    data: RunData,
+    data: Data,
     ranks: Ranks,
 ) -> None:
     """Raise ConfigError if a signal store does not fit the data or the objective.

@@ -25,7 +25,9 @@ from stillhouse.data import Documents
 from stillhouse.display import escaped, print_escaped
 from stillhouse.engine.engine import Engine
 from stillhouse.loops.not_finite import not_finite_error
+from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
 from stillhouse.loops.rollouts import first_rollouts
+from stillhouse.loops.session import Data, Session
 from stillhouse.loops.training import no_targets_in_words
 from stillhouse.models import Decoder, element_count
 from stillhouse.models.dtensors import local
@@ -34,7 +36,7 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
 from stillhouse.parallel import is_first
-from stillhouse.run.session import Session, data_reports, prepare, steps_in_words
+from stillhouse.run.session import data_reports, prepare, steps_in_words
 from stillhouse.tools.check_prompts import function_rows, prompt_rows, sample_rows
 
 #: the number of characters of the sample document that are shown
@@ -69,57 +71,60 @@ def check(config: RunConfig) -> None:
 
 def _state(session: Session, folder: RunFolder) -> str:
     """Describe the state of the run's folder. Raises ValueError if the run may not use the folder."""
-    newest = next(iter(candidates(folder, session.checkpoint_config.resume, session.values)), None)
+    newest = next(iter(candidates(folder, session.schedule.checkpoint_config.resume, session.values)), None)
     if newest is not None and folder.owns(newest):
         require_unchanged_sources(newest, read_state(newest).progress, session.identity)
     if folder.complete:
         return "contains this run, which is complete"
-    size = require_room(folder.checkpoints, session.engine)
+    size = require_room(folder.checkpoints, session.models.engine)
     return f"{f'resumes from {newest.name}' if newest else 'a new run'}; a checkpoint has {size / 2**30:.2f} GiB"
 
 
 def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
-    student = session.student_config
-    yield _row("student", _model_line(session.student))
-    for section, teacher in session.teachers.items():
+    student = session.models.student_config
+    yield _row("student", _model_line(session.models.student))
+    for section, teacher in session.models.teachers.items():
         yield _row(section.removeprefix("teachers."), _model_line(teacher))
-    for section, store in session.stores.items():
+    for section, store in session.models.stores.items():
         name = "signals" if section == "teacher" else section.removeprefix("teachers.")
         yield _row(name, f"{store.signal}, from {store.name}")
-    for section, words in session.packing_in_words.items():
+    for section, words in session.models.packing_in_words.items():
         yield _row("documents", f"of {section}: {words}")
-    for part in session.engine.parts:
-        yield from (_row(*row) for row in part.check_rows(session.student, student).items())
-    if session.adapter_in_words is not None:
-        yield _row("adapter", session.adapter_in_words)
-    teachers = session.teacher_configs
+    for part in session.models.engine.parts:
+        yield from (_row(*row) for row in part.check_rows(session.models.student, student).items())
+    if session.models.adapter_in_words is not None:
+        yield _row("adapter", session.models.adapter_in_words)
+    teachers = session.models.teacher_configs
     same = ""
     if teachers and all(teacher.source_kind.compares_tokenizer for teacher in teachers.values()):
         same = f", the same for {'both' if 'teacher' in teachers else 'all'}"
     tokenizer_hash = session.identity.models["tokenizer"]
-    yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {tokenizer_hash[:12]}{same}")
+    yield _row("tokenizer", f"{len(session.data.tokenizer):,} tokens, hash {tokenizer_hash[:12]}{same}")
     yield from (_row("warning", warning) for warning in session.warnings)
-    for which, report in data_reports(session).items():
+    for which, report in data_reports(session.data, session.schedule.step_schedule).items():
         yield _row(f"data {which}", report.summary())
-    if session.evaluation is None:
+    if session.data.evaluation is None:
         yield _row("data eval", "no data is held out, so there will be no held-out metrics")
-    if session.plan is None:
-        if session.by_length:
-            filling = f"each of similar lengths, {session.train.padding_share:.1%} padding in rows"
+    if session.rollout is None:
+        if session.data.by_length:
+            filling = f"each of similar lengths, {session.data.train.padding_share:.1%} padding in rows"
         else:
-            filling = f"{session.train.filled_share:.0%} full"
-        yield _row("packing", f"{len(session.train):,} sequences, {filling}")
+            filling = f"{session.data.train.filled_share:.0%} full"
+        yield _row("packing", f"{len(session.data.train):,} sequences, {filling}")
     yield _row("steps", steps_in_words(session))
-    if session.plan is not None:
-        yield from (_row(*row) for row in prompt_rows(session, session.plan))
-    yield _row("device", f"{session.device}, {session.train_config.precision}")
+    if session.rollout is not None:
+        yield from (_row(*row) for row in prompt_rows(session.rollout, session.schedule.steps))
+        if (prompts := session.schedule.eval_config.prompts) is not None:
+            warning = shared_prompts(session, held_out_prompts(session, prompts))
+            yield from () if warning is None else (_row("warning", warning),)
+    yield _row("device", f"{session.models.device}, {session.schedule.train_config.precision}")
     yield _row("run folder", f"{session.values['out']}: {state}")
-    if session.plan is None:
-        yield _row("sample", f"{session.train.documents.sources[0]}, the tokens to predict are in ⟦ ⟧:")
+    if session.rollout is None:
+        yield _row("sample", f"{session.data.train.documents.sources[0]}, the tokens to predict are in ⟦ ⟧:")
     else:
-        yield _row("prompt", f"{session.train.documents.sources[0]}, the completion follows it:")
-    yield _sample(session, session.train.documents)
-    yield from _image_lines(session)
+        yield _row("prompt", f"{session.data.train.documents.sources[0]}, the completion follows it:")
+    yield _sample(session.data, session.data.train.documents)
+    yield from _image_lines(session.data)
     yield from _step_lines(session, folder)
     yield from (_row(*row) for row in function_rows(session))
 
@@ -134,25 +139,25 @@ def _model_line(decoder: Decoder) -> str:
     )
 
 
-def _image_lines(session: Session) -> Iterator[str]:
+def _image_lines(data: Data) -> Iterator[str]:
     """Describe the first documents with images, and show the texts that have not been shown."""
-    documents, processor = session.train.documents, session.processor
+    documents, processor = data.train.documents, data.processor
     if documents.images is None or processor is None:
         return
     for document in np.flatnonzero(np.diff(documents.images.offsets))[:_IMAGE_SAMPLES].tolist():
         yield _row("images", processor.in_words(documents, document))
         if document:  # the first document is the sample above
-            yield _sample(session, documents, document)
+            yield _sample(data, documents, document)
 
 
-def _sample(session: Session, documents: Documents, document: int = 0) -> str:
+def _sample(data: Data, documents: Documents, document: int = 0) -> str:
     """The beginning of a document as the student sees it, with the targets in brackets."""
     text, tokens = "", zip(documents.targets(document).tolist(), documents.tokens(document).tolist(), strict=True)
     for is_target, stretch in groupby(tokens, key=itemgetter(0)):
-        piece = session.tokenizer.decode([token for _, token in stretch])
+        piece = data.tokenizer.decode([token for _, token in stretch])
         text += f"⟦{piece}⟧" if is_target else piece
-    if documents.images is not None and session.processor is not None:
-        text = session.processor.shortened(text)
+    if documents.images is not None and data.processor is not None:
+        text = data.processor.shortened(text)
     return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
 
 
@@ -161,41 +166,45 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
 
     Servers are not used to generate completions, because this would replace their weights by this student's.
     """
-    engine = session.engine
-    if session.rollout_config is not None and session.rollout_config.urls:
+    engine = session.models.engine
+    if session.rollout is not None and session.rollout.config.urls:
         yield _row("one step", "left out, because servers write the completions")
         return
-    parameters = [parameter for parameter in session.student.parameters() if parameter.requires_grad]
-    peak_memory = _peak_memory(session.device)
-    if session.plan is None:
-        micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+    parameters = [parameter for parameter in session.models.student.parameters() if parameter.requires_grad]
+    peak_memory = _peak_memory(session.models.device)
+    size = ""  # printed before the step runs, because it may take minutes
+    if session.rollout is None:
+        steps = session.schedule.step_schedule
+        count = -(-steps.sequences_per_step // steps.rows_per_micro_batch)
+        size = f" (sequences: {steps.sequences_per_step}, micro-batches: {count})"
+        micro_batches = session.models.shard(steps.micro_batches(session.data.train, 0))
     else:
         yield "running one step: the completions …"
         samples, micro_batches = first_rollouts(session, folder)
-        yield from (_row(*row) for row in sample_rows(session, session.plan, samples))
+        yield from (_row(*row) for row in sample_rows(session, session.rollout.prompts, samples))
         if not micro_batches.of_all_ranks.targets:
-            yield _row("verdict", f"the first step {no_targets_in_words(session)}")
+            yield _row("verdict", f"the first step {no_targets_in_words(session.rollout)}")
             return
-    layers = session.engine.student.layout.compile
+    layers = engine.student.layout.compile
     compiled = "the loss and the layers are compiled" if layers else "the loss is compiled"
     if engine.needs_teacher:
         compiles = "; the layers are compiled" if layers else ""
-        yield f"running one step{_size(session)}: the teacher's signals{compiles} …"
-    asked, signals = _timed(lambda: session.source_for(engine).request(micro_batches).result())
-    yield f"running one step{_size(session)}: forward and backward; {compiled} …"
+        yield f"running one step{size}: the teacher's signals{compiles} …"
+    asked, signals = _timed(lambda: session.models.source_for(engine).request(micro_batches).result())
+    yield f"running one step{size}: forward and backward; {compiled} …"
     normalizer = micro_batches.of_all_ranks.normalizer
     trained, output = _timed(lambda: engine.forward_backward(micro_batches, signals, normalizer))
     first = asked + trained
     norm = engine.gradient_norm()
     memory = peak_memory()
     if not math.isfinite(output.sums["loss"]) or not math.isfinite(norm):
-        raise not_finite_error(session, folder.checkpoints, 1, micro_batches, output, norm)
+        raise not_finite_error(session.models, folder.checkpoints, 1, micro_batches, output, norm)
     optimizer_bytes = 2 * sum(local(weight).numel() * weight.element_size() for weight in parameters)
     tokens = sum(micro_batch.input_ids_BS.numel() for micro_batch in micro_batches)
     loss = output.sums["loss"]
     engine.zero_grad()
     yield f"running the step again, with what was compiled in {first:.1f} s …"
-    seconds, _ = _timed(lambda: session.forward_backward(micro_batches).sums)
+    seconds, _ = _timed(lambda: session.models.step(micro_batches).sums)
     times = f"{seconds:.1f} s ({first:.1f} s the first time, when {compiled})"
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
@@ -206,7 +215,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     norms = dict[str, float]()
     for name, of_one_loss in losses:
         engine.zero_grad()
-        session.forward_backward(micro_batches, of_one_loss)
+        session.models.step(micro_batches, of_one_loss)
         norms[name] = engine.gradient_norm()
         yield _row(f"  {name} ", f"gradient norm {norms[name]:.4g}")
     if (words := verdict(norms)) is not None:
@@ -246,15 +255,6 @@ def _cause_of_zero(name: str) -> str:
         if name.endswith(f" ({origin})"):
             return f" (as it is if no document of the step is the {origin}'s)"
     return ""
-
-
-def _size(session: Session) -> str:
-    """The size of a step, printed before it runs, because a step may take minutes; "" if it needs completions."""
-    if session.plan is not None:
-        return ""
-    schedule = session.step_schedule
-    micro_batches = -(-schedule.sequences_per_step // schedule.rows_per_micro_batch)
-    return f" (sequences: {schedule.sequences_per_step}, micro-batches: {micro_batches})"
 
 
 def _timed(call: Callable[[], Result]) -> tuple[float, Result]:

@@ -13,16 +13,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import RolloutConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
 from stillhouse.loops.greedy_evaluation import greedy_evaluation
-from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
 from stillhouse.loops.prompt_samples import completed
 from stillhouse.loops.rollout_records import sample_record
 from stillhouse.loops.sample_statistics import equal_rewards, has_turns
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import RolloutPlan, Session
 from stillhouse.loops.source_replies import require_end_of_turns
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
@@ -43,16 +43,16 @@ _PROMPT, _COMPLETION = 200, 600
 STAND_IN = "A completion of stillhouse check."
 
 
-def prompt_rows(session: Session, plan: PromptPlan) -> Iterator[tuple[str, str]]:
+def prompt_rows(rollout: RolloutPlan, steps: int) -> Iterator[tuple[str, str]]:
     """Yield the title and the text of the rows about each of several sources, and about the dataset's share."""
-    rollout, steps, sources = session.rollouts[0], session.step_schedule.steps, plan.sources
+    plan, sources = rollout.prompts, rollout.prompts.sources
     weights = sum(source.weight for source in sources)
-    for settings, source, of_rollout in zip(session.prompt_sources, sources, session.rollouts, strict=False):
+    for settings, source, of_rollout in zip(rollout.sources, sources, rollout.configs, strict=False):
         share = source.weight / weights
         generated = steps * plan.prompts_per_step * share * source.share
         words = [
             f"{share:.1%} of the prompts",
-            f"{generated:,.0f} with completions of the {rollout.writer}: "
+            f"{generated:,.0f} with completions of the {rollout.config.writer}: "
             f"{generated / source.prompts:.2f} passes over {source.prompts:,}",
             f"temperature {of_rollout.temperature:g}",
             *([] if of_rollout.reward is None else [f"reward {of_rollout.reward}"]),
@@ -71,9 +71,6 @@ def prompt_rows(session: Session, plan: PromptPlan) -> Iterator[tuple[str, str]]
         completions = sum(len(plan.from_dataset(step)) for step in range(steps))
         of_it = f"the dataset's, which has {dataset:,}: {completions / dataset:.2f} passes over it"
         yield ("dataset", f"{completions:,} of the completions are {of_it}")
-    if session.eval_config.prompts is not None:
-        warning = shared_prompts(session, held_out_prompts(session, session.eval_config.prompts))
-        yield from () if warning is None else (("warning", warning),)
 
 
 def sample_rows(session: Session, plan: PromptPlan, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
@@ -81,11 +78,12 @@ def sample_rows(session: Session, plan: PromptPlan, samples: Sequence[Sample]) -
     if not samples:
         return
     record = sample_record(session, 0, samples[0])
-    facts = [session.train.documents.sources[samples[0].prompt], *facts_of(record)]
+    facts = [session.data.train.documents.sources[samples[0].prompt], *facts_of(record)]
+    completion = _completion(session.data.tokenizer, samples[0])
     prompt = record.prompt if len(record.prompt) <= _PROMPT else f"…{record.prompt[-_PROMPT:]}"
     yield (
         "completion",
-        f"{', '.join(facts)}; the generated tokens are in ⟦ ⟧:\n{prompt}{_completion(session, samples[0])}",
+        f"{', '.join(facts)}; the generated tokens are in ⟦ ⟧:\n{prompt}{completion}",
     )
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if not rewards:
@@ -104,19 +102,20 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
 
     A collective of all processes. Raises the errors of the run about these functions.
     """
-    if session.plan is not None and session.rollouts[0].urls:
+    if session.rollout is not None and session.rollout.config.urls:
         require_end_of_turns(session)
-        first_prompts = accumulate((source.prompts for source in session.plan.sources), initial=0)
-        for rollout, first in zip(session.rollouts, first_prompts, strict=False):
+        first_prompts = accumulate((source.prompts for source in session.rollout.prompts.sources), initial=0)
+        for rollout, first in zip(session.rollout.configs, first_prompts, strict=False):
             if rollout.reward is not None or has_turns(rollout):
-                prompts = session.train.documents.select([first])
+                prompts = session.data.train.documents.select([first])
                 reward = _reward_of_stand_in(session, rollout, prompts)
                 given = "" if reward is None else f" has the reward {reward:.4g}"
                 yield "functions", f"{STAND_IN!r} in place of a completion of {prompts.sources[0]}{given}"
-    settings = session.eval_config
+    settings = session.schedule.eval_config
     prompts_of_one = None if settings.prompts is None else settings.prompts.model_copy(update={"count": 1})
     functions_alone: dict[str, object] = {"prompts": prompts_of_one, "tasks": [], "samples": 0}
-    shortened = replace(session, eval_config=settings.model_copy(update=functions_alone))
+    schedule = replace(session.schedule, eval_config=settings.model_copy(update=functions_alone))
+    shortened = replace(session, schedule=schedule)
     with (
         TemporaryDirectory() as scratch,
         greedy_evaluation(shortened, RunFolder(Path(scratch)), kept=0) as evaluation,
@@ -128,14 +127,14 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
 
 def _reward_of_stand_in(session: Session, rollout: RolloutConfig, prompts: Documents) -> float | None:
     """Call the functions of a source of prompts with one completion, which is `STAND_IN`."""
-    engine = _StandIn(session)
+    engine = _StandIn(session.data.tokenizer, eos_ids(session.data.tokenizer, session.models.student))
     of_one = rollout.model_copy(update={"workers": min(rollout.workers, 1)})
 
     def call() -> float | None:
         return completed(session, of_one, prompts, engine, rollout.max_new_tokens, REWARD)[0].reward
 
     try:
-        return session.ranks.on_first(call, UserFunctionError, ValueError, OverdueError, ServerError)
+        return session.models.ranks.on_first(call, UserFunctionError, ValueError, OverdueError, ServerError)
     except (OverdueError, ServerError) as error:
         raise SignalsLostError(str(error)) from error
 
@@ -143,9 +142,8 @@ def _reward_of_stand_in(session: Session, rollout: RolloutConfig, prompts: Docum
 class _StandIn(RolloutEngine):
     """Completes every prompt with `STAND_IN`: servers have other weights, this job perhaps no room for a copy."""
 
-    def __init__(self, session: Session):
-        self._text = session.tokenizer(STAND_IN, add_special_tokens=False)["input_ids"]
-        self._end = eos_ids(session.tokenizer, session.student)[:1]
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]):
+        self._text, self._end = tokenizer(STAND_IN, add_special_tokens=False)["input_ids"], ends[:1]
 
     def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
         return [done(self._completion(request)) for request in requests]
@@ -162,10 +160,10 @@ class _StandIn(RolloutEngine):
         return Completion(ids_N, np.zeros(len(ids_N), np.float32), np.zeros(len(ids_N), np.int32), "stop")
 
 
-def _completion(session: Session, sample: Sample) -> str:
+def _completion(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
     """The completion of a sample, shortened, with what the model has generated in brackets."""
     text, tokens = "", zip(sample.is_generated_N.tolist(), sample.completion.ids_N.tolist(), strict=True)
     for is_generated, stretch in groupby(tokens, key=itemgetter(0)):
-        piece = session.tokenizer.decode([token for _, token in stretch])
+        piece = tokenizer.decode([token for _, token in stretch])
         text += f"⟦{piece}⟧" if is_generated else piece
     return text if len(text) <= _COMPLETION else f"{text[:_COMPLETION]}…"

@@ -26,6 +26,7 @@ from stillhouse.images.prepare import with_images_proven
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import make_queue, turn_replies
+from stillhouse.loops.session import Data
 from stillhouse.loops.step_packer import StepPacker
 from stillhouse.models import eos_ids
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start, temporary_groups
@@ -33,7 +34,6 @@ from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.rollout import PromptPlan, TargetRules, step_documents
 from stillhouse.rollout.engines import InJobEngine
 from stillhouse.rollout.plan import RolloutSchedule
-from stillhouse.run.data import RunData
 from stillhouse.run.preflight import require_adapters, require_attention
 from stillhouse.run.session import prompt_sources
 from stillhouse.run.setup import RunSetup
@@ -168,9 +168,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
         yield row
 
 
-def _generated(
-    config: RunConfig, packer: StepPacker, data: RunData, engine: Engine, sequences: int
-) -> StepMicroBatches:
+def _generated(config: RunConfig, packer: StepPacker, data: Data, engine: Engine, sequences: int) -> StepMicroBatches:
     """A step on completions that the student generates in this process; they are the same in all processes."""
     (student,), prompts, rollouts = engine.student.decoders, data.train.documents, config.rollouts
     eos = eos_ids(data.tokenizer, student)
@@ -185,7 +183,10 @@ def _generated(
         key="rollout.engine",
         processor=data.processor,
     )
-    sources = [replace(source, share=1.0) for source in prompt_sources(config, prompts, data.dataset)]
+    sources = [
+        replace(source, share=1.0)
+        for source in prompt_sources(rollouts, config.data.weighted_sources, prompts, data.dataset)
+    ]
     plan, schedule = PromptPlan(sources, sequences, config.seed), RolloutSchedule.of(rollouts[0], steps=1)
     with closing(CompletionCalls(rollouts)) as calls:
         engine_in_job = InJobEngine(generator)

@@ -20,8 +20,8 @@ from stillhouse.data.packing import SINGLE
 from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.hashing import json_hash
 from stillhouse.images.prepare import require_image_layout
+from stillhouse.loops.session import Data
 from stillhouse.parallel import watchdog
-from stillhouse.run.data import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import LocalModelStore, SignalStore
@@ -98,7 +98,7 @@ class _Reader:
     image_inputs: ImageInputs | None
 
     @classmethod
-    def of(cls, data: RunData) -> Self:
+    def of(cls, data: Data) -> Self:
         inputs = data.train.image_inputs
         return cls(
             [(split, split.as_read_by(SINGLE)) for split in data_splits(data)], inputs and inputs.of_teacher(SINGLE)
@@ -125,7 +125,7 @@ class _Reader:
 def _local_teacher(
     setup: RunSetup,
     config: TeacherConfig,
-    data: RunData,
+    data: Data,
     kind: SignalKind,
     top_k: int,
     dtype: str | None,
@@ -173,7 +173,7 @@ def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
     return teacher
 
 
-def _served_teacher(setup: RunSetup, data: RunData) -> tuple[SignalStore, CacheTeacher]:
+def _served_teacher(setup: RunSetup, data: Data) -> tuple[SignalStore, CacheTeacher]:
     """The teacher and its servers after their proof. Raises ConfigError for signals that cannot be cached."""
     store = setup.stores["teacher"]
     setup.require_signals(data)
@@ -185,12 +185,12 @@ def _served_teacher(setup: RunSetup, data: RunData) -> tuple[SignalStore, CacheT
     return store, CacheTeacher(store.model, store.identity, head, data.tokenizer)
 
 
-def data_splits(data: RunData) -> list[Documents]:
+def data_splits(data: Data) -> list[Documents]:
     """The training documents and the held-out documents of a run."""
     return [sequences.documents for sequences in (data.train, data.evaluation) if sequences is not None]
 
 
-def cache_documents(data: RunData) -> Iterator[CacheEntry]:
+def cache_documents(data: Data) -> Iterator[CacheEntry]:
     """The distinct documents of a run that have targets."""
     seen: dict[bytes, range] = {}
     inputs = data.train.image_inputs

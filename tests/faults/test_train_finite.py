@@ -15,9 +15,9 @@ from torch import Tensor
 from stillhouse.checkpoint.checkpoint_folder import checkpoints
 from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.off_policy import train
+from stillhouse.loops.session import Session
 from stillhouse.models import NotFiniteError
 from stillhouse.output.folder import RunFolder, init_run_dir
-from stillhouse.run.session import Session
 
 SETTINGS = {"train.steps": 8, "checkpoint.every": 1, "checkpoint.keep": 100, "checkpoint.best": None}
 #: whether the optimizer steps before the host reads the norm, and skips the step by a flag on the device, as on a GPU
@@ -28,22 +28,22 @@ def odd_session(folder: Path, *, fused: bool = False, **settings: Any) -> Sessio
     with_odd_line(folder)
     session = session_of(folder, **SETTINGS | {"data.train": str(folder / "odd.jsonl")} | settings)
     if fused:
-        use_fused_adamw(session.engine)
+        use_fused_adamw(session.models.engine)
     return session
 
 
 def odd_step(session: Session) -> int:
     """Return the first step, counted from 1, that trains on the odd line."""
-    document = session.train.documents.sources.index(f"{session.values['data.train']}:{LINE}")
-    for step in range(session.step_schedule.steps):
-        for rows in session.step_schedule.micro_batches(session.train, step).rows:
-            if any(document in session.train.members(row) for row in rows):
+    document = session.data.train.documents.sources.index(f"{session.values['data.train']}:{LINE}")
+    for step in range(session.schedule.step_schedule.steps):
+        for rows in session.schedule.step_schedule.micro_batches(session.data.train, step).rows:
+            if any(document in session.data.train.members(row) for row in rows):
                 return step + 1
     raise AssertionError("no step of this run trains on the odd line")
 
 
 def weights(session: Session) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in session.student.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in session.models.student.named_parameters()}
 
 
 def train_in(session: Session, **others: Any) -> None:
@@ -56,17 +56,17 @@ def train_in(session: Session, **others: Any) -> None:
 def test_a_loss_names_its_term_and_its_line(tmp_path: Path, fused: bool) -> None:
     """Documents that became NaN because they share a row with the odd document are not named."""
     session = odd_session(tmp_path, fused=fused)
-    assert session.teacher is not None
+    assert session.models.teacher is not None
     with torch.no_grad():
-        session.teacher.pretrained.get_input_embeddings().weight[odd_id()] = math.nan
+        session.models.teacher.pretrained.get_input_embeddings().weight[odd_id()] = math.nan
     seen: list[dict[str, Tensor]] = []
     optimized = torch.optim.AdamW.step
     step = odd_step(session)
-    assert 1 < step < session.step_schedule.steps
+    assert 1 < step < session.schedule.step_schedule.steps
 
     def watched(*arguments: Any, **settings: Any) -> Any:
         result = optimized(*arguments, **settings)
-        seen.append(state_of(session.engine))
+        seen.append(state_of(session.models.engine))
         return result
 
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +77,7 @@ def test_a_loss_names_its_term_and_its_line(tmp_path: Path, fused: bool) -> None
     assert f": jsd(0.5) on {tmp_path}/odd.jsonl:{LINE}. " in message
     assert "cross_entropy" not in message
     assert len(seen) == step - 1 + fused
-    assert_equal_tensors(state_of(session.engine), seen[step - 2])
+    assert_equal_tensors(state_of(session.models.engine), seen[step - 2])
     assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == [
         f"step-{number:08d}" for number in range(1, step)
     ]
@@ -88,7 +88,7 @@ def test_more_than_one_term_and_an_infinite_student(tmp_path: Path) -> None:
     """The student has an infinite weight: both terms are infinite, and each one still names the right document."""
     session = odd_session(tmp_path, **{"train.micro_batch_tokens": 4 * MAX_TOKENS, "checkpoint.every": 0})
     with torch.no_grad():
-        session.student.pretrained.get_input_embeddings().weight[odd_id()] = math.inf
+        session.models.student.pretrained.get_input_embeddings().weight[odd_id()] = math.inf
     with pytest.raises(ValueError, match=f"^step {odd_step(session)}: the loss is not finite") as caught:
         train_in(session)
     where = f"{tmp_path}/odd.jsonl:{LINE}"
@@ -108,7 +108,7 @@ def test_a_gradient_with_a_finite_loss_names_parameter_and_line(tmp_path: Path, 
     assert "gradient of backbone." in message
     assert f"more) on {tmp_path}/odd.jsonl:{LINE}. " in message
     assert all(bool(weight.isfinite().all()) for weight in weights(session).values())
-    assert all(parameter.grad is None for parameter in session.student.parameters())
+    assert all(parameter.grad is None for parameter in session.models.student.parameters())
 
 
 @by_flag
@@ -117,21 +117,21 @@ def test_steps_after_a_skipped_one_are_as_without_it(tmp_path: Path, fused: bool
     sessions = [session_of(tmp_path, **{"train.clip": 1e-3}) for _ in range(2)]
     for session, losses in zip(sessions, ([0.0, 0.0], [0.0, math.inf, 0.0]), strict=True):
         if fused:
-            use_fused_adamw(session.engine)
+            use_fused_adamw(session.models.engine)
         for loss in losses:
             output = forward_backward(session)
             changed = StepOutput(
                 named=[*output.named, ("loss", torch.tensor(loss)), ("entropy", torch.tensor(math.inf))]
             )
-            norm = session.engine.gradient_norm()
+            norm = session.models.engine.gradient_norm()
             if loss == 0.0:
-                assert session.engine.update(1e-2, changed) == norm
+                assert session.models.engine.update(1e-2, changed) == norm
                 continue
             with pytest.raises(NotFiniteError) as caught:
-                session.engine.update(1e-2, changed)
+                session.models.engine.update(1e-2, changed)
             assert caught.value.norm == norm
-            session.engine.zero_grad()
-    assert_equal_tensors(state_of(sessions[1].engine), state_of(sessions[0].engine))
+            session.models.engine.zero_grad()
+    assert_equal_tensors(state_of(sessions[1].models.engine), state_of(sessions[0].models.engine))
 
 
 def huge(model: Any) -> None:

@@ -214,8 +214,8 @@ def test_sorted_probabilities(folder: Path) -> None:
 
 def test_the_signals_of_a_run(folder: Path) -> None:
     session = session_of(folder, **GOLD, **{"teacher.tail": "renormalize", "objective.temperature": TAU})
-    micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
-    for signals in session.source.request(micro_batches).result():
+    micro_batches = session.models.shard(session.schedule.step_schedule.micro_batches(session.data.train, 0))
+    for signals in session.models.source.request(micro_batches).result():
         span = signals[TEACHER]
         assert isinstance(span, SpanSignal)
         assert isinstance(span.first, TopK)
@@ -320,9 +320,9 @@ def test_a_chat_of_the_students_template(folder: Path, tmp_path: Path) -> None:
         write_records(tmp_path / name, [{"messages": turns}])
     sizes = {"data.max_tokens": 64, "train.micro_batch_tokens": 64, "train.tokens_per_step": 64}
     session = session_of(tmp_path, **GOLD, **sizes, **{"student.model": str(tmp_path / "chatty")})
-    assert isinstance(session.stores["teacher"], CrossTokenizerStore)
-    tokens = session.train.documents.tokens(0)
-    (aligned,) = session.stores["teacher"].aligner.align([tokens])
+    assert isinstance(session.models.stores["teacher"], CrossTokenizerStore)
+    tokens = session.data.train.documents.tokens(0)
+    (aligned,) = session.models.stores["teacher"].aligner.align([tokens])
     teacher = tokenizer("large")
     assert teacher.decode(aligned.teacher_tokens) == student.decode(tokens)
     assert int(teacher.convert_tokens_to_ids("<|im_end|>")) in aligned.teacher_tokens.tolist()
@@ -346,9 +346,9 @@ def test_what_a_run_is_of(folder: Path, tmp_path: Path) -> None:
     hashes.add(session.identity.models["teacher"])
     session.close()
     assert len(hashes) == 3
-    assert session.spec.needs_teacher
+    assert session.loss.spec.needs_teacher
     with pytest.raises(DataError, match="token"):
-        session.stores["teacher"].require(bad_documents(session.train.documents), "data")
+        session.models.stores["teacher"].require(bad_documents(session.data.train.documents), "data")
 
 
 def bad_documents(documents: Documents) -> Documents:

@@ -14,9 +14,9 @@ from kit.causal_families import CAUSAL, build
 from kit.family_steps import named_gradients, of_pair, plain, require_equal
 from kit.runs import forward_backward
 
+from stillhouse.loops.session import Session
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
-from stillhouse.run.session import Session
 from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -25,11 +25,11 @@ QUICK = {"qwen3": "packed", "gpt_oss": "masked", "qwen3_5": "rows", "nemotron_h"
 
 
 def require_plain_step(session: Session, folder: Path) -> None:
-    session.student.eval()  # some families have dropout
+    session.models.student.eval()  # some families have dropout
     loss = forward_backward(session).sums["loss"]
     expected_loss, expected = plain(session, folder)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
-    require_equal(named_gradients(session.student.pretrained), expected)
+    require_equal(named_gradients(session.models.student.pretrained), expected)
 
 
 #: families whose models or tokenizers need more than a folder of a tiny model
@@ -93,7 +93,7 @@ FAMILIES = sorted({*NAMED, *CAUSAL[::4]} - {*LEFT_OUT, *QUICK})
 @pytest.mark.parametrize("family", QUICK)
 def test_a_step_of_a_few_families_is_the_plain_one(tmp_path: Path, family: str) -> None:
     session = of_pair(tmp_path, family, "qwen3")
-    assert session.student.packing.name == QUICK[family]
+    assert session.models.student.packing.name == QUICK[family]
     require_plain_step(session, tmp_path)
 
 
@@ -107,8 +107,8 @@ def test_a_step_of_more_families_is_the_plain_one(tmp_path: Path, family: str) -
 @pytest.mark.parametrize(("student", "teacher"), [("qwen3", "qwen3_5"), ("mamba2", "gpt_oss"), ("opt", "nemotron_h")])
 def test_student_and_teacher_may_be_packed_in_different_ways(tmp_path: Path, student: str, teacher: str) -> None:
     session = of_pair(tmp_path, student, teacher)
-    assert session.teacher is not None
-    assert session.student.packing.name != session.teacher.packing.name
+    assert session.models.teacher is not None
+    assert session.models.student.packing.name != session.models.teacher.packing.name
     require_plain_step(session, tmp_path)
 
 
@@ -130,9 +130,9 @@ def test_rows_and_packing_give_the_same_step(tmp_path: Path, losses: str) -> Non
     steps = []
     for packing in ("packed", "rows"):
         session = of_pair(tmp_path, "qwen3", "qwen3", **one_step, **{"data.packing": packing})
-        assert session.step_schedule.steps == 1
+        assert session.schedule.step_schedule.steps == 1
         loss = forward_backward(session).sums["loss"]
-        steps.append((loss, {name: weight.grad for name, weight in session.student.named_parameters()}))
+        steps.append((loss, {name: weight.grad for name, weight in session.models.student.named_parameters()}))
     (packed_loss, packed), (rows_loss, rows) = steps
     assert rows_loss == pytest.approx(packed_loss, rel=1e-6)
     for name, gradient in packed.items():

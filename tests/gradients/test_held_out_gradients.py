@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,11 @@ def gradients_over_shards(rank: Rank, job: tuple[int, int, int]) -> list[dict[st
 def test_the_file_has_the_terms_of_targets(tmp_path: Path) -> None:
     """cross_entropy: 1 − p(label) at the label and −p elsewhere; forward_kl: q − p."""
     session = session_of(tmp_path, **{"objective.loss": "0.5*cross_entropy + 2*forward_kl"})
-    tokens = held_out_tokens(session, 0)
+    tokens = held_out_tokens(session.models, session.data, session.loss.spec, 0)
     assert tokens is not None
     json.dumps(asdict(tokens), allow_nan=False)
-    assert session.evaluation is not None
-    documents = session.evaluation.documents
+    assert session.data.evaluation is not None
+    documents = session.data.evaluation.documents
     for entry in tokens.documents:
         document = documents.sources.index(entry.source)
         ids = torch.from_numpy(documents.tokens(document).astype("int64"))
@@ -142,7 +142,6 @@ def test_terms_of_the_students_own_completions_have_no_gradient_here(
     tmp_path: Path, loss: str, names: list[str]
 ) -> None:
     session = session_of(tmp_path)
-    session = replace(session, spec=parse_objective(loss))
-    tokens = held_out_tokens(session, 0)
+    tokens = held_out_tokens(session.models, session.data, parse_objective(loss), 0)
     assert tokens is not None
     assert [list(token.terms) for token in tokens.documents[0].tokens if token.target][1:2] == [names]

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.runs import session_of
+from kit.runs import evaluate, session_of
 from kit.serving import Server
 from kit.subject_teachers import LOSS, PREFIXES, named, write_subject_teachers
 from transformers import AutoModelForCausalLM
 
-from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.step_metrics import means
 from stillhouse.objective.spec import TeacherShare, parse_objective
 
@@ -55,13 +54,15 @@ def test_held_out_micro_batches_that_lack_a_teachers_documents(folder: Path) -> 
     session = session_of(
         folder, cached=True, **keys, **named(folder, {}, {}), **{"data.max_tokens": 8, "train.micro_batch_tokens": 8}
     )
-    assert session.evaluation is not None
-    sequences = session.evaluation
-    micro_batches = session.shard(sequences.micro_batches([[at] for at in range(len(sequences))]), training=False)
-    signals = session.source.request(micro_batches).result()
+    assert session.data.evaluation is not None
+    sequences = session.data.evaluation
+    micro_batches = session.models.shard(
+        sequences.micro_batches([[at] for at in range(len(sequences))]), training=False
+    )
+    signals = session.models.source.request(micro_batches).result()
     assert any(len(of_teachers) < 2 for of_teachers in signals)
-    together = session.engine.evaluate([(micro_batches, signals)])
-    one_by_one = session.engine.evaluate(
+    together = session.models.engine.evaluate([(micro_batches, signals)])
+    one_by_one = session.models.engine.evaluate(
         [([batch], [of_one]) for batch, of_one in zip(micro_batches, signals, strict=True)]
     )
     assert together.keys() == one_by_one.keys()
@@ -77,8 +78,8 @@ def test_held_out_top_k_of_a_routed_server_has_its_temperature(folder: Path, ser
     keys = LOSS | {"data.eval": 0.3, "teachers.route": "subject"}
     session = session_of(folder, cached=True, **keys, **named(folder, {}, served))
     metrics = evaluate(session)
-    assert session.evaluation is not None
-    documents = session.evaluation.documents
+    assert session.data.evaluation is not None
+    documents = session.data.evaluation.documents
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
         for name in ("student", "code")

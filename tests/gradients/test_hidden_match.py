@@ -20,11 +20,11 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stillhouse.config import ConfigError
+from stillhouse.loops.session import Session
 from stillhouse.models import Decoder, HiddenPair, match_hidden
 from stillhouse.models.hidden_match import HiddenMatch
 from stillhouse.models.layer_numbers import numbered_layers
 from stillhouse.parallel.stages import Stage, require_pairs
-from stillhouse.run.session import Session
 
 PAIRS: list[dict[str, Any]] = [
     {"student": 0, "teacher": 1, "scale": 0.7},
@@ -65,12 +65,12 @@ def outputs(decoder: Decoder, inputs: dict[str, Tensor]) -> tuple[list[Tensor], 
 
 def expected_loss(session: Session) -> Tensor:
     """The loss of the first step: cross-entropy, and the distances of both pairs, from tensors of all tokens."""
-    match, teacher = session.student.layer_loss(HiddenMatch), session.teacher
+    match, teacher = session.models.student.layer_loss(HiddenMatch), session.models.teacher
     assert teacher is not None
-    step = session.step_schedule.micro_batches(session.train, 0)
+    step = session.schedule.step_schedule.micro_batches(session.data.train, 0)
     total = torch.zeros((), dtype=torch.float64)
     for batch in step:
-        student_hidden, logits_BSV = outputs(session.student, batch.inputs)
+        student_hidden, logits_BSV = outputs(session.models.student, batch.inputs)
         with torch.no_grad():
             teacher_hidden, _ = outputs(teacher, batch.inputs)
         log_q_TV = logits_BSV.double().log_softmax(-1).flatten(0, 1)
@@ -97,12 +97,12 @@ def test_gradients_are_those_of_plain_autograd(folder: Path, recomputed: bool) -
     session = session_of(folder, **settings)
     loss = expected_loss(session)
     loss.backward()
-    reference = {name: gradient.clone() for name, gradient in named_gradients(session.student).items()}
-    session.engine.zero_grad()
+    reference = {name: gradient.clone() for name, gradient in named_gradients(session.models.student).items()}
+    session.models.engine.zero_grad()
     sums = forward_backward(session).sums
     assert sums["loss"] == pytest.approx(float(loss), rel=1e-6)
     assert sums["hidden_0_1_mse"] > 0
-    gradients = named_gradients(session.student)
+    gradients = named_gradients(session.models.student)
     assert gradients.keys() == reference.keys()
     assert {f"hidden_match.projectors.{name}.weight" for name in NAMES} < gradients.keys()
     torch.testing.assert_close(gradients, reference, rtol=2e-5, atol=1e-6)
@@ -211,10 +211,10 @@ def test_a_teacher_that_is_not_in_the_job_is_refused(folder: Path) -> None:
 def test_another_objective_compares_no_hidden_states(folder: Path) -> None:
     session = session_of(folder, **{"objective.loss": "cross_entropy", "objective.hidden": PAIRS})
     assert "hidden_0_1_mse" in forward_backward(session).sums
-    session.engine.zero_grad()
+    session.models.engine.zero_grad()
     alone = session_of(folder, **{"objective.loss": "cross_entropy"})
-    other = session.engine.with_losses(session.engine.objective)
-    micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
-    signals = session.source_for(other).request(micro_batches).result()
+    other = session.models.engine.with_losses(session.models.engine.objective)
+    micro_batches = session.models.shard(session.schedule.step_schedule.micro_batches(session.data.train, 0))
+    signals = session.models.source_for(other).request(micro_batches).result()
     sums = other.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer).sums
     assert sums == forward_backward(alone).sums

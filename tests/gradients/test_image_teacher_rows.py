@@ -18,7 +18,7 @@ from kit.families import build
 from kit.image_models import image_tokenizer, picture
 from kit.image_teachers import Plain, change_processor, images_of, turns_of, write_data, write_models
 from kit.ranks import run_ranks
-from kit.runs import metrics, session_of, write_run
+from kit.runs import evaluate, metrics, session_of, write_run
 from kit.teacher_gradients import assert_same_as_float64, first_step, jsd_of_rows, named_gradients
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -26,10 +26,9 @@ from torch.nn.functional import cross_entropy
 from stillhouse.config import ConfigError
 from stillhouse.data import DataError
 from stillhouse.images.processor import ImageProcessor
-from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.rollouts import first_rollouts
+from stillhouse.loops.session import Session
 from stillhouse.output.folder import RunFolder
-from stillhouse.run.session import Session
 from stillhouse.signals.cache.files import target_rows
 from stillhouse.signals.signal_spec import DocumentRows
 from stillhouse.tools.write_cache import write_cache
@@ -58,21 +57,22 @@ def expected(
     student = Plain(folder, "student")
     student.model.train()
     models = {name: Plain(folder, model) for name, model in teachers.items()}
-    documents, step = session.train.documents, session.step_schedule.micro_batches(session.train, 0)
+    train = session.data.train
+    documents, step = train.documents, session.schedule.step_schedule.micro_batches(train, 0)
     chosen = sorted({number for batch in step for number in batch.document_T.tolist()} - {-1})
     total, count = torch.zeros((), dtype=torch.float64), 0
     for document in chosen:
         number = int(documents.sources[document].rpartition(":")[2]) - 1
-        text = session.tokenizer.apply_chat_template(turns_of(number), tokenize=False)
+        text = session.data.tokenizer.apply_chat_template(turns_of(number), tokenize=False)
         placeholder = student.processor.image_token
         name = documents.columns[column][document] if column else next(iter(models))
         pictures, pieces = images_of(number), text.split(placeholder)
-        q_SV, ids, places = student.read(pieces, pictures, session.tokenizer)
+        q_SV, ids, places = student.read(pieces, pictures, session.data.tokenizer)
         with torch.no_grad():
             if prefix:
                 turns = [{"role": "system", "content": prefix}, *turns_of(number)]
-                pieces = session.tokenizer.apply_chat_template(turns, tokenize=False).split(placeholder)
-            p_SV, teacher_ids, teacher_places = models[name].read(pieces, pictures, session.tokenizer)
+                pieces = session.data.tokenizer.apply_chat_template(turns, tokenize=False).split(placeholder)
+            p_SV, teacher_ids, teacher_places = models[name].read(pieces, pictures, session.data.tokenizer)
         assert bool(prefix) == (len(teacher_ids) > len(ids))
         teacher_ids, teacher_places = teacher_ids[-len(ids) :], teacher_places[-len(ids) :]
         assert ids.tolist() == teacher_ids.tolist()
@@ -103,7 +103,7 @@ def test_gradients_with_a_teacher_of_another_processor_are_those_of_whole_logits
     write_models(tmp_path, student, teacher)
     write_data(tmp_path)
     session = session_of(tmp_path, **SETTINGS)
-    step = session.step_schedule.micro_batches(session.train, 0)
+    step = session.schedule.step_schedule.micro_batches(session.data.train, 0)
     assert any(batch.teacher_shift_T is not None for batch in step)
     assert_expected(session, tmp_path, {"": "teacher"})
 
@@ -130,7 +130,7 @@ def routed(folder: Path, pictures: str = "teacher") -> dict[str, Any]:
 
 def test_one_document_per_row(folder: Path) -> None:
     session = session_of(folder, **SETTINGS, **{"data.packing": "rows"})
-    assert session.student.packing.name == "rows"
+    assert session.models.student.packing.name == "rows"
     assert_expected(session, folder, {"": "teacher"})
 
 
@@ -141,8 +141,10 @@ def test_documents_without_images_have_a_text_only_teacher(folder: Path, teacher
     """
     settings = SETTINGS | routed(folder, teacher) | {"train.micro_batch_tokens": 720}
     session = session_of(folder, cached=True, **settings)
-    step = session.step_schedule.micro_batches(session.train, 0)
-    kinds = [{session.train.documents.columns["by"][at] for at in step.documents_of(n)} for n in range(len(step))]
+    step = session.schedule.step_schedule.micro_batches(session.data.train, 0)
+    kinds = [
+        {session.data.train.documents.columns["by"][at] for at in step.documents_of(n)} for n in range(len(step))
+    ]
     assert {"pictures", "texts"} in kinds
     assert_expected(session, folder, {"pictures": teacher, "texts": "text"}, "by")
 
@@ -158,7 +160,7 @@ def test_a_document_with_images_of_a_text_only_teacher_is_refused(folder: Path, 
     with pytest.raises(DataError, match=expected_text + r"teachers\.texts\.model\)"):
         session_of(folder, cached=True, **settings)
     session = session_of(folder, cached=True, **settings, **{"data.on_error": "skip"})
-    assert session.train.documents.report.skipped == 2
+    assert session.data.train.documents.report.skipped == 2
     session.close()
     alone = {"teacher.model": str(folder / "text"), "data.on_error": "skip"}
     with pytest.raises(DataError, match=r"train\.jsonl:1: it has images, and .* \(teacher\.model\): expected"):
@@ -176,7 +178,7 @@ def test_two_processes_train_as_whole_logits_say(folder: Path) -> None:
     """Three micro-batches on two processes: one of them repeats the first one, without targets and images."""
     settings = SETTINGS | {"train.tokens_per_step": 720, "train.micro_batch_tokens": 240, "train.steps": 2}
     session = session_of(folder, **settings)
-    assert len(session.step_schedule.micro_batches(session.train, 0)) == 3
+    assert len(session.schedule.step_schedule.micro_batches(session.data.train, 0)) == 3
     reference, names = expected(session, folder, {"": "teacher"}), list(first_step(session))
     held_out = evaluate(session)["eval/forward_kl"]
     session.close()
@@ -203,10 +205,10 @@ def test_a_teacher_of_another_processor_reads_completions_of_the_student(folder:
     }
     session = session_of(folder, **settings)
     _, step = first_rollouts(session, RunFolder(tmp_path / "out"))
-    signals = session.source_for(session.engine).request(step).result()
+    signals = session.models.source_for(session.models.engine).request(step).result()
     normalizer = step.of_all_ranks.normalizer
-    loss = session.engine.forward_backward(step, signals, normalizer).sums["loss"]
-    actual = {"loss": torch.tensor(loss)} | named_gradients(session.student.pretrained)
+    loss = session.models.engine.forward_backward(step, signals, normalizer).sums["loss"]
+    actual = {"loss": torch.tensor(loss)} | named_gradients(session.models.student.pretrained)
     documents = step.of_all_ranks.sequences.documents  # type: ignore[attr-defined]
     session.close()
     student, teacher = Plain(folder, "student"), Plain(folder, "teacher")
@@ -214,12 +216,12 @@ def test_a_teacher_of_another_processor_reads_completions_of_the_student(folder:
     for document in range(len(documents)):
         number = int(documents.sources[document].rpartition(":")[2].partition(" ")[0]) - 1
         turns, pictures = turns_of(number)[:-1], images_of(number)
-        text = session.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = session.data.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         pieces, targets = text.split("<|image_pad|>"), documents.targets(document)
         completion = documents.tokens(document)[int(targets.argmax()) :].tolist()
-        q_SV, ids, places = student.read(pieces, pictures, session.tokenizer, completion)
+        q_SV, ids, places = student.read(pieces, pictures, session.data.tokenizer, completion)
         with torch.no_grad():
-            p_SV, teacher_ids, teacher_places = teacher.read(pieces, pictures, session.tokenizer, completion)
+            p_SV, teacher_ids, teacher_places = teacher.read(pieces, pictures, session.data.tokenizer, completion)
         assert ids.tolist() == teacher_ids.tolist()
         is_target = torch.tensor(targets)[places]
         q, p = (values[at[is_target] - 1] for values, at in ((q_SV, places), (p_SV, teacher_places)))
@@ -251,14 +253,14 @@ def test_sampled_ids_are_those_of_the_teachers_rows(folder: Path) -> None:
     """Their mean log-probability is minus the entropy of whole logits at the same rows, and less at other rows."""
     settings = cached(folder, "sampled", "sampled", top_k=255) | {"objective.loss": "forward_kl"}
     session = session_of(folder, cached=True, **settings)
-    documents, images = session.train.documents, session.train.image_inputs
+    documents, images = session.data.train.documents, session.data.train.image_inputs
     assert images is not None
     ids, rows = documents.tokens(0), target_rows(documents.targets(0))
-    (tensors,) = session.stores["teacher"].read([DocumentRows(ids, rows, images=images.of(documents, 0))])
-    pieces = session.tokenizer.apply_chat_template(turns_of(0), tokenize=False).split("<|image_pad|>")
+    (tensors,) = session.models.stores["teacher"].read([DocumentRows(ids, rows, images=images.of(documents, 0))])
+    pieces = session.data.tokenizer.apply_chat_template(turns_of(0), tokenize=False).split("<|image_pad|>")
     with torch.no_grad():
-        p_SV, _, teacher_places = Plain(folder, "teacher").read(pieces, images_of(0), session.tokenizer)
-        _, _, places = Plain(folder, "student").read(pieces, images_of(0), session.tokenizer)
+        p_SV, _, teacher_places = Plain(folder, "teacher").read(pieces, images_of(0), session.data.tokenizer)
+        _, _, places = Plain(folder, "student").read(pieces, images_of(0), session.data.tokenizer)
     session.close()
     is_target = torch.tensor(documents.targets(0))[places]
     row_C = places[is_target] - 1 - rows.start

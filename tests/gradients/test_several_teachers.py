@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.config import ConfigError
 from stillhouse.data import DataError
+from stillhouse.loops.session import Session
 from stillhouse.parallel.host_memory import HeadBuffers
-from stillhouse.run.session import Session
 from stillhouse.signals import WeightAverage
 
 #: the divergence of a document's target rows: student's logits, teachers' logits by name, the teacher's name
@@ -54,7 +54,10 @@ def expected(
     teachers = {
         name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval() for name in SUBJECTS
     }
-    step, documents = session.step_schedule.micro_batches(session.train, 0), session.train.documents
+    step, documents = (
+        session.schedule.step_schedule.micro_batches(session.data.train, 0),
+        session.data.train.documents,
+    )
     chosen = sorted({document for micro_batch in step for document in micro_batch.document_T.tolist()} - {-1})
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for number in chosen:
@@ -66,8 +69,8 @@ def expected(
             z = {name: teacher(ids[None]).logits[0][rows] for name, teacher in teachers.items()}
             for name, text in (prefixes or {}).items():
                 filled = text.format(answer=answer_of(documents.sources[number], folder))
-                prefix = torch.tensor(session.tokenizer(filled, add_special_tokens=False)["input_ids"]).long()
-                front = int(ids[0] == session.tokenizer.bos_token_id)  # a later piece of a text has no BOS
+                prefix = torch.tensor(session.data.tokenizer(filled, add_special_tokens=False)["input_ids"]).long()
+                front = int(ids[0] == session.data.tokenizer.bos_token_id)  # a later piece of a text has no BOS
                 read = torch.cat([ids[:front], prefix, ids[front:]])
                 z[name] = teachers[name](read[None]).logits[0][rows + len(prefix)]
         name = documents.columns["subject"][number] if "subject" in documents.columns else ""
@@ -148,13 +151,13 @@ def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
     one_row = {"train.micro_batch_tokens": MAX_TOKENS}
     session = session_with(folder, **named(folder, {}, {}), **{"teachers.route": "subject"}, **one_row)
     seen: dict[str, int] = {}
-    for name, decoder in session.teachers.items():
+    for name, decoder in session.models.teachers.items():
 
         def count(module: object, positional: object, inputs: dict[str, Any], name: str = name) -> None:
             seen[name] = seen.get(name, 0) + inputs["input_ids"].numel()
 
         decoder.register_forward_pre_hook(count, with_kwargs=True)
-    step = session.step_schedule.micro_batches(session.train, 0)
+    step = session.schedule.step_schedule.micro_batches(session.data.train, 0)
     forward_backward(session, step)
     assert seen.keys() == {"teachers.math", "teachers.code"}
     assert sum(seen.values()) == sum(rows * columns for rows, columns in step.shapes_BS)
@@ -180,40 +183,40 @@ def test_the_student_behind_a_prefix_is_its_own_teacher(folder: Path) -> None:
 def test_an_average_of_the_student_as_its_teacher(folder: Path) -> None:
     """Its gradients are those of a teacher with the averaged weights in a folder."""
     session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.5}})
-    engine = session.engine
-    before = {name: parameter.detach().clone() for name, parameter in session.student.named_parameters()}
+    engine = session.models.engine
+    before = {name: parameter.detach().clone() for name, parameter in session.models.student.named_parameters()}
     for _ in range(2):
         forward_backward(session)
         engine.update(1e-2)
-    after = {name: parameter.detach().clone() for name, parameter in session.student.named_parameters()}
+    after = {name: parameter.detach().clone() for name, parameter in session.models.student.named_parameters()}
     average = engine.average
     assert isinstance(average, WeightAverage)
     assert any(not torch.equal(after[name], average.tensors[name]) for name in after)
 
     actual = gradients(session)
-    assert all(torch.equal(parameter, after[name]) for name, parameter in session.student.named_parameters())
-    for name, parameter in session.student.named_parameters():
+    assert all(torch.equal(parameter, after[name]) for name, parameter in session.models.student.named_parameters())
+    for name, parameter in session.models.student.named_parameters():
         parameter.data.copy_(average.tensors[name])
-    session.student.pretrained.save_pretrained(folder / "average")
-    session.tokenizer.save_pretrained(folder / "average")
-    for name, parameter in session.student.named_parameters():
+    session.models.student.pretrained.save_pretrained(folder / "average")
+    session.data.tokenizer.save_pretrained(folder / "average")
+    for name, parameter in session.models.student.named_parameters():
         parameter.data.copy_(before[name])
         parameter.grad = None
     live = session_with(folder, **{"teachers.slow": {"model": str(folder / "average")}})
-    for name, parameter in live.student.named_parameters():
+    for name, parameter in live.models.student.named_parameters():
         parameter.data.copy_(after[name])
     torch.testing.assert_close(actual, gradients(live), rtol=1e-4, atol=1e-7)
 
 
 def test_the_average_follows_every_update(folder: Path) -> None:
     session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.75}})
-    average = session.engine.average
+    average = session.models.engine.average
     assert average is not None
-    wanted = {name: parameter.detach().double() for name, parameter in session.student.named_parameters()}
+    wanted = {name: parameter.detach().double() for name, parameter in session.models.student.named_parameters()}
     for _ in range(3):
         forward_backward(session)
-        session.engine.update(1e-2)
-        for name, parameter in session.student.named_parameters():
+        session.models.engine.update(1e-2)
+        for name, parameter in session.models.student.named_parameters():
             wanted[name] = 0.75 * wanted[name] + 0.25 * parameter.detach().double()
     for name, tensor in average.tensors.items():
         torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-5, atol=1e-7, msg=name)
@@ -275,7 +278,7 @@ def test_a_document_without_a_teacher_is_skipped_if_that_is_asked_for(folder: Pa
     (tmp_path / "train.jsonl").write_text("\n".join([*lines[:5], odd, *lines[5:]]))
     settings = {"data.train": str(tmp_path / "train.jsonl"), "data.on_error": "skip", "teachers.route": "subject"}
     session = session_with(folder, **named(folder, {}, {}), **settings)
-    report = session.train.documents.report
+    report = session.data.train.documents.report
     assert (report.read, report.kept, report.skipped) == (len(lines) + 1, len(lines), 1)
     assert "train.jsonl:6: column 'subject' is" in report.reasons[0]
     session.close()
@@ -296,9 +299,9 @@ def test_a_prefix_needs_the_columns_of_its_own_documents_alone(folder: Path, tmp
     write_records(tmp_path / "train.jsonl", records)
     settings = {"data.train": str(tmp_path / "train.jsonl"), "teachers.route": "subject"}
     session = session_with(folder, **named(folder, {}, {"prefix": PREFIXES["code"]}), **settings)
-    documents = session.train.documents
+    documents = session.data.train.documents
     is_code = np.array([subject == "code" for subject in documents.columns["subject"]])
-    gaps_D = documents.gaps_D(session.train.gaps)
+    gaps_D = documents.gaps_D(session.data.train.gaps)
     assert (gaps_D[is_code] > 0).all()
     assert not gaps_D[~is_code].any()
     session.close()

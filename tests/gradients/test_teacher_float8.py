@@ -103,9 +103,9 @@ def test_a_run_with_an_fp8_teacher_has_nearly_the_gradients_of_its_bfloat16_teac
         keys = {f"teacher.{name}": value for name, value in ({"dtype": "bfloat16"} | teacher).items()}
         session = session_of(tmp_path, **keys)
         forward_backward(session)
-        assert session.teacher is not None
-        assert any(map(is_quantized, session.teacher.parameters())) == ("quantize" in teacher)
-        return named_gradients(session.student)
+        assert session.models.teacher is not None
+        assert any(map(is_quantized, session.models.teacher.parameters())) == ("quantize" in teacher)
+        return named_gradients(session.models.student)
 
     expected, actual = gradients(), gradients(quantize="fp8")
     change = torch.stack([(actual[name] - gradient).norm() for name, gradient in expected.items()]).norm()

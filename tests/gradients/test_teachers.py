@@ -196,5 +196,5 @@ def test_models_get_every_input_of_a_micro_batch() -> None:
 
 def test_an_objective_without_a_teacher_requests_no_signals(tmp_path: Path) -> None:
     session = session_of(tmp_path)
-    session.source = None  # type: ignore[assignment]
+    session = replace(session, models=replace(session.models, source=None))  # type: ignore[arg-type]
     assert forward_backward(session, objective=parse_objective("cross_entropy")).sums["loss"] > 0

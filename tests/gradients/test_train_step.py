@@ -1,6 +1,7 @@
 """A step's loss and gradient against a plain computation: transformers' logits, log_softmax, and one backward."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from stillhouse.data import MicroBatch, PackedSequences, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
+from stillhouse.loops.session import Session
 from stillhouse.models import Decoder
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signal
 from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.parallel import single_process_runner
-from stillhouse.run.session import Session
 from stillhouse.signals import InStageTeacher
 
 WORDS = ["The", "still", "is", "heated", "slowly", "and", "what", "boils", "first", "leaves", "first", "the", "heads"]
@@ -42,14 +43,14 @@ def prompted(folder: Path, **settings: Any) -> Session:
 
 
 def step_batches(session: Session, step: int = 0) -> list[MicroBatch]:
-    return list(session.step_schedule.micro_batches(session.train, step))
+    return list(session.schedule.step_schedule.micro_batches(session.data.train, step))
 
 
 def gradients_of(session: Session, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
     """Return the step's loss and its gradients by the parameter's name in the Hugging Face model."""
-    session.student.zero_grad()
+    session.models.student.zero_grad()
     loss = forward_backward(session, batches).sums["loss"]
-    named = session.student.pretrained.named_parameters()
+    named = session.models.student.pretrained.named_parameters()
     return loss, {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
 
@@ -64,10 +65,10 @@ def reference(session: Session, folder: Path) -> tuple[float, dict[str, Tensor]]
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64) for name in ("student", "teacher")
     )
-    documents = session.train.documents
+    documents = session.data.train.documents
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for sequence in np.concatenate(session.step_schedule.micro_batches(session.train, 0).rows):
-        for document in session.train.members(sequence):
+    for sequence in np.concatenate(session.schedule.step_schedule.micro_batches(session.data.train, 0).rows):
+        for document in session.data.train.members(sequence):
             ids = torch.from_numpy(documents.tokens(document).astype(np.int64))
             predicting = torch.from_numpy(np.flatnonzero(documents.targets(document))) - 1
             log_q = torch.log_softmax(student(ids[None]).logits[0, predicting], -1)
@@ -136,7 +137,7 @@ def test_the_whole_loss_curve_does_not_depend_on_the_micro_batch(tmp_path: Path)
         figures = (*keys, "train/gradient_norm", "train/student_entropy_nats", "train/agreement", "tokens")
         lines = [line for line in metrics(folder.path) if keys[0] in line]
         curves.append([[line[key] for key in figures] for line in lines])
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in session.student.parameters()]))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in session.models.student.parameters()]))
     assert len(curves[0]) == 5
     assert curves[0][0][0] > curves[0][-1][0]
     for curve, weight in zip(curves[1:], weights[1:], strict=True):
@@ -159,20 +160,20 @@ def teacher_signal(session: Session, batch: MicroBatch) -> FullVocab:
         with context.signals[TEACHER].opened(head) as opened:
             return opened
 
-    micro_batches = session.shard(StepMicroBatches([batch]))
-    signals = session.source.request(micro_batches).result()
-    (signal,) = session.engine.process(processor, micro_batches, signals)
+    micro_batches = session.models.shard(StepMicroBatches([batch]))
+    signals = session.models.source.request(micro_batches).result()
+    (signal,) = session.models.engine.process(processor, micro_batches, signals)
     return signal
 
 
 def test_the_teacher_has_no_dropout_whatever_mode_it_is_put_in(tmp_path: Path) -> None:
     save_model(tmp_path / "teacher", "gpt2", seed=2)
     session = session_of(tmp_path)
-    (batch, *_), teacher = step_batches(session), session.teacher
+    (batch, *_), teacher = step_batches(session), session.models.teacher
     assert teacher is not None
     assert teacher.config.resid_pdrop > 0
     expected = teacher_signal(session, batch).hidden_TE
-    session.student.train()
+    session.models.student.train()
     teacher.train()
     assert torch.equal(teacher_signal(session, batch).hidden_TE, expected)
     torch.testing.assert_close(gradients_of(session, [batch])[0], gradients_of(session, [batch])[0], rtol=0, atol=0)
@@ -180,14 +181,14 @@ def test_the_teacher_has_no_dropout_whatever_mode_it_is_put_in(tmp_path: Path) -
 
 def test_no_gradient_reaches_the_teacher_and_a_run_leaves_it_as_it_was(tmp_path: Path) -> None:
     session = session_of(tmp_path, **{"train.steps": 3, "train.weight_decay": 0.1})
-    assert session.teacher is not None
-    before = {name: weight.clone() for name, weight in session.teacher.state_dict().items()}
+    assert session.models.teacher is not None
+    before = {name: weight.clone() for name, weight in session.models.teacher.state_dict().items()}
     init_run_dir(RunFolder(tmp_path / "out"), "")
-    student = {name: weight.clone() for name, weight in session.student.state_dict().items()}
+    student = {name: weight.clone() for name, weight in session.models.student.state_dict().items()}
     train(session, RunFolder(tmp_path / "out"))
-    assert all(torch.equal(weight, before[name]) for name, weight in session.teacher.state_dict().items())
-    assert not any(torch.equal(weight, student[name]) for name, weight in session.student.state_dict().items())
-    for parameter in session.teacher.parameters():
+    assert all(torch.equal(weight, before[name]) for name, weight in session.models.teacher.state_dict().items())
+    assert not any(torch.equal(weight, student[name]) for name, weight in session.models.student.state_dict().items())
+    for parameter in session.models.teacher.parameters():
         assert parameter.grad is None
         assert not parameter.requires_grad
 
@@ -198,21 +199,21 @@ def test_bfloat16_is_for_products_only(tmp_path: Path) -> None:
     loss, expected = gradients_of(exact, step_batches(exact))
     rounded = session_of(tmp_path, **{"train.precision": "bf16"})
     rounded_loss, gradients = gradients_of(rounded, step_batches(rounded))
-    assert all(parameter.dtype == torch.float32 for parameter in rounded.student.parameters())
+    assert all(parameter.dtype == torch.float32 for parameter in rounded.models.student.parameters())
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     assert rounded_loss == pytest.approx(loss, rel=0.01)
     assert rounded_loss != loss
     flat, plain = (torch.cat([named[name].flatten() for name in expected]) for named in (gradients, expected))
     assert 0 < (flat - plain).norm() / plain.norm() < 0.1
-    rounded.engine.update(1e-3)
-    moments = [state["exp_avg_sq"] for state in rounded.engine.optimizer.state.values()]
+    rounded.models.engine.update(1e-3)
+    moments = [state["exp_avg_sq"] for state in rounded.models.engine.optimizer.state.values()]
     assert moments
     assert all(moment.dtype == torch.float32 for moment in moments)
 
 
 def test_a_float32_teacher_stays_float32_beside_a_bfloat16_student(tmp_path: Path) -> None:
     session = session_of(tmp_path, **{"train.precision": "bf16"})
-    (batch, *_), teacher = step_batches(session), session.teacher
+    (batch, *_), teacher = step_batches(session), session.models.teacher
     assert teacher is not None
     expected = teacher.signal(batch.input_ids_BS, batch.position_ids_BS).hidden_TE
     assert torch.equal(teacher_signal(session, batch).hidden_TE, expected)
@@ -235,7 +236,7 @@ def test_a_step_without_targets_is_an_exact_zero_for_every_parameter(tmp_path: P
     (batch, *_) = step_batches(session)
     loss, gradients = gradients_of(session, [batch.without_targets()])
     assert loss == 0
-    assert len(gradients) == len(list(session.student.pretrained.parameters()))
+    assert len(gradients) == len(list(session.models.student.pretrained.parameters()))
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients.values())
 
 
@@ -255,11 +256,13 @@ def test_clipping_is_of_the_whole_gradient(tmp_path: Path, limit: float, monkeyp
     norm = torch.cat([gradient.flatten() for gradient in before.values()]).double().norm()
     # the gradient that the optimizer gets
     applied: list[torch.Tensor] = []
-    parameters = [parameter for parameter in session.student.parameters() if parameter.grad is not None]
+    parameters = [parameter for parameter in session.models.student.parameters() if parameter.grad is not None]
     monkeypatch.setattr(
-        session.engine.optimizer, "step", lambda: applied.extend(parameter.grad.flatten() for parameter in parameters)
+        session.models.engine.optimizer,
+        "step",
+        lambda: applied.extend(parameter.grad.flatten() for parameter in parameters),
     )
-    assert session.engine.update(1e-3) == pytest.approx(float(norm), rel=1e-6)
+    assert session.models.engine.update(1e-3) == pytest.approx(float(norm), rel=1e-6)
     expected = limit if 0 < limit < norm else norm
     after = torch.cat(applied)
     assert float(after.double().norm()) == pytest.approx(float(expected), rel=1e-5)
@@ -267,11 +270,11 @@ def test_clipping_is_of_the_whole_gradient(tmp_path: Path, limit: float, monkeyp
 
 def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
     session = session_of(tmp_path, tied=True, **{"train.learning_rate": 0.1, "train.weight_decay": 0.5})
-    before = {name: parameter.detach().clone() for name, parameter in session.student.named_parameters()}
-    for parameter in session.student.parameters():
+    before = {name: parameter.detach().clone() for name, parameter in session.models.student.named_parameters()}
+    for parameter in session.models.student.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    session.engine.update(0.2)  # the learning rate of this step, not the initial one
-    for name, parameter in session.student.named_parameters():
+    session.models.engine.update(0.2)  # the learning rate of this step, not the initial one
+    for name, parameter in session.models.student.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] * (0.9 if parameter.dim() >= 2 else 1.0))
         assert parameter.grad is None
 
@@ -281,14 +284,14 @@ def test_a_teacher_with_more_rows_than_the_student_is_fine(tmp_path: Path) -> No
     save_model(tmp_path / "student", seed=1)
     save_model(tmp_path / "teacher", "qwen3", seed=2, change=lambda model: model.resize_token_embeddings(416))
     session = session_of(tmp_path)
-    assert session.teacher is not None
-    assert (session.student.vocabulary_rows, session.teacher.vocabulary_rows) == (400, 416)
+    assert session.models.teacher is not None
+    assert (session.models.student.vocabulary_rows, session.models.teacher.vocabulary_rows) == (400, 416)
     with_padding = gradients_of(session, step_batches(session))
-    model = session.teacher.pretrained
+    model = session.models.teacher.pretrained
     model.resize_token_embeddings(400)
-    runner = single_process_runner(session.student, Decoder(model))
-    session.engine = TorchEngine(runner, session.spec)
-    session.source = InStageTeacher(runner)
+    runner = single_process_runner(session.models.student, Decoder(model))
+    engine = TorchEngine(runner, session.loss.spec)
+    session = replace(session, models=replace(session.models, engine=engine, source=InStageTeacher(runner)))
     without = gradients_of(session, step_batches(session))
     assert with_padding[0] == pytest.approx(without[0], rel=1e-6)
     assert_near(with_padding[1], without[1], 1e-5)

@@ -144,7 +144,7 @@ def test_a_run_uses_it_for_student_and_teacher(tmp_path: Path) -> None:
                 "teacher.attention": attention,
             },
         )
-        decoders = [session.student, *session.teachers.values()]
+        decoders = [session.models.student, *session.models.teachers.values()]
         assert [decoder.packing.attention.reads_lengths for decoder in decoders] == [attention is None] * 2
         losses.append(forward_backward(session).sums["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)

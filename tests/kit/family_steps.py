@@ -12,9 +12,9 @@ from kit.toy_tokenizer import toy_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stillhouse.loops.session import Session
 from stillhouse.models.model_parts import text_config
 from stillhouse.models.pretrained import load_causal_lm
-from stillhouse.run.session import Session
 
 
 def save(folder: Path, model_type: str, seed: int) -> Path:
@@ -36,9 +36,9 @@ def of_pair(folder: Path, student: str, teacher: str, **settings: Any) -> Sessio
 def plain(session: Session, folder: Path) -> tuple[float, dict[str, Tensor]]:
     """Return loss and gradients of the first step: 0.3 cross-entropy + 0.7 JSD(0.5), a document at a time."""
     student, teacher = (load_causal_lm(folder / name, dtype="float32") for name in ("student", "teacher"))
-    documents, losses = session.train.documents, []
-    for sequence in np.concatenate(session.step_schedule.micro_batches(session.train, 0).rows):
-        for document in session.train.members(sequence):
+    documents, losses = session.data.train.documents, []
+    for sequence in np.concatenate(session.schedule.step_schedule.micro_batches(session.data.train, 0).rows):
+        for document in session.data.train.members(sequence):
             ids_1S = torch.from_numpy(documents.tokens(document).astype(np.int64))[None]
             predicting = torch.from_numpy(np.flatnonzero(documents.targets(document))) - 1
             log_q, log_p = (

@@ -18,10 +18,10 @@ use_reference()
 for folder in map(Path, sys.argv[1:]):
     session = prepare(load_config(folder / "run.yaml"), announce=False)
     loss = forward_backward(session).sums["loss"]
-    assert session.teacher is not None
-    decoders = (session.student, session.teacher)
+    assert session.models.teacher is not None
+    decoders = (session.models.student, session.models.teacher)
     packings = [decoder.packing for decoder in decoders]
-    parameters = session.student.pretrained.named_parameters()
+    parameters = session.models.student.pretrained.named_parameters()
     save_file(
         {name: weight.grad.contiguous() for name, weight in parameters if weight.grad is not None},
         folder / "step.safetensors",

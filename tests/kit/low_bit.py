@@ -11,7 +11,7 @@ from kit.toy_tokenizer import toy_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from stillhouse.run.session import Session
+from stillhouse.loops.session import Session
 
 
 def save_teacher(folder: Path, change: Callable[[Any], None] = lambda model: None, width: int = 64) -> Path:
@@ -40,4 +40,4 @@ def dequantized(weight: Any) -> Tensor:
 
 def first_step(session: Session) -> Gradients:
     loss = forward_backward(session).sums["loss"]
-    return loss, named_gradients(session.student)
+    return loss, named_gradients(session.models.student)

@@ -32,9 +32,11 @@ from stillhouse import cli
 from stillhouse.config import RunConfig, dump_config, load_config
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import StepOutput
+from stillhouse.loops import held_out_metrics
+from stillhouse.loops.session import Session
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import WRITER
-from stillhouse.run.session import Session, prepare
+from stillhouse.run.session import prepare
 
 MAX_TOKENS = 32
 ROOT = Path(__file__).parents[2]
@@ -144,10 +146,17 @@ def forward_backward(
 ) -> StepOutput:
     """Run forward and backward of a step, by default of the first one, without an update."""
     if micro_batches is None:
-        micro_batches = session.step_schedule.micro_batches(session.train, 0)
-    engine = session.engine if objective is None else session.engine.with_losses(objective)
+        micro_batches = session.schedule.step_schedule.micro_batches(session.data.train, 0)
+    engine = session.models.engine if objective is None else session.models.engine.with_losses(objective)
     step = micro_batches if isinstance(micro_batches, StepMicroBatches) else StepMicroBatches(micro_batches)
-    return session.forward_backward(session.shard(step), engine)
+    return session.models.step(session.models.shard(step), engine)
+
+
+def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
+    """Return the metrics of the session's held-out documents."""
+    held_out, tokens = session.data.evaluation, session.schedule.held_out_tokens
+    assert held_out is not None
+    return held_out_metrics.evaluate(session.models, held_out, session.loss.spec, tokens, of_teacher=of_teacher)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kit.runs import save_model, session_of, write_records, write_run
 
-from stillhouse.run.session import Session
+from stillhouse.loops.session import Session
 
 LOSS = {"objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)", "data.eval": 0.0}
 SUBJECTS = ("math", "code")

@@ -11,8 +11,8 @@ from kit.runs import forward_backward, session_of
 from torch import Tensor, nn
 
 from stillhouse.data import MicroBatch
+from stillhouse.loops.session import Session
 from stillhouse.objective import TEACHER, Chosen, Signal, TopK
-from stillhouse.run.session import Session
 
 #: a loss, and the gradient of each parameter
 Gradients = tuple[float, dict[str, Tensor]]
@@ -23,7 +23,7 @@ def gradients(folder: Path, **settings: Any) -> Gradients:
     is_other = any(key.startswith(("teacher.url", "teacher.cache", "teachers.")) for key in settings)
     session = session_of(folder, cached=is_other, **settings)
     loss = forward_backward(session).sums["loss"]
-    named = named_gradients(session.student)
+    named = named_gradients(session.models.student)
     session.close()
     return loss, named
 
@@ -31,22 +31,22 @@ def gradients(folder: Path, **settings: Any) -> Gradients:
 def first_step(session: Session) -> dict[str, Tensor]:
     """The loss and the gradients of a session's first step, by their names."""
     loss = forward_backward(session).sums["loss"]
-    return {"loss": torch.tensor(loss)} | named_gradients(session.student.pretrained)
+    return {"loss": torch.tensor(loss)} | named_gradients(session.models.student.pretrained)
 
 
 def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], Signal], **settings: Any) -> Gradients:
     """Of the same run with the teacher in the job, whose signals `signal` makes."""
     live = session_of(folder, **settings)
-    micro_batches = live.shard(live.step_schedule.micro_batches(live.train, 0))
+    micro_batches = live.models.shard(live.schedule.step_schedule.micro_batches(live.data.train, 0))
     signals = [{TEACHER: signal(live, micro_batch)} for micro_batch in micro_batches]
-    output = live.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
-    return output.sums["loss"], named_gradients(live.student)
+    output = live.models.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
+    return output.sums["loss"], named_gradients(live.models.student)
 
 
 def first_signals(session: Session) -> list[dict[str, Signal]]:
     """The signals of the first step's micro-batches."""
-    micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
-    return list(session.source.request(micro_batches).result())
+    micro_batches = session.models.shard(session.schedule.step_schedule.micro_batches(session.data.train, 0))
+    return list(session.models.source.request(micro_batches).result())
 
 
 def ids_signal(kind: str, temperature: float) -> Callable[[Session, MicroBatch], Signal]:
@@ -58,7 +58,7 @@ def ids_signal(kind: str, temperature: float) -> Callable[[Session, MicroBatch],
     def signal(session: Session, micro_batch: MicroBatch) -> Signal:
         log_p_TV = log_probs_TV(session, micro_batch, temperature)
         with torch.no_grad():
-            chooser_TV = log_p_TV if kind == "top_k" else session.student(**micro_batch.inputs).flatten(0, 1)
+            chooser_TV = log_p_TV if kind == "top_k" else session.models.student(**micro_batch.inputs).flatten(0, 1)
         ids_TK = chooser_TV.topk(7).indices
         outside_T = log_p_TV.scatter(1, ids_TK, -torch.inf).logsumexp(1).float()
         make = TopK if kind == "top_k" else Chosen
@@ -69,8 +69,8 @@ def ids_signal(kind: str, temperature: float) -> Callable[[Session, MicroBatch],
 
 def log_probs_TV(session: Session, micro_batch: MicroBatch, temperature: float) -> Tensor:
     """The teacher's, in float64."""
-    assert session.teacher is not None
-    exact = session.teacher.double().signal(**micro_batch.inputs)
+    assert session.models.teacher is not None
+    exact = session.models.teacher.double().signal(**micro_batch.inputs)
     return (exact.hidden_TE @ exact.head.weight_VD.T / temperature).log_softmax(1)
 
 

@@ -124,8 +124,8 @@ def test_a_whole_model_trained_on_text_is_saved_as_a_language_model(tmp_path: Pa
     alone = {"teacher": None, "objective.loss": "cross_entropy"}
     session = session_of(tmp_path, **alone, **{"student.model": str(tmp_path / "whole")})
     assert any("the saved student has no vision tower" in warning for warning in session.warnings)
-    session.student.save_pretrained(tmp_path / "saved")
-    require_readable(tmp_path / "saved", session.student)
+    session.models.student.save_pretrained(tmp_path / "saved")
+    require_readable(tmp_path / "saved", session.models.student)
     with pytest.raises(ValueError, match=r"Unrecognized configuration class .*TextConfig"):
         AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
     session = session_of(tmp_path, **alone)

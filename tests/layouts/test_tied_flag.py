@@ -190,7 +190,7 @@ def test_initial_weights_decide_where_they_are_read(tmp_path: Path, source: str)
         if different:
             two_matrices(tmp_path / "teacher", seed=2)
         write_run(tmp_path)
-        student = session_of(tmp_path, **{"student.init": {"from": source}}).student
+        student = session_of(tmp_path, **{"student.init": {"from": source}}).models.student
         assert student.tied is not (source == "teacher" and different)
         if source == "teacher":
             assert torch.equal(student.eval()(IDS), Decoder.from_pretrained(tmp_path / "teacher")(IDS))

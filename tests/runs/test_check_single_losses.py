@@ -9,7 +9,7 @@ import torch
 from kit.runs import session_of, write_run
 
 from stillhouse.libraries import is_supported
-from stillhouse.run.session import Session
+from stillhouse.loops.session import Session
 from stillhouse.tools.check import check, single_losses, verdict
 
 LOSS = "0.3*cross_entropy + 0.1*z_loss + 0.7*jsd(0.5) + 0.01*entropy"
@@ -19,9 +19,9 @@ HIDDEN = [{"student": 1, "teacher": 1, "loss": "mse", "scale": 0.1}]
 
 def gradient(session: Session, engine: Any) -> torch.Tensor:
     engine.zero_grad()
-    micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
-    session.forward_backward(micro_batches, engine)
-    found = [parameter.grad for _, parameter in session.student.named_parameters() if parameter.requires_grad]
+    micro_batches = session.models.shard(session.schedule.step_schedule.micro_batches(session.data.train, 0))
+    session.models.step(micro_batches, engine)
+    found = [parameter.grad for _, parameter in session.models.student.named_parameters() if parameter.requires_grad]
     return torch.cat([torch.zeros(1) if gradient is None else gradient.flatten().double() for gradient in found])
 
 
@@ -44,7 +44,7 @@ def test_the_gradients_add_up(
 ) -> None:
     settings = {"objective.loss": LOSS, **settings}
     session = session_of(tmp_path, family=family, **settings)
-    engine = session.engine
+    engine = session.models.engine
     whole = gradient(session, engine)
     alone = {name: gradient(session, other) for name, other in single_losses(engine) if name != "cross_entropy"}
     assert [name for name in alone if name.startswith(("objective.", "student."))] == names

@@ -29,21 +29,21 @@ def test_completions_are_the_greedy_ones_of_the_saved_students(tmp_path: Path) -
     expected = [(step, number) for step in (0, 2, 4, 6) for number in range(3)]
     assert [(sample.step, sample.number) for sample in shown] == expected
     session = session_of(tmp_path, **SETTINGS)
-    assert session.evaluation is not None
-    chosen = choose_prompts(session.evaluation.documents, 3)
+    assert session.data.evaluation is not None
+    chosen = choose_prompts(session.data.evaluation.documents, 3)
     folders = {0: tmp_path / "student", 6: tmp_path / "out" / "model"}
     models = {step: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for step, path in folders.items()}
     for sample in shown:
         prompt = chosen[sample.number]
         assert sample.source == prompt.source
-        assert sample.prompt == session.tokenizer.decode(prompt.prompt_N)
-        assert sample.reference == session.tokenizer.decode(prompt.reference_N[:7])
+        assert sample.prompt == session.data.tokenizer.decode(prompt.prompt_N)
+        assert sample.reference == session.data.tokenizer.decode(prompt.reference_N[:7])
         if sample.step in models:
             ids = torch.from_numpy(prompt.prompt_N.astype(np.int64))[None]
             generated = models[sample.step].generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False, pad_token_id=0
             )
-            assert session.tokenizer.decode(generated[0, ids.shape[1] :]) == sample.completion
+            assert session.data.tokenizer.decode(generated[0, ids.shape[1] :]) == sample.completion
     assert shown[0].completion != shown[-3].completion
 
 
@@ -100,8 +100,8 @@ def test_prompts_are_those_of_the_data_or_beginnings_of_texts(tmp_path: Path) ->
     sets = {"texts": write_records(tmp_path / "texts.jsonl", texts), "answers": tmp_path / "answers.jsonl"}
     write_records(sets["answers"], answers)
     session = session_of(tmp_path, **{"data.eval": {name: str(path) for name, path in sets.items()}})
-    assert session.evaluation is not None
-    documents = session.evaluation.documents
+    assert session.data.evaluation is not None
+    documents = session.data.evaluation.documents
     chosen = choose_prompts(documents, 99)
     assert sorted(prompt.source for prompt in chosen) == sorted(documents.sources)
     assert [prompt.source for prompt in choose_prompts(documents, 3)] == [prompt.source for prompt in chosen[:3]]
@@ -121,6 +121,6 @@ def test_several_sets_take_turns(tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text('{"text": "a small set"}\n{"text": "of two texts"}\n')
     sets = {"many": str(tmp_path / "eval.jsonl"), "few": str(tmp_path / "few.jsonl")}
     session = session_of(tmp_path, **{"data.eval": sets})
-    assert session.evaluation is not None
-    sources = [Path(prompt.source).name for prompt in choose_prompts(session.evaluation.documents, 6)]
+    assert session.data.evaluation is not None
+    sources = [Path(prompt.source).name for prompt in choose_prompts(session.data.evaluation.documents, 6)]
     assert [source.partition(":")[0] for source in sources] == ["eval.jsonl", "few.jsonl"] * 2 + ["eval.jsonl"] * 2

@@ -81,14 +81,14 @@ def test_the_logits_are_the_trained_students(tmp_path: Path, family: str, tied: 
     """In float32 to the bit; in bfloat16 every weight is the rounded one, in files of at most 40 kB with an index."""
     session = session_of(tmp_path, family=family, tied=tied)
     with torch.no_grad():
-        for parameter in session.student.parameters():
+        for parameter in session.models.student.parameters():
             parameter += 0.01 * torch.randn_like(parameter)
-    path = save_checkpoint(tmp_path / "saved", Progress(1), session.engine, session.tokenizer)
+    path = save_checkpoint(tmp_path / "saved", Progress(1), session.models.engine, session.data.tokenizer)
     export_run(path, tmp_path / "made", None, PLAIN)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "made", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    trained = session.student.pretrained
+    trained = session.models.student.pretrained
     assert torch.equal(logits(model), logits(trained))
     small = ExportSettings(dtype="bfloat16", shard_bytes=40_000, card=False)
     export_run(path, tmp_path / "half", None, small)
@@ -275,8 +275,8 @@ def removed_after_the_check(path: str) -> None:
 def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     session = session_of(tmp_path)
     with torch.no_grad():
-        session.student.head.linear.weight[0, 0] = 1e6
-    path = save_checkpoint(tmp_path / "saved", Progress(1), session.engine, session.tokenizer)
+        session.models.student.head.linear.weight[0, 0] = 1e6
+    path = save_checkpoint(tmp_path / "saved", Progress(1), session.models.engine, session.data.tokenizer)
     with pytest.raises(ValueError, match=r"--dtype: torch.float16 cannot represent 'lm_head.weight'"):
         export_run(path, tmp_path / "large", None, ExportSettings(dtype="float16", card=False))
     assert not list(tmp_path.glob("large*"))

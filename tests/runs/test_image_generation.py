@@ -121,9 +121,9 @@ def test_the_first_step_on_prompts_with_images_has_the_log_probs_and_the_loss_of
 ) -> None:
     session = session_of(tmp_path, **write_on_policy(tmp_path, family))
     _, step = first_rollouts(session, RunFolder(tmp_path / "out"))
-    processor = session.image_processor
+    processor = session.data.image_processor
     assert processor is not None
-    loss = session.forward_backward(step).sums["loss"]
+    loss = session.models.step(step).sums["loss"]
     student, teacher = (
         AutoModelForImageTextToText.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
         for name in ("student", "teacher")

@@ -25,14 +25,14 @@ def test_the_first_step_has_the_loss_of_plain_transformers_in_float64(family: st
     folder = write_image_model(family, tmp_path / "student")
     write_data(tmp_path)
     session = session_of(tmp_path, teacher=False, **SETTINGS)
-    micro_batches = session.step_schedule.micro_batches(session.train, 0)
+    micro_batches = session.schedule.step_schedule.micro_batches(session.data.train, 0)
     # a data rank with fewer micro-batches than others repeats the first one without targets
     loss = forward_backward(session, [*micro_batches, micro_batches[0].without_targets()]).sums["loss"]
-    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in session.student.parameters())
+    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in session.models.student.parameters())
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
     model.set_experts_implementation("eager")
     processor: Any = load_processor(str(folder))
-    log_probs, documents = [], session.train.documents
+    log_probs, documents = [], session.data.train.documents
     for micro_batch in micro_batches:
         for number in micro_batch.document_T[micro_batch.document_T >= 0].unique().tolist():
             images = [[Image.open(tmp_path / f"{number}.png")]] if number % 3 else None

@@ -178,7 +178,7 @@ def test_limits_that_a_server_tells_are_compared_before_the_first_step(
 ) -> None:
     support = ImageSupport.model_validate(server.client.get("/v1/info").json()["images"])
     with closing(session_of(folder, **SETTINGS)) as session:
-        documents = session.train.documents
+        documents = session.data.train.documents
     pictures = [open_image(image.read()) for image in documents.images_of(0)]
     pixels = sum(picture.width * picture.height for picture in pictures)
     assert sum(pixel_count(image) for image in documents.images_of(0)) == pixels

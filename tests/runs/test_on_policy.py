@@ -324,8 +324,8 @@ def test_prompts_alone_need_no_completions(tmp_path: Path) -> None:
 
 def test_a_record_that_is_held_out_is_no_prompt(tmp_path: Path) -> None:
     session = prepare(write_on_policy_run(tmp_path, **{"data.eval": 0.3}), announce=False)
-    assert session.evaluation is not None
-    held_out, prompts = session.evaluation.documents, session.train.documents
+    assert session.data.evaluation is not None
+    held_out, prompts = session.data.evaluation.documents, session.data.train.documents
     assert len(held_out) + len(prompts) == 15
     assert not held_out.overlap(prompts)
 

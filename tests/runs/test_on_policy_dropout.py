@@ -137,7 +137,7 @@ def test_dropout_of_an_adapter_is_refused_by_its_key(tmp_path: Path) -> None:
     for loss, is_refused in (("policy_gradient(teacher_kl=1)", True), ("reverse_kl", False)):
         config = write_on_policy_run(tmp_path, **settings, **{"objective.loss": loss})
         if not is_refused:
-            assert noise_of(prepare(config, announce=False).student) == ["lora_dropout"]
+            assert noise_of(prepare(config, announce=False).models.student) == ["lora_dropout"]
             continue
         with pytest.raises(ConfigError, match=r"^student\.adapter\.dropout: got 0\.1: expected 0\.0") as raised:
             prepare(config, announce=False)

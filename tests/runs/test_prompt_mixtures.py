@@ -157,20 +157,20 @@ def test_the_gradients_of_a_step_are_those_of_plain_autograd(tmp_path: Path) -> 
     with closing(session), closing(Rollouts(session, RunFolder(tmp_path / "out"))) as rollouts:
         rollouts.ask(0, timeline)
         samples = rollouts.take(0, timeline)
-        session.forward_backward(rollouts.micro_batches(0, samples))
-        gradients = {name: gradient.clone() for name, gradient in named_gradients(session.student).items()}
+        session.models.step(rollouts.micro_batches(0, samples))
+        gradients = {name: gradient.clone() for name, gradient in named_gradients(session.models.student).items()}
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64) for name in ("student", "teacher")
     )
-    assert session.plan is not None
+    assert session.rollout.prompts is not None
     losses, tokens = [], 0
     for sample in samples:
-        source = session.plan.source_of(session.plan.group_of(sample.number))
+        source = session.rollout.prompts.source_of(session.rollout.prompts.group_of(sample.number))
         group = [other for other in samples if other.number // 3 == sample.number // 3]
         assert len(group) == (2, 3)[source]
         rewards = [other.reward for other in group]
         advantage = (sample.reward - statistics.fmean(rewards)) / (statistics.pstdev(rewards) or math.inf)
-        prompt = session.train.documents.tokens(sample.prompt)
+        prompt = session.data.train.documents.tokens(sample.prompt)
         ids = torch.tensor([*prompt.tolist(), *sample.completion.ids_N.tolist()])
         logits, of_teacher = (model(ids[None]).logits[0, len(prompt) - 1 : -1] for model in (student, teacher))
         temperature, labels = (1.0, 0.6)[source], ids[len(prompt) :, None]

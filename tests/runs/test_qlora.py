@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.config import ConfigError
 from stillhouse.engine.state_folder import stored_tensors
+from stillhouse.loops.session import Session
 from stillhouse.models import evaluating, initialize_lora
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.quantized import is_quantized
 from stillhouse.parallel import Degrees, Layout
 from stillhouse.run.preflight import require_plain_student
-from stillhouse.run.session import Session
 
 ADAPTER: dict[str, Any] = {"student.adapter": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2}
 EACH_KIND = pytest.mark.parametrize("kind", ["nf4", slow("int8")])
@@ -39,7 +39,7 @@ def with_drawn_adapter(folder: Path, **settings: Any) -> Session:
     """The session of a run whose matrices B are not zero, so that no gradient is."""
     write(folder)
     session = session_of(folder, **ADAPTER, **settings)
-    initialize_lora(session.student, 0, fresh=False)
+    initialize_lora(session.models.student, 0, fresh=False)
     return session
 
 
@@ -58,9 +58,9 @@ def test_gradients_are_those_of_the_dequantized_base(tmp_path: Path, kind: str, 
     plain = save_teacher(tmp_path / "plain", change)
     settings = {} if teacher == "another" else {"teacher.model": str(tmp_path / "student")}
     session = with_drawn_adapter(tmp_path, **settings, **{"student.quantize": kind})
-    assert not session.student_source.teacher_is_base
-    with torch.no_grad(), evaluating(session.student):
-        session.student(torch.arange(12)[None], head=False)
+    assert not session.models.student_source.teacher_is_base
+    with torch.no_grad(), evaluating(session.models.student):
+        session.models.student(torch.arange(12)[None], head=False)
     actual = first_step(session)
     expected = first_step(with_drawn_adapter(tmp_path, **settings, **{"student.model": str(plain)}))
     exact = first_step(with_drawn_adapter(tmp_path, **settings))
@@ -74,9 +74,11 @@ def test_a_teacher_in_as_many_bits_is_the_base_itself(tmp_path: Path, kind: str)
     write(tmp_path)
     same = {"teacher.model": str(tmp_path / "student"), "teacher.quantize": kind, "student.quantize": kind}
     session = with_drawn_adapter(tmp_path, **same)
-    assert session.student_source.teacher_is_base
-    assert session.adapter_in_words is not None
-    assert re.search(rf"; the base in {kind}, 0\.00 GiB with it; the teacher is the same", session.adapter_in_words)
+    assert session.models.student_source.teacher_is_base
+    assert session.models.adapter_in_words is not None
+    assert re.search(
+        rf"; the base in {kind}, 0\.00 GiB with it; the teacher is the same", session.models.adapter_in_words
+    )
 
 
 @EACH_KIND

@@ -62,7 +62,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 def test_the_student_is_the_teacher_without_the_other_layers(tmp_path: Path, family: str) -> None:
     """Its logits are those of the teacher's own model from which the other layers were removed."""
     prepare_folder(tmp_path, family)
-    student = session_of(tmp_path, **EVERY_2).student.eval()
+    student = session_of(tmp_path, **EVERY_2).models.student.eval()
     teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", dtype=torch.float32)
     inner = teacher.base_model
     name = "h" if family == "gpt2" else "layers"
@@ -82,7 +82,7 @@ def test_layers_are_chosen(tmp_path: Path, layers: Any, chosen: list[int]) -> No
     prepare_folder(tmp_path)
     session = session_of(tmp_path, **{"student.init": {"from": "teacher", "layers": layers}})
     expected = weights(tmp_path / "teacher")
-    for name, tensor in session.student.pretrained.state_dict().items():
+    for name, tensor in session.models.student.pretrained.state_dict().items():
         parts = name.split(".")
         if parts[1] == "layers":
             parts[2] = str(chosen[int(parts[2])])
@@ -96,7 +96,7 @@ def test_padding_rows_of_the_vocabulary_may_differ(tmp_path: Path, rows: int) ->
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
         model.resize_token_embeddings(model.config.vocab_size - rows)
         model.save_pretrained(tmp_path / "teacher")
-    student = session_of(tmp_path, **EVERY_2).student
+    student = session_of(tmp_path, **EVERY_2).models.student
     expected = weights(tmp_path / "teacher")
     for weight, name in (
         (student.pretrained.get_input_embeddings().weight, "model.embed_tokens.weight"),
@@ -135,7 +135,7 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     states = []
     for seed in (7, 7, 8):
         torch.manual_seed(len(states))
-        student = session_of(tmp_path, seed=seed, **{"student.init": {"from": "random"}}).student
+        student = session_of(tmp_path, seed=seed, **{"student.init": {"from": "random"}}).models.student
         states.append(student.pretrained.state_dict())
     torch.manual_seed(7)
     expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "student"), dtype=torch.float32)
@@ -167,7 +167,7 @@ def test_other_layers_keep_their_numbers(tmp_path: Path) -> None:
     for name in ("teacher", "student"):
         tokenizer.save_pretrained(tmp_path / name)
     config.save_pretrained(tmp_path / "student")
-    student = session_of(tmp_path, **{"student.init": {"from": "teacher", "layers": [1, 0, 2]}}).student
+    student = session_of(tmp_path, **{"student.init": {"from": "teacher", "layers": [1, 0, 2]}}).models.student
     expected = weights(tmp_path / "teacher")
     for name, tensor in student.pretrained.state_dict().items():
         parts = name.split(".")
@@ -216,7 +216,7 @@ def test_a_run_is_resumed_and_another_start_is_refused(tmp_path: Path) -> None:
 def test_a_saved_model_needs_no_init(tmp_path: Path) -> None:
     """The student's own files, if it has weights, are not read."""
     prepare_folder(tmp_path)
-    expected = session_of(tmp_path, **EVERY_2).student.pretrained.state_dict()
+    expected = session_of(tmp_path, **EVERY_2).models.student.pretrained.state_dict()
     save_model(tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").rename(tmp_path / "student" / "model.safetensors")
-    assert_equal_tensors(session_of(tmp_path, **EVERY_2).student.pretrained.state_dict(), expected)
+    assert_equal_tensors(session_of(tmp_path, **EVERY_2).models.student.pretrained.state_dict(), expected)

@@ -16,9 +16,9 @@ from kit.teacher_gradients import assert_close, gradients, gradients_of_signals,
 from stillhouse.cli.cache import _with_student
 from stillhouse.config import ConfigError
 from stillhouse.data import MicroBatch
+from stillhouse.loops.session import Session
 from stillhouse.objective import TopK
 from stillhouse.output.folder import folder_lock
-from stillhouse.run.session import Session
 from stillhouse.signals import SignalCache
 from stillhouse.signals.cache.files import shard_name
 from stillhouse.tools.write_cache import write_cache

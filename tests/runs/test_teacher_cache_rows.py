@@ -96,7 +96,7 @@ def test_rows_that_no_teacher_gives_are_refused_by_name(folder: Path, tmp_path: 
 
 def test_the_label_of_a_row_is_the_next_token_of_its_document(folder: Path) -> None:
     cache, session = SignalCache(folder / "label"), session_of(folder, **FORWARD_KL)
-    documents, present = session.train.documents, 0
+    documents, present = session.data.train.documents, 0
     for number in range(len(documents)):
         tokens = torch.from_numpy(documents.tokens(number))
         signal = cache.read([DocumentRows(tokens.numpy(), range(len(tokens) - 1))])[0]

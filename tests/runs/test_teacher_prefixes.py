@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit import slow
 from kit.ranks import run_ranks
-from kit.runs import metrics, write_records, write_run
+from kit.runs import evaluate, metrics, write_records, write_run
 from kit.teacher_gradients import assert_same_as_float64, named_gradients
 from kit.toy_tokenizer import PLAIN_TEMPLATE
 from torch import Tensor
@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.config import load_config
 from stillhouse.data import Documents, StepMicroBatches
-from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.rollouts import first_rollouts
+from stillhouse.loops.session import Session
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import ShardedMicroBatches
-from stillhouse.run.session import Session, prepare
+from stillhouse.run.session import prepare
 
 PREFIX = "You know the answer: {answer}. "
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -67,7 +67,7 @@ class Reference:
     """The student and its teacher in float64, one document at a time."""
 
     def __init__(self, folder: Path, teacher: str, session: Session):
-        self.tokenizer = session.tokenizer
+        self.tokenizer = session.data.tokenizer
         self.student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64).train()
         name = "student" if teacher == "live" else "teacher"
         self.teacher = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
@@ -120,10 +120,10 @@ class Reference:
 
 def first_step(session: Session) -> tuple[ShardedMicroBatches, Documents, list[int]]:
     """The micro-batches of the first step, and its documents."""
-    if session.plan is not None:
+    if session.rollout.prompts is not None:
         _, micro_batches = first_rollouts(session, RunFolder(Path(str(session.values["out"]))))
     else:
-        micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        micro_batches = session.models.shard(session.schedule.step_schedule.micro_batches(session.data.train, 0))
     whole: Any = micro_batches.of_all_ranks
     assert isinstance(whole, StepMicroBatches)
     chosen = sorted(document for number in range(len(whole)) for document in whole.documents_of(number))
@@ -156,12 +156,14 @@ def test_gradients_and_held_out_divergence_are_those_of_whole_logits(case: Case)
     reference = Reference(folder, teacher, session)
     micro_batches, documents, chosen = first_step(session)
     held_out = evaluate(session)["eval/forward_kl"]
-    signals = session.source_for(session.engine).request(micro_batches).result()
-    loss = session.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer).sums["loss"]
-    actual = named_gradients(session.student.pretrained)
+    signals = session.models.source_for(session.models.engine).request(micro_batches).result()
+    loss = session.models.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer).sums[
+        "loss"
+    ]
+    actual = named_gradients(session.models.student.pretrained)
     session.close()
-    assert session.evaluation is not None
-    assert held_out == pytest.approx(reference.forward_kl(session.evaluation.documents), rel=1e-5)
+    assert session.data.evaluation is not None
+    assert held_out == pytest.approx(reference.forward_kl(session.data.evaluation.documents), rel=1e-5)
     expected_loss, expected = reference.gradients(documents, chosen)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_same_as_float64(actual, expected)
@@ -176,8 +178,8 @@ def test_two_processes_train_as_whole_logits_say(case: Case) -> None:
     session.close()
     loss, gradients = reference.gradients(documents, chosen)
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
-    assert session.evaluation is not None
-    held_out = reference.forward_kl(session.evaluation.documents)
+    assert session.data.evaluation is not None
+    held_out = reference.forward_kl(session.data.evaluation.documents)
     out = folder / "two"
     run_ranks(2, "distill", path, "parallel.fsdp=2", f"out={out}")
     lines = metrics(out)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from stillhouse.config import ConfigError
 from stillhouse.data import MicroBatch
+from stillhouse.loops.session import Session
 from stillhouse.objective import TEACHER, Sampled
 from stillhouse.run.run import distill
-from stillhouse.run.session import Session
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.pool import ServerError, ServerPool
 from stillhouse.serving.image_wire import header_of
@@ -72,13 +72,13 @@ def test_samples_give_the_gradients_of_the_same_samples_here(folder: Path, serve
     served = {"teacher.url": server, "teacher.signal": "sampled", "teacher.top_k": 11}
 
     def sampled(session: Session, micro_batch: MicroBatch) -> Sampled:
-        assert session.teacher is not None
-        exact, position_T = session.teacher.signal(**micro_batch.inputs), micro_batch.position_ids_BS.flatten()
+        assert session.models.teacher is not None
+        exact, position_T = session.models.teacher.signal(**micro_batch.inputs), micro_batch.position_ids_BS.flatten()
         uniform_TM = torch.zeros(len(position_T), 11, dtype=torch.float64)
         for document in micro_batch.document_T.unique().tolist():
             rows_C = (micro_batch.document_T == document).nonzero()[:, 0]
             if document >= 0:
-                tokens = session.train.documents.tokens(document)
+                tokens = session.data.train.documents.tokens(document)
                 numbers = uniform_numbers(document_id(tokens), range(len(tokens)), 11)
                 uniform_TM[rows_C] = torch.from_numpy(numbers)[position_T[rows_C]]
         samples = draw(exact.hidden_TE, exact.head, uniform_TM, 2.0)

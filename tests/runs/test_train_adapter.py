@@ -27,8 +27,9 @@ from stillhouse.checkpoint.resume import candidates
 from stillhouse.checkpoint.save import load_checkpoint
 from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
+from stillhouse.loops.session import Session
 from stillhouse.output.folder import RunFolder
-from stillhouse.run.session import Session, prepare
+from stillhouse.run.session import prepare
 
 LORA: dict[str, Any] = {"student.adapter": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2}
 OWN_BASE = {"objective.loss": "0.3*cross_entropy + 0.7*reverse_kl"}
@@ -113,11 +114,11 @@ def test_another_adapter_is_another_run(trained: Path, tmp_path: Path) -> None:
     for adapter in ({"r": 8}, None):
         session = session_of(tmp_path, **{"student.model": str(trained / "student"), "student.adapter": adapter})
         with pytest.raises(ValueError, match="does not fit this student"):
-            load_checkpoint(checkpoint, session.engine)
+            load_checkpoint(checkpoint, session.models.engine)
 
 
 def models(session: Session) -> Iterator[Tensor]:
-    for decoder in (session.student, session.teacher):
+    for decoder in (session.models.student, session.models.teacher):
         yield from () if decoder is None else decoder.parameters()
 
 
@@ -128,9 +129,9 @@ def test_a_base_that_teaches_is_in_memory_once(tmp_path: Path, attention: str | 
     session = session_of(tmp_path, **teacher_is_base(tmp_path, **other))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "student").num_parameters()
     sizes = {model.untyped_storage().data_ptr(): model.numel() for model in models(session)}
-    assert session.student.lora is not None
-    assert sum(sizes.values()) == base * (1 if attention is None else 2) + session.student.lora.trained
-    assert (session.teacher is None) == (attention is None)
+    assert session.models.student.lora is not None
+    assert sum(sizes.values()) == base * (1 if attention is None else 2) + session.models.student.lora.trained
+    assert (session.models.teacher is None) == (attention is None)
 
 
 def test_a_base_that_teaches_equals_a_copy_of_it(tmp_path: Path) -> None:
@@ -140,11 +141,11 @@ def test_a_base_that_teaches_equals_a_copy_of_it(tmp_path: Path) -> None:
     for attention in (None, "sdpa"):  # for these models null means sdpa, but an explicit sdpa loads a second model
         settings = teacher_is_base(tmp_path, **{"teacher.attention": attention, "train.precision": "fp32"})
         session = session_of(tmp_path, **settings)
-        for name, parameter in session.student.named_parameters():
+        for name, parameter in session.models.student.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)), std=0.1)
         loss = forward_backward(session).sums["loss"]
-        steps.append((session.teacher is None, named_gradients(session.student), loss))
+        steps.append((session.models.teacher is None, named_gradients(session.models.student), loss))
     assert [is_base for is_base, _, _ in steps] == [True, False]
     (_, one, loss), (_, two, other) = steps
     assert loss == other

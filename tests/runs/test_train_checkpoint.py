@@ -22,13 +22,13 @@ from stillhouse.checkpoint.export_weights import save_from_checkpoint
 from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.loops.session import Session
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output import disk
 from stillhouse.output.disk import atomic_folder
 from stillhouse.output.progress import Progress, State, write_state
 from stillhouse.parallel import empty_decoder, single_process_runner
-from stillhouse.run.session import Session
 
 KNOWN_FILES = {".safetensors", ".json", ".jinja"}
 
@@ -43,25 +43,27 @@ OPTIMIZER = {"train.learning_rate": 1e-2, "train.weight_decay": 0.1, "train.beta
 def stepped(session: Session) -> torch.optim.Optimizer:
     """Take one optimizer step, so that the optimizer has a state to save, and return the optimizer."""
     forward_backward(session)
-    session.engine.update(1e-2)
-    return session.engine.optimizer
+    session.models.engine.update(1e-2)
+    return session.models.engine.optimizer
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)])
 def test_a_checkpoint_restores_weights_optimizer_and_random_state(tmp_path: Path, family: str, tied: bool) -> None:
     session = session_of(tmp_path, family=family, tied=tied, **OPTIMIZER)
-    assert session.student.tied == tied
+    assert session.models.student.tied == tied
     optimizer = stepped(session)
     progress = Progress(7, 1234, 5.5, {"eval/cross_entropy": 2.5}, {"train": "abc"})
-    path = save_checkpoint(tmp_path / "saved", progress, session.engine, session.tokenizer)
+    path = save_checkpoint(tmp_path / "saved", progress, session.models.engine, session.data.tokenizer)
     numbers = torch.rand(4)
     again = session_of(tmp_path, family=family, tied=tied, **OPTIMIZER)
-    other = again.engine.optimizer
-    assert load_checkpoint(verified(path), again.engine) == progress
+    other = again.models.engine.optimizer
+    assert load_checkpoint(verified(path), again.models.engine) == progress
     assert torch.equal(torch.rand(4), numbers)
-    assert again.student.tied == tied
-    assert (again.student.head.linear.weight is again.student.pretrained.get_input_embeddings().weight) == tied
-    pairs = list(zip(session.student.named_parameters(), again.student.named_parameters(), strict=True))
+    assert again.models.student.tied == tied
+    assert (
+        again.models.student.head.linear.weight is again.models.student.pretrained.get_input_embeddings().weight
+    ) == tied
+    pairs = list(zip(session.models.student.named_parameters(), again.models.student.named_parameters(), strict=True))
     for (name, one), (_, two) in pairs:
         assert torch.equal(one, two), name
         assert one.dtype == two.dtype == torch.float32
@@ -79,18 +81,18 @@ def test_parameters_without_a_gradient_are_no_obstacle(tmp_path: Path, case: str
     def prepared() -> Session:
         session = session_of(tmp_path, **OPTIMIZER)
         if case == "unused":
-            session.student.backbone.register_parameter("tower", torch.nn.Parameter(torch.ones(3)))
+            session.models.student.backbone.register_parameter("tower", torch.nn.Parameter(torch.ones(3)))
         else:
-            session.student.head.requires_grad_(False)
+            session.models.student.head.requires_grad_(False)
         return session
 
     session = prepared()
     optimizer = stepped(session)
-    path = save_checkpoint(tmp_path / "saved", Progress(1), session.engine, session.tokenizer)
+    path = save_checkpoint(tmp_path / "saved", Progress(1), session.models.engine, session.data.tokenizer)
     again = prepared()
-    other = again.engine.optimizer
-    load_checkpoint(verified(path), again.engine)
-    for one, two in zip(session.student.parameters(), again.student.parameters(), strict=True):
+    other = again.models.engine.optimizer
+    load_checkpoint(verified(path), again.models.engine)
+    for one, two in zip(session.models.student.parameters(), again.models.student.parameters(), strict=True):
         assert torch.equal(one, two)
         assert one.requires_grad == two.requires_grad
         assert (one in optimizer.state) == (two in other.state)

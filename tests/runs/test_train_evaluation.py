@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from kit.documents import log_probs
-from kit.runs import metrics, save_model, session_of, write_run
+from kit.runs import evaluate, metrics, save_model, session_of, write_run
 from kit.shard_ranks import Rank, shared_pool
 
 from stillhouse.data import Documents
-from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.held_out_tokens import (
     DOCUMENTS,
     TOP,
@@ -20,9 +19,9 @@ from stillhouse.loops.held_out_tokens import (
     top_tokens,
 )
 from stillhouse.loops.off_policy import train
+from stillhouse.loops.session import Session
 from stillhouse.objective import FullVocab, OutputHead, VocabShard
 from stillhouse.output.folder import RunFolder, init_run_dir
-from stillhouse.run.session import Session
 
 KEYS = ["cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "tokens"]
 OF_TEACHER = "eval/teacher_cross_entropy"
@@ -57,9 +56,9 @@ def plain_figures(folder: Path, documents: Documents) -> dict[str, float]:
 )
 def test_figures_are_the_plain_ones_whatever_the_objective(tmp_path: Path, settings: dict[str, Any]) -> None:
     session = session_of(tmp_path, **settings)
-    assert session.evaluation is not None
+    assert session.data.evaluation is not None
     figures = evaluate(session, of_teacher=True)
-    assert figures == pytest.approx(plain_figures(tmp_path, session.evaluation.documents), rel=1e-5)
+    assert figures == pytest.approx(plain_figures(tmp_path, session.data.evaluation.documents), rel=1e-5)
     del figures[OF_TEACHER]
     assert evaluate(session) == figures
     assert list(figures) == [f"eval/{key}" for key in KEYS]
@@ -68,15 +67,15 @@ def test_figures_are_the_plain_ones_whatever_the_objective(tmp_path: Path, setti
 def test_evaluation_has_no_dropout_draws_nothing_and_puts_the_mode_back(tmp_path: Path) -> None:
     session = session_of(tmp_path, family="gpt2")
     before = torch.get_rng_state()
-    assert session.student.training
+    assert session.models.student.training
     assert evaluate(session) == evaluate(session)
-    expected = plain_figures(tmp_path, session.evaluation.documents)
+    expected = plain_figures(tmp_path, session.data.evaluation.documents)
     del expected[OF_TEACHER]
     assert evaluate(session) == pytest.approx(expected, rel=1e-5)
-    assert session.student.training
-    assert session.student.backbone.h[0].attn.resid_dropout.training
+    assert session.models.student.training
+    assert session.models.student.backbone.h[0].attn.resid_dropout.training
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(parameter.grad is None for parameter in session.student.parameters())
+    assert all(parameter.grad is None for parameter in session.models.student.parameters())
 
 
 def trained(folder: Path, **settings: Any) -> tuple[Session, list[dict[str, Any]]]:
@@ -120,7 +119,7 @@ def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], steps: l
 def test_without_a_teacher_there_is_cross_entropy_alone(tmp_path: Path) -> None:
     session, lines = trained(tmp_path, teacher=False)
     assert list(evaluate(session)) == ["eval/cross_entropy", "eval/tokens"]
-    assert held_out_tokens(session, 6) is None
+    assert held_out_tokens(session.models, session.data, session.loss.spec, 6) is None
     assert len(lines) == 2
     absent = {"train/teacher_entropy_nats", "loss/jsd(0.5)_nats_per_token"}
     assert not absent & set().union(*metrics(tmp_path / "out"))
@@ -130,9 +129,11 @@ def test_a_figure_that_is_not_finite_is_null_in_the_log_and_no_best(tmp_path: Pa
     (tmp_path / "odd.jsonl").write_text('{"text": "§§"}\n')
     settings = {"data.eval": str(tmp_path / "odd.jsonl"), "train.steps": 2}
     session = session_of(tmp_path, family="gpt2", tied=False, teacher=False, **settings)
-    token = int(session.evaluation.documents.tokens(0)[1])
+    token = int(session.data.evaluation.documents.tokens(0)[1])
     with torch.no_grad():
-        session.student.pretrained.get_input_embeddings().weight[token] = 3e38  # layer norms overflow on this value
+        session.models.student.pretrained.get_input_embeddings().weight[token] = (
+            3e38  # layer norms overflow on this value
+        )
     init_run_dir(RunFolder(tmp_path / "out"), "")
     train(session, RunFolder(tmp_path / "out"))
 
@@ -149,11 +150,11 @@ def test_a_figure_that_is_not_finite_is_null_in_the_log_and_no_best(tmp_path: Pa
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
     session = session_of(tmp_path, **{"train.precision": precision})
-    assert session.evaluation is not None
-    tokens = held_out_tokens(session, 7)
+    assert session.data.evaluation is not None
+    tokens = held_out_tokens(session.models, session.data, session.loss.spec, 7)
     assert tokens is not None
     assert tokens.step == 7
-    documents = session.evaluation.documents
+    documents = session.data.evaluation.documents
     assert len(tokens.documents) == min(DOCUMENTS, len(documents))
     for shown in tokens.documents:
         document = documents.sources.index(shown.source)
@@ -161,7 +162,9 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
         q, p = (log_probs(tmp_path, name, documents, document) for name in ("student", "teacher"))
         kl_T = (p.exp() * (p - q)).sum(1)
         near = {"rel": 1e-4} if precision == "fp32" else {"rel": 0.1, "abs": 0.05}
-        assert [token.text for token in shown.tokens] == [session.tokenizer.decode([token_id]) for token_id in ids]
+        assert [token.text for token in shown.tokens] == [
+            session.data.tokenizer.decode([token_id]) for token_id in ids
+        ]
         assert [token.target for token in shown.tokens] == documents.targets(document).tolist()
         expected_kl = [None, *(pytest.approx(float(kl), **near) for kl in kl_T[:-1])]
         assert [token.kl for token in shown.tokens] == expected_kl
@@ -172,7 +175,7 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
                 if pairs is token.student and precision == "bf16":
                     continue
                 best = log_p.exp().topk(TOP)
-                assert [text for text, _ in pairs] == [session.tokenizer.decode([t]) for t in best.indices]
+                assert [text for text, _ in pairs] == [session.data.tokenizer.decode([t]) for t in best.indices]
                 assert [value for _, value in pairs] == pytest.approx(best.values.tolist(), abs=2e-6)
 
 
@@ -205,7 +208,7 @@ def test_the_held_out_text_agrees_with_the_evaluation(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "eval.jsonl").write_text('{"text": "The still is heated slowly"}\n')
     session = session_of(tmp_path, **{"train.precision": "bf16"})
-    tokens = held_out_tokens(session, 0)
+    tokens = held_out_tokens(session.models, session.data, session.loss.spec, 0)
     assert tokens is not None
     kl = [token.kl for token in tokens.documents[0].tokens[1:]]
     assert sum(kl) / len(kl) == pytest.approx(evaluate(session)["eval/forward_kl"], rel=1e-5)
@@ -214,6 +217,8 @@ def test_the_held_out_text_agrees_with_the_evaluation(tmp_path: Path) -> None:
 def test_the_held_out_teacher_has_no_dropout(tmp_path: Path) -> None:
     save_model(tmp_path / "teacher", "gpt2", seed=2)
     session = session_of(tmp_path)
-    assert session.teacher is not None
-    session.teacher.train()
-    assert held_out_tokens(session, 0) == held_out_tokens(session, 0)
+    assert session.models.teacher is not None
+    session.models.teacher.train()
+    assert held_out_tokens(session.models, session.data, session.loss.spec, 0) == held_out_tokens(
+        session.models, session.data, session.loss.spec, 0
+    )

@@ -27,11 +27,12 @@ from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import StepMicroBatches
+from stillhouse.loops.session import Session
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.objective.spec import parse_objective
 from stillhouse.output.progress import Progress
-from stillhouse.run.session import Session, prepare
+from stillhouse.run.session import prepare
 from stillhouse.run.setup import RunSetup
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
@@ -52,17 +53,20 @@ def write_cycles(folder: Path, **settings: Any) -> Any:
 
 def plain_loss(session: Session, of_student: bool) -> Tensor:
     """Return the first step's loss from plain logits, in float64."""
-    config, student = session.student_config.mtp, session.student
+    config, student = session.models.student_config.mtp, session.models.student
     assert config is not None
     assert student.mtp is not None
-    assert session.teacher is not None
+    assert session.models.teacher is not None
     decoder = MultiTokenDecoder(student, student.mtp.model, verify=False)
-    step, total = session.step_schedule.micro_batches(session.train, 0), torch.zeros((), dtype=torch.float64)
+    step, total = (
+        session.schedule.step_schedule.micro_batches(session.data.train, 0),
+        torch.zeros((), dtype=torch.float64),
+    )
     for micro_batch in step:
         ids_BS, at_BS = micro_batch.input_ids_BS, micro_batch.position_ids_BS
         logits, labels_BS = decoder(ids_BS, at_BS), micro_batch.labels_T.view(ids_BS.shape)
         with torch.no_grad():
-            teacher = session.teacher(ids_BS, at_BS).double()
+            teacher = session.models.teacher(ids_BS, at_BS).double()
         for depth, logits_BSV in enumerate(logits):
             target = logits[0].detach() if depth and of_student else teacher
             scale = config.scale if depth else 1.0
@@ -87,12 +91,12 @@ def test_a_step_has_the_gradient_of_plain_logits(tmp_path: Path, mtp: dict[str, 
     options = {"student.dtype": "float64", "objective.loss": "0.4*cross_entropy + 0.6*forward_kl"}
     session = session_of(tmp_path, family="qwen3", **options, **{"student.mtp": mtp})
     output = forward_backward(session)
-    gradients = {name: parameter.grad for name, parameter in session.student.named_parameters()}
-    session.engine.zero_grad()
+    gradients = {name: parameter.grad for name, parameter in session.models.student.named_parameters()}
+    session.models.engine.zero_grad()
     expected = plain_loss(session, mtp.get("signal") == "student")
     expected.backward()
     assert output.sums["loss"] == pytest.approx(expected.item(), rel=1e-6)
-    for name, parameter in session.student.named_parameters():
+    for name, parameter in session.models.student.named_parameters():
         gradient, reference = gradients[name], parameter.grad
         if mtp.get("train") == "heads" and not name.startswith("mtp."):
             assert gradient is reference is None, name
@@ -129,12 +133,12 @@ def test_several_teachers_and_another_objective_of_the_depths(tmp_path: Path) ->
 
 def test_acceptance_is_that_of_the_logits(tmp_path: Path) -> None:
     session = session_of(tmp_path, family="qwen3", **{"student.mtp": {"depths": 2}})
-    assert session.evaluation is not None
-    assert session.student.mtp is not None
-    step = session.evaluation.micro_batches([[0, 1], [2]])
-    sharded = session.shard(StepMicroBatches(list(step)), training=False)
-    sums = session.engine.evaluate([(sharded, session.source.request(sharded).result())])
-    decoder = MultiTokenDecoder(session.student, session.student.mtp.model, verify=False)
+    assert session.data.evaluation is not None
+    assert session.models.student.mtp is not None
+    step = session.data.evaluation.micro_batches([[0, 1], [2]])
+    sharded = session.models.shard(StepMicroBatches(list(step)), training=False)
+    sums = session.models.engine.evaluate([(sharded, session.models.source.request(sharded).result())])
+    decoder = MultiTokenDecoder(session.models.student, session.models.student.mtp.model, verify=False)
     for depth in (1, 2):
         tokens, greedy, sampled = 0, 0, 0.0
         for micro_batch in step:
@@ -191,17 +195,17 @@ def test_a_checkpoint_restores_the_layers(tmp_path: Path, train: str) -> None:
     settings = {"family": "qwen3", "tied": True, "student.mtp": {"depths": 2, "train": train, "signal": "student"}}
     session = session_of(tmp_path, **settings)
     forward_backward(session)
-    session.engine.update(1e-2)
-    path = save_checkpoint(tmp_path / "saved", Progress(1), session.engine, session.tokenizer)
+    session.models.engine.update(1e-2)
+    path = save_checkpoint(tmp_path / "saved", Progress(1), session.models.engine, session.data.tokenizer)
     again = session_of(tmp_path, **settings, seed=5)
-    assert session.student.mtp is not None
-    assert again.student.mtp is not None
+    assert session.models.student.mtp is not None
+    assert again.models.student.mtp is not None
     name = "layers.0.eh_proj.weight"
-    assert not torch.equal(session.student.mtp.state_dict()[name], again.student.mtp.state_dict()[name])
-    load_checkpoint(verified(path), again.engine)
-    states = (session.engine.optimizer.state, again.engine.optimizer.state)
+    assert not torch.equal(session.models.student.mtp.state_dict()[name], again.models.student.mtp.state_dict()[name])
+    load_checkpoint(verified(path), again.models.engine)
+    states = (session.models.engine.optimizer.state, again.models.engine.optimizer.state)
     for (name, one), (_, two) in zip(
-        session.student.named_parameters(), again.student.named_parameters(), strict=True
+        session.models.student.named_parameters(), again.models.student.named_parameters(), strict=True
     ):
         assert torch.equal(one, two), name
         assert (one in states[0]) == one.requires_grad == (train == "all" or name.startswith("mtp."))
@@ -227,17 +231,17 @@ def test_the_exported_model_drafts_and_is_a_students_model_again(tmp_path: Path)
     exported, again = load_file(folder / "model.safetensors"), tmp_path / "again"
     again.mkdir()
     session = session_of(again, **settings, **{"student.model": str(folder)})
-    assert session.student.mtp is not None
-    assert not session.student.mtp.is_new
+    assert session.models.student.mtp is not None
+    assert not session.models.student.mtp.is_new
     loaded = MultiTokenDecoder.from_pretrained(folder).main
-    for mtp, pretrained in ((session.student.mtp, session.student.pretrained), (loaded.mtp, model)):
+    for mtp, pretrained in ((session.models.student.mtp, session.models.student.pretrained), (loaded.mtp, model)):
         tensors = mtp.checkpoint_tensors(pretrained)
         assert tensors
         assert_equal_tensors(tensors, {name: exported[name] for name in tensors})
     for key, mtp in (("student.mtp.depths", {"depths": 1}), (None, {"depths": 1, "init": "new"})):
         config = write_run(again, **settings | {"student.mtp": mtp, "student.model": str(folder)})
         if key is None:
-            assert prepare(config, announce=False).student.mtp.is_new
+            assert prepare(config, announce=False).models.student.mtp.is_new
         else:
             with pytest.raises(ConfigError, match=r"student\.mtp\.depths: got 1, .*=2: expected 2, or"):
                 prepare(config, announce=False)
@@ -251,13 +255,13 @@ def test_layers_of_a_checkpoint_are_read_and_written(tmp_path: Path, family: str
     model.save_pretrained(tmp_path / "student")
     tokenizer.save_pretrained(tmp_path / "student")
     session = session_of(tmp_path, **{"student.mtp": {"depths": 2}})
-    assert session.student.mtp is not None
-    assert not session.student.mtp.is_new
-    state = session.student.mtp.layers.state_dict()
+    assert session.models.student.mtp is not None
+    assert not session.models.student.mtp.is_new
+    state = session.models.student.mtp.layers.state_dict()
     assert_equal_tensors(state, model.layers.state_dict())
-    path = save_checkpoint(tmp_path / "saved", Progress(), session.engine, session.tokenizer)
+    path = save_checkpoint(tmp_path / "saved", Progress(), session.models.engine, session.data.tokenizer)
     (tmp_path / "written").mkdir()
-    save_from_checkpoint(tmp_path / "written", session.student, path / "resume")
+    save_from_checkpoint(tmp_path / "written", session.models.student, path / "resume")
     assert_equal_tensors(
         *(load_file(folder / "model.safetensors") for folder in (tmp_path / "written", tmp_path / "student"))
     )
@@ -294,7 +298,7 @@ def test_a_divergence_of_the_depths_needs_a_teacher_or_the_student(tmp_path: Pat
         session_of(tmp_path, teacher=False, **{"student.mtp": {"objective": "forward_kl"}})
     mtp = {"objective": "forward_kl", "signal": "student"}
     session = session_of(tmp_path, teacher=False, **{"student.mtp": mtp})
-    assert not session.engine.needs_teacher
+    assert not session.models.engine.needs_teacher
     assert forward_backward(session).sums["mtp_1/forward_kl"] > 0
 
 
@@ -307,8 +311,8 @@ def test_a_family_without_rms_norm_is_refused(tmp_path: Path, family: str) -> No
 def test_a_term_alone_has_no_gradient_of_the_depths(tmp_path: Path) -> None:
     session = session_of(tmp_path, family="qwen3", **{"student.mtp": {}})
     forward_backward(session, objective=parse_objective("cross_entropy"))
-    assert session.student.mtp is not None
-    assert all(not bool(parameter.grad.any()) for parameter in session.student.mtp.parameters())
+    assert session.models.student.mtp is not None
+    assert all(not bool(parameter.grad.any()) for parameter in session.models.student.mtp.parameters())
 
 
 def test_the_configurations_of_the_page_and_the_example_load(tmp_path: Path) -> None:

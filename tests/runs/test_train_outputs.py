@@ -121,7 +121,7 @@ def test_warnings_about_the_data_are_shown(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four"}]
     for name in ("train.jsonl", "eval.jsonl"):
         write_records(tmp_path / name, [{"messages": turns}] * 9)
-    warnings = session_of(tmp_path).train.documents.report.warnings
+    warnings = session_of(tmp_path).data.train.documents.report.warnings
     assert warnings
     shown = run("check", tmp_path / "run.yaml").out
     assert all(warning in shown for warning in warnings)
@@ -254,7 +254,7 @@ def test_check_shows_the_numbers_of_the_first_step(tmp_path: Path, capsys: pytes
     shown = capsys.readouterr().out
     session = session_of(tmp_path)
     loss = forward_backward(session).sums["loss"]
-    norm = session.engine.gradient_norm()
+    norm = session.models.engine.gradient_norm()
     assert f"loss {loss:.4f}, gradient norm {norm:.4g}" in shown
     run("distill", tmp_path / "run.yaml", "train.steps=1")
     first = metrics(tmp_path / "out")[1]

@@ -56,11 +56,11 @@ def test_the_run_is_that_of_a_tokenizer_with_the_template(folder: Path) -> None:
 @pytest.mark.parametrize("source", ["chat.jinja", "teacher with it"])
 def test_targets_are_the_assistants_words(folder: Path, source: str) -> None:
     session = session_of(folder, **{"data.chat_template": str(folder / source)})
-    assert session.tokenizer.chat_template == TEMPLATE
-    documents = session.train.documents
+    assert session.data.tokenizer.chat_template == TEMPLATE
+    documents = session.data.train.documents
     ids, targets = documents.tokens(0), documents.targets(0)
-    assert session.tokenizer.decode(ids[targets].tolist()).endswith(f".{session.tokenizer.eos_token}")
-    assert "<user>" in session.tokenizer.decode(ids[~targets].tolist())
+    assert session.data.tokenizer.decode(ids[targets].tolist()).endswith(f".{session.data.tokenizer.eos_token}")
+    assert "<user>" in session.data.tokenizer.decode(ids[~targets].tolist())
 
 
 def test_a_run_with_it_is_another_run(folder: Path) -> None:
@@ -131,4 +131,4 @@ def test_a_student_that_writes_its_completions_lists_what_ends_them(base: Path) 
         **{"data.train": str(base / "prompts.jsonl"), "objective.loss": "reverse_kl", "data.eval": 0},
         **{"rollout.prompts_per_step": 2, "rollout.max_new_tokens": 4, "rollout.stop": ["<|im_end|>", "\n\n"]},
     )
-    assert session.student.pretrained.generation_config.eos_token_id == [2, 5]
+    assert session.models.student.pretrained.generation_config.eos_token_id == [2, 5]

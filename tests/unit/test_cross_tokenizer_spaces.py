@@ -154,9 +154,9 @@ def test_loss_and_gradients_are_what_the_docs_say(tmp_path: Path, student: str, 
     session = session_of(
         tmp_path, **GOLD, **{"data.max_tokens": 96, "train.micro_batch_tokens": 96, "objective.loss": "forward_kl"}
     )
-    every = session.train.micro_batches([np.arange(len(session.train))])
+    every = session.data.train.micro_batches([np.arange(len(session.data.train))])
     loss = forward_backward(session, every).sums["loss"]
-    actual = named_gradients(session.student.pretrained)
+    actual = named_gradients(session.models.student.pretrained)
     session.close()
     reference = expected(tmp_path, tokenizer(student), tokenizer(teacher))
     assert loss == pytest.approx(float(reference.pop("loss")), rel=1e-4)

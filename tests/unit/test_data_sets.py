@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from kit.layout_runs import assert_same_weights
 from kit.ranks import run_ranks
-from kit.runs import forward_backward, metrics, run, session_of, write_run, write_texts
+from kit.runs import evaluate, forward_backward, metrics, run, session_of, write_run, write_texts
 from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError
 from stillhouse.data import Documents, LoadOptions, PackedSequences, load_documents
-from stillhouse.loops.held_out_metrics import evaluate
+from stillhouse.loops.session import Session
 from stillhouse.output.progress import folder_name
-from stillhouse.run.session import Session, data_reports, prepare
+from stillhouse.run.session import data_reports, prepare
 from stillhouse.tools.write_cache import write_cache
 
 #: of three sources, and their records
@@ -92,7 +92,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 def test_each_set_has_the_metrics_of_an_evaluation_of_its_own(tmp_path: Path) -> None:
     config = write_run(tmp_path, **settings(tmp_path))
     session = prepare(config, announce=False)
-    metrics_of_sets, documents = evaluate(session), session.evaluation
+    metrics_of_sets, documents = evaluate(session), session.data.evaluation
     assert documents is not None
     for name in ("cross_entropy", "forward_kl", "agreement"):
         mean = sum(
@@ -104,7 +104,7 @@ def test_each_set_has_the_metrics_of_an_evaluation_of_its_own(tmp_path: Path) ->
         alone = evaluate(session_of(tmp_path, **{"data.eval": source}))
         for key, value in alone.items():
             assert metrics_of_sets[f"eval/{name}/{key.removeprefix('eval/')}"] == pytest.approx(value, rel=1e-6)
-    reports = data_reports(session)
+    reports = data_reports(session.data, session.schedule.step_schedule)
     assert list(reports) == ["train", "train/1", "train/2", "eval", "eval/math", "eval/chat"]
     assert sum(reports[f"train/{number}"].trained_share or 0 for number in (1, 2)) == pytest.approx(1)
 
@@ -137,19 +137,19 @@ def test_a_cache_of_a_mixture_gives_the_teachers_gradients(tmp_path: Path, recor
     cache = write_cache(write_run(tmp_path, **more), tmp_path / "cache", "hidden")
     in_job = session_of(tmp_path, **more)
     stored = session_of(tmp_path, cached=True, **more, **{"teacher.cache": str(tmp_path / "cache")})
-    rows = in_job.step_schedule.micro_batches(in_job.train, 0).rows
+    rows = in_job.schedule.step_schedule.micro_batches(in_job.data.train, 0).rows
     assert (len(np.unique(np.concatenate(rows))) < sum(map(len, rows))) == (records == 1)
     assert cache.documents == len({document.tobytes() for document in _documents(in_job)})
     losses = [forward_backward(of_session).sums["loss"] for of_session in (in_job, stored)]
-    norms = [of_session.engine.gradient_norm() for of_session in (in_job, stored)]
+    norms = [of_session.models.engine.gradient_norm() for of_session in (in_job, stored)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
     assert evaluate(stored) == pytest.approx(evaluate(in_job), rel=1e-6)
 
 
 def _documents(session: Session) -> Iterator[np.ndarray]:
-    assert session.evaluation is not None
-    for documents in (session.train.documents, session.evaluation.documents):
+    assert session.data.evaluation is not None
+    for documents in (session.data.train.documents, session.data.evaluation.documents):
         yield from map(documents.tokens, range(len(documents)))
 
 

@@ -56,8 +56,8 @@ def test_precision_auto_is_bf16_where_a_gpu_has_units_for_it(monkeypatch: pytest
 
 def test_the_settled_precision_is_the_runs(tmp_path: Path) -> None:
     session = prepare(write_run(tmp_path, **{"train.precision": "auto"}), announce=False)
-    assert session.train_config.precision == "fp32"
-    assert session.engine.autocast is None
+    assert session.schedule.train_config.precision == "fp32"
+    assert session.models.engine.autocast is None
     with pytest.raises(ConfigError, match=r"parallel\.gather_dtype: got bfloat16 with train\.precision=fp32"):
         with_precision(write_run(tmp_path, **{"train.precision": "auto", "parallel.gather_dtype": "bfloat16"}))
 

@@ -28,10 +28,10 @@ from stillhouse.engine.optimizer import (
     weight_kinds,
 )
 from stillhouse.engine.state_folder import require_fit
+from stillhouse.loops.session import Session
 from stillhouse.models import Decoder
 from stillhouse.output.progress import Progress
 from stillhouse.parallel import Degrees, Layout
-from stillhouse.run.session import Session
 
 KINDS = ["adamw", "muon", "adafactor", "adamw_8bit"]
 SETTINGS: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
@@ -199,8 +199,8 @@ def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
     session = started()
     for _ in range(2):
         forward_backward(session)
-        session.engine.update(1e-2)
-    engine_and_tokenizer = session.engine, session.tokenizer
+        session.models.engine.update(1e-2)
+    engine_and_tokenizer = session.models.engine, session.data.tokenizer
     path = save_checkpoint(tmp_path / "saved", Progress(2), *engine_and_tokenizer)
     kept = {name.rpartition(".")[2] for name in stored_tensors(path / "resume") if name.startswith("optimizer.")}
     assert (
@@ -213,11 +213,13 @@ def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
         }[kind]
     )
     again = started()
-    load_checkpoint(verified(path), again.engine)
+    load_checkpoint(verified(path), again.models.engine)
     for started_session in (session, again):
         forward_backward(started_session)
-        started_session.engine.update(5e-3)
-    for (name, one), two in zip(session.student.named_parameters(), again.student.parameters(), strict=True):
+        started_session.models.engine.update(5e-3)
+    for (name, one), two in zip(
+        session.models.student.named_parameters(), again.models.student.parameters(), strict=True
+    ):
         assert torch.equal(one, two), name
 
 

@@ -176,14 +176,14 @@ def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Pa
     with stub_server(Vllm, tmp_path / "student", processed=True) as server:
         settings["rollout.url"] = server.url
         with closing(prepare(write_on_policy_run(tmp_path, **settings), announce=False)) as session:
-            assert session.rollout_config is not None
+            assert session.rollout.config is not None
             with pytest.raises(ConfigError, match="is a vLLM on a CPU") as raised:
-                open_engine(session, session.rollout_config)
+                open_engine(session, session.rollout.config)
         assert raised.value.key == "rollout.url"
         settings["student.adapter"] = {"r": 4}
         with closing(prepare(write_on_policy_run(tmp_path, **settings), announce=False)) as session:
-            assert session.rollout_config is not None
-            engine = open_engine(session, session.rollout_config)
+            assert session.rollout.config is not None
+            engine = open_engine(session, session.rollout.config)
             assert engine is not None
             engine.close()
 

@@ -143,7 +143,7 @@ def test_the_records_of_the_quick_start_are_read(tmp_path: Path) -> None:
         paths = [f"student.model={tmp_path}/model", f"data.train={tmp_path}/data.jsonl", f"out={tmp_path}/out"]
         settings = ["data.eval=0", "data.max_tokens=128", "objective.loss=cross_entropy", "device=cpu"]
         session = prepare(load(*paths, *settings), announce=False)
-        (batch,) = session.step_schedule.micro_batches(session.train, 0)
+        (batch,) = session.schedule.step_schedule.micro_batches(session.data.train, 0)
         target = batch.labels_T[batch.labels_T >= 0]
         assert words in toy_tokenizer().decode(target)
 

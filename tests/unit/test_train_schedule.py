@@ -79,7 +79,7 @@ def test_the_step_schedule(settings: dict[str, Any], sequences: int, expected: S
 
 def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
     session = session_of(tmp_path, **{"train.epochs": 2, "train.steps": None})
-    sequences, step_schedule = session.train, session.step_schedule
+    sequences, step_schedule = session.data.train, session.schedule.step_schedule
     assert len(sequences) % step_schedule.sequences_per_step != 0
     micro_batches = [step_schedule.micro_batches(sequences, step) for step in range(step_schedule.steps)]
     steps = [batch.rows for batch in micro_batches]
@@ -106,6 +106,6 @@ def test_a_steps_data_does_not_depend_on_the_micro_batch(tmp_path: Path) -> None
     sequences = []
     for micro in (1, 3, 4):
         session = session_of(tmp_path, **{"train.micro_batch_tokens": micro * MAX_TOKENS})
-        steps = (session.step_schedule.micro_batches(session.train, step) for step in range(6))
+        steps = (session.schedule.step_schedule.micro_batches(session.data.train, step) for step in range(6))
         sequences.append([np.concatenate(step.rows).tolist() for step in steps])
     assert sequences[0] == sequences[1] == sequences[2]

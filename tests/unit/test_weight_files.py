@@ -111,10 +111,10 @@ def test_a_student_with_the_teachers_layers_gets_those_that_transformers_reads(t
     shutil.copytree(tmp_path / "teacher", tmp_path / "student")
     write_run(tmp_path)
     init = {"student.init": {"from": "teacher", "layers": "first 2"}}
-    expected = session_of(tmp_path, **init).student.state_dict()
+    expected = session_of(tmp_path, **init).models.student.state_dict()
     save_model(tmp_path / "other", seed=9)
     shutil.copy(tmp_path / "other" / SINGLE, tmp_path / "teacher" / "model.fp16.safetensors")
-    for name, tensor in session_of(tmp_path, **init).student.state_dict().items():
+    for name, tensor in session_of(tmp_path, **init).models.student.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
 
 

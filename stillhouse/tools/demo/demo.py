@@ -19,7 +19,7 @@ from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.parallel import single_process_runner
 from stillhouse.report import write_report
 from stillhouse.run.run import distill
-from stillhouse.run.session import Session, prepare
+from stillhouse.run.session import prepare
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.demo.run_files import LEARNING_RATE, text_settings, write_text_run
 from stillhouse.tools.demo.student import TEACHER
@@ -39,7 +39,7 @@ def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float =
     for config in configs.values():
         print()
         distill(config)
-    rows = [_teacher_row(prepare(configs["distilled"], announce=False))]
+    rows = [_teacher_row(configs["distilled"])]
     rows += [_student_row(name, Path(config.out)) for name, config in configs.items()]
     print("\n" + table(rows))
     distilled, text_only = (Path(configs[name].out) for name in ("distilled", "cross_entropy"))
@@ -75,11 +75,15 @@ def table(rows: list[Row]) -> str:
     return "\n".join(form.format(*line) for line in cells)
 
 
-def _teacher_row(session: Session) -> Row:
-    assert session.teacher is not None
-    runner = single_process_runner(session.teacher, session.teacher)
-    engine = ENGINES["torch"].engine(runner, session.spec, autocast=session.engine.autocast)
-    figures = evaluate(replace(session, engine=engine, source=InStageTeacher(runner)))
+def _teacher_row(config: RunConfig) -> Row:
+    session = prepare(config, announce=False)
+    models, held_out, spec = session.models, session.data.evaluation, session.loss.spec
+    assert models.teacher is not None
+    assert held_out is not None
+    runner = single_process_runner(models.teacher, models.teacher)
+    engine = ENGINES["torch"].engine(runner, spec, autocast=models.engine.autocast)
+    models = replace(models, engine=engine, source=InStageTeacher(runner))
+    figures = evaluate(models, held_out, spec, session.schedule.held_out_tokens)
     return _row("teacher", TEACHER, figures, tokens=0, seconds=0.0)
 
 
