@@ -74,32 +74,17 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     require_same_sources(data_hashes | model_hashes, setup.ranks)
     require_images_for_parts(config.student.train, data)
     _enter("loading the models", announce)
-    layout = setup.layout
     if (image_inputs := data.train.image_inputs) is not None:
         require_image_layout(setup, image_inputs)
-    sources = setup.models(join(layout.degrees, setup.device, config.train.timeout), images=data.has_images)
-    engine, source = setup.engine(sources, layout)
+    mesh = join(setup.layout.degrees, setup.device, config.train.timeout)
+    sources = setup.models(mesh, images=data.has_images)
+    engine, source = setup.engine(sources, setup.layout)
     models = Models(engine, source, stores, sources.student_source, config.student, setup.teachers)
-    data = with_images_proven(data, engine, source, stores)
-    if _runs_rows(models):
-        data = replace(data, by_length=True)
-        if config.rollout is None:  # completions are packed by length in each step
-            capacity = micro_batch_capacity(config.train, data.train.max_tokens, layout.degrees.data, layout.stages)
-            held_out_capacity = max(data.train.max_tokens, config.eval.micro_batch_tokens or capacity)
-            data = data.sorted_by_length(capacity, held_out_capacity)
-    rollout, max_tokens = None, data.train.max_tokens
-    if config.rollout is None:
-        degrees = layout.degrees
-        steps = make_step_schedule(config.train, len(data.train), max_tokens, degrees.data, layout.stages)
-    else:
-        prompts = prompt_sources(config.rollouts, config.data.weighted_sources, data.train.documents, data.dataset)
-        steps, plan = make_on_policy_schedule(config.train, config.rollout, prompts, max_tokens, config.seed)
-        rollout = RolloutPlan(plan, config.rollout, config.rollouts, config.data.weighted_sources)
-    schedule = Schedule(steps, config.train, config.eval, config.checkpoint, config.seed)
+    data = _in_rows(with_images_proven(data, engine, source, stores), models, setup)
+    schedule, rollout = _schedule(data, setup)
     decisive = _decisive_for_completions(models, data, config.rollout, config.eval)
-    identity = RunIdentity(
-        configuration_hash(setup.values), _data_hashes(models, data, schedule), model_hashes | decisive
-    )
+    hashes = _data_hashes(models, data, schedule)
+    identity = RunIdentity(configuration_hash(setup.values), hashes, model_hashes | decisive)
     session = Session(models, data, loss, schedule, rollout, identity, setup.values)
     _add_trained_ends(session)
     warnings = [
@@ -107,7 +92,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         *data.warnings,
         *check_models({"student": models.student, **models.teachers}, sources.self_teachers, data),
         *noise_warnings(sources.removed_noise),
-        *schedule_warnings(config.train, steps.steps, data, on_policy=rollout is not None),
+        *schedule_warnings(config.train, schedule.steps, data, on_policy=rollout is not None),
     ]
     if rollout is not None:
         policies = [part.policy for part in loss.spec.parts]
@@ -124,11 +109,30 @@ def _enter(phase: str, announce: bool) -> None:
         print(f"{phase} …", flush=True)
 
 
-def _runs_rows(models: Models) -> bool:
-    """Whether a model of this job, on any process, runs one document per row."""
+def _in_rows(data: Data, models: Models, setup: RunSetup) -> Data:
+    """The same data; packed by length if a model of this job, on any process, runs one document per row."""
     decoders = [*models.engine.student.decoders, models.engine.student.teacher, *models.source.decoders.values()]
     has_rows = any(decoder is not None and decoder.packing.name == ROWS for decoder in decoders)
-    return bool(models.ranks.largest(int(has_rows)))
+    if not models.ranks.largest(int(has_rows)):
+        return data
+    data, config, layout = replace(data, by_length=True), setup.config, setup.layout
+    if config.rollout is not None:  # each step packs its completions
+        return data
+    capacity = micro_batch_capacity(config.train, config.data.max_tokens, layout.degrees.data, layout.stages)
+    return data.sorted_by_length(capacity, max(config.data.max_tokens, config.eval.micro_batch_tokens or capacity))
+
+
+def _schedule(data: Data, setup: RunSetup) -> tuple[Schedule, RolloutPlan | None]:
+    """The steps of the run, and the plan of their completions; None on a fixed dataset."""
+    config, layout, max_tokens, rollout = setup.config, setup.layout, data.train.max_tokens, None
+    if config.rollout is None:
+        steps = make_step_schedule(config.train, len(data.train), max_tokens, layout.degrees.data, layout.stages)
+    else:
+        weighted = config.data.weighted_sources
+        prompts = prompt_sources(config.rollouts, weighted, data.train.documents, data.dataset)
+        steps, plan = make_on_policy_schedule(config.train, config.rollout, prompts, max_tokens, config.seed)
+        rollout = RolloutPlan(plan, config.rollout, config.rollouts, weighted)
+    return Schedule(steps, config.train, config.eval, config.checkpoint, config.seed), rollout
 
 
 def prompt_sources(
