@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from stillhouse.ending import end_process, print_line
+from stillhouse.process_exit import end_process, print_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: in a process that torchrun started, signals within so many seconds count as one signal: SLURM's `scancel` and

@@ -30,8 +30,8 @@ from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
 from stillhouse.display import message as brief
 from stillhouse.display import print_escaped
-from stillhouse.ending import end_with_launcher, end_without_threads, error_line
 from stillhouse.preemption import Preempted, handling
+from stillhouse.process_exit import end_with_launcher, end_without_threads, error_line
 
 FAILED, USAGE = 1, 2
 #: ranks other than 0 wait so many seconds before they print an error, because rank 0 may print the same error

@@ -95,7 +95,7 @@ def piece_sums(pair: Sides) -> PieceSums:
     )
 
 
-def of_pieces(sums: PieceSums) -> Acceptance:
+def acceptance_statistics(sums: PieceSums) -> Acceptance:
     """Return the numbers over all pieces. sums: [R, …] each, of R pieces."""
     largest = sums.largest.amax(0)
     reference = torch.where(largest == -math.inf, 0.0, largest)
@@ -112,8 +112,8 @@ def of_pieces(sums: PieceSums) -> Acceptance:
 
 def gradient_of_acceptance(pair: Sides, log_rate: Tensor, above: Tensor, below: Tensor) -> Tensor:
     """Return ∂D/∂z · τ, elementwise. log_rate, above, below: the numbers of `Acceptance` for each row, [rows, 1]."""
-    of_below = below * (pair.log_q - log_rate).exp()
-    return _above(pair, above * pair.q) - _below(pair, of_below)
+    scaled_below = below * (pair.log_q - log_rate).exp()
+    return _above(pair, above * pair.q) - _below(pair, scaled_below)
 
 
 def _shares(pair: Sides) -> tuple[Tensor, Tensor]:

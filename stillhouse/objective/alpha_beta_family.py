@@ -51,11 +51,11 @@ class AlphaBeta(AlphaBetaParameters, Divergence):
         if p^(α+β) is factored out for α ≥ β, and q^(α+β) otherwise.
         """
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        of_p, of_q = (pair.p, pair.q) if total == 1 else (_power(pair.log_p, total), _power(pair.log_q, total))
-        far = alpha / total * of_p + beta / total * of_q - torch.exp(alpha * pair.log_p + beta * pair.log_q)
+        power_p, power_q = (pair.p, pair.q) if total == 1 else (_power(pair.log_p, total), _power(pair.log_q, total))
+        far = alpha / total * power_p + beta / total * power_q - torch.exp(alpha * pair.log_p + beta * pair.log_q)
         near = (total * pair.ratio).abs() < numerics.NEAR
         small = pair.ratio.clamp(-numerics.NEAR / total, numerics.NEAR / total)
-        outer, t, inner = (of_p, small, beta) if alpha >= beta else (of_q, -small, alpha)
+        outer, t, inner = (power_p, small, beta) if alpha >= beta else (power_q, -small, alpha)
         series = [inner * (total ** (n - 1) - inner ** (n - 1)) / math.factorial(n) for n in range(2, terms(t) + 1)]
         close = outer * t * t * polynomial(series, t)
         return torch.where(near, close, far) / (alpha * beta)
@@ -74,8 +74,8 @@ class AlphaBeta(AlphaBetaParameters, Divergence):
     def _slope(self, pair: Sides) -> Tensor:
         """q·h = (q^(α+β) − p^α q^β) / α."""
         total = self.alpha + self.beta
-        of_q = pair.q if total == 1 else _power(pair.log_q, total)
-        return difference(self._product(pair), of_q, self.alpha * pair.ratio) / self.alpha
+        power_q = pair.q if total == 1 else _power(pair.log_q, total)
+        return difference(self._product(pair), power_q, self.alpha * pair.ratio) / self.alpha
 
     def _product(self, pair: Sides) -> Tensor:
         """p^α q^β."""
@@ -90,8 +90,8 @@ class AlphaZero(AlphaBeta):
     """The limit α = 0; β = 1 is reverse KL."""
 
     def balanced(self, pair: Sides) -> Tensor:
-        of_p, of_q = _power(pair.log_p, self.beta), _power(pair.log_q, self.beta)
-        return excess(of_q, of_p, -self.beta * pair.ratio) / self.beta**2
+        power_p, power_q = _power(pair.log_p, self.beta), _power(pair.log_q, self.beta)
+        return excess(power_q, power_p, -self.beta * pair.ratio) / self.beta**2
 
     def _slope(self, pair: Sides) -> Tensor:
         return expect(_power(pair.log_q, self.beta), pair.ratio)
@@ -104,8 +104,8 @@ class BetaZero(AlphaBeta):
     """The limit β = 0; α = 1 is forward KL."""
 
     def balanced(self, pair: Sides) -> Tensor:
-        of_p, of_q = _power(pair.log_p, self.alpha), _power(pair.log_q, self.alpha)
-        return excess(of_p, of_q, self.alpha * pair.ratio) / self.alpha**2
+        power_p, power_q = _power(pair.log_p, self.alpha), _power(pair.log_q, self.alpha)
+        return excess(power_p, power_q, self.alpha * pair.ratio) / self.alpha**2
 
     def _product(self, pair: Sides) -> Tensor:
         return _power(pair.log_p, self.alpha)  # in the general form, 0·log q is NaN for q = 0

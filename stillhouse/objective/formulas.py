@@ -65,10 +65,10 @@ class JensenShannon(JensenShannonParameters, Divergence):
     """
 
     def balanced(self, pair: Sides) -> Tensor:
-        of_p, of_q = self.weights()
+        weight_p, weight_q = self.weights()
         m = interpolation(pair.p, pair.q, self.beta)
         m_to_p, m_to_q = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, self.beta)
-        return of_p * excess(pair.p, m, m_to_p) + of_q * excess(pair.q, m, m_to_q)
+        return weight_p * excess(pair.p, m, m_to_p) + weight_q * excess(pair.q, m, m_to_q)
 
     def balanced_slope(self, pair: Sides) -> Tensor:
         _, m_to_q = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, self.beta)
@@ -119,8 +119,8 @@ class SkewReverseKL(SkewReverseKLParameters, Divergence):
         slope = (self.alpha - 1) * expect(pair.q, m_to_q)
         if self.alpha == 0:
             return slope
-        of_m = pair.q * (pair.q / interpolation(pair.p, pair.q, 1 - self.alpha))
-        return slope - self.alpha * excess(pair.q, of_m, -m_to_q)
+        ratio_m = pair.q * (pair.q / interpolation(pair.p, pair.q, 1 - self.alpha))
+        return slope - self.alpha * excess(pair.q, ratio_m, -m_to_q)
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         _, m_to_q = interpolation_logs(log_p, log_q, log_ratio(log_q, log_p), 1 - self.alpha)

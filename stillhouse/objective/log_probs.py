@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillhouse.objective.fused import linear_objective
+from stillhouse.objective.fused_objective import linear_objective
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.input_checks import check_device, check_leaves
 from stillhouse.objective.sampled_terms import LogProb, check_sampled_tokens

@@ -88,8 +88,8 @@ def add_members(
     gathered_RCX = AsyncAllGather(local_CX, shard).wait()
     columns = []
     for raw_RCX, log_weight in zip(gathered_RCX.split(len(plan.raw_sums), 2), log_weights, strict=True):
-        of_rows = statistics(plan, raw_RCX)
-        columns += [of_rows.references[STUDENT], of_rows.student_log_mass[0] - log_weight]
+        teacher_rows = statistics(plan, raw_RCX)
+        columns += [teacher_rows.references[STUDENT], teacher_rows.student_log_mass[0] - log_weight]
     tiles_CV = list(members_CV)
     if members_CV[0] is not total_CV:
         # the total is added as one more tile; it is already normalized

@@ -103,18 +103,18 @@ def interpolation_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: floa
         return _log_one_plus(1 - weight, ratio), _log_one_plus(weight, -ratio)
     near = ratio.abs() < NEAR
     small = ratio.clamp(-NEAR, NEAR)
-    of_p = small * polynomial(log_one_plus_series(1 - weight, terms(small)), small)
+    series_p = small * polynomial(log_one_plus_series(1 - weight, terms(small)), small)
     log_m = torch.log(interpolation(log_p.exp(), log_q.exp(), weight))
-    return torch.where(near, of_p, log_m - log_p), torch.where(near, of_p - small, log_m - log_q)
+    return torch.where(near, series_p, log_m - log_p), torch.where(near, series_p - small, log_m - log_q)
 
 
 def log_one_plus_series(weight: float, terms: int) -> list[float]:
     """Return c_n, n ≥ 1, of log(1 + weight·(e^t − 1)) = Σ_n c_n tⁿ, from g' f = f' for g = log f."""
-    of_f = [weight / math.factorial(n) for n in range(1, terms + 1)]
+    coefficients = [weight / math.factorial(n) for n in range(1, terms + 1)]
     series: list[float] = []
     for n in range(1, terms + 1):
-        earlier = sum(k * series[k - 1] * of_f[n - k - 1] for k in range(1, n))
-        series.append(of_f[n - 1] - earlier / n)
+        earlier = sum(k * series[k - 1] * coefficients[n - k - 1] for k in range(1, n))
+        series.append(coefficients[n - 1] - earlier / n)
     return series
 
 

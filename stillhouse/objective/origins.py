@@ -34,9 +34,9 @@ def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str,
             f"{POLICY_VERSION} is missing in per_token (it has {', '.join(sorted(per_token))}): expected it beside "
             f"{IS_SAMPLED}, because it tells the teacher's completions from the dataset's"
         )
-    of_student_T = per_token[IS_SAMPLED] != 0
-    of_teacher_T = ~of_student_T & (per_token[POLICY_VERSION] >= 0)
-    return {DATASET: ~of_student_T & ~of_teacher_T, STUDENT: of_student_T, TEACHER: of_teacher_T}
+    is_student_T = per_token[IS_SAMPLED] != 0
+    is_teacher_T = ~is_student_T & (per_token[POLICY_VERSION] >= 0)
+    return {DATASET: ~is_student_T & ~is_teacher_T, STUDENT: is_student_T, TEACHER: is_teacher_T}
 
 
 def terms_of_origin(terms: Sequence[Term], origin: str, mask_T: Tensor) -> Iterator[Term]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, sides
-from stillhouse.objective.fused import ObjectiveOutput
+from stillhouse.objective.fused_objective import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.importance_correction import Correction
 from stillhouse.objective.metric_keys import unique_names

@@ -70,26 +70,26 @@ class OnTile:
 
     def log_probs(self, labels_T: Tensor) -> Tensor:
         """Return log q of the labels, [C]."""
-        return self._of_rows([self._tile.log_probs_at(labels_T, value)[:, 0] for value in self._values])
+        return self._select_rows([self._tile.log_probs_at(labels_T, value)[:, 0] for value in self._values])
 
     def divided(self, weights_C: Tensor) -> Tensor:
         """Return weights_C / τ."""
-        return self._of_rows([weights_C / value for value in self._values])
+        return self._select_rows([weights_C / value for value in self._values])
 
     def add_probability(self, coefficient_C: Tensor) -> None:
         """Add coefficient_C · q to the gradient."""
         for number, value in enumerate(self._values):
             is_other_C = None if self._number_C is None else self._number_C != number
-            of_value_C = coefficient_C if is_other_C is None else coefficient_C.masked_fill(is_other_C, 0.0)
-            self._tile.add_probability(value, of_value_C)
+            value_coefficient_C = coefficient_C if is_other_C is None else coefficient_C.masked_fill(is_other_C, 0.0)
+            self._tile.add_probability(value, value_coefficient_C)
 
-    def _of_rows(self, by_value: Sequence[Tensor]) -> Tensor:
+    def _select_rows(self, by_value: Sequence[Tensor]) -> Tensor:
         return _selected(by_value, self._number_C)
 
 
 def _selected(by_value: Sequence[Tensor], number_T: Tensor | None) -> Tensor:
     selected_T, *others = by_value
-    for number, of_value_T in enumerate(others, start=1):
+    for number, value_T in enumerate(others, start=1):
         assert number_T is not None
-        selected_T = torch.where(number_T == number, of_value_T, selected_T)
+        selected_T = torch.where(number_T == number, value_T, selected_T)
     return selected_T

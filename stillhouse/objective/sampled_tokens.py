@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from stillhouse.objective.fused import linear_objective
+from stillhouse.objective.fused_objective import linear_objective
 from stillhouse.objective.head import OutputHead, common_vocabulary, detached
 from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
 from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures, at_rows, distinct, term_options

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stillhouse.objective.fused import linear_objective, logits_objective
+from stillhouse.objective.fused_objective import linear_objective, logits_objective
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled_terms import LogProb, check_sampled_tokens
 from stillhouse.objective.signals import DenseLogits, FullVocab, Signal, SparseSignal, check_temperature
@@ -51,9 +51,9 @@ def teacher_log_probs(
     signal.require_temperature(temperature)
     match signal:
         case FullVocab():
-            return _of_hidden_states(signal, labels_T, temperature, vocabulary, valid_index)
+            return _hidden_log_probs(signal, labels_T, temperature, vocabulary, valid_index)
         case DenseLogits():
-            return _of_logits(signal.logits_TV, labels_T, temperature, vocabulary, shard)
+            return _logits_log_probs(signal.logits_TV, labels_T, temperature, vocabulary, shard)
         case Mixture():
             options: dict[str, Any] = {"vocabulary": vocabulary, "shard": shard, "valid_index": valid_index}
             parts = [
@@ -62,7 +62,7 @@ def teacher_log_probs(
             ]
             return torch.logsumexp(torch.stack(parts), 0).masked_fill(labels_T < 0, 0.0)
         case SparseSignal():
-            return _of_ids(signal, labels_T)
+            return _sparse_log_probs(signal, labels_T)
     raise ValueError(
         f"{type(signal).__name__} does not give the probability of a certain token: expected FullVocab, DenseLogits, "
         "a Mixture of them, or TopK or Chosen with the sampled token among the ids; sampled_kl and "
@@ -70,7 +70,7 @@ def teacher_log_probs(
     )
 
 
-def _of_hidden_states(
+def _hidden_log_probs(
     signal: FullVocab, labels_T: Tensor, temperature: float, vocabulary: int | None, valid_index: Tensor | None
 ) -> Tensor:
     head = signal.head if vocabulary is None else replace(signal.head, vocab_size=vocabulary)
@@ -81,7 +81,7 @@ def _of_hidden_states(
     return output.per_token["log_prob"]
 
 
-def _of_logits(
+def _logits_log_probs(
     logits_TV: Tensor, labels_T: Tensor, temperature: float, vocabulary: int | None, shard: VocabShard | None
 ) -> Tensor:
     columns = logits_TV.shape[1]
@@ -106,7 +106,7 @@ def _of_logits(
     return logits_objective(logits_TV, terms, shard=shard, weights_T=weights_T).per_token["log_prob"]
 
 
-def _of_ids(signal: SparseSignal, labels_T: Tensor) -> Tensor:
+def _sparse_log_probs(signal: SparseSignal, labels_T: Tensor) -> Tensor:
     has_label_T = labels_T >= 0
     is_label_TK = (signal.ids_TK == labels_T[:, None]) & has_label_T[:, None]
     missing_T = has_label_T & ~is_label_TK.any(1)

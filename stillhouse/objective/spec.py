@@ -79,7 +79,7 @@ class ObjectiveSpec:
     by_origin: Mapping[str, "ObjectiveSpec"] = field(default_factory=dict)
 
     @classmethod
-    def of_origins(cls, by_origin: Mapping[str, "ObjectiveSpec"]) -> "ObjectiveSpec":
+    def from_origins(cls, by_origin: Mapping[str, "ObjectiveSpec"]) -> "ObjectiveSpec":
         """Return the objective with a part for each origin; equal parts are one plain objective."""
         first, *others = by_origin.values()
         if all(other == first for other in others):
@@ -105,9 +105,9 @@ class ObjectiveSpec:
     def needs_teacher(self) -> bool:
         if self.by_origin:
             return any(part.needs_teacher for part in self.parts)
-        of_policy = bool(self.policy_gradient and (self.teacher_kl or self.policy.kl_scale))
-        of_sampled = self.sampled_kl is not None or of_policy
-        return self.divergence is not None or self.uld is not None or of_sampled
+        has_policy_teacher = bool(self.policy_gradient and (self.teacher_kl or self.policy.kl_scale))
+        uses_sampled = self.sampled_kl is not None or has_policy_teacher
+        return self.divergence is not None or self.uld is not None or uses_sampled
 
     @property
     def needs_rollouts(self) -> bool:
@@ -203,8 +203,8 @@ class ObjectiveSpec:
             if others or not isinstance(signal, SortedTopK):
                 types = ", ".join(type(signal).__name__ for signal in signals.values())
                 raise ValueError(f"uld with {types}: expected the sorted probabilities of one teacher, SortedTopK")
-            of_uld = (self.uld, self.temperature, self.scale_by_temperature_squared)
-            terms.append(SortedL1(signal, *of_uld, weights_T=signal.weights_T))
+            uld_options = (self.uld, self.temperature, self.scale_by_temperature_squared)
+            terms.append(SortedL1(signal, *uld_options, weights_T=signal.weights_T))
         if self.entropy is not None:
             terms.append(Entropy(self.entropy, self.temperature))
         if self.sampled_kl is not None:
@@ -299,8 +299,10 @@ class ObjectiveSpec:
                 weight = at_temperatures[0][2]
                 reference_T = tokens.log_probs_at([signal for _, signal, *_ in at_temperatures], temperatures)
                 if self.teacher_kl:
-                    of_teacher_T = self.teacher_kl * weight * tokens.log_ratio(reference_T, self.discount)
-                    advantages_T = of_teacher_T if advantages_T is None else advantages_T + of_teacher_T
+                    teacher_advantages_T = self.teacher_kl * weight * tokens.log_ratio(reference_T, self.discount)
+                    advantages_T = (
+                        teacher_advantages_T if advantages_T is None else advantages_T + teacher_advantages_T
+                    )
         assert advantages_T is not None
         return PolicyGradient(
             tokens.labels_T,

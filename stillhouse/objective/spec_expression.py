@@ -53,9 +53,9 @@ def expression_fields(text: str) -> tuple[dict[str, Any], list[Summand]]:
     for summand in divergences:
         kind = PARAMETERS[summand.name]
         require_weight(summand.coefficient, summand.call(kind, kind.definition.example))
-    for name, of_arguments in ARGUMENTS.items():
+    for name, arguments in ARGUMENTS.items():
         if name in others:
-            fields |= others[name].call(of_arguments)
+            fields |= others[name].call(arguments)
     return fields, divergences
 
 

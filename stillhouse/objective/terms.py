@@ -188,8 +188,8 @@ class CrossEntropy(LabelTerm):
 
     def _add_gradient(self, tile: Tile, label_C: Tensor, weights_C: Tensor) -> None:
         """q·(1 + 2·z_loss·log Σ e^logits) − ε/V − (1 − ε)·[v = y]"""
-        of_z_loss_C = 2 * self.z_loss * tile.log_normalizer(1.0) if self.z_loss else 0.0
-        tile.add_probability(1.0, expect(weights_C, torch.ones_like(weights_C) + of_z_loss_C))
+        z_loss_C = 2 * self.z_loss * tile.log_normalizer(1.0) if self.z_loss else 0.0
+        tile.add_probability(1.0, expect(weights_C, torch.ones_like(weights_C) + z_loss_C))
         tile.add_at(label_C[:, None], (weights_C * (self.label_smoothing - 1))[:, None])
         if self.label_smoothing:
             tile.add_uniform(weights_C * -self.label_smoothing)

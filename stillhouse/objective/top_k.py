@@ -87,7 +87,7 @@ def local_top_k(values_CV: Tensor, k: int, shard: VocabShard | None) -> tuple[Te
 
 def merged(values_RCK: Tensor, ids_RCK: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the K largest of all ranks' candidates, their ids, and the candidates with −∞ in place of these K."""
-    values_CN, ids_CN = (of_ranks.transpose(0, 1).flatten(1) for of_ranks in (values_RCK, ids_RCK))
+    values_CN, ids_CN = (ranked_RCK.transpose(0, 1).flatten(1) for ranked_RCK in (values_RCK, ids_RCK))
     values_CK, places_CK = values_CN.topk(k, 1)
     return values_CK, ids_CN.gather(1, places_CK).long(), values_CN.scatter(1, places_CK, -math.inf)
 

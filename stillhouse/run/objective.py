@@ -47,7 +47,7 @@ class RunObjective:
             (spec,) = specs.values()
             self._require_uld(spec)
         else:
-            spec = ObjectiveSpec.of_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
+            spec = ObjectiveSpec.from_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
         self._parts(spec)  # raises ConfigError
         if self.teachers is not None:
             spec = replace(spec, teachers=_shares(self.teachers), is_mixture=self.teachers.sum == "distributions")

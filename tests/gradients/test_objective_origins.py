@@ -49,7 +49,7 @@ def batch_of(dtype: torch.dtype = torch.float64) -> Batch:
 
 
 def spec_of(case: str) -> ObjectiveSpec:
-    return ObjectiveSpec.of_origins(
+    return ObjectiveSpec.from_origins(
         {
             origin: replace(parse_objective(text), sampling_temperature=SAMPLING)
             for origin, text in CASES[case][0].items()
@@ -107,7 +107,7 @@ def test_an_origin_has_the_gradient_of_its_terms_alone() -> None:
 
 def test_equal_objectives_are_the_plain_one_to_the_bit() -> None:
     text = "0.3*cross_entropy + 0.7*jsd(0.5)"
-    spec = ObjectiveSpec.of_origins(dict.fromkeys(("dataset", "student", "teacher"), parse_objective(text)))
+    spec = ObjectiveSpec.from_origins(dict.fromkeys(("dataset", "student", "teacher"), parse_objective(text)))
     batch, signal = batch_of(torch.float32), make_signal("full", dtype=torch.float32)
     output, gradients = fused(spec, make_leaves(dtype=torch.float32), batch, signal)
     plain_output, expected = fused(parse_objective(text), make_leaves(dtype=torch.float32), batch, signal)

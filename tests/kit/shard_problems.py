@@ -106,7 +106,7 @@ def by_origin(signal: str) -> Problem:
     """Skewed KL in two directions, one at the dataset's rows and one at the student's."""
     teacher = make_signal(signal, dtype=torch.float32)
     parts = {"dataset": parse_objective("cross_entropy + skew_forward_kl(0.1)")}
-    spec = ObjectiveSpec.of_origins(parts | {"student": parse_objective("skew_reverse_kl(0.1)")})
+    spec = ObjectiveSpec.from_origins(parts | {"student": parse_objective("skew_reverse_kl(0.1)")})
     per_token = {IS_SAMPLED: (torch.arange(T) % 3 == 0).float(), POLICY_VERSION: -torch.ones(T)}
     terms = spec.terms(make_labels(), {TEACHER: teacher}, per_token)
     return Problem(make_leaves(dtype=torch.float32), terms, options={"weights_T": some_weights()})

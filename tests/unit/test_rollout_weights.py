@@ -22,7 +22,6 @@ from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, initialize_lora, is_lora
 from stillhouse.parallel import Degrees, single_process_runner
-from stillhouse.rollout import publish_weights
 from stillhouse.rollout.publish import BUCKET_BYTES, publish
 from stillhouse.rollout.published_folder import MANIFEST
 
@@ -167,7 +166,7 @@ def test_an_interrupted_version_is_not_there(tmp_path: Path, monkeypatch: pytest
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(publish_weights, "save_file", full)
+    monkeypatch.setattr("stillhouse.rollout.publish.save_file", full)
     with pytest.raises(OSError, match="no space"):
         publish(runner, tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".partial")] == [published.name]

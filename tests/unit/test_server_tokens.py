@@ -9,9 +9,9 @@ from kit.stub_servers import Fault, body, hostile_server, raw
 
 from stillhouse.config import ConfigError, RolloutConfig, TeacherConfig
 from stillhouse.config.server_tokens import TOKEN_VARIABLE, server_token
-from stillhouse.ending import print_line
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.parallel.ranks import log_rank0
+from stillhouse.process_exit import print_line
 from stillhouse.serving.client.pool import ServerError, ServerPool
 from stillhouse.serving.client.remote_signals import connect
 from stillhouse.serving.client.reward_server import RewardServer

@@ -13,12 +13,12 @@ from torch import Tensor
 from stillhouse.objective.head import ALIGNED
 from stillhouse.objective.signals import RowIndex
 from stillhouse.objective.terms import Term
-from stillhouse.objective.tile.chunk_work import ChunkWork, masks
 from stillhouse.objective.tile.compiled import ROW_DEVICES
+from stillhouse.objective.tile.compiled_chunk import ChunkWork, masks
 from stillhouse.objective.tile.logits_provider import LogitsProvider
+from stillhouse.objective.tile.metric_sums import Totals
 from stillhouse.objective.tile.term_layout import requested
 from stillhouse.objective.tile.tile import Tile
-from stillhouse.objective.tile.totals import Totals
 
 #: memory budget of one tile of logits, in bytes; a tile is float32, or float64 for float64 inputs. A pass keeps one
 #: tile for the student and one for each dense teacher, and twice as many with vocabulary shards (for two chunks).
@@ -83,8 +83,8 @@ def run_chunks(
             weights_C, taken = work.taken(number * size, (number + 1) * size)
             seen_C, counted_C = work.masks(weights_C, taken)
         tiles_CV = provider.tiles(rows, seen_C, plan.signals, number % (in_flight + 1))
-        of_pass = provider.vocabulary, provider.shard, provider.needs_gradient
-        tile = Tile(plan, rows, weights_C, counted_C, tiles_CV, *of_pass, taken)
+        options = provider.vocabulary, provider.shard, provider.needs_gradient
+        tile = Tile(plan, rows, weights_C, counted_C, tiles_CV, *options, taken)
         for term in terms:
             term.check(tile)
         tile.start()

@@ -43,7 +43,7 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
     return _fused(function, plan, tiles_BV, *rest)
 
 
-def of_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
+def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
     """Call function(plan, *arguments): on a GPU compiled, because it consists of hundreds of small kernels.
 
     plan: what the function's code depends on. partly: the tiles of which the function reads a few columns.
@@ -56,8 +56,8 @@ def of_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partl
 def traced(
     function: Callable[..., tuple[Tensor, ...]], plan: Hashable, tensors: Sequence[Tensor], partly: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Call `of_rows` for a function of Python code that torch.compile cannot read: it is run on symbolic tensors."""
-    return of_rows(_in_graph(function, plan), None, *tensors, partly=partly)
+    """Call `run_rows` for a function of Python code that torch.compile cannot read: it is run on symbolic tensors."""
+    return run_rows(_in_graph(function, plan), None, *tensors, partly=partly)
 
 
 @cache
@@ -113,15 +113,15 @@ def _is_off() -> bool:
 def _compiled(function: Callable[..., Any], plan: Any, sizes: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
     """sizes: those of the tensors, without rows."""
 
-    def of_plan(*arguments: Any) -> Any:
+    def planned(*arguments: Any) -> Any:
         return function(plan, *arguments)
 
     # Each plan gets its own code object, because torch counts compilations per code object and gives up after a few.
     # It also gets its own name, because torch records by name which numbers differ between calls, and turns those
     # numbers into variables.
-    code = of_plan.__code__.replace(co_name=f"{function.__name__}_of_plan_{next(_plans)}")
+    code = planned.__code__.replace(co_name=f"{function.__name__}_of_plan_{next(_plans)}")
     return torch.compile(
-        types.FunctionType(code, of_plan.__globals__, closure=of_plan.__closure__),
+        types.FunctionType(code, planned.__globals__, closure=planned.__closure__),
         fullgraph=True,
         options=dict.fromkeys(STORED_FROM, 1000),
     )

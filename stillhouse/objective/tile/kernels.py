@@ -19,7 +19,7 @@ from torch import Tensor
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import ForwardKL, JensenShannon, ReverseKL
 from stillhouse.objective.numerics import SERIES_TERMS, log_one_plus_series
-from stillhouse.objective.tile.compiled import of_rows
+from stillhouse.objective.tile.compiled import run_rows
 from stillhouse.objective.tile.fake_kernels import are_fake, fake_kernel
 from stillhouse.objective.tile.pointwise import gradient, normalized_sums, raw_sums
 from stillhouse.objective.tile.statistics import RowStatistics, merged, statistics
@@ -107,7 +107,7 @@ def _has_kernels_of(divergence: Divergence) -> bool:
 
 def kernel_raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     """`pointwise.raw_sums`, [B, X]."""
-    return of_rows(merged_pieces, plan, piece_sums(plan, tiles_BV).transpose(0, 1))
+    return run_rows(merged_pieces, plan, piece_sums(plan, tiles_BV).transpose(0, 1))
 
 
 def merged_pieces(plan: PointwisePlan, pieces_BPX: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def kernel_gradient(
     slopes = {type(pair[0]): names.index(("slope", at)) for at, pair in enumerate(plan.pairs)}
     jsd = next((pair[0] for pair in plan.pairs if isinstance(pair[0], JensenShannon)), JensenShannon(0.5))
     constants = _jsd_constants(jsd)
-    del constants["OF_P"]
+    del constants["WEIGHT_P"]
     _launch(
         "gradient_kernel",
         (-(-columns // block), rows),
@@ -250,9 +250,9 @@ def _index(names: Sequence[Any], name: Any) -> int:
 
 
 def _jsd_constants(jsd: JensenShannon) -> dict[str, Any]:
-    of_p, of_q = jsd.weights()
+    weight_p, weight_q = jsd.weights()
     series = log_one_plus_series(1 - jsd.beta, SERIES_TERMS[torch.float32])
-    return {"BETA": jsd.beta, "OF_P": of_p, "OF_Q": of_q, "SERIES": tuple(series)}
+    return {"BETA": jsd.beta, "WEIGHT_P": weight_p, "WEIGHT_Q": weight_q, "SERIES": tuple(series)}
 
 
 @cache
@@ -276,10 +276,10 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
     exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
     plain = statistics(plan, raw_sums(plan, tiles_BV)[None])
     # not compiled, because a run compiles another function of the pieces, and compiling takes seconds
-    of_pieces = piece_sums(plan, tiles_BV).transpose(0, 1)
-    of_kernel = statistics(plan, merged_pieces(plan, of_pieces)[None])
+    piece_sums_BN = piece_sums(plan, tiles_BV).transpose(0, 1)
+    fused = statistics(plan, merged_pieces(plan, piece_sums_BN)[None])
     exact = statistics(plan, raw_sums(plan, exact_tiles_BV)[None])
-    if not _is_as_exact(_numbers(of_kernel), _numbers(plain), _numbers(exact)):
+    if not _is_as_exact(_numbers(fused), _numbers(plain), _numbers(exact)):
         return "the sums of the kernels differ from those of the plain functions"
     normalizers_BX = plain.normalizers()
     if plan.two_sweep:
@@ -297,8 +297,8 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
     kernel_gradient(plan, [gradients[0], *tiles_BV[1:]], rows_BX)
     gradient(plan, [gradients[1], *tiles_BV[1:]], rows_BX)
     gradient(plan, [gradients[2], *exact_tiles_BV[1:]], rows_BX.double())
-    of_kernel_B1, plain_B1, zero_B1 = ((result - gradients[2]).norm(dim=1, keepdim=True) for result in gradients)
-    if not _is_as_exact(of_kernel_B1, plain_B1, zero_B1, gradients[2].norm(dim=1, keepdim=True)):
+    fused_B1, plain_B1, zero_B1 = ((result - gradients[2]).norm(dim=1, keepdim=True) for result in gradients)
+    if not _is_as_exact(fused_B1, plain_B1, zero_B1, gradients[2].norm(dim=1, keepdim=True)):
         return "the gradient of the kernels differs from that of the plain functions"
     return ""
 
@@ -323,13 +323,13 @@ def hard_tiles(tiles: int, columns: int, device: torch.device) -> list[Tensor]:
     return [student_BV.to(device), teacher_BV.to(device)][:tiles]
 
 
-def _numbers(of_rows: RowStatistics) -> Tensor:
+def _numbers(rows: RowStatistics) -> Tensor:
     """Return the numbers of all rows, [B, X]."""
-    columns = [*of_rows.references, *of_rows.student_log_mass, *of_rows.student_entropy, *of_rows.teacher_log_mass]
-    columns += [*of_rows.teacher_entropy, *of_rows.both_top, *of_rows.values.values()]
+    columns = [*rows.references, *rows.student_log_mass, *rows.student_entropy, *rows.teacher_log_mass]
+    columns += [*rows.teacher_entropy, *rows.both_top, *rows.values.values()]
     # a mass ratio is added to log(q/p), so its absolute error counts: 1e-8 here
-    columns += [1 + 1e3 * mass_ratio_B for mass_ratio_B in of_rows.mass_ratio]
-    columns += [] if of_rows.mean_log_prob is None else [of_rows.mean_log_prob]
+    columns += [1 + 1e3 * mass_ratio_B for mass_ratio_B in rows.mass_ratio]
+    columns += [] if rows.mean_log_prob is None else [rows.mean_log_prob]
     return torch.stack(columns, 1)
 
 

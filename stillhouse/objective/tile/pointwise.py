@@ -169,13 +169,13 @@ def _sides(
     both = {}
     for at, (teacher, student) in enumerate(plan.couples):
         tile, temperature = plan.teachers[teacher]
-        of_p_BV = _cooled(tiles_BV[tile] - rows["reference", tile], temperature)
-        of_q_BV = _student_gaps(plan, student, tiles_BV, rows)
+        gap_p_BV = _cooled(tiles_BV[tile] - rows["reference", tile], temperature)
+        gap_q_BV = _student_gaps(plan, student, tiles_BV, rows)
         ratio_B1 = rows["mass_ratio", at]
         both[teacher, student] = sides(
-            of_p_BV - rows["teacher_log_mass", teacher],
-            of_q_BV - rows["student_log_mass", student],
-            of_q_BV - of_p_BV - ratio_B1,
+            gap_p_BV - rows["teacher_log_mass", teacher],
+            gap_q_BV - rows["student_log_mass", student],
+            gap_q_BV - gap_p_BV - ratio_B1,
             # at the pivot, both l are 0, as at a common argmax of teacher and student
             Pivot(-rows["student_log_mass", student], -ratio_B1),
         )

@@ -16,7 +16,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from stillhouse.objective.acceptance_rate import Acceptance, PieceSums, of_pieces
+from stillhouse.objective.acceptance_rate import Acceptance, PieceSums, acceptance_statistics
 from stillhouse.objective.divergence import KullbackLeibler
 from stillhouse.objective.numerics import excess, expect, log_sum_exp
 from stillhouse.objective.tile.pointwise import finite
@@ -73,9 +73,11 @@ class RowStatistics:
         columns = iter(sums_RCX.unbind(2))
         for at in plan.two_sweep:
             if at in plan.acceptances:
-                self.acceptances[at] = of_pair = of_pieces(PieceSums(*islice(columns, len(PieceSums._fields))))
+                self.acceptances[at] = acceptance = acceptance_statistics(
+                    PieceSums(*islice(columns, len(PieceSums._fields)))
+                )
                 # the gradient has no further part in proportion to q
-                self.values[at], self.slopes[at] = of_pair.value, torch.zeros_like(of_pair.value)
+                self.values[at], self.slopes[at] = acceptance.value, torch.zeros_like(acceptance.value)
             else:
                 self.values[at], self.slopes[at] = next(columns).sum(0), next(columns).sum(0)
 
@@ -261,21 +263,21 @@ class _Couple:
         return self.second.shift - self.first.shift
 
     def global_gap(self) -> Tensor:
-        of_a_RC, of_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
-        close_RC = of_a_RC * (self.mass_gap + torch.expm1(c_RC.clamp(-1, 1)) * self.second.mass)
-        far_RC = of_b_RC * self.second.mass - of_a_RC * self.first.mass
+        mass_a_RC, mass_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
+        close_RC = mass_a_RC * (self.mass_gap + torch.expm1(c_RC.clamp(-1, 1)) * self.second.mass)
+        far_RC = mass_b_RC * self.second.mass - mass_a_RC * self.first.mass
         return torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0)
 
     def global_log_ratio(self, log_ratio_RC: Tensor) -> Tensor:
         return expect(self.first.shift.exp(), log_ratio_RC + self._shift * self.first.mass).sum(0)
 
     def global_excess(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
-        of_a_RC, of_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
+        mass_a_RC, mass_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
         small_RC = c_RC.clamp(-1, 1)
         grown_RC, second_order_RC = torch.expm1(small_RC), excess(torch.ones_like(c_RC), small_RC.exp(), small_RC)
-        close_RC = expect(of_a_RC, excess_RC + grown_RC * self.mass_gap + second_order_RC * self.first.mass)
+        close_RC = expect(mass_a_RC, excess_RC + grown_RC * self.mass_gap + second_order_RC * self.first.mass)
         mean_RC = log_ratio_RC + (1 + c_RC) * self.first.mass
-        far_RC = of_b_RC * self.second.mass - expect(of_a_RC, mean_RC)
+        far_RC = mass_b_RC * self.second.mass - expect(mass_a_RC, mean_RC)
         return torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0)
 
 

@@ -42,7 +42,7 @@ class TermLayout:
 
     tensors, tiles: the number of the terms' tensors, and of tiles.
     first: the first id of the vocabulary on this rank. dtype: of the logits. rounded: of the gradient of the logits.
-    keys: of the sums that `chunk_work.finish_rows` returns, which it sets.
+    keys: of the sums that `compiled_chunk.finish_rows` returns, which it sets.
     """
 
     terms: tuple[_Object, ...]

@@ -7,7 +7,7 @@
     term.add_to(tile, …)         each term reads the statistics and adds to the coefficients of the gradient
     tile.gradient()              overwrites the student's logits with the gradient with respect to hidden Wᵀ + bias
 
-If it is compiled, `chunk_work.py` reads and adds on a second tile of the same chunk, and `set_gradient` gives the
+If it is compiled, `compiled_chunk.py` reads and adds on a second tile of the same chunk, and `set_gradient` gives the
 coefficients to the first one.
 
 Terms use rows, temperatures and global ids. They access neither shards nor elements of [C, V].
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.signals import RowIndex, Signal, SparseSignal
-from stillhouse.objective.tile.compiled import ROW_DEVICES, of_rows, pointwise
+from stillhouse.objective.tile.compiled import ROW_DEVICES, pointwise, run_rows
 from stillhouse.objective.tile.kernels import (
     has_kernels,
     kernel_gradient,
@@ -110,8 +110,8 @@ class Tile:
             return [gathered_RCX]
         raw_RCX, outside, _ = self._split(gathered_RCX)
         if raw_RCX.device.type in ROW_DEVICES:
-            of_pieces = raw_RCX.transpose(0, 1), [sums_RC2.transpose(0, 1) for sums_RC2 in outside]
-            normalizers_CX = of_rows(normalizers, self._pointwise, *of_pieces)
+            pieces = raw_RCX.transpose(0, 1), [sums_RC2.transpose(0, 1) for sums_RC2 in outside]
+            normalizers_CX = run_rows(normalizers, self._pointwise, *pieces)
         else:
             self._statistics = statistics(self._pointwise, raw_RCX, outside)
             normalizers_CX = self._statistics.normalizers()
@@ -155,7 +155,7 @@ class Tile:
             rounded_CV.scatter_(1, places_CK, logits_CV.gather(1, places_CK).to(rounded_CV.dtype))
         return rounded_CV
 
-    # the gradient as tensors, for `chunk_work.py`
+    # the gradient as tensors, for `compiled_chunk.py`
 
     def gradient_rows(self) -> Tensor:
         """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""
@@ -164,9 +164,9 @@ class Tile:
         for at in range(len(self._plan.buckets)):
             columns["outside_reference", at] = self._row_statistics.outside_reference[at]
             columns["outside_log_mass", at] = self._row_statistics.outside_log_mass[at]
-        for at, of_pair in self._row_statistics.acceptances.items():
-            columns["log_acceptance", at] = of_pair.log_rate
-            columns["above", at], columns["below", at] = of_pair.above, of_pair.below
+        for at, acceptance in self._row_statistics.acceptances.items():
+            columns["log_acceptance", at] = acceptance.log_rate
+            columns["above", at], columns["below", at] = acceptance.above, acceptance.below
         coefficients = [columns.get(column, zero_C) for column in self._pointwise.coefficients]
         return torch.cat([self._row_statistics.normalizers(), torch.stack(coefficients, 1)], 1)
 
@@ -317,7 +317,7 @@ class Tile:
                 return sums_PCX[0]
         # the rows are the first dim of every tensor of a compiled function
         arguments = sums_PCX.transpose(0, 1), self.logits_CV, ids
-        return of_rows(sums_and_logits, (self._pointwise, self._first), *arguments, partly=[self.logits_CV])
+        return run_rows(sums_and_logits, (self._pointwise, self._first), *arguments, partly=[self.logits_CV])
 
     def _split(self, gathered_RCX: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return the raw sums, the sums outside the ids of each bucket, and the logits at ids and top tokens."""

@@ -157,11 +157,11 @@ def _to_mean(p, q, log_p, log_q, ratio, BETA: tl.constexpr, SERIES: tl.constexpr
     log_m = tl.log(m)
     near = tl.abs(ratio) < NEAR
     small = _clamped(ratio)
-    of_p = small * SERIES[5] + SERIES[4]
+    value_p = small * SERIES[5] + SERIES[4]
     for n in tl.static_range(4):
-        of_p = of_p * small + SERIES[3 - n]
-    of_p = of_p * small
-    return m, tl.where(near, of_p, log_m - log_p), tl.where(near, of_p - small, log_m - log_q)
+        value_p = value_p * small + SERIES[3 - n]
+    value_p = value_p * small
+    return m, tl.where(near, value_p, log_m - log_p), tl.where(near, value_p - small, log_m - log_q)
 
 
 @triton.jit
@@ -187,8 +187,8 @@ def normalized_sums_kernel(
     temperature,
     IS_UNIT: tl.constexpr,
     BETA: tl.constexpr,
-    OF_P: tl.constexpr,
-    OF_Q: tl.constexpr,
+    WEIGHT_P: tl.constexpr,
+    WEIGHT_Q: tl.constexpr,
     SERIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -201,10 +201,10 @@ def normalized_sums_kernel(
     log_q, log_p, ratio = _log_probabilities(s, t, normalizers + row * row_stride, temperature, IS_UNIT)
     q, p = _exp(log_q), _exp(log_p)
     m, m_to_p, m_to_q = _to_mean(p, q, log_p, log_q, ratio, BETA, SERIES)
-    of_p = _excess(p, m, m_to_p, _second_order(_clamped(m_to_p)), tl.abs(m_to_p) < NEAR)
-    of_q = _excess(q, m, m_to_q, _second_order(_clamped(m_to_q)), tl.abs(m_to_q) < NEAR)
+    value_p = _excess(p, m, m_to_p, _second_order(_clamped(m_to_p)), tl.abs(m_to_p) < NEAR)
+    value_q = _excess(q, m, m_to_q, _second_order(_clamped(m_to_q)), tl.abs(m_to_q) < NEAR)
     # in columns after the last one, p and q are 0, but the smallest m is not
-    value, slope = tl.where(inside, OF_P * of_p + OF_Q * of_q, 0.0), -OF_Q * _expect(q, m_to_q)
+    value, slope = tl.where(inside, WEIGHT_P * value_p + WEIGHT_Q * value_q, 0.0), -WEIGHT_Q * _expect(q, m_to_q)
     value, slope = _sum2(value, slope)
     to = out + (piece.to(tl.int64) * rows + row) * 2
     tl.store(to, value)
@@ -237,7 +237,7 @@ def gradient_kernel(
     AT_JSD: tl.constexpr,
     AT_UNIFORM: tl.constexpr,
     BETA: tl.constexpr,
-    OF_Q: tl.constexpr,
+    WEIGHT_Q: tl.constexpr,
     SERIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -271,7 +271,7 @@ def gradient_kernel(
     if AT_JSD >= 0:
         _, _, m_to_q = _to_mean(p, q, log_p, log_q, ratio, BETA, SERIES)
         slope = tl.load(number + AT_JSD)
-        grad += tl.where(slope == 0, 0.0, slope * (-OF_Q * _expect(q, m_to_q)))
+        grad += tl.where(slope == 0, 0.0, slope * (-WEIGHT_Q * _expect(q, m_to_q)))
     if AT_UNIFORM >= 0:
         grad += tl.load(number + AT_UNIFORM)
     if IS_CAPPED:

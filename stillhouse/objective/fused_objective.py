@@ -27,7 +27,7 @@ from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.chunks import run_chunks
 from stillhouse.objective.tile.logits_provider import HeadLogits, LogitsProvider, TensorLogits
-from stillhouse.objective.tile.totals import Totals
+from stillhouse.objective.tile.metric_sums import Totals
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
 
@@ -79,7 +79,7 @@ def linear_objective(
     tangents, and for weights or a normalizer that require grad. Values are checked only if they are on a CPU: the
     normalizer must be positive, the weights must be finite, and valid_index must not repeat a row.
     """
-    return _of_hidden_states(hidden_TD, head, [(valid_index, terms)], weights_T, normalizer, chunk_tokens)
+    return _hidden_objective(hidden_TD, head, [(valid_index, terms)], weights_T, normalizer, chunk_tokens)
 
 
 @_disable_dynamo
@@ -100,7 +100,7 @@ def routed_objective(
 
     Raises ValueError without a group, and all ValueErrors of `linear_objective`.
     """
-    return _of_hidden_states(hidden_TD, head, groups, weights_T, normalizer, chunk_tokens)
+    return _hidden_objective(hidden_TD, head, groups, weights_T, normalizer, chunk_tokens)
 
 
 @_disable_dynamo
@@ -127,7 +127,7 @@ def logits_objective(
     return _objective([(provider, terms, None)], leaves, weights_T, normalizer, None)
 
 
-def _of_hidden_states(
+def _hidden_objective(
     hidden_TD: Tensor,
     head: OutputHead,
     groups: Iterable[tuple[Tensor | None, Sequence[Term]]],
@@ -168,8 +168,8 @@ def _objective(
     for provider, terms, index in passes:
         index = _valid_rows(weights_T, index, provider.device)
         with torch.no_grad(), torch.autocast(provider.device.type, enabled=False):
-            of_group = run_chunks(provider, terms, tokens, weights_T, index, chunk_tokens)
-            totals = of_group if totals is None else totals.plus(of_group)
+            group_totals = run_chunks(provider, terms, tokens, weights_T, index, chunk_tokens)
+            totals = group_totals if totals is None else totals.plus(group_totals)
     if totals is None:
         raise ValueError("no group of rows: expected at least one, which may be empty")
     with torch.no_grad():

@@ -20,10 +20,10 @@ from stillhouse.objective.signals import RowIndex
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.compiled import traced
 from stillhouse.objective.tile.logits_provider import LogitsProvider
+from stillhouse.objective.tile.metric_sums import StackedTotals, Totals
 from stillhouse.objective.tile.term_layout import TermLayout, layout_of, requested
 from stillhouse.objective.tile.tile import Tile
 from stillhouse.objective.tile.tile_plan import Plan
-from stillhouse.objective.tile.totals import StackedTotals, Totals
 from stillhouse.objective.vocab import VocabShard
 
 
@@ -60,10 +60,10 @@ class ChunkWork:
         # the rows are the first dim of every tensor
         tensors = [sums_RCX.transpose(0, 1) for sums_RCX in tile.gathered_sums()]
         tensors += [tile.weights_C, tile.counted_C, *tile.taken.values(), *tile.tiles_CV]
-        sums_K, values_NC, *of_gradient = traced(finish_rows, self._layout, tensors, tile.tiles_CV)
+        sums_K, values_NC, *gradients = traced(finish_rows, self._layout, tensors, tile.tiles_CV)
         self.totals.add(self._layout.keys, sums_K, tile.rows, values_NC, self._tokens)
-        if of_gradient:
-            tile.set_gradient(*of_gradient)
+        if gradients:
+            tile.set_gradient(*gradients)
 
 
 def masks(terms: Sequence[Term], rows: RowIndex, weights_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,9 +71,9 @@ def masks(terms: Sequence[Term], rows: RowIndex, weights_C: Tensor) -> tuple[Ten
     # a term of scale 0 is only reported: its rows are computed, but the term adds nothing to the loss
     seen_C = counted_C = torch.zeros_like(weights_C, dtype=torch.bool)
     for term in terms:
-        of_term_C = term.counted(rows, weights_C)
-        seen_C = seen_C | of_term_C
-        counted_C = counted_C | of_term_C if term.scale else counted_C
+        term_rows_C = term.counted(rows, weights_C)
+        seen_C = seen_C | term_rows_C
+        counted_C = counted_C | term_rows_C if term.scale else counted_C
     return seen_C, seen_C if all(term.scale for term in terms) else counted_C
 
 

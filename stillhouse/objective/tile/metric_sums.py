@@ -66,7 +66,7 @@ class Totals:
 
 
 class StackedTotals:
-    """The sums that `chunk_work.finish_rows` returns, as one tensor, so that a chunk needs few kernels."""
+    """The sums that `compiled_chunk.finish_rows` returns, as one tensor, so that a chunk needs few kernels."""
 
     def __init__(self) -> None:
         self._sums_K: Tensor | None = None
