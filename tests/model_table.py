@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 from kit.causal_families import CAUSAL, LEFT_OUT, build
-from kit.varlen_cases import separation_error
-from kit.varlen_reference import reference
+from kit.varlen_reference import reference, separation_error
 from transformers.utils import logging
 
 from stillhouse.models import Activations, Decoder, add_lora, initialize_lora, prove_decoder

@@ -26,16 +26,15 @@ from typing import Any
 
 import campaign
 from campaign import Campaign, Failed, Fault, ended, figures, full_disk, log_lines, possible, wait_for_moment
-from kit.damaged_weights import DAMAGES
+from kit.damaged_checkpoints import DAMAGES
 from kit.faulty_proxy import Proxy, proxy_to
 from kit.layout_runs import weights
-from kit.misbehaving import FAULT
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks, free_port
 from kit.runs import ROOT, Command, wait_for
 from kit.stub_servers import HOSTILE, QuietHandler, listen
 from kit.trained_record import record_trained, trained, wrong_in
-from kit.worker_processes import workers_of
+from kit.user_functions import FAULT, workers_of
 
 from stillhouse.loops import rollouts
 from stillhouse.rollout.publish import version_folder
@@ -87,9 +86,9 @@ class Setting:
         return possible(kinds + (["damaged weights"] * 2 if self.writer else []))
 
 
-_REWARD = {"rollout.reward": "kit.misbehaving:length", "objective.loss": "policy_gradient + 0.5*reverse_kl"}
+_REWARD = {"rollout.reward": "kit.user_functions:length", "objective.loss": "policy_gradient + 0.5*reverse_kl"}
 _REWARDER = {"objective.loss": "policy_gradient + 0.5*reverse_kl", "rollout.timeout": PATIENCE}
-_TURNS = {"rollout.environment": "kit.misbehaving:echo", "rollout.stop": ["e", "a", "i"]}
+_TURNS = {"rollout.environment": "kit.user_functions:echo", "rollout.stop": ["e", "a", "i"]}
 _WORKERS = {"rollout.workers": 2, "rollout.worker_timeout": WORKER_PATIENCE}
 
 SETTINGS = {

@@ -9,8 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kit.report_runs import EVAL_SAMPLE, Page, make_run
-from kit.rollout_runs import make_on_policy_run
+from kit.report_runs import EVAL_SAMPLE, Page, make_on_policy_run, make_run
 
 from stillhouse.output.metrics_file import read_metrics
 from stillhouse.report import write_report

@@ -16,8 +16,7 @@ import pytest
 import torch.distributed as dist
 from kit import slow
 from kit.ranks import Ranks, run_ranks
-from kit.run_logs import assert_same_run, last_step
-from kit.runs import run, wait_for, write_run
+from kit.runs import assert_same_run, last_step, run, wait_for, write_run
 from kit.signal_hooks import EVERY_RANK, at_step, signal_at
 from torch.distributed.run import get_args_parser
 

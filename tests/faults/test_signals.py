@@ -19,8 +19,7 @@ import torch
 from kit import slow
 from kit.fork_server import fork_server
 from kit.ranks import Ranks, run_ranks
-from kit.run_logs import assert_same_run, last_step
-from kit.runs import Command, run, wait_for, write_run
+from kit.runs import Command, assert_same_run, last_step, run, wait_for, write_run
 from kit.signal_hooks import (
     hang_at_step,
     ignoring_signal_at,

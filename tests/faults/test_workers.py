@@ -15,8 +15,7 @@ from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, contents, run, wait_for
 from kit.signal_hooks import signal_at
-from kit.user_functions import Remembers, counts, named
-from kit.worker_processes import are_gone, workers_of
+from kit.user_functions import Remembers, are_gone, counts, named, workers_of
 
 from stillhouse.rollout.sampler import EndOfCompletion
 

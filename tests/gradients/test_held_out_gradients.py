@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit.documents import log_probs
 from kit.runs import session_of
-from kit.shard_ranks import Rank, shared_pool
+from kit.shard_ranks import Rank, on_ranks
 from torch import Tensor
 
 from stillhouse.loops.held_out_tokens import PUSHED, gradients_by_term, held_out_tokens
@@ -87,15 +87,11 @@ def test_values_and_gradients_are_those_of_autograd(
 def test_over_vocabulary_shards_they_are_those_of_one_process(rows: int, teacher_rows: int, ranks: int) -> None:
     """Some ranks have fewer rows than the requested number of tokens, or none below the teacher's rows."""
     spec = parse_objective(LOSS)
-    for results in shared_pool(4).call(gradients_over_shards, (rows, teacher_rows, ranks)):
-        if results is not None:
-            check(results, spec, batch(spec, rows, teacher_rows))
+    for results in on_ranks(gradients_over_shards, ranks, rows, teacher_rows, ranks):
+        check(results, spec, batch(spec, rows, teacher_rows))
 
 
-def gradients_over_shards(rank: Rank, job: tuple[int, int, int]) -> list[dict[str, Any]] | None:
-    rows, teacher_rows, ranks = job
-    if rank.number >= ranks:
-        return None
+def gradients_over_shards(rank: Rank, rows: int, teacher_rows: int, ranks: int) -> list[dict[str, Any]]:
     spec = parse_objective(LOSS)
     hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T = batch(spec, rows, teacher_rows)
     size = -(-rows // ranks)

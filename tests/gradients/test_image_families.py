@@ -27,7 +27,7 @@ from kit.image_documents import (
 )
 from kit.image_models import FAMILIES
 from kit.parity_cases import ONE, mesh_of
-from kit.shard_ranks import Rank, shared_pool
+from kit.shard_ranks import Rank, on_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
@@ -283,7 +283,7 @@ ALL = [LANGUAGE, PROJECTOR, VISION]
     ids=str,
 )
 def test_a_rank_without_images_does_not_let_others_wait(family: str, degrees: Degrees, parts: Sequence[str]) -> None:
-    for differences in shared_pool(2).call(gradients_of_two, (family, degrees, parts)):
+    for differences in on_ranks(gradients_of_two, 2, (family, degrees, parts)):
         assert any("vis" in name for name in differences) == (
             VISION in parts or (PROJECTOR in parts and "qwen" in family)
         )

@@ -12,9 +12,9 @@ import pytest
 import torch
 from kit.families import build
 from kit.image_documents import joined_images
-from kit.image_text_models import IMAGE, S, gemma3, llava, model_of, qwen2_5_vl, qwen3_vl, with_image
+from kit.image_runs import IMAGE, S, gemma3, llava, model_of, qwen2_5_vl, qwen3_vl, with_image
 from kit.parity_cases import ONE, mesh_of
-from kit.shard_ranks import Rank, shared_pool
+from kit.shard_ranks import Rank, on_ranks
 from kit.teacher_gradients import named_gradients
 from transformers import (
     AutoModelForCausalLM,
@@ -161,7 +161,7 @@ def gradients_with_an_image(rank: Rank, family: str) -> list[tuple[str, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "llava"])
 def test_a_vision_tower_has_its_gradients_under_tensor_parallelism(family: str) -> None:
-    for differences in shared_pool(2).call(gradients_with_an_image, family):
+    for differences in on_ranks(gradients_with_an_image, 2, family):
         assert any("vis" in name for name, _ in differences)
         # a bias of the keys shifts all scores of a query alike, so its gradient is rounding alone
         bad = [item for item in differences if not item[1] < 1e-5 and not item[0].endswith(".k_proj.bias")]

@@ -12,24 +12,137 @@ from torch import nn
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
 
-from kit.megatron_jobs import Case, compare
-from kit.megatron_models import ROWS_V, B, Layout, S
-from kit.megatron_mtp_jobs import compare_mtp
-from kit.megatron_plan_jobs import plan, plan_on_a_gpu
-from kit.megatron_processor_jobs import (
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch.distributed as dist
+from kit.megatron_jobs import (
+    Case,
+    compare,
     compare_log_probs,
     compare_tap,
     gather_of_weights,
     half,
+    micro_batches,
+    normalizer,
     plain_with_depths,
     refusals,
+    top_k,
 )
-from kit.shard_ranks import RankPool
+from kit.megatron_models import ROWS_V, B, Layout, MicroBatch, S, build, context_rows, laid_out, micro_batch
+from kit.shard_ranks import Rank, RankPool
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.pipeline_parallel.utils import set_streams
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from stillhouse.engine.loss import StepLoss
 from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.models import processors
+from stillhouse.models.processor_targets import DistillTargets, Targets
+from stillhouse.objective import TEACHER
 from stillhouse.tools.parity import worst
+
+
+def plan(rank: Rank, case: Case) -> float:
+    """A job: the relative difference of the last node's input gradient between a flat and a structured result."""
+    with laid_out(case.layout):
+        return _flat_against_structured(case, torch.device("cpu"))
+
+
+def plan_on_a_gpu(case: Case, store: str) -> float:
+    """Run `plan` in a separate process, with the node's backward on CUDA streams."""
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    set_streams()
+    return _flat_against_structured(case, torch.device("cuda"))
+
+
+def _flat_against_structured(case: Case, device: torch.device) -> float:
+    model, (batch,) = build(case.layout, 0).to(device), micro_batches(case)
+    batch = MicroBatch(*(part.to(device) for part in (batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS)))
+    context = DistillTargets(batch.labels_BS, signals={TEACHER: top_k(batch)})
+    context = context.shift_for_mtp(batch.position_ids_BS, case.layout.depths)
+    depths = 1 + case.layout.depths
+    hidden = torch.randn(depths * S, B, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    gradients, names = [], []
+    for flat in (False, True):
+        hook = MegatronProcessor(model, StepLoss(case.spec, normalizer([batch])), flat=flat)
+        node, hidden_states = last_node(model, batch, hook, context), hidden.clone().requires_grad_()
+        if flat:
+            made = node.forward_impl(hidden_states) if device.type == "cpu" else node.forward(hidden_states)
+            assert isinstance(made, tuple)
+            outputs = hook.unpack(made[0]) if depths > 1 else [hook.unpack(made[0])]
+            grad = torch.autograd.grad(sum(output.loss for output in outputs), made)
+            back = node.default_backward_func(made, grad) if device.type == "cpu" else node.backward(grad)
+            gradients.append(hidden_states.grad if device.type == "cpu" else back)
+        else:
+            made = node.forward_impl(hidden_states)
+            outputs = made if depths > 1 else [made]
+            sum(output.loss for output in outputs).backward()
+            gradients.append(hidden_states.grad)
+        names.append([list(output.metrics) for output in outputs])
+    assert names[0] == names[1]
+    return float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
+
+
+def last_node(model: GPTModel, batch: MicroBatch, hook: MegatronProcessor, context: Any) -> Any:
+    options = {"output_processor": hook, "output_processor_context": context}
+    plan = model.build_schedule_plan(batch.input_ids_BS, batch.position_ids_BS, None, **options)
+    plan.pre_process.forward_impl()
+    return plan.post_process
+
+
+@dataclass
+class MtpDifference:
+    """losses: the mean cross-entropy of each depth, of Megatron and of the processor. gradients: relative errors."""
+
+    losses: list[tuple[float, float]]
+    gradients: dict[str, float]
+
+
+def compare_mtp(rank: Rank, layout: Layout) -> MtpDifference:
+    """A job: compute the cross-entropy at every depth with Megatron's own loss and with a processor."""
+    with laid_out(layout):
+        model = build(layout, 0)
+        batch = micro_batch(0, layout.packed)
+        # Megatron takes a mask and needs valid labels everywhere
+        mask_BS = (batch.labels_BS >= 0).float()
+        starts_BS = batch.position_ids_BS
+        if batch.packed is not None:
+            borders = batch.packed.cu_seqlens_q.long()
+            starts_BS = torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])[None]
+        targets = Targets(batch.labels_BS, mask_BS).shift_for_mtp(starts_BS, layout.depths)
+        if layout.context > 1:
+            rows_S = context_rows(layout.context, S)[parallel_state.get_context_parallel_rank()]
+            batch, mask_BS = batch.part(rows_S), mask_BS[:, rows_S]
+            targets = targets.rows((S * torch.arange(B)[:, None] + rows_S).flatten())
+        MTPLossLoggingHelper.tracker.clear()
+        inputs = {"input_ids": batch.input_ids_BS, "position_ids": batch.position_ids_BS, "attention_mask": None}
+        inputs |= {"packed_seq_params": batch.packed}
+        loss_BS = model(**inputs, labels=batch.labels_BS.clamp(min=0), loss_mask=mask_BS)
+        (loss_BS * mask_BS).sum().backward()
+        expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+        theirs = [(loss_BS * mask_BS).sum() / mask_BS.sum(), *MTPLossLoggingHelper.tracker["loss_values"]]
+        model.zero_grad()
+        hook = MegatronProcessor(model, processors.cross_entropy())
+        made = model(**inputs, output_processor=hook, output_processor_context=targets)
+        counts = [(targets.at(depth).labels_T >= 0).sum() for depth in range(1 + layout.depths)]
+        # calculate_per_token_loss scales the mean of a depth by the number of the main head's tokens
+        scales = [1.0] + [counts[0] / count / layout.depths for count in counts[1:]]
+        sum(scale * output.loss for scale, output in zip(scales, made, strict=True)).backward()
+        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+        return MtpDifference(
+            [(float(a), float(b.loss / count)) for a, b, count in zip(theirs, made, counts, strict=True)],
+            {
+                name: float((weight.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), 1e-3 * norm))
+                for name, weight in model.named_parameters()
+            },
+        )
+
 
 CASES = [
     Case(Layout()),

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: `ma
 
 from kit import slow
 from kit.megatron_weights_jobs import Case, Difference, compare, make_tables, model_config
-from kit.shard_ranks import Failure, pool_of_meshes
+from kit.shard_ranks import Failure, on_ranks
 from megatron.core import parallel_state
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
@@ -79,7 +79,7 @@ LONG.sort(key=lambda case: case.processes)
 
 @pytest.mark.parametrize("case", [*QUICK, *map(slow, LONG)], ids=lambda case: case.name)
 def test_a_step_is_that_of_transformers(case: Case) -> None:
-    (answer,) = pool_of_meshes(case.processes).run(compare, [case], limit=180)
+    answer = on_ranks(compare, case.processes, case, limit=180)
     assert not isinstance(answer, Failure), answer
     differences: list[Difference] = answer
     assert any(difference.hidden is not None for difference in differences)
@@ -94,7 +94,7 @@ def test_a_step_is_that_of_transformers(case: Case) -> None:
 def tables() -> tuple[list[WeightTable], dict[str, tuple[int, ...]]]:
     """The tables of two tensor ranks of a model with a dense layer and a layer with experts, and the full shapes."""
     case = Case(MOE, tensor=2, sequence=True, options={"num_hidden_layers": 2})
-    return pool_of_meshes(2).call(make_tables, case)[0]
+    return on_ranks(make_tables, 2, case)[0]
 
 
 def test_each_block_is_needed_once(tables: tuple[list[WeightTable], dict[str, tuple[int, ...]]]) -> None:

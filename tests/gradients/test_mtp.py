@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from kit.families import build
-from kit.largest import Largest
 from kit.mtp_cases import EACH_FAMILY, LENGTHS, documents, labels_of, make, packed, positions
 from kit.teacher_gradients import named_gradients
-from kit.tensors import assert_near
+from kit.tensors import Largest, assert_near
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from kit.largest import Largest
 from kit.objective_cases import (
     ALL_DIVERGENCES,
     ALL_SIGNALS,
@@ -37,6 +36,7 @@ from kit.objective_cases import (
     some_weights,
     sums,
 )
+from kit.tensors import Largest
 from torch import Tensor
 
 from stillhouse.objective import (

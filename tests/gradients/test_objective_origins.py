@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from kit.largest import Largest
 from kit.objective_cases import DTYPES, Leaves, T, converted, distance, make_leaves, make_signal
 from kit.rollout_cases import NORMALIZER, SAMPLING, Batch, fused, make_batch
+from kit.tensors import Largest
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss

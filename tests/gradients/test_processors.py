@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kit.families import build
-from kit.largest import Largest
 from kit.objective_cases import distance, generator
 from kit.processor_cases import (
     DOCUMENTS,
@@ -30,7 +29,7 @@ from kit.processor_cases import (
     at_depth,
 )
 from kit.teacher_gradients import named_gradients
-from kit.tensors import assert_equal_tensors, assert_near
+from kit.tensors import Largest, assert_equal_tensors, assert_near
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit import causal_families
 from kit.families import build
-from kit.flash_reference import FLASH, register_flash
+from kit.varlen_reference import FLASH, register_flash
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

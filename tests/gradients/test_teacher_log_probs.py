@@ -10,19 +10,29 @@ from typing import Any
 
 import pytest
 import torch
-from kit import rollout_jobs as jobs
-from kit.objective_cases import T, V, distance, generator, make_full, make_labels, make_leaves, make_mixture
+from kit.objective_cases import (
+    T,
+    V,
+    distance,
+    generator,
+    make_full,
+    make_labels,
+    make_leaves,
+    make_mixture,
+    make_signal,
+)
 from kit.processor_cases import OpenHeads
 from kit.rollout_cases import fused, make_batch, spec_of
-from kit.shard_cases import Borders, Layout
+from kit.shard_cases import Borders, Layout, local_terms, shard_of
 from kit.shard_problems import FOUR, NARROW
-from kit.shard_ranks import GATHER, RankPool, shared_pool
+from kit.shard_ranks import GATHER, Collectives, Rank, RankPool, shared_pool
 from kit.tensors import assert_near
 from torch import Tensor
 
 from stillhouse.objective import (
     Chosen,
     DenseLogits,
+    Distill,
     FullVocab,
     Mixture,
     OutputHead,
@@ -33,11 +43,58 @@ from stillhouse.objective import (
     SpanSignal,
     StudentHidden,
     TopK,
+    forward_kl,
     teacher_log_probs,
 )
 from stillhouse.objective.reference import _teacher_log_probs
 from stillhouse.objective.spec import TeacherShare, parse_objective
 from stillhouse.objective.tile import chunks
+
+
+def signal_of(kind: str, vocabulary: int = V, temperature: float = 1.0) -> Signal:
+    """Return a signal by its name in `make_signal`, or top-k ids of which the first is the label."""
+    if kind == "mixture":
+        return make_mixture(vocabulary=vocabulary, temperature=temperature)
+    if kind != "top-k":
+        return make_signal(kind, vocabulary=vocabulary)
+    others_TK = torch.arange(T)[:, None] + torch.arange(5) * 7
+    ids_TK = torch.cat([make_labels(vocabulary=vocabulary).clamp(min=0)[:, None], others_TK], 1)
+    log_p_TV = torch.log_softmax(make_leaves(T, 1, vocabulary).hidden / temperature, 1)
+    return TopK(ids_TK, log_p_TV.gather(1, ids_TK), "drop", temperature=temperature)
+
+
+def rollouts(rank: Rank, job: tuple[str, str, int, Layout]) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """Run a spec's processor; returns this rank's loss and gradients."""
+    case, kind, vocabulary, layout = job
+    if rank.number >= len(layout.student):
+        return None
+    leaves, shard = make_leaves(), shard_of(rank, layout.student)
+    rows = slice(shard.start, shard.stop)
+    local = type(leaves)(leaves.hidden, leaves.weight[rows], None if leaves.bias is None else leaves.bias[rows])
+    batch, signal = make_batch(vocabulary=vocabulary), local_signal(rank, layout, signal_of(kind))
+    output, gradients = fused(spec_of(case), local, batch, signal, 16, shard=shard, vocab_size=vocabulary)
+    return output.loss.detach(), gradients
+
+
+def log_probs(rank: Rank, job: tuple[str, Layout]) -> tuple[Tensor, dict[str, int]] | None:
+    """Return a teacher's log-probabilities, and the collectives that they took after the borders were known."""
+    kind, layout = job
+    if rank.number >= len(layout.student):
+        return None
+    signal, shard = local_signal(rank, layout, signal_of(kind, temperature=1.3)), shard_of(rank, layout.student)
+    options: dict[str, Any] = {"vocabulary": V, "shard": shard}
+    teacher_log_probs(signal, make_labels(), 1.3, **options)
+    with Collectives() as collectives:
+        actual_T = teacher_log_probs(signal, make_labels(), 1.3, **options)
+    return actual_T, dict(collectives.counts)
+
+
+def local_signal(rank: Rank, layout: Layout, signal: Signal) -> Signal:
+    if not isinstance(signal, Mixture | FullVocab) and "logits_TV" not in vars(signal):
+        return signal
+    (term,) = local_terms(rank, layout, [Distill(signal, forward_kl(), temperature=signal.temperature or 1.0)])
+    return term.signals()[0]
+
 
 LABELS = make_labels()
 HAS_LABEL = LABELS >= 0
@@ -260,10 +317,10 @@ def test_each_token_has_its_teacher() -> None:
 @pytest.mark.parametrize(("kind", "gathers"), [("full", 1), ("dense", 1), ("mixture", 3), ("top-k", 0)])
 def test_shards(pool: RankPool, kind: str, gathers: int, borders: Borders) -> None:
     """The teacher's heads and logits are sharded like the student's head, or whole on every rank."""
-    signal = jobs.signal_of(kind, temperature=1.3)
+    signal = signal_of(kind, temperature=1.3)
     expected_T = teacher_log_probs(signal, LABELS, 1.3) if kind == "top-k" else plain(signal, 1.3)
     for layout, collectives in ((Layout(borders), gathers), (Layout(borders, "whole"), 0)):
-        answers = pool.call(jobs.log_probs, (kind, layout))
+        answers = pool.call(log_probs, (kind, layout))
         for actual_T, counts in answers:
             assert distance(actual_T, expected_T) < 1e-12
             assert torch.equal(actual_T, answers[0][0])
@@ -283,8 +340,8 @@ def test_gradients_over_shards(pool: RankPool, borders: Borders) -> None:
     ]
     for case, kind, vocabulary in cases:
         batch = make_batch(vocabulary=vocabulary)
-        answers = pool.call(jobs.rollouts, (case, kind, vocabulary, Layout(borders)))
-        signal = jobs.signal_of(kind)
+        answers = pool.call(rollouts, (case, kind, vocabulary, Layout(borders)))
+        signal = signal_of(kind)
         if isinstance(signal, DenseLogits):
             signal = DenseLogits(signal.logits_TV[:, :vocabulary])
         output, expected = fused(spec_of(case), make_leaves(), batch, signal, vocab_size=vocabulary)

@@ -10,8 +10,7 @@ import torch
 from kit import causal_families
 from kit.documents import random_documents
 from kit.families import build
-from kit.varlen_cases import error, micro_batch, packed_gradients, plain_gradients
-from kit.varlen_reference import attend, reference
+from kit.varlen_reference import attend, error, micro_batch, packed_gradients, plain_gradients, reference
 
 from stillhouse.data import make_micro_batch
 from stillhouse.libraries import is_supported

@@ -11,8 +11,7 @@ import pytest
 import torch
 from kit.families import build
 from kit.runs import forward_backward, session_of
-from kit.varlen_cases import LargestResult, error, micro_batch, packed_gradients, plain_gradients
-from kit.varlen_reference import reference
+from kit.varlen_reference import LargestResult, error, micro_batch, packed_gradients, plain_gradients, reference
 from torch import Tensor, nn
 
 from stillhouse.models import Activations, Decoder, varlen

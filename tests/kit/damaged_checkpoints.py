@@ -1,7 +1,98 @@
 """Runs with checkpoints of which some are missing or damaged."""
 
+import hashlib
+import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stillhouse.rollout.published_folder import MANIFEST
+from stillhouse.signals.cache.files import CACHE_KEY, INDEX, shard_name
+from stillhouse.tools import cache_folder
+
+
+def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number: int = 0) -> None:
+    """Apply `change` to the tensors of a shard, and write the shard and its hash."""
+    path = cache / shard_name(number)
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        identity = file.metadata()[CACHE_KEY]
+    change(tensors)
+    save_file(tensors, path, metadata={CACHE_KEY: identity})
+    index = json.loads((cache / INDEX).read_text())
+    index["sha256"][shard_name(number)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (cache / INDEX).write_text(json.dumps(index))
+
+
+def interrupt_writer(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[object]:
+    """Interrupt these computations of a shard, counted from 1; return the list of all that are made."""
+    compute, made = cache_folder.shard_tensors, list[object]()
+
+    def interrupted(*arguments: Any) -> dict[str, Tensor]:
+        made.append(arguments)
+        if len(made) in calls:
+            raise KeyboardInterrupt
+        return compute(*arguments)
+
+    monkeypatch.setattr(cache_folder, "shard_tensors", interrupted)
+    return made
+
+
+WEIGHTS = "model.safetensors"
+
+
+def _manifest_of(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _older(final: Path, before: Path) -> None:
+    """The version before, as it is."""
+    shutil.rmtree(final)
+    shutil.copytree(before, final)
+
+
+def _older_with_this_number(final: Path, before: Path) -> None:
+    """The version before under this one's number: all hashes are right."""
+    _older(final, before)
+    _manifest_of(final, lambda manifest: manifest.update(version=manifest["version"] + 1))
+
+
+def _older_files(final: Path, before: Path) -> None:
+    shutil.copy(before / WEIGHTS, final / WEIGHTS)
+
+
+def _pipe(final: Path, before: Path) -> None:
+    (final / WEIGHTS).unlink()
+    os.mkfifo(final / WEIGHTS)
+
+
+def _link(final: Path, before: Path) -> None:
+    (final / WEIGHTS).unlink()
+    (final / WEIGHTS).symlink_to("/dev/zero")
+
+
+def _elsewhere(final: Path, before: Path) -> None:
+    _manifest_of(final, lambda manifest: manifest["files"].update({f"../{before.name}/{WEIGHTS}": "0" * 64}))
+
+
+def _cut(final: Path, before: Path) -> None:
+    os.truncate(final / WEIGHTS, 1000)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], None]] = {
+    fault.__name__.strip("_").replace("_", " "): fault
+    for fault in (_older, _older_with_this_number, _older_files, _pipe, _link, _elsewhere, _cut)
+}
+
 
 NEWEST, BEFORE = "step-00000004", "step-00000002"
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from kit import varlen_reference
 from kit.causal_families import of_config
-from kit.megatron_frozen import one_process, require_frozen_base
 from kit.megatron_weights_jobs import Case, laid_out, model_config
 from kit.shard_ranks import Rank
 from torch import Tensor
@@ -32,14 +31,51 @@ from stillhouse.megatron.model_config import transformer_config
 from stillhouse.megatron.trained import trained_parameters
 from stillhouse.megatron.weights import gather
 from stillhouse.models import Decoder, add_lora, balance_routers, initialize_lora
+from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.parallel import DistributedStudent, Layout, Mesh, ModelSource, StageInputs
+from stillhouse.parallel import (
+    Degrees,
+    DistributedStudent,
+    Layout,
+    Mesh,
+    ModelSource,
+    Runner,
+    StageInputs,
+    single_process_runner,
+)
+from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.parity import relative_difference
+
+
+def distance(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    squares = [float((gradients[name].double() - gradient).square().sum()) for name, gradient in exact.items()]
+    return (sum(squares) / sum(float(gradient.square().sum()) for gradient in exact.values())) ** 0.5
+
+
+def one_process(student: Decoder, teacher: Decoder | None) -> Runner:
+    """Return the runner of a single process. teacher: None if it is the base of the student's adapter."""
+    if teacher is not None:
+        return single_process_runner(student, teacher)
+    source = ModelSource(lambda: student, is_proven=True, teacher_is_base=True)
+    return build_proven_runner(Layout(), Mesh(Degrees(), torch.device("cpu"), of_one_process=True), source, None)
+
+
+def require_frozen_base(engine: MegatronEngine, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Of all weights but an adapter's, the bytes stay, and there is no gradient and no state of the optimizer."""
+    for name, tensor in before.items():
+        assert is_lora(name) or tensor.equal(after[name]), name
+    entries = trained_parameters(engine.student.student, engine.optimizer)
+    trained = {entry.parameter for entry in entries}
+    for name, parameter in engine.student.named_parameters():
+        assert (parameter in trained) == parameter.requires_grad == hasattr(parameter, "main_grad"), name
+        assert parameter.requires_grad == (".lora." in name), name
+    assert not engine.student.student.unrounded
+
 
 B, S, STEPS, LEARNING_RATE = 2, 12, 2, 1e-4
 TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), clip=0.5)
@@ -164,30 +200,6 @@ def reference(job: Job, spec: ObjectiveSpec) -> Trained:
     vectors = {weight for group in groups for weight in group["params"]}
     trained.without_decay = {name for name, weight in student.named_parameters() if weight in vectors}
     return trained
-
-
-def reordered(rank: Rank, job: Job) -> tuple[float, dict[str, float]]:
-    """A job: how far the last hidden states and the gradients, by name, of documents in another order are apart."""
-    batch = micro_batch(0, empty=False, uneven=True)
-    document_T = batch.document_T
-    numbers = [number for number in document_T.unique().tolist() if number >= 0]
-    made = []
-    with laid_out(job.case):
-        engine = megatron_engine(job, parse_objective(job.loss))
-        for order in (numbers, numbers[::-1]):
-            place_T = torch.cat([(document_T == number).nonzero()[:, 0] for number in order])
-            one_row = batch.select(place_T[None]).to("cpu")
-            inputs = StageInputs(one_row, {}, full_vocab, [])
-            (signal,) = engine.student.forward([inputs])
-            engine.forward_backward([one_row], [{}], 1.0)
-            gradients = {name: gradient.clone() for name, gradient in engine.gradients() if gradient is not None}
-            engine.zero_grad()
-            made.append((signal.hidden_TE[place_T.argsort()], gradients))
-    (hidden, gradients), (other_hidden, other_gradients) = made
-    least = 1e-3 * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-    return relative_difference(other_hidden, hidden), {
-        name: relative_difference(other_gradients[name], gradient, least) for name, gradient in gradients.items()
-    }
 
 
 def apart(sums: dict[str, float], expected: dict[str, float]) -> dict[str, float]:
@@ -342,6 +354,30 @@ def micro_batch(seed: int, *, empty: bool, uneven: bool) -> MicroBatch:
     )
 
 
+def reordered(rank: Rank, job: Job) -> tuple[float, dict[str, float]]:
+    """A job: how far the last hidden states and the gradients, by name, of documents in another order are apart."""
+    batch = micro_batch(0, empty=False, uneven=True)
+    document_T = batch.document_T
+    numbers = [number for number in document_T.unique().tolist() if number >= 0]
+    made = []
+    with laid_out(job.case):
+        engine = megatron_engine(job, parse_objective(job.loss))
+        for order in (numbers, numbers[::-1]):
+            place_T = torch.cat([(document_T == number).nonzero()[:, 0] for number in order])
+            one_row = batch.select(place_T[None]).to("cpu")
+            inputs = StageInputs(one_row, {}, full_vocab, [])
+            (signal,) = engine.student.forward([inputs])
+            engine.forward_backward([one_row], [{}], 1.0)
+            gradients = {name: gradient.clone() for name, gradient in engine.gradients() if gradient is not None}
+            engine.zero_grad()
+            made.append((signal.hidden_TE[place_T.argsort()], gradients))
+    (hidden, gradients), (other_hidden, other_gradients) = made
+    least = 1e-3 * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    return relative_difference(other_hidden, hidden), {
+        name: relative_difference(other_gradients[name], gradient, least) for name, gradient in gradients.items()
+    }
+
+
 def silent_model(rank: Rank, case: Case) -> str:
     """A job: the message for a model that drops the output processor, at the first pass of the proof."""
     with laid_out(case):
@@ -353,21 +389,6 @@ def silent_model(rank: Rank, case: Case) -> str:
         model.forward = lambda *inputs, **hook: called(*inputs)
         try:
             chunks.logits(*2 * [torch.arange(S).expand(B, S)], 2)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def refused_teacher(rank: Rank, family: str) -> str:
-    """A job: the message for a teacher of a family without a conversion."""
-    student = Case("qwen3", tensor=2)
-    with laid_out(student):
-        sources = [
-            ModelSource(partial(decoder, Job(case), 0), name=name)
-            for name, case in (("student", student), ("teacher", Case(family)))
-        ]
-        try:
-            build_megatron_student(Layout(student.degrees), Mesh(student.degrees, torch.device("cpu")), *sources)
         except ValueError as error:
             return str(error)
     return ""

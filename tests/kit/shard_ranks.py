@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ MOST_THREADS = 250
 #: after this many failed jobs, the rest of a batch is not tried
 MAX_FAILURES = 4
 
+Result = TypeVar("Result")
 _shared: list["RankPool"] = []
 
 
@@ -58,7 +59,7 @@ class Failure:
 
 
 class RankPool:
-    """A number of processes that run jobs. size: their number, which must be even.
+    """A number of processes that run jobs. size: their number.
 
     Each group that a job creates leaves threads behind, which wake a hundred times a second: a hundred groups would
     need half of the machine. So new processes replace those with many threads.
@@ -164,13 +165,22 @@ def shared_pool(size: int = 4) -> RankPool:
     return _shared[-1]
 
 
-def pool_of_meshes(processes: int) -> RankPool:
-    """Return ranks for jobs that create a mesh of so many processes; those of other sizes end."""
-    pool = shared_pool(processes + processes % 2)
+def on_ranks(function: Callable[..., Result], count: int, *arguments: Any, limit: float = 120.0) -> list[Result]:
+    """Call `function(rank, *arguments)` in `count` processes that form a gloo group; return the results by rank.
+
+    function: of a module. Raises AssertionError with the ranks' tracebacks. The processes stay for the module's other
+    tests with the same count. limit: seconds.
+    """
+    pool = shared_pool(count)
     for other in _shared:
         if other is not pool:
             other.rest()
-    return pool
+    return pool.call(_unpacked, (function, arguments), limit=limit)
+
+
+def _unpacked(rank: Rank, job: tuple[Callable[..., Result], tuple[Any, ...]]) -> Result:
+    function, arguments = job
+    return function(rank, *arguments)
 
 
 def rest() -> None:
@@ -229,7 +239,7 @@ def _groups(number: int, size: int) -> tuple[dict[int, ProcessGroup], ProcessGro
     """Create the groups. Every rank must create every group in the same order."""
     own_group = [dist.new_group([rank]) for rank in range(size)][number]
     first = {count: dist.new_group(list(range(count))) for count in range(2, size + 1)}
-    pairs = [dist.new_group([start, start + 1]) for start in range(0, size, 2)]
+    pairs = [dist.new_group([*range(size)][start : start + 2]) for start in range(0, size, 2)]
     return {1: own_group} | {count: group for count, group in first.items() if number < count}, pairs[number // 2]
 
 

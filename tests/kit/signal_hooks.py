@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kit.run_logs import last_step
-from kit.runs import Command
+from kit.runs import Command, last_step
 
 from stillhouse import preemption
 from stillhouse.loops import training

@@ -1,7 +1,9 @@
 """Rewards, environments and callbacks that end the process, hang, raise, change their record or return nonsense."""
 
 import functools
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +13,64 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse import preemption
+
+#: the variable of a run's processes with the path of a file that says how a reward or environment is to misbehave
+FAULT = "STILLHOUSE_CHAOS_FAULT"
+
+
+def length(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    """A reward, which changes its record."""
+    misbehave()
+    record["seen"] = record.get("seen", 0) + 1
+    return float(len(completion) * record["seen"])
+
+
+def echo(prompt: str, completion: str, record: dict[str, Any]) -> str | None:
+    """An environment that answers twice, and changes its record."""
+    misbehave()
+    record["turns"] = record.get("turns", 0) + 1
+    return None if completion.count("!") >= 2 else record["turns"] * " no!"
+
+
+def misbehave() -> None:
+    """Do once what the file says."""
+    path = Path(os.environ[FAULT])
+    if not path.exists():
+        return
+    kind = path.read_text()
+    path.unlink()
+    if kind == "exit":
+        sys.exit(0)
+    while kind == "hang":
+        try:
+            time.sleep(150)
+        except Exception:  # noqa: BLE001  as the code of users does
+            continue
+    raise KeyError(kind)
+
+
+_MARK = "stillhouse.user_code.worker"
+
+
+def workers_of(pid: int) -> list[int]:
+    """The workers of the run with this process id."""
+    return [worker for worker, parent in _workers().items() if parent == pid]
+
+
+def are_gone(workers: list[int]) -> bool:
+    return not set(workers) & set(_workers())
+
+
+def _workers() -> dict[int, int]:
+    """For each worker of any run that has not ended, the process id of its run."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if _MARK in (folder / "cmdline").read_text():  # empty for a process that has ended
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return parents
 
 
 def named(function: Any) -> str:

@@ -32,8 +32,6 @@ def publish_under(rank: Rank, job: tuple[Path, Path, Degrees, int, bool]) -> str
     """Publish a model's weights as version 7; returns the path."""
     model, folder, degrees, bucket_bytes, lora = job
     mesh = Mesh(degrees, CPU)
-    if rank.number >= degrees.processes:
-        return ""
     source = ModelSource(partial(_student, model, lora), partial(_fill, model))
     runner = build_proven_runner(Layout(degrees), mesh, source, None)
     return str(publish(runner, folder, 7, bucket_bytes=bucket_bytes))

@@ -15,7 +15,7 @@ from kit.layout_runs import distill, weights
 from kit.on_policy_runs import assert_same_rollouts, write_on_policy_run
 from kit.parity_cases import Case, Difference, compare
 from kit.runs import metrics
-from kit.shard_ranks import Failure, Rank, pool_of_meshes
+from kit.shard_ranks import Rank, on_ranks
 from kit.varlen_reference import no_refusal
 from torch import Tensor
 from torch._dynamo import register_backend
@@ -66,12 +66,8 @@ def compare_compiled(rank: Rank, job: tuple[Case, str]) -> Difference | None:
     ("case", "backend"), CASES, ids=lambda value: value if isinstance(value, str) else value.name
 )
 def test_compiled_layers_train_as_plain_ones(case: Case, backend: str) -> None:
-    pool = pool_of_meshes(case.layout.degrees.processes)
-    (answer,) = pool.run(compare_compiled, [(case, backend)], limit=LIMIT)
-    assert not isinstance(answer, Failure), answer.text
-    differences: list[Difference] = [of_rank for of_rank in answer if of_rank is not None]
-    assert len(differences) == case.layout.degrees.processes
-    for rank, difference in enumerate(differences):
+    answers = on_ranks(compare_compiled, case.layout.degrees.processes, (case, backend), limit=LIMIT)
+    for rank, difference in enumerate(answers):
         assert difference.loss <= 1e-6, rank
         assert difference.evaluation <= 1e-6, rank
         assert worst(difference.gradients.items())[1] <= GRADIENT, (rank, difference.gradients)

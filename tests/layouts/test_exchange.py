@@ -3,10 +3,20 @@
 from collections.abc import Sequence
 
 import pytest
-from kit.exchange_jobs import content, exchanged
-from kit.shard_ranks import shared_pool
+import torch
+from kit.shard_ranks import Rank, on_ranks
 
+from stillhouse.parallel import Ranks
 from stillhouse.parallel.ranks import FIRST_BYTES as FIRST
+
+
+def exchanged(rank: Rank, lengths: Sequence[int]) -> list[bytes]:
+    """Return the contents of all ranks. lengths: of the content of each rank."""
+    return Ranks(rank.groups[len(lengths)], torch.device("cpu")).exchange(content(rank.number, lengths))
+
+
+def content(number: int, lengths: Sequence[int]) -> bytes:
+    return bytes((number + place) % 256 for place in range(lengths[number]))
 
 
 @pytest.mark.parametrize(
@@ -14,4 +24,4 @@ from stillhouse.parallel.ranks import FIRST_BYTES as FIRST
 )
 def test_contents_of_all_ranks(lengths: Sequence[int]) -> None:
     expected = [content(number, lengths) for number in range(len(lengths))]
-    assert shared_pool().call(exchanged, lengths)[: len(lengths)] == [expected] * len(lengths)
+    assert on_ranks(exchanged, len(lengths), lengths) == [expected] * len(lengths)

@@ -13,7 +13,7 @@ import transformers
 from kit import slow
 from kit.causal_families import CAUSAL, build, poisoned_memory
 from kit.runs import session_of, write_run
-from kit.shard_ranks import shared_pool
+from kit.shard_ranks import on_ranks
 from kit.toy_tokenizer import toy_tokenizer
 from kit.weights_jobs import export_under
 from safetensors.torch import load_file
@@ -136,7 +136,7 @@ def test_a_whole_model_trained_on_text_is_saved_as_a_language_model(tmp_path: Pa
 def test_two_processes_write_the_files_of_one(tmp_path: Path, family: str, whole: bool) -> None:
     build(family, whole=whole).save_pretrained(tmp_path / "model")
     Decoder.from_pretrained(tmp_path / "model", dtype="float32", verify=False).save_pretrained(tmp_path / "one")
-    shared_pool(2).call(export_under, (tmp_path / "model", tmp_path / "two", Degrees(fsdp=2)))
+    on_ranks(export_under, 2, (tmp_path / "model", tmp_path / "two", Degrees(fsdp=2)))
     expected = tensors(tmp_path / "one")
     for folder in ("export", "weights/version-00000007"):
         require_same(tensors(tmp_path / "two" / folder), expected)

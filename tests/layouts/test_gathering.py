@@ -1,17 +1,100 @@
 """Weights gathered in bfloat16 under FSDP: the gradients are as exact as autocast's and are summed in float32."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from kit import slow
-from kit.gathering import LOSS_FACTORS, Errors, compare_gathered, sum_over_ranks
-from kit.parity_cases import Case
-from kit.shard_ranks import Failure, pool_of_meshes
+from kit.parity_cases import ONE, Case, Side, alias, batches, mesh_of
+from kit.shard_ranks import Rank, on_ranks
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from stillhouse.parallel import Degrees, Layout
+from stillhouse.data import StepMicroBatches
+from stillhouse.models.dtensors import gathered_tensor
+from stillhouse.objective import OutputHead
+from stillhouse.parallel import Degrees, Layout, Mesh, Runner, StageInputs
+from stillhouse.tools.parity import relative_difference
 
-LIMIT = 120.0
+#: the factor of each rank's loss; bfloat16 cannot represent the sum of the factors
+LOSS_FACTORS = (1.0, 2.0**-9)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors relative to the float32 gradients. of: by parameter. total: of the whole gradient."""
+
+    of: dict[str, float]
+    total: float
+
+
+@dataclass
+class LossOutput:
+    loss: Tensor
+
+
+def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors]:
+    """A job: return the errors of autocast in one process and under the layout, for this rank's parameters."""
+    mesh = mesh_of(case.layout.degrees)
+    sharded = gradients(case, case.layout, mesh, bf16=True)
+    reference, single = (
+        {name: unsharded[alias(name, unsharded)] for name in sharded}
+        for unsharded in (gradients(case, Layout(), ONE, bf16=bf16) for bf16 in (False, True))
+    )
+    return errors(single, reference), errors(sharded, reference)
+
+
+def gradients(case: Case, layout: Layout, mesh: Mesh, *, bf16: bool) -> dict[str, Tensor]:
+    side = Side.of(case, layout, mesh, bf16=bf16)
+    runner = side.runner
+    set_uneven_norm_weights(runner)
+    side.step(*next(side.requests([StepMicroBatches(batches(case, 0))])))
+    runner.clip(0.0)
+    named = {name: parameter.grad for name, parameter in runner.named_parameters() if parameter.grad is not None}
+    assert {gradient.dtype for gradient in named.values()} == {torch.float32}
+    return {name: gathered_tensor(gradient) for name, gradient in named.items()}
+
+
+@torch.no_grad()
+def set_uneven_norm_weights(runner: Runner) -> None:
+    """Give the norms weights that are not 1, because 1 is the same number in every dtype."""
+    for _, parameter in runner.named_parameters():
+        if parameter.dim() == 1:
+            factors = torch.linspace(0.9, 1.1, len(parameter))
+            if isinstance(parameter, DTensor):
+                factors = distribute_tensor(factors, parameter.device_mesh, parameter.placements)
+            parameter.mul_(factors)
+
+
+def errors(values: dict[str, Tensor], reference: dict[str, Tensor]) -> Errors:
+    norm = float(torch.stack([gradient.norm() for gradient in reference.values()]).norm())
+    of = {name: relative_difference(value, reference[name], 1e-3 * norm) for name, value in values.items()}
+    away = torch.stack([(value - reference[name]).norm() for name, value in values.items()])
+    return Errors(of, float(away.norm()) / norm)
+
+
+def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor]:
+    """A job: return the head's dtype in its forward, and its gradient.
+
+    The loss of each rank is the sum of the head's weight times the rank's factor.
+    """
+    mesh = mesh_of(case.layout.degrees)
+    seen: set[torch.dtype] = set()
+
+    def scaled_head_sum(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> LossOutput:
+        seen.add(head.weight_VD.dtype)
+        return LossOutput(head.weight_VD.sum() * LOSS_FACTORS[rank.number] + 0 * hidden_states.sum())
+
+    side = Side.of(case, case.layout, mesh)
+    step = side.shard(StepMicroBatches(batches(case, 0)))
+    signals = side.source.request(step).result()
+    side.runner.forward_backward(
+        [StageInputs(*inputs, scaled_head_sum, autocast=torch.bfloat16) for inputs in zip(step, signals, strict=True)]
+    )
+    grad = side.engine.student.decoders[0].output_weight.grad
+    assert grad is not None
+    return seen, gathered_tensor(grad)
 
 
 def layout(**degrees: int) -> Layout:
@@ -45,11 +128,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_are_as_near_to_float32s_as_autocasts(case: Case) -> None:
-    (answer,) = pool_of_meshes(case.layout.degrees.processes).run(compare_gathered, [case], limit=LIMIT)
-    assert not isinstance(answer, Failure), answer.text
-    errors: list[tuple[Errors, Errors]] = [of_rank for of_rank in answer if of_rank is not None]
-    assert len(errors) == case.layout.degrees.processes
-    for rank, (single, sharded) in enumerate(errors):
+    for rank, (single, sharded) in enumerate(on_ranks(compare_gathered, case.layout.degrees.processes, case)):
         assert 1e-3 < single.total < 0.1
         assert sharded.total <= 1.5 * single.total + 1e-3, rank
         if case.layout.residual_dtype is not None:
@@ -61,9 +140,7 @@ def test_gradients_are_as_near_to_float32s_as_autocasts(case: Case) -> None:
 
 @pytest.mark.parametrize(("family", "micro_batches"), [("qwen3", 1), ("qwen3", 2), ("llama", 2)])
 def test_gradients_are_summed_in_float32(family: str, micro_batches: int) -> None:
-    (answer,) = pool_of_meshes(2).run(sum_over_ranks, [Case(layout(fsdp=2), family, micro_batches)], limit=LIMIT)
-    assert not isinstance(answer, Failure), answer.text
-    for dtypes, gradient_VD in (of_rank for of_rank in answer if of_rank is not None):
+    for dtypes, gradient_VD in on_ranks(sum_over_ranks, 2, Case(layout(fsdp=2), family, micro_batches)):
         # a tied weight is gathered together with the embedding, in float32
         assert dtypes == {torch.bfloat16 if family == "qwen3" else torch.float32}
         expected = micro_batches * sum(LOSS_FACTORS)

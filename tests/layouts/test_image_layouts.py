@@ -19,7 +19,7 @@ from kit.image_runs import SETTINGS, write_image_run
 from kit.layout_runs import assert_same_model, assert_same_weights, distill
 from kit.parity_cases import ONE, SPEC, TRAIN, mesh_of
 from kit.runs import write_run
-from kit.shard_ranks import Rank, shared_pool
+from kit.shard_ranks import Rank, on_ranks
 from torch import Tensor
 
 from stillhouse.data import MicroBatch, StepMicroBatches
@@ -156,7 +156,7 @@ def compare(rank: Rank, case: Case) -> tuple[float, float, dict[str, float], set
     ids=str,
 )
 def test_two_processes_have_the_gradients_of_one(case: Case) -> None:
-    answers = shared_pool(2).call(compare, case, limit=120.0)
+    answers = on_ranks(compare, 2, case)
     names = set().union(*(differences for _, _, differences, _ in answers))
     for evaluated, loss, differences, expected in answers:
         assert evaluated < 1e-5
@@ -202,7 +202,7 @@ TWO_FEATURES = {"vision_config": {**TOWER, "deepstack_visual_indexes": [0, 1]}}
     ids=["features on a later stage", "no positions of axes", "no kinds of tokens"],
 )
 def test_stages_that_differ_from_the_plain_model_are_refused(case: Case, missing: str, error: str) -> None:
-    for answer in shared_pool(2).call(refused, (case, missing)):
+    for answer in on_ranks(refused, 2, (case, missing)):
         assert error in answer
 
 

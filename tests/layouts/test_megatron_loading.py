@@ -14,17 +14,143 @@ from kit import loading_memory, slow
 from kit.causal_families import of_config
 from kit.families import build
 from kit.runs import write_run
-from kit.shard_ranks import RankPool, pool_of_meshes
+from kit.shard_ranks import RankPool, on_ranks
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("megatron.core")
 
-from kit.megatron_loading_jobs import Loading, load, measure, normalized, prove_damaged, prove_with_borders
-from kit.megatron_runs import without_cuda
-from kit.megatron_weights_jobs import Case, model_config
-from kit.ranks import Ranks
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from unittest.mock import patch
 
-from stillhouse.megatron.model_config import FAMILIES
+from kit.loading_memory import MIB, growth, return_freed_memory
+from kit.megatron_engine_jobs import build_chunks
+from kit.megatron_runs import without_cuda
+from kit.megatron_weights_jobs import Case, laid_out, model_config
+from kit.ranks import Ranks
+from kit.shard_ranks import Rank
+
+from stillhouse.megatron import model, rows
+from stillhouse.megatron.model_config import FAMILIES, transformer_config
+from stillhouse.megatron.proof import prove_chunks
+from stillhouse.megatron.weights import gather, tensor_of
+from stillhouse.models import Decoder, ProofError
+from stillhouse.models.dtensors import local
+from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """different: the tensors whose values are not those of the files. elements: of this rank's parameters.
+    read: the elements that this rank has read from the files. proof: the error of the proof.
+    """
+
+    different: list[str]
+    elements: int
+    read: int
+    proof: float
+
+
+def load(_: Rank, job: tuple[Path, Case, str]) -> Loading:
+    """A job: read a folder onto the chunks in some dtype, compare the weights, and prove the model."""
+    folder, case, dtype = job
+    read: list[int] = []
+
+    def counted(decoder: Decoder) -> None:
+        load_weights(decoder, folder, CPU)
+        read.append(sum(local(parameter).numel() for parameter in decoder.parameters()))
+
+    expected = Decoder.from_pretrained(folder, dtype=dtype, verify=False).state_dict()
+    with laid_out(case):
+        mesh, source = Mesh(case.degrees, CPU), ModelSource(partial(empty_decoder, folder, dtype=dtype), counted)
+        chunks, _ = build_chunks(case, mesh, source)
+        of_files = sum(read)
+        shapes = {name: tensor.shape for name, tensor in expected.items()}
+        loaded = gather(chunks.models, chunks.table, shapes, lambda tensor: tensor)
+        elements = sum(
+            prod(shape) for (_, name), shape in chunks.table.shapes.items() if not name.endswith(".expert_bias")
+        )
+        error = prove_chunks(chunks, source, mesh)
+    different = [name for name, tensor in expected.items() if not torch.equal(loaded[name], tensor)]
+    return Loading(different, elements, of_files, error)
+
+
+def normalized(_: Rank, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """A job: return the same bfloat16 values after a norm of Megatron-Core's layers and of transformers."""
+    config = model_config(case)
+    expected = (
+        Decoder(of_config(config).to(torch.bfloat16), verify=False).layers()[0].get_submodule("input_layernorm")
+    )
+    with laid_out(case), torch.no_grad():
+        (chunk,) = model.build_chunks(config, transformer_config(config, dtype=torch.bfloat16))
+        norm = chunk.decoder.layers[0].input_layernorm
+        norm.weight.copy_(expected.weight)
+        random = torch.Generator().manual_seed(0)
+        values = torch.randn(64, 2, config.hidden_size, generator=random).bfloat16()
+        return norm(values), expected(values)
+
+
+def prove_damaged(rank: Rank, job: tuple[Path, Case, float]) -> str:
+    """A job: multiply the first row of a weight on the last rank by a factor after loading, and return the proof's
+    error.
+    """
+    folder, case, factor = job
+    with laid_out(case):
+        mesh, source = Mesh(case.degrees, CPU), loading_memory.source(folder)
+        chunks, _ = build_chunks(case, mesh, source)
+        if rank.number == case.processes - 1:
+            name = next(name for _, name in chunks.table.shapes if name.endswith("linear_fc2.weight"))
+            with torch.no_grad():
+                tensor_of(chunks.models[0], name)[0] *= factor
+        try:
+            prove_chunks(chunks, source, mesh)
+        except ProofError as error:
+            return str(error)
+    return ""
+
+
+def prove_with_borders(_: Rank, job: tuple[Path, Case, Callable[[Sequence[int]], Sequence[int]]]) -> str:
+    """A job: pack documents with wrong borders, and return the proof's error. The last entry changes the documents'
+    lengths.
+    """
+    folder, case, change = job
+    borders = rows.borders
+    with laid_out(case), patch.object(rows, "borders", lambda documents, device: borders(change(documents), device)):
+        mesh, source = Mesh(case.degrees, CPU), loading_memory.source(folder)
+        chunks, _ = build_chunks(case, mesh, source)
+        try:
+            prove_chunks(chunks, source, mesh)
+        except ProofError as error:
+            return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """In MiB: this rank's weights, and the largest growth of this process while it loads and while it proves."""
+
+    share: float
+    loading: float
+    proof: float
+
+
+def measure(_: Rank, job: tuple[Path, Path, Case]) -> Memory:
+    """A job: measure the large model. First load and prove the small one, so that all libraries are in memory."""
+    small, large, case = job
+    return_freed_memory()
+    with laid_out(case):
+        mesh = Mesh(case.degrees, CPU)
+        first = loading_memory.source(small)
+        prove_chunks(build_chunks(case, mesh, first)[0], first, mesh)
+        source = loading_memory.source(large)
+        loading, (chunks, _) = growth(partial(build_chunks, case, mesh, source))
+        share = sum(parameter.nbytes for model in chunks.models for parameter in model.parameters()) / MIB
+        proof, _ = growth(partial(prove_chunks, chunks, source, mesh))
+    return Memory(share, loading, proof)
+
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 LIMIT = 180.0
@@ -59,9 +185,7 @@ def save(folder: Path, case: Case) -> Path:
     ids=lambda case: case.name,
 )
 def test_each_process_reads_its_part_alone(tmp_path: Path, case: Case) -> None:
-    of_ranks: list[Loading] = pool_of_meshes(case.processes).call(
-        load, (save(tmp_path, case), case, "float32"), limit=LIMIT
-    )
+    of_ranks: list[Loading] = on_ranks(load, case.processes, (save(tmp_path, case), case, "float32"), limit=LIMIT)
     for loading in of_ranks:
         assert not loading.different
         assert loading.read == loading.elements
@@ -72,14 +196,14 @@ def test_each_process_reads_its_part_alone(tmp_path: Path, case: Case) -> None:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_weights_of_half_precision_are_proven(tmp_path: Path, model_type: str) -> None:
     case = Case(model_type, tensor=2, sequence=True, expert=2 if FAMILIES[model_type].gpt_oss else 1)
-    of_ranks = pool_of_meshes(2).call(load, (save(tmp_path, case), case, "bfloat16"), limit=LIMIT)
+    of_ranks = on_ranks(load, 2, (save(tmp_path, case), case, "bfloat16"), limit=LIMIT)
     assert [loading.different for loading in of_ranks] == [[], []]
     assert all(0 < loading.proof < 0.05 for loading in of_ranks)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", *map(slow, sorted(FAMILIES.keys() - {"gpt_oss"}))])
 def test_norms_round_as_those_of_transformers(model_type: str) -> None:
-    (made, expected) = pool_of_meshes(1).call(normalized, Case(model_type), limit=LIMIT)[0]
+    (made, expected) = on_ranks(normalized, 1, Case(model_type), limit=LIMIT)[0]
     assert made.dtype == expected.dtype == torch.bfloat16
     assert torch.equal(made, expected)
 
@@ -87,7 +211,7 @@ def test_norms_round_as_those_of_transformers(model_type: str) -> None:
 @pytest.mark.parametrize("factor", [1.01, slow(float("nan"))])
 @pytest.mark.parametrize("case", [Case("qwen3", tensor=2), slow(Case("llama", data=2))], ids=lambda case: case.name)
 def test_a_wrong_weight_of_one_rank_fails_the_proof_on_all(tmp_path: Path, case: Case, factor: float) -> None:
-    errors = pool_of_meshes(2).call(prove_damaged, (save(tmp_path, case), case, factor), limit=LIMIT)
+    errors = on_ranks(prove_damaged, 2, (save(tmp_path, case), case, factor), limit=LIMIT)
     assert len(set(errors)) == 1
     assert errors[0].startswith("model: the logits of Megatron-Core differ from those of transformers by ")
 
@@ -111,9 +235,7 @@ def a_token_late(documents: Sequence[int]) -> Sequence[int]:
 def test_wrong_borders_of_packed_documents_fail_the_proof(
     tmp_path: Path, case: Case, change: Callable[[Sequence[int]], Sequence[int]]
 ) -> None:
-    for error in pool_of_meshes(case.processes).call(
-        prove_with_borders, (save(tmp_path, case), case, change), limit=LIMIT
-    ):
+    for error in on_ranks(prove_with_borders, case.processes, (save(tmp_path, case), case, change), limit=LIMIT):
         assert error.startswith("model: the logits of Megatron-Core differ from those of transformers by ")
 
 

@@ -8,23 +8,94 @@ from pathlib import Path
 import pytest
 import torch
 from kit import loading_memory, slow
-from kit.shard_ranks import Failure, RankPool, pool_of_meshes
+from kit.shard_ranks import RankPool, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
 
+from functools import partial
+
 from kit.causal_families import of_config
-from kit.megatron_adapter_jobs import published_adapter
-from kit.megatron_engine_jobs import Job, decoder
-from kit.megatron_publish_jobs import growth_of_publishing, publish_with_unequal_replicas, published
-from kit.megatron_weights_jobs import Case, model_config
+from kit.loading_memory import growth, source
+from kit.megatron_engine_jobs import Job, build_chunks, decoder, megatron_engine
+from kit.megatron_weights_jobs import Case, laid_out, model_config
+from kit.shard_ranks import Rank
 from kit.weights_jobs import read_manifest
 from transformers import AutoModelForCausalLM
 
+from stillhouse.megatron.student import MegatronStudent
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import ALL_LINEAR, is_lora, save_lora
-from stillhouse.rollout.publish import BUCKET_BYTES
+from stillhouse.objective.spec import parse_objective
+from stillhouse.parallel import Layout, Mesh
+from stillhouse.rollout.publish import BUCKET_BYTES, publish
+from stillhouse.rollout.student_copy import StudentCopy
+
+
+def published_adapter(rank: Rank, job: tuple[Job, Path]) -> tuple[str, dict[str, Tensor]]:
+    """Publish an adapter as version 7, after each of its matrices was doubled.
+
+    Returns the version's path, and this rank's full copy of the student for generation.
+    """
+    trained, folder = job
+    with laid_out(trained.case):
+        student = megatron_engine(trained, parse_objective("cross_entropy")).student
+        with torch.no_grad():
+            for _, parameter in student.named_parameters():
+                parameter.mul_(1 + parameter.requires_grad)
+        path = publish(student, folder, 7, bucket_bytes=1)
+        copy = StudentCopy(student, partial(decoder, trained, 0))
+        return str(path), {name: tensor.clone() for name, tensor in copy.decoder.state_dict().items()}
+
+
+#: a job: the layout, the student's folder, the folder of the versions, and the largest size of a file
+PublishJob = tuple[Case, Path, Path, int]
+
+
+def published(rank: Rank, job: PublishJob) -> tuple[str, dict[str, Tensor]]:
+    """Publish the weights of a folder as version 7, after each of them was doubled.
+
+    Returns the version's path, and this rank's full copy of the student for generation.
+    """
+    case, model, folder, bucket_bytes = job
+    with laid_out(case):
+        student = of_folder(case, model)
+        with torch.no_grad():
+            for _, parameter in student.named_parameters():
+                parameter.mul_(2)
+        path = publish(student, folder, 7, bucket_bytes=bucket_bytes)
+        copy = StudentCopy(student, partial(Decoder.from_pretrained, model, verify=False))
+        return str(path), {name: tensor.clone() for name, tensor in copy.decoder.state_dict().items()}
+
+
+def growth_of_publishing(rank: Rank, job: tuple[Case, Path, Path, Path, int]) -> float:
+    """Return the growth of this rank's memory in MiB while it publishes the large model, after the small one."""
+    case, small, large, folder, bucket_bytes = job
+    with laid_out(case):
+        publish(of_folder(case, small), folder, 0)
+        student = of_folder(case, large)
+        return growth(partial(publish, student, folder, 1, bucket_bytes=bucket_bytes))[0]
+
+
+def publish_with_unequal_replicas(rank: Rank, job: PublishJob) -> None:
+    """Publish after the tensor ranks' copies of a norm have become different."""
+    case, model, folder, bucket_bytes = job
+    with laid_out(case):
+        student = of_folder(case, model)
+        with torch.no_grad():
+            for name, parameter in student.named_parameters():
+                if name.endswith("final_layernorm.weight"):
+                    parameter.add_(rank.number)
+        publish(student, folder, 7, bucket_bytes=bucket_bytes)
+
+
+def of_folder(case: Case, model: Path) -> MegatronStudent:
+    layout = Layout(case.degrees, "interleaved" if case.chunks > 1 else "1f1b")
+    mesh = Mesh(case.degrees, torch.device("cpu"))
+    chunks, empty = build_chunks(case, mesh, source(model))
+    return MegatronStudent(layout, mesh, chunks, None, empty)
+
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 #: of three rows of the vocabulary each, the fourth tensor rank has only padding
@@ -72,8 +143,7 @@ def test_the_bytes_are_those_of_the_folder(tmp_path: Path, case: Case) -> None:
     }
     for bucket_bytes in (*[BUCKET_BYTES] * (case in QUICK), 20_000):
         folder = tmp_path / str(bucket_bytes)
-        (answer,) = pool_of_meshes(case.processes).run(published, [(case, model, folder, bucket_bytes)], limit=180)
-        assert not isinstance(answer, Failure), answer.text
+        answer = on_ranks(published, case.processes, (case, model, folder, bucket_bytes), limit=180)
         path = Path(answer[0][0])
         assert_same_bytes(tensors(path), expected)
         assert read_manifest(path).tensors.keys() == expected.keys()
@@ -94,8 +164,7 @@ def test_the_bytes_are_those_of_the_folder(tmp_path: Path, case: Case) -> None:
 )
 def test_an_adapter_is_published_in_the_format_of_peft(tmp_path: Path, case: Case) -> None:
     job = Job(case, adapter=ALL_LINEAR)
-    (answer,) = pool_of_meshes(case.processes).run(published_adapter, [(job, tmp_path / "weights")], limit=180)
-    assert not isinstance(answer, Failure), answer.text
+    answer = on_ranks(published_adapter, case.processes, (job, tmp_path / "weights"), limit=180)
     expected = decoder(job, 0)
     with torch.no_grad():
         for name, parameter in expected.named_parameters():
@@ -122,9 +191,8 @@ def assert_same_bytes(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 def test_replicas_that_differ_are_refused_and_nothing_is_published(tmp_path: Path) -> None:
     case = QUICK[0]
     job = (case, save(tmp_path / "model", case), tmp_path / "weights", BUCKET_BYTES)
-    (answer,) = pool_of_meshes(2).run(publish_with_unequal_replicas, [job], limit=120)
-    assert isinstance(answer, Failure)
-    assert "tensor 'backbone.norm.weight': the copies of its part" in answer.text
+    with pytest.raises(AssertionError, match=r"tensor 'backbone\.norm\.weight': the copies of its part"):
+        on_ranks(publish_with_unequal_replicas, 2, job)
     assert not [path for path in (tmp_path / "weights").iterdir() if not path.name.endswith(".partial")]
 
 

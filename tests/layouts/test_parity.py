@@ -12,8 +12,8 @@ import torch
 from kit import slow
 from kit.causal_families import CAUSAL
 from kit.fused_adamw import skipped_on_all_ranks
-from kit.parity_cases import Case, Difference, compare
-from kit.shard_ranks import Failure, pool_of_meshes
+from kit.parity_cases import Case, compare
+from kit.shard_ranks import on_ranks
 from kit.tensors import assert_equal_tensors
 
 from stillhouse.libraries import is_supported
@@ -25,7 +25,6 @@ from stillhouse.tools.parity import worst
 
 GRADIENT, WEIGHT = 1e-5, 1e-4
 #: time limit of a case in seconds; it is long because eight processes may share two cores
-LIMIT = 120.0
 
 
 def layout(schedule: str = "1f1b", **degrees: int) -> Layout:
@@ -199,10 +198,7 @@ if not is_supported("multi-token prediction"):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_training_equals_one_process(case: Case) -> None:
-    (answer,) = pool_of_meshes(case.layout.degrees.processes).run(compare, [case], limit=LIMIT)
-    assert not isinstance(answer, Failure), answer.text
-    differences: list[Difference] = [difference for difference in answer if difference is not None]
-    assert len(differences) == case.layout.degrees.processes
+    differences = on_ranks(compare, case.layout.degrees.processes, case)
     # in bfloat16 a small difference after the first step changes how later hidden states are rounded
     weight_limit = WEIGHT if case.dtype == torch.float32 else 1e-2
     for rank, difference in enumerate(differences):
@@ -223,8 +219,7 @@ def test_training_equals_one_process(case: Case) -> None:
 
 @pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(pipeline=2)], ids=str)
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all_ranks(degrees: Degrees) -> None:
-    (answer,) = pool_of_meshes(2).run(skipped_on_all_ranks, [Case(Layout(degrees), "llama")], limit=LIMIT)
-    assert not isinstance(answer, Failure), answer.text
+    answer = on_ranks(skipped_on_all_ranks, 2, Case(Layout(degrees), "llama"))
     for norm, before, after in answer:
         assert norm == answer[0][0]
         assert 0.0 < norm < math.inf

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.causal_families import build
-from kit.shard_ranks import Rank, shared_pool
+from kit.shard_ranks import Rank, on_ranks
 from transformers import PreTrainedModel
 
 from stillhouse.models import Decoder, document_packing
@@ -79,7 +79,7 @@ FSDP, TENSOR = Degrees(fsdp=2), Degrees(tensor=2)
     ids=lambda case: f"{case.student}-{case.teacher}",
 )
 def test_the_proof_finds_how_models_compute(case: Pair) -> None:
-    for of_rank in shared_pool(2).call(proven, case):
+    for of_rank in on_ranks(proven, 2, case):
         for (packing, has_rule, error), expected, family in zip(
             of_rank, case.packings, (case.student, case.teacher), strict=True
         ):
@@ -100,7 +100,7 @@ def refused(_: Rank, folder: str) -> str:
 
 def test_a_layer_that_trains_several_dtypes_is_refused(tmp_path: Path) -> None:
     build("deepseek_v4").save_pretrained(tmp_path)
-    for error in shared_pool(2).call(refused, str(tmp_path)):
+    for error in on_ranks(refused, 2, str(tmp_path)):
         assert "'ffn_hc.scale' in float32" in error
         assert "FSDP trains one dtype per layer; expected dtype float32" in error
 
@@ -123,5 +123,5 @@ def with_other_kernels(rank: Rank, family: str) -> str:
 @pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
 def test_kernels_on_one_machine_only_are_refused_by_all_ranks(family: str) -> None:
     expected = "rank 0 would pack documents as 'rows', and rank 1 as 'lengths': expected causal-conv1d"
-    for error in shared_pool(2).call(with_other_kernels, family):
+    for error in on_ranks(with_other_kernels, 2, family):
         assert expected in error

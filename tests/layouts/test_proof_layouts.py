@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from kit import slow
 from kit.causal_families import build as build_causal
-from kit.flash_reference import FLASH, register_flash
 from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, save_model, write_run
 from kit.toy_tokenizer import toy_tokenizer
+from kit.varlen_reference import FLASH, register_flash
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 LEAKS, SHIFTED = "lets documents that share a row see each other", "its logits differ"

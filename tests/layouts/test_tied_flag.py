@@ -18,7 +18,7 @@ from kit.layout_runs import assert_same_weights, distill
 from kit.megatron_runs import without_cuda
 from kit.ranks import Ranks
 from kit.runs import metrics, run, save_model, session_of, write_run
-from kit.shard_ranks import shared_pool
+from kit.shard_ranks import on_ranks
 from kit.weights_jobs import export_under
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -176,7 +176,7 @@ def test_a_flag_that_also_shares_layers_is_refused_by_name(tmp_path: Path, load:
 @pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(tensor=2), Degrees(pipeline=2)], ids=str)
 def test_exported_and_published_weights(tmp_path: Path, degrees: Degrees) -> None:
     model = two_matrices(tmp_path / "model")
-    shared_pool(2).call(export_under, (model, tmp_path / "made", degrees))
+    on_ranks(export_under, 2, (model, tmp_path / "made", degrees))
     for folder in (tmp_path / "made" / "export", tmp_path / "made" / "weights" / "version-00000007"):
         assert torch.equal(logits(folder), Decoder.from_pretrained(model)(IDS))
 

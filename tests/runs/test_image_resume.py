@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from kit.image_runs import SETTINGS, write_image_run
 from kit.ranks import Ranks, run_ranks
-from kit.run_logs import assert_same_run, last_step, losses
-from kit.runs import run, write_run
+from kit.runs import assert_same_run, last_step, losses, run, write_run
 from kit.signal_hooks import kill_at, signal_at
 
 from stillhouse.config import RunConfig

@@ -10,8 +10,7 @@ import pytest
 from kit import slow
 from kit.on_policy_runs import SAME, assert_same_rollouts, rollout_figures, write_on_policy_run
 from kit.ranks import run_ranks
-from kit.run_logs import last_step
-from kit.runs import Command, run, wait_for
+from kit.runs import Command, last_step, run, wait_for
 from kit.serving import Server
 from kit.signal_hooks import signal_at
 

@@ -3,24 +3,83 @@
 The processes of the dry runs import torch once for all tests.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from kit.image_models import write_image_model
-from kit.plan_jobs import real_step
-from kit.shard_ranks import pool_of_meshes
+from kit.shard_ranks import Rank, on_ranks
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from stillhouse.config import ConfigError, load_config
+from stillhouse.data import DataReport, Documents, PackedSequences
+from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.models.trained_parts import train_parts
-from stillhouse.parallel import empty_decoder
+from stillhouse.parallel import Mesh, ShardedMicroBatches, empty_decoder, shard_micro_batches
+from stillhouse.plan.device_counts import DeviceCounts, StepCounts
+from stillhouse.plan.fake_cuda import FakeCudaMode
 from stillhouse.plan.fit import fit
 from stillhouse.plan.layout_plan import DryRuns, Machine, planned_job
 from stillhouse.plan.rank_counts import RankCounts
+from stillhouse.plan.rank_step import _axes
+from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.tools.demo.run_files import write_text_run
+
+
+class HostCounts(DeviceCounts):
+    """Counts the memory of tensors on the CPU."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        outputs = super().__torch_dispatch__(operation, types, args, kwargs)
+        if outputs is not NotImplemented:
+            for leaf in tree_leaves(outputs):
+                if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                    self._hold(leaf)
+        return outputs
+
+
+def real_step(rank: Rank, job: dict[str, Any]) -> StepCounts:
+    """Return what a real step of this rank counts. job: of `stillhouse.plan.child`, for models with weights."""
+    os.environ |= {"RANK": str(rank.number), "WORLD_SIZE": str(job["ranks"]), "LOCAL_RANK": str(rank.number)}
+    config = with_precision(load_config(None, settings=job["config"] | {"device": "cpu"}))
+    setup = RunSetup(config)
+    layout = setup.layout
+    mesh = Mesh(layout.degrees, torch.device("cpu"))
+    rows, max_tokens = config.train.tokens_per_step // config.data.max_tokens, config.data.max_tokens
+    packed = PackedSequences(_documents(2 * rows * max_tokens, job["document_tokens"]), max_tokens=max_tokens, seed=0)
+    schedule = make_step_schedule(config.train, len(packed), max_tokens, layout.degrees.data, layout.stages)
+    with HostCounts(FakeCudaMode(), job["document_tokens"], _axes(mesh)) as counts:
+        engine, source = setup.engine(setup.models(mesh), layout)
+        for number in range(2):
+            step = shard_micro_batches(schedule.micro_batches(packed, number), mesh, uniform_shapes=layout.stages > 1)
+            counts.restart()
+            _run(engine, source, step)
+        return counts.restart()
+
+
+def _documents(tokens: int, length: int) -> Documents:
+    """Return documents of one length."""
+    count = tokens // length
+    starts = np.arange(count + 1) * length
+    targets_N = np.arange(tokens) % length > 0
+    hashes, sources = np.arange(count, dtype=np.uint64), [f"made:{number}" for number in range(count)]
+    return Documents(np.zeros(tokens, dtype=np.int32), targets_N, starts, hashes, sources, DataReport("made"))
+
+
+def _run(engine: Any, source: Any, step: ShardedMicroBatches) -> None:
+    output = engine.forward_backward(step, source.request(step).result(), step.of_all_ranks.normalizer)
+    _ = output.sums
+    engine.update(1e-5)
+
 
 pytestmark = pytest.mark.slow
 
@@ -181,7 +240,7 @@ def test_a_real_step_sends_and_holds_the_same_bytes(tmp_path: Path, dry_runs: Dr
     for section in ("student", "teacher"):
         config = AutoConfig.from_pretrained(tmp_path / section)
         AutoModelForCausalLM.from_config(config, dtype="float32").save_pretrained(tmp_path / section)
-    ranks = pool_of_meshes(2).call(real_step, planned, limit=300)
+    ranks = on_ranks(real_step, 2, planned, limit=300)
     plans = dry_runs.counts([planned | {"rank": rank} for rank in range(2)])
     for real, plan in zip(ranks, plans, strict=True):
         # wrap_tensor_autograd is no message
@@ -201,7 +260,7 @@ def test_a_real_step_of_a_hybrid_with_documents_in_rows_holds_nearly_as_many_byt
     for section in ("student", "teacher"):
         config = AutoConfig.for_model("qwen3_5_text", **HYBRID, architectures=["Qwen3_5ForCausalLM"])
         AutoModelForCausalLM.from_config(config, dtype="float32").save_pretrained(tmp_path / section)
-    ranks = pool_of_meshes(2).call(real_step, planned, limit=300)
+    ranks = on_ranks(real_step, 2, planned, limit=300)
     for real, plan in zip(ranks, dry_runs.counts([planned | {"rank": rank} for rank in range(2)]), strict=True):
         assert plan.memory == pytest.approx(sum(real.peak.values()), rel=0.15)
 
@@ -270,6 +329,6 @@ def test_a_real_step_of_a_vision_language_model_holds_the_same_bytes(tmp_path: P
         Machine(2, 8, "h100"),
         32,
     )
-    ranks = pool_of_meshes(2).call(real_step, job, limit=300)
+    ranks = on_ranks(real_step, 2, job, limit=300)
     for real, planned in zip(ranks, dry_runs.counts([job | {"rank": rank} for rank in range(2)]), strict=True):
         assert planned.memory == pytest.approx(sum(real.peak.values()), rel=0.1)

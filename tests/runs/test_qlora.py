@@ -8,8 +8,7 @@ import pytest
 import torch
 from kit import slow
 from kit.low_bit import dequantized, first_step, save_teacher
-from kit.run_logs import assert_same_run
-from kit.runs import run, session_of, write_run
+from kit.runs import assert_same_run, run, session_of, write_run
 from kit.signal_hooks import kill_at
 from kit.teacher_gradients import assert_close
 from peft import PeftModel

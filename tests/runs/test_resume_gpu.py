@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.run_logs import assert_same_run
-from kit.runs import run, write_run
+from kit.runs import assert_same_run, run, write_run
 from kit.signal_hooks import kill_at
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

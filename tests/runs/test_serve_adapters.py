@@ -8,8 +8,7 @@ import pytest
 from kit import slow
 from kit.low_bit import save_teacher
 from kit.on_policy_runs import SAME, rollout_figures, write_on_policy_run
-from kit.run_logs import last_step
-from kit.runs import Command, run, wait_for
+from kit.runs import Command, last_step, run, wait_for
 from kit.serving import Server, load_nothing
 from safetensors.torch import load_file
 

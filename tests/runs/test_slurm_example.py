@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from kit import slow
-from kit.launches import parse
+from kit.pages import parse
 from kit.runs import ROOT, wait_for
 
 NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kit.families import build
-from kit.image_text_models import MAKERS
+from kit.image_runs import MAKERS
 from kit.layout_runs import distill
 from kit.runs import contents, run, save_model, session_of, write_run
 from kit.tensors import assert_equal_tensors

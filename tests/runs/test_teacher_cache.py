@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cache_damage import interrupt_writer
+from kit.damaged_checkpoints import interrupt_writer
 from kit.runs import contents, metrics, run, write_run, write_texts
 from kit.teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
 

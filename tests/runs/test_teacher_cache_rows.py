@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from artefacts.write_artefacts import ARTEFACTS
-from kit.cache_damage import resealed
+from kit.damaged_checkpoints import resealed
 from kit.runs import run, session_of, write_run
 from torch import Tensor
 

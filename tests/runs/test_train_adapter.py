@@ -12,8 +12,7 @@ import pytest
 import torch
 from kit import slow
 from kit.layout_runs import distill
-from kit.run_logs import evaluations, losses
-from kit.runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
+from kit.runs import contents, evaluations, forward_backward, losses, metrics, run, save_model, session_of, write_run
 from kit.signal_hooks import kill_at
 from kit.teacher_gradients import named_gradients
 from kit.tensors import assert_equal_tensors

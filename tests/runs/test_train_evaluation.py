@@ -9,7 +9,7 @@ import pytest
 import torch
 from kit.documents import log_probs
 from kit.runs import evaluate, metrics, save_model, session_of, write_run
-from kit.shard_ranks import Rank, shared_pool
+from kit.shard_ranks import Rank, on_ranks
 
 from stillhouse.data import Documents
 from stillhouse.loops.held_out_tokens import (
@@ -182,17 +182,14 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize(("rows", "ranks"), [(251, 2), (251, 4), (11, 4), (3, 2)])
 def test_the_top_tokens_over_vocabulary_shards(rows: int, ranks: int) -> None:
     """Some ranks have fewer rows than the requested number of tokens, or no rows."""
-    for of_rank in filter(None, shared_pool(4).call(top_tokens_of_shards, (rows, ranks))):
+    for of_rank in on_ranks(top_tokens_of_shards, ranks, rows, ranks):
         sharded, expected = ([pair for row in rows_of_head for pair in row] for rows_of_head in of_rank)
         assert len(expected) == 6 * min(TOP, rows)
         assert [token for token, _ in sharded] == [token for token, _ in expected]
         assert [value for _, value in sharded] == pytest.approx([value for _, value in expected], rel=1e-5)
 
 
-def top_tokens_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | None:
-    rows, ranks = job
-    if rank.number >= ranks:
-        return None
+def top_tokens_of_shards(rank: Rank, rows: int, ranks: int) -> tuple[Any, Any]:
     random = torch.Generator().manual_seed(rows)
     hidden_TE, weight_VE = torch.randn(6, 8, generator=random), torch.randn(rows, 8, generator=random)
     size = -(-rows // ranks)

@@ -9,8 +9,7 @@ import pytest
 from kit import slow
 from kit.causal_families import build as build_causal
 from kit.layout_runs import distill
-from kit.run_logs import assert_same_run, evaluations, losses
-from kit.runs import contents, run, write_run, write_texts
+from kit.runs import assert_same_run, contents, evaluations, losses, run, write_run, write_texts
 from kit.signal_hooks import kill_at
 from kit.toy_tokenizer import toy_tokenizer
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kit.launches import Launch, parse
-from kit.pages import code_blocks
+from kit.pages import Launch, code_blocks, parse
 from kit.runs import ROOT
 
 from benchmarks import cluster, scaling

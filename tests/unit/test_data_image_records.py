@@ -13,8 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from kit.documents import same_documents
-from kit.image_models import image_tokenizer, picture
-from kit.image_students import (
+from kit.image_documents import (
     CONVERSATIONS,
     FOUR,
     QUESTION,
@@ -27,6 +26,7 @@ from kit.image_students import (
     user,
     write_pictures,
 )
+from kit.image_models import image_tokenizer, picture
 from PIL import Image
 
 from stillhouse.data import (

@@ -8,8 +8,19 @@ import pytest
 import torch
 from kit import first_is_quick
 from kit.documents import same_documents
+from kit.image_documents import (
+    CONVERSATIONS,
+    FOUR,
+    QUESTION,
+    Student,
+    encoded,
+    image,
+    png,
+    text,
+    user,
+    write_pictures,
+)
 from kit.image_models import FAMILIES
-from kit.image_students import CONVERSATIONS, FOUR, QUESTION, Student, encoded, image, png, text, user, write_pictures
 
 from stillhouse.data import (
     DataError,

@@ -1,16 +1,71 @@
 """The tensors of every signal against float64, from a whole vocabulary and from shards of it."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
-from kit.extract_jobs import Problem, problem, signals, unsharded_signals
-from kit.shard_ranks import RankPool, shared_pool
+from kit.shard_ranks import Rank, on_ranks
 from kit.tensors import assert_equal_tensors
 from torch import Tensor
 
-from stillhouse.objective import OutputHead
+from stillhouse.objective import OutputHead, VocabShard
 from stillhouse.signals.extract import Extract, SignalRows
-from stillhouse.signals.id_log_probs import chosen_log_probs, ranked_log_probs, top_k_log_probs
+from stillhouse.signals.id_log_probs import chosen_log_probs, labelled_log_probs, ranked_log_probs, top_k_log_probs
 from stillhouse.signals.signal_spec import SignalSpec
+
+#: the tensors of signals, by their kinds
+Signals = dict[str, dict[str, Tensor]]
+
+
+class Problem(NamedTuple):
+    """hidden_CE, the head's weight and bias, ids and labels. borders: the rows of each rank."""
+
+    hidden_CE: Tensor
+    weight_VE: Tensor
+    bias_V: Tensor
+    ids_CK: Tensor
+    labels_C: Tensor
+    temperature: float
+    top_k: int
+    borders: tuple[tuple[int, int], ...]
+
+
+def problem(borders: tuple[tuple[int, int], ...], top_k: int = 7, temperature: float = 2.0) -> Problem:
+    """Peaked rows, so that one id has nearly all of the mass in some of them; absent and repeated ids."""
+    torch.manual_seed(0)
+    hidden_CE, weight_VE = torch.randn(37, 16) * 5, torch.randn(251, 16)
+    ids_CK, labels_C = torch.randint(0, 251, (37, top_k)), torch.randint(0, 251, (37,))
+    ids_CK[::3, 2] = -1
+    ids_CK[1::3, 3] = ids_CK[1::3, 1]
+    ids_CK[5] = -1
+    # the likeliest id is one of the chosen ones in some rows, and the label in others
+    top_C = (hidden_CE @ weight_VE.T).argmax(1)
+    ids_CK[::2, 0] = top_C[::2]
+    labels_C[:5] = top_C[:5]
+    return Problem(hidden_CE, weight_VE, torch.randn(251), ids_CK, labels_C, temperature, top_k, borders)
+
+
+def signals(rank: Rank, case: Problem) -> Signals:
+    """Those of this rank's shard."""
+    start, stop = case.borders[rank.number]
+    shard = VocabShard(start, stop, rank.groups[len(case.borders)])
+    return _signals(OutputHead(case.weight_VE[start:stop], case.bias_V[start:stop], shard=shard), case)
+
+
+def unsharded_signals(case: Problem) -> Signals:
+    """Those of the whole vocabulary, and the one with a label, which shards cannot give."""
+    head = OutputHead(case.weight_VE, case.bias_V)
+    labelled = labelled_log_probs(case.hidden_CE, head, case.labels_C, case.top_k, case.temperature)
+    return _signals(head, case) | {"labelled": labelled}
+
+
+def _signals(head: OutputHead, case: Problem) -> Signals:
+    return {
+        "top_k": top_k_log_probs(case.hidden_CE, head, case.top_k, case.temperature),
+        "chosen": chosen_log_probs(case.hidden_CE, head, case.ids_CK, case.temperature),
+        "ranked": ranked_log_probs(case.hidden_CE, head, case.labels_C, case.top_k),
+    }
+
 
 EVEN = ((0, 126), (126, 251))
 UNEVEN = ((0, 200), (200, 203), (203, 251))
@@ -75,20 +130,15 @@ def test_every_signal_equals_float64(temperature: float) -> None:
     assert_equal(results, expected)
 
 
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool()
-
-
 @pytest.mark.parametrize("top_k", [1, 7, 100])
 @pytest.mark.parametrize("borders", [EVEN, UNEVEN, EMPTY], ids=["even", "uneven", "a rank without rows"])
 def test_shards_of_the_vocabulary_give_the_signals_of_the_whole(
-    pool: RankPool, borders: tuple[tuple[int, int], ...], top_k: int
+    borders: tuple[tuple[int, int], ...], top_k: int
 ) -> None:
     """A rank may hold fewer than K ids."""
     case = problem(borders, max(top_k, 4))._replace(top_k=top_k)
     case = case._replace(ids_CK=case.ids_CK[:, :top_k])
-    results = pool.call(signals, case)[: len(borders)]
+    results = on_ranks(signals, len(borders), case)
     for by_kind in results:
         assert_equal(by_kind, oracle(case))
     assert_equal_tensors(results[0]["top_k"], results[1]["top_k"])

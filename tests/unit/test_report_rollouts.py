@@ -9,8 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kit.report_runs import HOSTILE, TEXT, Page
-from kit.rollout_runs import make_on_policy_run, make_sample
+from kit.report_runs import HOSTILE, TEXT, Page, make_on_policy_run, make_sample
 
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.records import Span

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit import loading_memory
 from kit.families import build
-from kit.shard_ranks import RankPool, shared_pool
+from kit.shard_ranks import RankPool, on_ranks
 from kit.weights_jobs import growth_under, publish_under, read_manifest
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -36,7 +36,9 @@ LAYOUTS = {
 
 
 def publish_on(model: Path, folder: Path, layout: str, bucket_bytes: int, lora: bool = False) -> Path:
-    (path, *_) = shared_pool(4).call(publish_under, (model, folder, LAYOUTS[layout], bucket_bytes, lora))
+    (path, *_) = on_ranks(
+        publish_under, LAYOUTS[layout].processes, (model, folder, LAYOUTS[layout], bucket_bytes, lora)
+    )
     return Path(path)
 
 

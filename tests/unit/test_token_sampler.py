@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.generation_requests import CPU
+from kit.rollout_queues import CPU
 from torch import Tensor
 
 from stillhouse.rollout import Sampling
