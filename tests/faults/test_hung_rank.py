@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser
 
 from stillhouse.parallel import Degrees, Mesh, watchdog
 from stillhouse.parallel.ranks import start
-from stillhouse.run import inputs
+from stillhouse.run import data
 from stillhouse.run import run as run_module
 
 AXES = ("fsdp", "tensor", "pipeline", "pipeline", "context")
@@ -124,7 +124,7 @@ def test_a_rank_that_is_only_slow_is_not_ended(folder: Path) -> None:
 
 def fail_in_prepare(seconds: float) -> None:
     """Let this rank fail while it loads its data, or take `seconds` for it."""
-    original = inputs.load_data
+    original = data.load_data
 
     @functools.wraps(original)
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -133,7 +133,7 @@ def fail_in_prepare(seconds: float) -> None:
             raise ValueError("no such file here")
         return original(*arguments, **options)
 
-    inputs.load_data = wrapped
+    data.load_data = wrapped
 
 
 def hang_before_meeting() -> None:
