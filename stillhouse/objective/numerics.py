@@ -19,10 +19,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stillhouse.dry_run import replaceable
+
 #: the largest |t| for which the series is used
 NEAR = 0.25
 #: number of terms of a series in t whose relative error at |t| = NEAR is below the dtype's precision
 SERIES_TERMS = {torch.float32: 6, torch.float64: 15}
+
+
+@replaceable
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the values of a tensor can be checked without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 def expect(probability: Tensor, quantity: Tensor) -> Tensor:

@@ -19,10 +19,9 @@ from torch import Tensor
 from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
 from stillhouse.objective.divergence import Divergence, WeightedSum, weighted_parts
 from stillhouse.objective.formulas import ForwardKL, ReverseKL
-from stillhouse.objective.numerics import expect
+from stillhouse.objective.numerics import expect, is_readable
 from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal, check_temperature
 from stillhouse.objective.sparse import sampled, sparse
-from stillhouse.objective.tile.fake_kernels import are_fake
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
 
@@ -106,8 +105,7 @@ class LabelTerm(Term):
 
     def check(self, tile: Tile) -> None:
         label_C = tile.take(self.labels_T)
-        has_values = label_C.device.type == "cpu" and not are_fake([label_C])
-        if has_values and bool((label_C >= tile.vocabulary).any()):
+        if is_readable(label_C) and bool((label_C >= tile.vocabulary).any()):
             raise ValueError(
                 f"labels_T holds {int(label_C.max())}: expected labels below {tile.vocabulary}, the size of the "
                 "vocabulary, or a negative one where there is nothing to predict"

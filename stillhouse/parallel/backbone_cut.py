@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from stillhouse.display import name_list
+from stillhouse.dry_run import replaceable
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.forward_modes import VARLEN
@@ -91,7 +92,7 @@ def require_cuttable(config: PreTrainedConfig) -> BackboneCut:
     for returns_tuple in (False, True):
         try:
             with torch.random.fork_rng(devices=[]):
-                return _cut(config, name, returns_tuple)
+                return cut_backbone(config, name, returns_tuple)
         except DependenceError:
             raise
         except ValueError as error:
@@ -130,7 +131,8 @@ def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
     first_layer.register_forward_pre_hook(insert, with_kwargs=True)
 
 
-def _cut(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCut:
+@replaceable
+def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCut:
     config = copy.deepcopy(config)
     if text_config(config)._attn_implementation == VARLEN:
         # the layers do not run here, and variable-length attention does not accept the device

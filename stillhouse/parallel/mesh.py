@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup, distributed_c10d, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group
 
+from stillhouse.dry_run import replaceable
 from stillhouse.parallel.ranks import Ranks, start
 
 # torch 2.15 has made this function public and warns about the old name
@@ -71,6 +72,7 @@ class Mesh:
     experts: DeviceMesh
     tokens: DeviceMesh
 
+    @replaceable
     def __init__(self, degrees: Degrees, device: torch.device, *, of_one_process: bool = False):
         self.degrees, self.device = degrees, device
         self.pipelines: list[ProcessGroup] = []

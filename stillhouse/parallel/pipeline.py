@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from stillhouse.data import MicroBatch
+from stillhouse.dry_run import replaceable
 from stillhouse.models.dtensors import local
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.mesh import Mesh
@@ -284,6 +285,7 @@ class _Stage(nn.Module):
         return torch.stack([result.output.loss])
 
 
+@replaceable
 def require_next(stage: int, index: int, number: Tensor) -> None:
     """Raise RuntimeError if the schedule runs another micro-batch than the next one."""
     if int(number) != index:

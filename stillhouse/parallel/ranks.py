@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _world
 
 from stillhouse.config import ConfigError
 from stillhouse.display import print_escaped
+from stillhouse.dry_run import replaceable
 from stillhouse.parallel import watchdog
 from stillhouse.parallel.host_memory import copied_to
 
@@ -68,6 +69,7 @@ class Ranks:
             return [value]
         return [json.loads(content) for content in self.exchange(json.dumps(value).encode())]
 
+    @replaceable
     def exchange(self, content: bytes) -> list[bytes]:
         """Return the contents of all processes of a group, by rank.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.parallel.distributed_student import DistributedStudent, StageWeight
@@ -133,6 +134,7 @@ class Runner(DistributedStudent):
         for _, parameter in self.named_parameters():
             parameter.grad = None
 
+    @replaceable
     def clip(self, limit: float) -> Tensor:
         """Scale the gradient down to a norm of at most `limit` (0: do not scale).
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.dry_run import replaceable
 from stillhouse.parallel.mesh import Degrees, Mesh
 
 
@@ -27,6 +28,7 @@ class ShardedMicroBatches(list[MicroBatch]):
         self.on_cpu: Sequence[MicroBatch] = parts if on_cpu is None else on_cpu
 
 
+@replaceable
 def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
     """Return this process's part of a step.
 

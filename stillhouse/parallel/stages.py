@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder
 from stillhouse.models.lm_head import PassThrough
 from stillhouse.models.model_parts import experts_per_token, is_of_experts
@@ -77,6 +78,7 @@ class Cost:
     passes: int
 
 
+@replaceable
 def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
     """Return stages of nearly equal cost. The last stage has the heads; each stage has at least one student layer.
 

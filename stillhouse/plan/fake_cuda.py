@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
@@ -18,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import _utils as tensor_utils
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from stillhouse.dry_run import dry_run
+from stillhouse.plan import fake_kernels
 
 _DATA: Any = torch.Tensor.data
 _SHAPES = "_propagate_tensor_meta_non_cached"
@@ -40,17 +42,26 @@ def fake_cuda(properties: SimpleNamespace, devices: int = 8) -> Iterator[None]:
     properties: what `torch.cuda.get_device_properties` returns.
     """
     with ExitStack() as stack:
+        stack.enter_context(dry_run(fake_kernels.ANSWERS))
         for name, answer in _answers(properties, devices).items():
-            stack.enter_context(patch.object(torch.cuda, name, answer))
-        # packages for CUDA look for it when they are imported
-        stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
-        # a fake tensor keeps its device in an attribute, which another `data` would not change
-        stack.enter_context(patch.object(FakeTensor, "data", property(_data, _set_data), create=True))
-        # torch.autocast and the gradient scaler ask whether CUDA exists in this build of torch
-        stack.enter_context(patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
+            stack.enter_context(_replaced(torch.cuda, name, answer))
         for owner, name, replacement in _replacements():
-            stack.enter_context(patch.object(owner, name, replacement))
+            stack.enter_context(_replaced(owner, name, replacement))
         yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the block, a module or class of torch has this value under a name."""
+    exists, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if exists:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 def _answers(properties: SimpleNamespace, devices: int) -> dict[str, Any]:
@@ -84,8 +95,14 @@ def _answers(properties: SimpleNamespace, devices: int) -> dict[str, Any]:
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    """Functions of torch that read values of tensors which have none under `FakeTensorMode`."""
-    replacements = [
+    """Functions of torch that ask the driver, or read values of tensors which have none under `FakeTensorMode`."""
+    replacements: list[tuple[Any, str, Any]] = [
+        # packages for CUDA look for it when they are imported
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+        # a fake tensor keeps its device in an attribute, which another `data` would not change
+        (FakeTensor, "data", property(_data, _set_data)),
+        # torch.autocast and the gradient scaler ask whether CUDA exists in this build of torch
+        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         # they compute with small tensors of ranks that they make themselves, and read the results
         (tensor_utils, _OFFSETS, with_real_tensors(getattr(tensor_utils, _OFFSETS))),
         (DeviceMesh, "_concatenate", staticmethod(with_real_tensors(DeviceMesh._concatenate))),

@@ -10,12 +10,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from stillhouse.config import ConfigError, RunConfig
+from stillhouse.dry_run import dry_run
 from stillhouse.models import Decoder
 from stillhouse.parallel import SCHEMES, Layout, empty_decoder
 from stillhouse.parallel.stages import Cost, Stage, cost_of, split
@@ -24,8 +23,6 @@ from stillhouse.plan.rank_counts import RankCounts
 
 #: the counts with several values
 _MAPS = ("waits", "pageable", "products", "messages", "sent", "peak")
-#: the module; the package has a function of this name
-_BUILD = import_module("stillhouse.parallel.build_runner")
 #: the number of layers on a stage in the steps: (student, teacher)
 _SIZES = {"base": (1, 1), "student": (2, 1), "teacher": (1, 2)}
 
@@ -126,7 +123,7 @@ def _few_layers(config: RunConfig, stages: int, student: int, teacher: int) -> I
             for n in numbers
         ]
 
-    with tempfile.TemporaryDirectory() as folder, patch.object(_BUILD, "split", even):
+    with tempfile.TemporaryDirectory() as folder, dry_run({split: even}):
         small = config.student.model_copy(
             update={"model": _written(config.student.model, folder, "student", student * stages)}
         )

@@ -5,6 +5,7 @@ N tokens of all documents.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,7 @@ def planned_micro_batches(
 def planned_shards(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
     """As `shard_micro_batches`, which reads values: the micro-batches have values until they are on the device."""
     host: Any = SimpleNamespace(degrees=mesh.degrees, coordinate=mesh.coordinate, device=torch.device("cpu"))
-    on_cpu = with_real_tensors(shard_micro_batches)(step, host, uniform_shapes=uniform_shapes)
+    on_cpu = with_real_tensors(unwrap(shard_micro_batches))(step, host, uniform_shapes=uniform_shapes)
     moved = [part.to(mesh.device) for part in on_cpu]
     return ShardedMicroBatches(moved, step, uniform_shapes=uniform_shapes, on_cpu=list(on_cpu))
 

@@ -4,13 +4,13 @@ The weights are allocated and never read, and the documents have a length and no
 rank; the messages to other ranks go to torch's fake process group, which sends nothing.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
+from stillhouse.dry_run import dry_run
 from stillhouse.engine.engine import Engine
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
@@ -27,18 +28,19 @@ from stillhouse.parallel import (
     Degrees,
     Mesh,
     ModelSource,
-    backbone_cut,
-    pipeline,
+    Runner,
+    shard_micro_batches,
 )
+from stillhouse.parallel.backbone_cut import cut_backbone
+from stillhouse.parallel.pipeline import require_next
 from stillhouse.parallel.ranks import FIRST_BYTES, LENGTH_BYTES, Ranks
 from stillhouse.parallel.sharded_loading import allocate
 from stillhouse.plan.device_counts import DeviceCounts, StepCounts
 from stillhouse.plan.fake_cuda import FakeCudaMode, fake_cuda, with_real_tensors
 from stillhouse.plan.planned_data import PlannedStore, planned_micro_batches, planned_shards, planned_signals
-from stillhouse.run import teacher_sources
 from stillhouse.run.models import ModelSources
 from stillhouse.run.setup import RunSetup, with_precision
-from stillhouse.signals import RequestedSteps, SignalSource, SignalStore, StoredTeacher, separate_teacher
+from stillhouse.signals import RequestedSteps, SignalSource, SignalStore, StoredTeacher
 
 #: the device of every rank of a dry run
 _DEVICE = torch.device("cuda", 0)
@@ -66,11 +68,8 @@ def rank_steps(
 
     Raises the errors of a run whose models do not fit their layout.
     """
-    cut = patch.object(backbone_cut, "_cut", with_real_tensors(backbone_cut._cut))  # computes with a small model
-    signals = patch.object(StoredTeacher, "request", planned_signals)
-    shards = patch.object(separate_teacher, "shard_micro_batches", planned_shards)
-    meshes = patch.object(teacher_sources, "Mesh", with_real_tensors(Mesh))
-    with cut, signals, shards, meshes, fake_cuda(properties), _fake_processes(rank, _degrees(config).processes):
+    processes = _degrees(config).processes
+    with dry_run(_ANSWERS), fake_cuda(properties), _fake_processes(rank, processes):
         setup = _PlannedSetup(with_precision(config))
         layout = setup.layout
         mesh = Mesh(layout.degrees, _DEVICE)
@@ -198,8 +197,7 @@ def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Ite
         (teacher, TEACHER_ACTIVATIONS) for teacher in teachers if teacher is not None
     ]
     modules += [(decoder.head, OBJECTIVE) for decoder in engine.student.decoders if decoder.has_head]
-    runner: Any = engine.student
-    clip, handles = runner.clip, []
+    handles: list[Any] = []
     for module, purpose in modules:
         contexts: list[Any] = []
 
@@ -213,7 +211,7 @@ def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Ite
         handles += [module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)]
 
     try:
-        with patch.object(runner, "clip", partial(device.call, CLIP, clip)):
+        with dry_run({Runner.clip: partial(device.call, CLIP, unwrap(Runner.clip))}):
             yield
     finally:
         for handle in handles:
@@ -227,14 +225,12 @@ def _fake_processes(rank: int, processes: int) -> Iterator[None]:
         yield
         return
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(Ranks, "exchange", _exchange))
+    try:
         # the number of a micro-batch has no value
-        stack.enter_context(patch.object(pipeline, "require_next", lambda *arguments: None))
-        try:
+        with dry_run({Ranks.exchange: _exchange, require_next: lambda *arguments: None}):
             yield
-        finally:
-            dist.destroy_process_group()
+    finally:
+        dist.destroy_process_group()
 
 
 def _exchange(ranks: Ranks, content: bytes) -> list[bytes]:
@@ -243,6 +239,15 @@ def _exchange(ranks: Ranks, content: bytes) -> list[bytes]:
     if rest := content[FIRST_BYTES:]:
         ranks.exchange_padded(rest, len(rest))
     return [content] * ranks.size
+
+
+#: what computes with few numbers, and what reads values
+_ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    cut_backbone: with_real_tensors(unwrap(cut_backbone)),
+    Mesh.__init__: with_real_tensors(unwrap(Mesh.__init__)),
+    shard_micro_batches: planned_shards,
+    StoredTeacher.request: planned_signals,
+}
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:

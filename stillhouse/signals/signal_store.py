@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stillhouse.data import Documents, MicroBatch
 from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.dry_run import replaceable
 from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import (
@@ -146,6 +147,7 @@ class StoredTeacher(SignalSource):
         self.store, self._student, self._tail, self._name, self._head = store, student, tail, name, head
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 
+    @replaceable
     def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
         ids, reads = self._ids(micro_batches), self._student.has_results
         future = self._threads.submit(self._read, micro_batches, ids) if reads else None

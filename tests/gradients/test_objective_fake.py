@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stillhouse.dry_run import dry_run
 from stillhouse.objective import (
     CrossEntropy,
     Distill,
@@ -27,10 +28,10 @@ from stillhouse.objective import (
     total_variation,
 )
 from stillhouse.objective.tile import compiled, kernels
-from stillhouse.objective.tile.fake_kernels import call_as_one_kernel, fake_kernel
 from stillhouse.objective.tile.kernels import SUMS
 from stillhouse.objective.tile.statistics import statistics
 from stillhouse.objective.tile.tile_plan import PointwisePlan, StudentSoftmax, TeacherSoftmax, TileIndex
+from stillhouse.plan.fake_kernels import ANSWERS, call_as_one_kernel, fake_kernel
 
 T, V, D, E = 20, 5 * SUMS[0] + 8, 16, 24
 TILE = T * V * 4
@@ -55,7 +56,7 @@ class Launches(TorchDispatchMode):
 
 def launches(divergence: Divergence) -> list[tuple[str, int, int]]:
     """Record a pass of one chunk on fake tensors."""
-    with FakeTensorMode(), Launches() as recorded:
+    with dry_run(ANSWERS), FakeTensorMode(), Launches() as recorded:
         teacher = FullVocab(torch.empty(T, E), OutputHead(torch.empty(V, E)))
         hidden_TD, weight_VD = torch.empty(T, D, requires_grad=True), torch.empty(V, D, requires_grad=True)
         output = linear_objective(hidden_TD, OutputHead(weight_VD), [Distill(teacher, divergence)])
@@ -102,7 +103,7 @@ def test_the_statistics_are_one_launch() -> None:
     pairs = ((forward_kl(), TeacherSoftmax(0), StudentSoftmax(0)),)
     plan = PointwisePlan(tiles=2, temperatures=(1.0,), teachers=((TileIndex(1), 1.0),), pairs=pairs)
     real = statistics(plan, torch.zeros(1, T, len(plan.raw_sums)))
-    with FakeTensorMode(), Launches() as recorded:
+    with dry_run(ANSWERS), FakeTensorMode(), Launches() as recorded:
         known = call_as_one_kernel(statistics, plan, torch.empty(1, T, len(plan.raw_sums)), [])
     assert known.values[0].shape == real.values[0].shape == (T,)
     assert known.values[0].device.type == "cpu"
@@ -134,7 +135,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations(terms: Callable[[], list[Term]], chunks: int) -> Counter[str]:
-    with FakeTensorMode(), Operations() as counted:
+    with dry_run(ANSWERS), FakeTensorMode(), Operations() as counted:
         hidden_TD, weight_VD = torch.empty(T, D, requires_grad=True), torch.empty(SMALL, D, requires_grad=True)
         linear_objective(hidden_TD, OutputHead(weight_VD), terms(), chunk_tokens=T // chunks)
     return counted.names

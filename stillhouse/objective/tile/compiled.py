@@ -2,8 +2,7 @@
 
 Both give the same numbers except for rounding. Plain PyTorch is used if compiling fails, with
 TORCH_COMPILE_DISABLE=1, and for small vocabularies, for which compiling costs more time than it saves: seconds for
-each plan and number of columns (torch keeps the result on disk for later processes). On fake tensors, a compiled
-function is one kernel that computes nothing (`fake_kernels.py`).
+each plan and number of columns (torch keeps the result on disk for later processes).
 """
 
 import types
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from stillhouse.objective.tile.fake_kernels import are_fake, call_as_one_kernel, tensors_of
+from stillhouse.dry_run import replaceable
 from stillhouse.objective.tile.tile_plan import PointwisePlan
 
 #: functions are compiled if a tile has at least this many columns
@@ -69,6 +68,11 @@ def _in_graph(function: Callable[..., Any], plan: Hashable) -> Callable[..., Any
     return torch.compiler.allow_in_graph(in_graph)
 
 
+def tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
+    """Return all tensors among tensors and lists of them."""
+    return [tensor for entry in arguments for tensor in (entry if isinstance(entry, list) else [entry])]
+
+
 def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
     """The first dim of every tensor is that of the rows, whose number varies; the other sizes are constants."""
     tensors = tensors_of(arguments)
@@ -77,8 +81,14 @@ def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Seq
     # torch treats a size of 1 as a constant, so it would compile again for a block of one row
     if len(tensors[0]) < 2 or where in _without_compiler:
         return function(plan, *arguments)
-    if are_fake(tensors):
-        return call_as_one_kernel(function, plan, *arguments, partly=partly)
+    return as_one_kernel(function, plan, *arguments, partly=partly)
+
+
+@replaceable
+def as_one_kernel(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
+    """Call a function compiled. partly: for a dry run, the tensors of which the function reads a few columns only."""
+    tensors = tensors_of(arguments)
+    where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
     if _is_off():
         return function(plan, *arguments)
     for tensor in tensors:

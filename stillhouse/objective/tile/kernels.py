@@ -16,11 +16,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from stillhouse.dry_run import replaceable
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import ForwardKL, JensenShannon, ReverseKL
 from stillhouse.objective.numerics import SERIES_TERMS, log_one_plus_series
 from stillhouse.objective.tile.compiled import run_rows
-from stillhouse.objective.tile.fake_kernels import are_fake, fake_kernel
 from stillhouse.objective.tile.pointwise import gradient, normalized_sums, raw_sums
 from stillhouse.objective.tile.statistics import RowStatistics, merged, statistics
 from stillhouse.objective.tile.tile_plan import PointwisePlan
@@ -66,9 +66,13 @@ def has_kernels(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> bool:
     if _choice == "compiled" or not _is_supported(plan):
         _say(plan, "torch.compile (objective.kernels=compiled)" if _choice == "compiled" else "torch.compile")
         return False
-    if are_fake(tiles_CV):  # nothing is computed, so there is nothing that a proof could find wrong
-        return True
-    reason = _refusal(plan, student_CV.shape[1], student_CV.device)
+    return are_proven(plan, student_CV.shape[1], student_CV.device)
+
+
+@replaceable
+def are_proven(plan: PointwisePlan, columns: int, device: torch.device) -> bool:
+    """Whether the kernels of a plan pass their proof. Raises ValueError as `use_kernels` describes."""
+    reason = _refusal(plan, columns, device)
     if reason and _choice == "triton":
         raise ValueError(f"objective.kernels=triton: {reason}: expected auto, or kernels that work here")
     if reason:
@@ -124,7 +128,7 @@ def piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     pieces = -(-columns // block)
     sums_PBX = student_BV.new_empty(pieces, rows, len(names))
     renormalizable = {type(kl): names.index(("excess", at)) for at, kl in plan.renormalizable.items()}
-    _launch(
+    launch(
         "raw_sums_kernel",
         (pieces, rows),
         tiles_BV,
@@ -163,7 +167,7 @@ def kernel_normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], norm
     pieces = -(-columns // block)
     sums_PB2 = student_BV.new_empty(pieces, rows, 2)
     (jsd,) = [divergence for divergence, _, _ in plan.pairs if isinstance(divergence, JensenShannon)]
-    _launch(
+    launch(
         "normalized_sums_kernel",
         (pieces, rows),
         [*tiles_BV, normalizers_BX],
@@ -199,7 +203,7 @@ def kernel_gradient(
     jsd = next((pair[0] for pair in plan.pairs if isinstance(pair[0], JensenShannon)), JensenShannon(0.5))
     constants = _jsd_constants(jsd)
     del constants["WEIGHT_P"]
-    _launch(
+    launch(
         "gradient_kernel",
         (-(-columns // block), rows),
         [*(tiles_BV if plan.pairs else tiles_BV[:1]), rows_BX],
@@ -233,13 +237,11 @@ def kernel_gradient(
     )
 
 
-def _launch(
+@replaceable
+def launch(
     name: str, grid: tuple[int, int], read: Sequence[Tensor], written: Tensor, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch a kernel of `triton_kernels.py`. read, written: the tensors in the arguments, for fake tensors."""
-    if are_fake([written]):
-        fake_kernel(name, [tensor for tensor in read if tensor is not written], [written])
-        return
+    """Launch a kernel of `triton_kernels.py`. read, written: for a dry run, the tensors in the arguments."""
     from stillhouse.objective.tile import triton_kernels
 
     getattr(triton_kernels, name)[grid](*arguments, **constants)

@@ -3,7 +3,7 @@
 A run on fake tensors (torch's FakeTensorMode) counts the kernels, the bytes and the memory of a GPU that may not be
 there. Neither Triton nor torch.compile can run their kernels on such tensors. In their place,
 `torch.ops.stillhouse.kernel` is called once for each kernel, with the tensors that it reads and writes, so that a
-dispatch mode sees one launch.
+dispatch mode sees one launch. `ANSWERS` are those of a dry run in place of the objective's kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from stillhouse.objective.numerics import is_readable
+from stillhouse.objective.tile.compiled import as_one_kernel, tensors_of
+from stillhouse.objective.tile.kernels import are_proven, launch
 
 
 @torch.library.custom_op("stillhouse::kernel", mutates_args=["written"])
@@ -28,15 +31,6 @@ def fake_kernel(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) ->
 @fake_kernel.register_fake
 def _(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
     return None
-
-
-def tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
-    """Return all tensors among tensors and lists of them."""
-    return [tensor for entry in arguments for tensor in (entry if isinstance(entry, list) else [entry])]
-
-
-def are_fake(tensors: Sequence[Tensor]) -> bool:
-    return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def call_as_one_kernel(
@@ -111,3 +105,18 @@ def _mapped(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
         changed = {field.name: _mapped(kind, change, getattr(value, field.name)) for field in fields(value)}
         return replace(value, **changed)
     return value
+
+
+def _launch(
+    name: str, grid: tuple[int, int], read: Sequence[Tensor], written: Tensor, *arguments: Any, **constants: Any
+) -> None:
+    fake_kernel(name, [tensor for tensor in read if tensor is not written], [written])
+
+
+#: for `dry_run`. Nothing is computed, so there is nothing that a proof of kernels could find wrong
+ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    is_readable: lambda tensor: False,
+    as_one_kernel: call_as_one_kernel,
+    are_proven: lambda *arguments: True,
+    launch: _launch,
+}

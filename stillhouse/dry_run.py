@@ -1,0 +1,38 @@
+"""The seam between a run and a dry run: the functions that a dry run answers in another way.
+
+A dry run (`stillhouse plan`) has no GPU, no other processes, and no values of tensors. `replaceable` marks each
+function that needs one of them. The function is called as it is written, except within `dry_run`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_answers: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def replaceable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let `dry_run` replace the function. `inspect.unwrap` returns the function itself."""
+
+    @wraps(function)
+    def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        result: Result = _answers.get(call, function)(*arguments, **options)
+        return result
+
+    return call
+
+
+@contextmanager
+def dry_run(answers: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """Within the block, call `answers[function]` in place of each of these replaceable functions."""
+    before = dict(_answers)
+    _answers.update(answers)
+    try:
+        yield
+    finally:
+        _answers.clear()
+        _answers.update(before)
