@@ -20,10 +20,12 @@ import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.record import RESULTS, result_file, write_result
+from stillhouse import __version__
 
 ROOT = Path(__file__).parents[1]
 LARGE = ["--width", "2048", "--teacher-width", "4096", "--tokens", "8192", "--floor-rows", "1024", "2048", "4096"]
@@ -161,6 +163,7 @@ def main() -> None:
         time.time(),
         time.monotonic() + 60 * arguments.minutes,
     )
+    write_entry_points()
     log = ROOT / ".results" / "gpu-rehearsal.log" if arguments.rehearse else result_file("gpu").with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("", encoding="utf-8")
@@ -178,6 +181,17 @@ def main() -> None:
     print("", *(f"{entry['stage']}: {entry['outcome']} after {entry['seconds']} s" for entry in summary), sep="\n")
     if any(entry["outcome"] not in ("passed", "no time left") for entry in summary):
         sys.exit(1)
+
+
+def write_entry_points() -> None:
+    """Register the add-ons of this checkout, which is not installed, by metadata in the folder of the packages."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = ROOT / ".gpu" / f"stillhouse-{__version__}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: stillhouse\nVersion: {__version__}\n")
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    lines = [f"[{group}]\n{name} = {value}" for group, points in groups.items() for name, value in points.items()]
+    (folder / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
 def run_stage(stage: Stage, seconds: float, log: Path, *, rehearse: bool) -> str:

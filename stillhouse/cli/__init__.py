@@ -24,6 +24,7 @@ from stillhouse.cli.arguments import OPTIONS, configured, load, quiet_libraries,
 from stillhouse.cli.cache import cache
 from stillhouse.cli.evaluate import evaluate
 from stillhouse.cli.export import export
+from stillhouse.cli.info import info
 from stillhouse.cli.plan import plan
 from stillhouse.cli.report import report
 from stillhouse.cli.serve import serve
@@ -121,6 +122,7 @@ def cli(context: click.Context) -> None:
     stillhouse report runs/a
     stillhouse verify runs/a                 check the folder of a run
     stillhouse export runs/a --out exported  write the student for transformers and vLLM
+    stillhouse info                          list the registered add-ons and their distributions
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -129,6 +131,7 @@ def cli(context: click.Context) -> None:
 cli.add_command(cache)
 cli.add_command(evaluate)
 cli.add_command(export)
+cli.add_command(info)
 cli.add_command(plan)
 cli.add_command(report)
 cli.add_command(serve)

@@ -25,7 +25,8 @@ from stillhouse.config.servers import ENGINES
 from stillhouse.config.source_kinds import OF_WEIGHTS, SOURCES
 from stillhouse.config.student_rules import RULES_OF_STUDENT
 from stillhouse.display import enumerated, name_list
-from stillhouse.objective.spec_expression import expression_fields
+from stillhouse.objective.expression import expression_fields
+from stillhouse.registry import load_all
 
 
 def check_rules(config: RunConfig) -> None:
@@ -45,7 +46,7 @@ def _mistakes_of_losses(config: RunConfig) -> Iterator[ConfigError]:
         losses["student.mtp.objective"] = config.student.mtp.objective
     for key, loss in losses.items():
         try:
-            expression_fields(loss)
+            expression_fields(loss, load_all("stillhouse.divergences"))
         except ValueError as error:
             yield ConfigError(key, f"{error}{loss_hint(str(error))}")
 

@@ -4,24 +4,45 @@
     0.9*forward_kl + 0.1*skew_reverse_kl(alpha=0.1)
     policy_gradient(clip_low=0.2, surrogate=cispo) + 0.1*sampled_kl(k3)
 
+The names are those of divergences (`parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss`, `entropy` (an
+entropy bonus has a negative coefficient) and `uld` (`sorted_l1.py`). All divergences of the sum become one term, so
+that they share one pass over the tile; the term's name in metrics is the divergences' expression.
+
+Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
+`policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `policy.py`. There, cross-entropy and z-loss
+count at the other tokens. Divergences and the entropy count at all tokens and need no importance correction: they are
+exact for any token.
+
 Python's own parser reads the text. Only sums, products with a number, names, and calls with literal arguments are
-accepted; nothing is evaluated. An argument is a number, or a word for the arguments that take one, such as k3. Needs
-no torch.
+accepted; nothing is evaluated. An argument is a number, or a word for the arguments that take one, such as k3.
+
+This file needs no torch, so that a misspelt loss is refused before torch is imported.
 """
 
 import ast
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from stillhouse.objective.parameters import PARAMETERS
+from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds, require_weight
+from stillhouse.objective.policy import policy_fields
 
 Made = TypeVar("Made")
 Words = Mapping[str, Collection[str]]
+#: the names in the grammar that are not divergences, and other projects' names for them
+OTHERS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("ce", "nll", "sft", "xent", "hard_loss"),
+    "z_loss": (),
+    "entropy": (),
+    "uld": (),
+    "sampled_kl": ("k1", "k2", "k3"),
+    "policy_gradient": (),
+}
 
 
 @dataclass(frozen=True)
@@ -83,17 +104,60 @@ def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summa
     ]
 
 
-def unknown_name(name: str, others: Mapping[str, Iterable[str]] | None = None, place: str = "") -> ValueError:
-    """Return a ValueError for an unknown name; its message suggests the nearest known name.
+def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[dict[str, Any], list[Summand]]:
+    """Return the fields of `ObjectiveSpec` that an expression sets, without the divergence; and the divergences.
+
+    kinds: the divergences that the text may name.
+
+    Raises ValueError for an unknown or repeated name, and for a coefficient that is not finite or, except for
+    `entropy`, not positive.
+    """
+    others: dict[str, Summand] = {}
+    divergences: list[Summand] = []
+    for summand in parse_sum(text, TAKE_WORDS):
+        if summand.name in kinds:
+            divergences.append(summand)
+        elif summand.name not in OTHERS:
+            raise unknown_name(summand, kinds, OTHERS)
+        elif summand.name in others:
+            raise ValueError(f"{summand.name} comes twice in {text!r}; expected one coefficient for it")
+        else:
+            others[summand.name] = summand
+    _check_coefficients(others, text)
+    fields: dict[str, Any] = {name: summand.coefficient for name, summand in others.items()}
+    for summand in divergences:
+        kind = kinds[summand.name]
+        require_weight(summand.coefficient, summand.call(kind, kind.definition.example))
+    for name, arguments in ARGUMENTS.items():
+        if name in others:
+            fields |= others[name].call(arguments)
+    return fields, divergences
+
+
+def unknown_name(
+    summand: Summand, kinds: DivergenceKinds, others: Mapping[str, Iterable[str]] = MappingProxyType({})
+) -> ValueError:
+    """Return a ValueError for a summand with an unknown name; its message suggests the nearest known name.
 
     others: known names that are not divergences, each with the synonyms that other projects use.
     """
-    synonyms = {divergence: kind.definition.synonyms for divergence, kind in PARAMETERS.items()} | dict(others or {})
+    synonyms = {name: kind.definition.synonyms for name, kind in kinds.items()} | dict(others)
     names = sorted(synonyms)
-    near = [other for other in names if name.lower() in synonyms[other]]
-    near = near or difflib.get_close_matches(name, names, n=1)
+    near = [other for other in names if summand.name.lower() in synonyms[other]]
+    near = near or difflib.get_close_matches(summand.name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ValueError(f"unknown name {name!r}{hint} (known: {', '.join(names)}){place}")
+    return ValueError(f"unknown name {summand.name!r}{hint} (known: {', '.join(names)}){summand.place}")
+
+
+def check_estimator(estimator: str) -> None:
+    if estimator == "k1":
+        raise ValueError(
+            "estimator='k1' as a loss: the expected on-policy gradient of log q − log p at the sampled token is 0; "
+            "expected 'k2' (descends reverse KL) or 'k3' (forward KL). k1 is an advantage: pass log p − log q to "
+            "PolicyGradient"
+        )
+    if estimator not in ("k2", "k3"):
+        raise ValueError(f"estimator={estimator!r}: expected 'k2' (descends reverse KL) or 'k3' (forward KL)")
 
 
 def _place(node: ast.expr, text: str) -> str:
@@ -151,3 +215,36 @@ def _literal(node: ast.expr, text: str) -> float | bool:
     if not isinstance(value, int | float):
         raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a number")
     return value
+
+
+def _check_coefficients(others: dict[str, Summand], text: str) -> None:
+    for name, summand in others.items():
+        if not math.isfinite(summand.coefficient):
+            raise ValueError(f"{summand.coefficient:g}*{name} in {text!r}: expected a finite coefficient")
+        if name != "entropy" and not summand.coefficient > 0:
+            raise ValueError(f"{summand.coefficient:g}*{name} in {text!r}: expected a positive coefficient")
+        if name not in ARGUMENTS and (summand.arguments or summand.keywords):
+            raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
+    if "z_loss" in others and "cross_entropy" not in others:
+        raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
+
+
+def _cross_entropy(label_smoothing: float = 0.0) -> dict[str, Any]:
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"cross_entropy(label_smoothing={label_smoothing}): expected 0 ≤ label_smoothing < 1")
+    return {"label_smoothing": label_smoothing}
+
+
+def _sampled_kl(estimator: str = "k2") -> dict[str, Any]:
+    check_estimator(estimator)
+    return {"estimator": estimator}
+
+
+#: the names that take arguments, each with a function that turns the arguments into fields of `ObjectiveSpec`
+ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "cross_entropy": _cross_entropy,
+    "sampled_kl": _sampled_kl,
+    "policy_gradient": policy_fields,
+}
+#: the arguments that are words (see `parse_sum`)
+TAKE_WORDS = {"sampled_kl": ("*", "estimator"), "policy_gradient": ("surrogate", "ratio")}

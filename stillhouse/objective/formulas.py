@@ -8,7 +8,7 @@ Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: Dist
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -21,6 +21,7 @@ from stillhouse.objective.divergence import Divergence, KullbackLeibler, Sides, 
 from stillhouse.objective.expression import Summand, parse_sum, unknown_name
 from stillhouse.objective.numerics import difference, excess, expect, interpolation, interpolation_logs, log_ratio
 from stillhouse.objective.parameters import (
+    PARAMETERS,
     ForwardKLParameters,
     JensenShannonParameters,
     ReverseKLParameters,
@@ -143,7 +144,7 @@ class TotalVariation(TotalVariationParameters, Divergence):
         return 0.5 * expect(pair.q, sign if pair.pivot is None else sign - torch.sign(pair.pivot.ratio))
 
 
-#: all divergences by their names in expressions; add a new divergence here, and its parameters in `parameters.py`
+#: the divergences by their names in expressions; `parameters.py` has the parameters of the same names
 DIVERGENCES: dict[str, type[Divergence]] = {
     kind.definition.name: kind
     for kind in (
@@ -171,15 +172,14 @@ def parse_divergence(text: str) -> Divergence:
     summands = parse_sum(text)
     for summand in summands:
         if summand.name not in DIVERGENCES:
-            raise unknown_name(summand.name, place=summand.place)
-    return weighted_sum(summands)
+            raise unknown_name(summand, PARAMETERS)
+    return weighted_sum(summands, DIVERGENCES)
 
 
-def weighted_sum(summands: Sequence[Summand]) -> Divergence:
+def weighted_sum(summands: Sequence[Summand], kinds: Mapping[str, type[Divergence]]) -> Divergence:
     """Return the sum of one or more named divergences with their coefficients."""
-    kinds = [DIVERGENCES[summand.name] for summand in summands]
     parts = [
-        summand.coefficient * summand.call(kind, kind.definition.example)
-        for summand, kind in zip(summands, kinds, strict=True)
+        summand.coefficient * summand.call(kinds[summand.name], kinds[summand.name].definition.example)
+        for summand in summands
     ]
     return reduce(operator.add, parts)

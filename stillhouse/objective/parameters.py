@@ -1,12 +1,14 @@
 """The names of the divergences in expressions, and their parameters with the allowed values. Needs no torch.
 
 So a command refuses a misspelt loss before it imports torch. `formulas.py` has the class with the maths of each name.
+The entry points of the group `stillhouse.divergences` refer to these classes.
 """
 
 import math
 from abc import ABC
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class Definition(NamedTuple):
@@ -31,6 +33,11 @@ class Parameters(ABC):
     """The parameters of a divergence are the fields of a subclass, which is a frozen dataclass."""
 
     definition: ClassVar[Definition]
+
+    @classmethod
+    def divergence(cls) -> Any:
+        """The `Divergence` class of another package, with the maths. `DIVERGENCES` has those of this one."""
+        raise NotImplementedError
 
     def __str__(self) -> str:
         """The expression that `parse_divergence` turns into this divergence."""
@@ -146,8 +153,10 @@ class AlphaBetaParameters(Parameters):
         self.require(in_domain, "a negative exponent is infinite at a probability of zero")
 
 
-#: the parameters of all divergences by their names in expressions; add those of a new divergence here
-PARAMETERS: dict[str, type[Parameters]] = {
+#: parameters of divergences by their names in expressions
+DivergenceKinds = Mapping[str, type[Parameters]]
+#: those of this package. A run's configuration also knows those that other packages register
+PARAMETERS: DivergenceKinds = {
     kind.definition.name: kind
     for kind in (
         ForwardKLParameters,

@@ -20,12 +20,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from stillhouse.objective.expression import check_estimator
 from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
 from stillhouse.objective.numerics import expect
 from stillhouse.objective.policy import Surrogate
 from stillhouse.objective.row_temperatures import OnTile, RowTemperatures, Temperatures, distinct
 from stillhouse.objective.signals import check_temperature
-from stillhouse.objective.spec_expression import check_estimator
 from stillhouse.objective.terms import LabelTerm, check_labels, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan

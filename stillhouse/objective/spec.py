@@ -1,4 +1,4 @@
-"""A run's objective, and its terms for one batch. `spec_expression.py` has the grammar of its expression."""
+"""A run's objective, and its terms for one batch. `expression.py` has the grammar of its expression."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,12 +7,14 @@ from typing import Literal
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, weighted_parts
-from stillhouse.objective.formulas import weighted_sum
+from stillhouse.objective.expression import expression_fields
+from stillhouse.objective.formulas import DIVERGENCES, weighted_sum
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
 from stillhouse.objective.metric_keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.origins import origin_masks, terms_of_origin
+from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds
 from stillhouse.objective.policy import PolicySettings
 from stillhouse.objective.row_temperatures import Temperatures, distinct, term_options
 from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL
@@ -20,8 +22,6 @@ from stillhouse.objective.sampled_tokens import SampledTokens
 from stillhouse.objective.signals import Signal, Signals
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
-from stillhouse.objective.spec_expression import expression_fields
-from stillhouse.objective.spec_in_words import in_words
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 
@@ -321,15 +321,63 @@ class ObjectiveSpec:
 
     def in_words(self) -> str:
         """Return the objective in words, for the first lines of a run's output."""
-        return in_words(self)
+        if self.by_origin:
+            return "; ".join(f"{part.in_words()} (origin: {origin})" for origin, part in self.by_origin.items())
+        parts = []
+        if self.cross_entropy is not None:
+            smoothed = f" (label smoothing {self.label_smoothing:g})" if self.label_smoothing else ""
+            parts.append(_times(self.cross_entropy, f"cross-entropy{smoothed}"))
+        if self.z_loss:
+            parts.append(_times(self.z_loss, "z-loss"))
+        if self.divergence is not None:
+            is_several = any(teacher.temperature is not None for teacher in self.teachers.values())
+            value = "" if is_several else f", τ = {self.temperature:g}"
+            factor = f"·τ²{value}" if self.scale_by_temperature_squared else ""
+            parts.append(_times(self.divergence_scale, f"{self.divergence}{factor} of teacher and student"))
+        if self.uld is not None:
+            parts.append(_times(self.uld, "distance of the sorted probabilities (ULD) of teacher and student"))
+        if self.entropy is not None:
+            parts.append(_times(self.entropy, "entropy"))
+        if self.sampled_kl is not None:
+            descends = "reverse" if self.estimator == "k2" else "forward"
+            what = f"sampled KL ({self.estimator}, descends {descends} KL{self._corrected()})"
+            parts.append(_times(self.sampled_kl, f"{what} at the student's own tokens"))
+        if self.policy_gradient is not None:
+            parts.append(_times(self.policy_gradient, f"policy gradient ({self._policy()})"))
+        return " + ".join(parts).replace("+ −", "− ")
+
+    def _corrected(self) -> str:
+        return (
+            "" if self.correction.kind == "none" else f", ratio {self.correction.kind} at {self.correction.limit:g}"
+        )
+
+    def _policy(self) -> str:
+        advantage = "advantage from rewards" if self.needs_rewards else "advantage from rewards, if any, and from "
+        if self.teacher_kl:
+            discounted = f" discounted by {self.discount:g}" if self.discount else ""
+            advantage += _times(self.teacher_kl, f"(log p − log q){discounted} of teacher and student")
+        return advantage + self.policy.in_words(self._corrected())
 
 
 def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> ObjectiveSpec:
-    """Return the objective of an expression (`spec_expression.py`). Raises ValueError as `expression_fields` does."""
-    fields, divergences = expression_fields(text)
+    """Return the objective of an expression (`expression.py`). Raises ValueError as `expression_fields` does."""
+    return read_objective(text, PARAMETERS, temperature, scale_by_temperature_squared)
+
+
+def read_objective(
+    text: str, kinds: DivergenceKinds, temperature: float = 1.0, scale_by_temperature_squared: bool = False
+) -> ObjectiveSpec:
+    """`parse_objective`, where the text may name these divergences."""
+    fields, divergences = expression_fields(text, kinds)
     if divergences:
-        total = weighted_sum(divergences)
+        others = {one.name: kinds[one.name] for one in divergences if one.name not in DIVERGENCES}
+        total = weighted_sum(divergences, DIVERGENCES | {name: kind.divergence() for name, kind in others.items()})
         (scale, first), *others = weighted_parts(total)
         # a single divergence keeps its coefficient as the scale, so that its reported value is unscaled
         fields |= {"divergence": total} if others else {"divergence": first, "divergence_scale": scale}
     return ObjectiveSpec(**fields, temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared)
+
+
+def _times(coefficient: float, what: str) -> str:
+    sign = "−" if coefficient < 0 else ""
+    return what if coefficient == 1 else f"{sign}{abs(coefficient):g} × {what}"

@@ -17,7 +17,8 @@ from stillhouse.config import (
 from stillhouse.engine.parts import PARTS, LossPart, LossSections
 from stillhouse.objective.importance_correction import Correction
 from stillhouse.objective.origins import DATASET, STUDENT
-from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
+from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, read_objective
+from stillhouse.registry import load_all
 from stillhouse.signals import SignalStore
 
 BY_ORIGIN = "objective.by_origin"
@@ -71,8 +72,8 @@ class RunObjective:
 
     def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
         """Parse one expression, and check it against the section `rollout`."""
-        objective = self.objective
-        spec = parse_objective(loss, objective.temperature, objective.scale_by_temperature_squared)
+        temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
+        spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
         if key.startswith(BY_ORIGIN):
             _require_terms_of(key, loss, spec)
         return self._on_rollouts(key, loss, spec)

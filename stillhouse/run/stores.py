@@ -22,8 +22,9 @@ from stillhouse.loops.session import Data
 from stillhouse.models import Decoder
 from stillhouse.models.weight_files import json_object, named_weights, weight_files
 from stillhouse.objective import forward_kl
-from stillhouse.objective.spec import parse_objective
+from stillhouse.objective.spec import read_objective
 from stillhouse.parallel import Ranks, is_first, log_rank0
+from stillhouse.registry import load_all
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.objective import RunObjective
 from stillhouse.serving.client import (
@@ -170,8 +171,12 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
             f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
             "temperature, or hidden states, which give every temperature",
         )
+    kinds = load_all("stillhouse.divergences")
     for key, loss in objective.objective.losses.items():
-        if signal.kind == "sampled" and parse_objective(loss).divergence not in (None, forward_kl()):
+        if signal.kind == "sampled" and read_objective(loss, kinds).divergence not in (
+            None,
+            forward_kl(),
+        ):
             raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
     several = objective.teachers
     if several is not None and several.sum == "distributions" and not signal.is_exact:

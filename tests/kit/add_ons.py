@@ -13,7 +13,7 @@ def write_distribution(
     folder: Path, groups: Mapping[str, Mapping[str, str]], modules: Mapping[str, str], name: str = "add_on"
 ) -> None:
     """Write modules and the metadata of a distribution. groups: for each group, the objects by names of entries."""
-    metadata = folder / f"{name}-1.0.dist-info"
+    metadata = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     lines: list[str] = []

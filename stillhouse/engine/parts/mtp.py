@@ -26,9 +26,10 @@ from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
 from stillhouse.objective.formulas import total_variation
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
-from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.objective.spec import ObjectiveSpec, read_objective
 from stillhouse.parallel import DistributedStudent, NextTokens
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun
+from stillhouse.registry import load_all
 
 #: the prefix of a depth's metrics: mtp_1/forward_kl is the forward KL of depth 1
 PREFIX = "mtp_"
@@ -67,7 +68,8 @@ class MtpLoss(LossPart):
         if mtp is None:
             return None
         if mtp.objective is not None:
-            parsed = parse_objective(mtp.objective, objective.temperature, objective.scale_by_temperature_squared)
+            temperature, is_squared = objective.temperature, objective.scale_by_temperature_squared
+            parsed = read_objective(mtp.objective, load_all("stillhouse.divergences"), temperature, is_squared)
             if parsed.needs_rollouts or parsed.uld is not None:
                 raise ConfigError(
                     "student.mtp.objective",

@@ -1,0 +1,86 @@
+"""The registered add-ons: of this project, of distributions that clash or are damaged, and of a checkout alone."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kit.add_ons import write_distribution
+from kit.runs import ROOT
+
+from benchmarks import gpu
+from stillhouse.objective.formulas import DIVERGENCES
+from stillhouse.objective.parameters import PARAMETERS
+from stillhouse.registry import GROUPS, load_all, registered
+
+CSV = {"stillhouse.trackers": {"csv": "curves:Csv"}}
+CURVES = {"curves.py": "class Csv:\n    capabilities = ('appends', 'one file')\n"}
+
+
+def run_python(code: str, *folders: Path, isolated: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run code in a process whose path begins with these folders. isolated: without installed distributions."""
+    before = f"import sys; sys.path[:0] = {[str(folder) for folder in folders]}\n"
+    options = ["-S", "-I"] if isolated else ["-I"]
+    return subprocess.run([sys.executable, *options, "-c", before + code], capture_output=True, text=True)
+
+
+def test_the_projects_add_ons_are_light_and_complete() -> None:
+    assert load_all("stillhouse.divergences") == PARAMETERS
+    assert DIVERGENCES.keys() == PARAMETERS.keys()
+    code = "from stillhouse.registry import *\nfor group in GROUPS: load_all(group)\nprint('torch' in sys.modules)"
+    assert run_python(code, ROOT).stdout == "False\n"
+
+
+def test_info_lists_all_add_ons_with_their_distributions(tmp_path: Path) -> None:
+    write_distribution(tmp_path, CSV, CURVES, "stillhouse-curves")
+    code = "from stillhouse.cli import run\nprint(run(['info']), 'torch' in sys.modules)"
+    lines = run_python(code, tmp_path, ROOT).stdout.splitlines()
+    assert re.fullmatch(r"python 3\S+, stillhouse 0\S+, torch 2\S+, transformers 5\S+", lines[0])
+    assert "  csv                stillhouse-curves 1.0: appends, one file" in lines
+    assert lines[-1] == "0 False"
+    for group in GROUPS:
+        for name, point in registered(group).items():
+            assert point.dist is not None
+            assert any(line.startswith(f"  {name:<18} stillhouse {point.dist.version}") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("groups", "modules", "error"),
+    [
+        (
+            {"stillhouse.trackers": {"wandb": "curves:Csv"}},
+            CURVES,
+            r"add-on 1\.0 \(curves:Csv\) and stillhouse \S+ \(.*:Wandb\) both register 'wandb' in "
+            r"stillhouse\.trackers: uninstall one of them",
+        ),
+        (CSV, {}, r"add-on 1\.0 registers 'csv' in stillhouse\.trackers as curves:Csv: No module named 'curves'"),
+        (CSV, {"curves.py": ""}, r"add-on 1\.0 registers 'csv' .* has no attribute 'Csv'"),
+    ],
+)
+def test_add_ons_that_clash_or_are_damaged_are_named(
+    tmp_path: Path, groups: dict[str, dict[str, str]], modules: dict[str, str], error: str
+) -> None:
+    write_distribution(tmp_path, groups, modules, "add-on")
+    failed = run_python("from stillhouse.registry import load_all\nload_all('stillhouse.trackers')", tmp_path, ROOT)
+    assert re.search(f"^ValueError: {error}$", failed.stderr, re.MULTILINE), failed.stderr
+
+
+def test_an_unknown_name_is_refused_with_the_installed_ones() -> None:
+    code = "from stillhouse.registry import load\nload('stillhouse.trackers', 'csv')"
+    error = (
+        "ValueError: got 'csv': expected one of mlflow, tensorboard, trackio, wandb; these are the installed trackers"
+    )
+    assert error in run_python(code, ROOT).stderr
+
+
+def test_a_checkout_that_is_not_installed_has_the_same_add_ons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    gpu.write_entry_points()
+    code = "from stillhouse.registry import *\nprint({group: [*registered(group)] for group in GROUPS})"
+    listed = run_python(code, tmp_path / ".gpu", ROOT, isolated=True)
+    assert ast.literal_eval(listed.stdout) == {group: [*registered(group)] for group in GROUPS}, listed.stderr
