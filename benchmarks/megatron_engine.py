@@ -225,7 +225,7 @@ def run_packings(tokens: int, turns: int) -> dict[str, list[float]]:
 
 
 def make_engine(name: str, layout: Layout, mesh: Mesh, sizes: Sizes, loss: str = LOSS, packing: str = ROWS) -> Engine:
-    from stillhouse.engine.build_engine import ENGINES
+    from stillhouse.registry import load
 
     student, teacher = (
         ModelSource(partial(decoder, configuration, sizes, mesh.device, packing, dtype), name="model", is_proven=True)
@@ -234,7 +234,7 @@ def make_engine(name: str, layout: Layout, mesh: Mesh, sizes: Sizes, loss: str =
             (sizes.teacher, layout.autocast or torch.float32),
         )
     )
-    kind = ENGINES[name]
+    kind = load("stillhouse.engines", name)()
     train = TrainConfig(learning_rate=LEARNING_RATE)
     distributed = kind.distribute(layout, mesh, student, teacher if loss == LOSS else None, prove=False)
     return kind.engine(distributed, parse_objective(loss), train=train, autocast=layout.autocast)

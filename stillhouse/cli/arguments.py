@@ -2,7 +2,6 @@
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,24 +29,8 @@ _OF_DATA = (".jsonl", ".csv", ".parquet", ".gz", ".zst", ".arrow", ".txt")
 #: suffixes of configurations
 _OF_CONFIGURATIONS = (".yaml", ".yml")
 
-#: transformers and peft import the first three if they are installed; the others are Megatron-Core's
-_NOISY_LOGGERS = (
-    "torchao",
-    "torch.utils._pytree",
-    "bitsandbytes",
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.distributed.distributed_data_parallel",
-)
-#: warnings of Megatron-Core, on every process, about what a run does not depend on
-_NOTICES = (
-    "(Transformer Engine and )?Apex (is|are) not installed",
-    "full scope is deprecated",  # its own default
-    "MimoModelConfig is experimental",
-    "When using (async grad allreduce|sequence parallelism) it is recommended",  # docs/megatron.md has the advice
-    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts, which are not cut
-    r"`torch\.distributed\.\w+` is deprecated",
-    r"The \.grad attribute of a Tensor that is not a leaf Tensor",  # of its optimizer's shards
-)
+#: libraries that transformers and peft import if they are installed
+_NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -151,8 +134,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    for message in _NOTICES:
-        warnings.filterwarnings("ignore", message=message)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -1,35 +1,47 @@
-"""The part of `rules.py` about the engines: Megatron-Core, the dtypes between layers, and compiled layers."""
+"""The part of `rules.py` about the engines, the dtypes between layers, and compiled layers."""
 
+from collections.abc import Iterator
+
+from stillhouse.config.engines import GROUP, EngineCapabilities
 from stillhouse.config.rule import Rule, excludes
+from stillhouse.display import enumerated
+from stillhouse.registry import load_all
 
-RULES_OF_ENGINES: tuple[Rule, ...] = (
-    # the engine on Megatron-Core
-    *(
-        excludes(key, "parallel.engine=megatron", because="Megatron-Core does not have it here")
-        for key in (
-            *("student.adapter.dropout", "student.attention", "student.quantize"),
-            *("teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer", "train.compile"),
-            *("objective.hidden", "parallel.offload", "parallel.gather_dtype"),
-        )
-    ),
-    Rule(
-        ("parallel.megatron", "parallel.engine"),
-        lambda megatron, engine: megatron is not None and engine != "megatron",
-        "null, or parallel.engine=megatron",
-    ),
-    Rule(("teacher.parallel.megatron",), lambda megatron: megatron is not None, "null"),
-    excludes("student.mtp.train=heads", "parallel.engine=megatron", expected="all"),
-    Rule(
-        ("parallel.schedule", "parallel.engine"),
-        lambda schedule, engine: schedule not in ("1f1b", "interleaved") and engine == "megatron",
-        "1f1b or interleaved",
-    ),
-    Rule(
+
+def rules_of_engines() -> Iterator[Rule]:
+    """The rules that follow from the capabilities of the registered engines."""
+    engines = {name: kind.capabilities for name, kind in load_all(GROUP).items()}
+    for name, engine in engines.items():
+        yield from _rules_of_engine(name, engine)
+    with_sequence = [name for name, engine in engines.items() if engine.sequence]
+    yield Rule(
         ("parallel.sequence", "parallel.engine"),
-        lambda sequence, engine: sequence and engine != "megatron",
-        "false, or parallel.engine=megatron",
-    ),
-    Rule(("teacher.parallel.engine",), lambda engine: engine == "megatron", "torch"),
+        lambda sequence, engine: sequence and engine not in with_sequence,
+        f"false, or {enumerated([f'parallel.engine={name}' for name in with_sequence], 'or')}",
+    )
+
+
+def _rules_of_engine(name: str, engine: EngineCapabilities) -> Iterator[Rule]:
+    schedules = engine.schedules
+    for key in engine.without:
+        yield excludes(key, f"parallel.engine={name}", because=f"{engine.title} does not have it here")
+    if schedules is not None:
+        yield Rule(
+            ("parallel.schedule", "parallel.engine"),
+            lambda schedule, used: used == name and schedule not in schedules,
+            enumerated(schedules, "or"),
+        )
+    if engine.settings:
+        yield Rule(
+            (f"parallel.{name}", "parallel.engine"),
+            lambda settings, used: settings is not None and used != name,
+            f"null, or parallel.engine={name}",
+        )
+        yield Rule((f"teacher.parallel.{name}",), lambda settings: settings is not None, "null")
+
+
+RULES_OF_LAYERS: tuple[Rule, ...] = (
+    Rule(("teacher.parallel.engine",), lambda engine: engine not in (None, "torch"), "torch"),
     Rule(("teacher.parallel.sequence",), bool, "false"),
     excludes(
         "parallel.gather_dtype",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from itertools import chain, product
 
-from stillhouse.config.engine_rules import RULES_OF_ENGINES
+from stillhouse.config.engine_rules import RULES_OF_LAYERS, rules_of_engines
 from stillhouse.config.errors import ConfigError, listed
 from stillhouse.config.evaluation_rules import RULES_OF_EVALUATION
 from stillhouse.config.other_tools import loss_hint
@@ -32,7 +32,7 @@ from stillhouse.registry import load_all
 def check_rules(config: RunConfig) -> None:
     """Raise ConfigError with the first mistake of each key if the configuration breaks rules."""
     mistakes: dict[str | None, ConfigError] = {}
-    of_rules = chain.from_iterable(rule.mistakes(config) for rule in RULES)
+    of_rules = chain.from_iterable(rule.mistakes(config) for rule in all_rules())
     for mistake in chain(_mistakes_of_losses(config), of_rules, _unused_tokens(config), _shared_token(config)):
         mistakes.setdefault(mistake.key, mistake)
     if mistakes:
@@ -79,6 +79,11 @@ def _shared_token(config: RunConfig) -> Iterator[ConfigError]:
             f"is null, and {urls} are servers of different models, which get one token only on purpose; expected the "
             f"name of the variable with its token, which may be {TOKEN_VARIABLE}",
         )
+
+
+def all_rules() -> tuple[Rule, ...]:
+    """The rules of the core, and those of the registered engines."""
+    return (*RULES, *rules_of_engines())
 
 
 def _is_within(folder: str, parent: str) -> bool:
@@ -347,7 +352,7 @@ RULES: tuple[Rule, ...] = (
         for key in ("train.micro_batch_tokens", "train.tokens_per_step", "eval.micro_batch_tokens")
     ),
     excludes("train.optimizer", "parallel.offload"),
-    *RULES_OF_ENGINES,
+    *RULES_OF_LAYERS,
     # not supported with multi-token prediction
     *(
         excludes(key, "student.mtp")

@@ -26,5 +26,4 @@ RULES_OF_STUDENT: tuple[Rule, ...] = (
         "rounded weights cannot be trained",
     ),
     excludes("student.train", "student.mtp"),
-    excludes("student.train", "parallel.engine=megatron"),
 )

@@ -5,8 +5,8 @@
     sums = engine.evaluate(held_out)                                         metric sums of held-out documents
 
 The loss of a micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So the
-step's loss and gradient do not depend on how the step is split into micro-batches. `build_engine.py` lists the
-engines.
+step's loss and gradient do not depend on how the step is split into micro-batches. `engine_kind.py` has
+the interface of an entry of `stillhouse.engines`, which builds an engine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

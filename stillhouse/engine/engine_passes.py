@@ -1,6 +1,6 @@
 """The passes of an engine that depend on no library for parallelism: inputs, held-out metrics, other losses.
 
-`TorchEngine` and `MegatronEngine` add the step, the gradients and the state.
+`TorchEngine` and the engines of add-ons add the step, the gradients and the state.
 """
 
 import copy

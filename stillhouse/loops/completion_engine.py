@@ -40,7 +40,7 @@ def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> Roll
 
 def in_job_engine(session: Session, sampling: Sampling) -> InJobEngine:
     """Return an engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
-    # the student of Megatron-Core is no transformers model, also in one process
+    # the student of some engines is no transformers model, also in one process
     is_here = session.ranks.size == 1 and not next(session.student.parameters()).is_meta
     copy = None if is_here else StudentCopy(session.engine.student, session.student_source.build)
     return InJobEngine(_generator(session, sampling, session.student if copy is None else copy.decoder), copy)

@@ -61,7 +61,7 @@ class Models:
     @property
     def autocast(self) -> torch.dtype | None:
         """The dtype of the student's matrix products; None: the dtype of its weights."""
-        # Megatron-Core computes without autocast, with parameters in this dtype
+        # an engine may compute without autocast, with parameters in this dtype
         return self.engine.autocast or self.engine.student.layout.autocast
 
     @property

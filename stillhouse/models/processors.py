@@ -1,7 +1,6 @@
 """Output processors: they compute objectives from hidden states and a head, for any model that calls them.
 
     decoder(input_ids, processor=selected_log_probs(), context=Targets(labels))
-    model(…, output_processor=MegatronProcessor(model, cross_entropy()), output_processor_context=Targets(labels))
 
 A processor is created for an optimizer step, with all values that the step's micro-batches share; its context has the
 tensors of one micro-batch (`processor_targets.py`). No processor computes the logits of all tokens at once. Every
@@ -37,7 +36,7 @@ from stillhouse.objective import (
 class LogProbs:
     """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
 
-    Both are differentiable and at least float32. The class is not a tuple, since Megatron converts tensors in tuples.
+    Both are differentiable and at least float32. The class is not a tuple, since models may convert tensors in those.
     """
 
     log_probs_BS: Tensor

@@ -20,7 +20,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 #: the options without an effect on a server's layers: peft derives fan_in_fan_out from the class of each layer
 _WITHOUT_EFFECT = {
     *("base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_version", "revision"),
-    *("task_type", "megatron_core"),
+    "task_type",
 }
 
 

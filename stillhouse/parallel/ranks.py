@@ -280,7 +280,7 @@ def wait_for_all() -> None:
 def temporary_groups() -> Iterator[None]:
     """Destroy the process groups that the block creates. All processes must be ready with them at its end.
 
-    A group keeps threads (gloo) or memory of the GPU (NCCL). Meshes and Megatron-Core do not destroy their groups.
+    A group keeps threads (gloo) or memory of the GPU (NCCL). Nothing else destroys the groups of a mesh or an engine.
     """
     before = set(_world.pg_map)
     yield

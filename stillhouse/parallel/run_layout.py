@@ -61,10 +61,9 @@ class Layout:
 
     schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (student only), offload: see `apply_fsdp`.
     residual_dtype (student only): see `apply_residual_dtype`. compile: whether the layers are compiled.
-    autocast: with one of these two, the dtype of the student's matrix products in its proof.
-    sequence, recompute, options (Megatron-Core only): whether tensor ranks share the tokens between the matrix
-        products, whether layers are computed again in backward, and settings by Megatron-Core's names. autocast is
-        then the dtype of the student's parameters; None: float32.
+    autocast: the dtype of the student's matrix products; None: that of its weights.
+    sequence, recompute, options (for engines that have them): whether tensor ranks share the tokens between the
+        matrix products, whether the engine computes layers again in backward, and settings by the engine's own names.
     """
 
     degrees: Degrees = ONE

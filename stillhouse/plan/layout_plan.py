@@ -242,8 +242,8 @@ def _require_planned(config: RunConfig) -> None:
             raise ConfigError(f"{section}.parallel", "a plan has a teacher in the student's stages: expected null")
         if teacher.quantize is not None:
             raise ConfigError(f"{section}.quantize", "a plan counts plain weights: expected null")
-    if config.parallel.engine != "torch":
-        raise ConfigError("parallel.engine", "got megatron: a plan runs torch's layouts; expected torch")
+    if (engine := config.parallel.engine) != "torch":
+        raise ConfigError("parallel.engine", f"got {engine}: a plan runs torch's layouts; expected torch")
     if config.train.compile:
         raise ConfigError(
             "train.compile", "got true: a plan counts the kernels of layers as they are written; expected false"

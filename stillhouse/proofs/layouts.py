@@ -349,9 +349,12 @@ def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, de
 
 
 def probe_precision(runner: Runner) -> torch.dtype | None:
-    """Return the student's autocast dtype in its proof: the layout's, or else the dtype that the model needs."""
+    """Return the student's autocast dtype in its proof: the layout's, if its layers run other operations than those
+    of the model that was loaded, or else the dtype that the model needs.
+    """
     layout = runner.layout
-    return layout.autocast or layout.gather_dtype or autocast_dtype(runner.decoders[0].pretrained)
+    dtype = layout.autocast if layout.changes_results else None
+    return dtype or layout.gather_dtype or autocast_dtype(runner.decoders[0].pretrained)
 
 
 def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> MicroBatch:

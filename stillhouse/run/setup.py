@@ -9,10 +9,11 @@ from functools import cached_property
 import torch
 
 from stillhouse.config import ConfigError, ParallelConfig, RunConfig, as_config_error
+from stillhouse.config.engines import GROUP, capabilities
 from stillhouse.config.read_config import dotted_values
 from stillhouse.config.rules import check_rules
-from stillhouse.engine.build_engine import ENGINES
 from stillhouse.engine.engine import Engine
+from stillhouse.engine.engine_kind import EngineKind
 from stillhouse.loops.session import Data
 from stillhouse.models import ProofError
 from stillhouse.objective import use_kernels
@@ -28,6 +29,7 @@ from stillhouse.parallel import (
     start,
     start_alone,
 )
+from stillhouse.registry import load
 from stillhouse.run.agreement import require_same_configuration
 from stillhouse.run.data import load_run_data
 from stillhouse.run.models import ModelSources, model_fingerprints
@@ -75,9 +77,7 @@ class RunSetup:
         train, layout = self.config.train, layout_of(self.config.parallel, process_count())
         residual_dtype = None if train.residual_dtype is None else torch.bfloat16
         changed = replace(layout, residual_dtype=residual_dtype, compile=train.compile)
-        if self.config.parallel.engine == "megatron":
-            return replace(changed, autocast=self._autocast, recompute=train.activation_checkpointing)
-        return replace(changed, autocast=self._autocast) if changed.changes_results else changed
+        return replace(changed, autocast=self._autocast, recompute=train.activation_checkpointing)
 
     @cached_property
     def own_layouts(self) -> dict[str, Layout]:
@@ -101,7 +101,7 @@ class RunSetup:
             require_sharing(layout, device)
         if process_count() > 1:
             start(device, self.config.train.timeout)
-        elif self.config.parallel.engine == "megatron":
+        elif capabilities(self.config.parallel.engine).always_in_group:
             start_alone(device)
         ranks = Ranks.of_job(device)
         self.warnings = require_same_configuration(self.values, ranks)
@@ -142,7 +142,7 @@ class RunSetup:
         Raises ConfigError if a model does not fit its layout.
         """
         config, mesh = self.config, models.mesh
-        kind = ENGINES[config.parallel.engine]
+        kind: EngineKind = load(GROUP, config.parallel.engine)()
         use_kernels(config.objective.kernels, log_rank0)
         separate = self._separate_layout(mesh)
         head_only = separate is not None or bool(self.stores) or config.teachers is not None
@@ -217,7 +217,7 @@ def layout_of(parallel: ParallelConfig, processes: int, key: str = "parallel") -
     degrees = Degrees(**parallel.degrees(processes, key))
     gather_dtype = None if parallel.gather_dtype is None else torch.bfloat16
     layout = Layout(degrees, parallel.schedule, gather_dtype, parallel.offload)
-    return replace(layout, sequence=parallel.sequence, options=parallel.megatron or {})
+    return replace(layout, sequence=parallel.sequence, options=parallel.settings)
 
 
 def require_sharing(layout: Layout, device: torch.device) -> None:

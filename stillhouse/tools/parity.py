@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.config import RunConfig
+from stillhouse.config.engines import EngineCapabilities, capabilities
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.engine import Engine
@@ -42,9 +43,7 @@ from stillhouse.signals import NoTeacher, SignalSource
 #: the relative difference up to which two float32 gradients count as equal
 SAME = 1e-4
 #: keys that change how a layout computes, and that its step here does not have
-LEFT_OUT = ("train.compile", "train.residual_dtype", "parallel.gather_dtype", "parallel.offload", "parallel.megatron")
-#: the same with Megatron-Core, because torch's layouts recompute layers here, too
-LEFT_OUT_OF_MEGATRON = ("train.activation_checkpointing",)
+LEFT_OUT = ("train.compile", "train.residual_dtype", "parallel.gather_dtype", "parallel.offload")
 #: the number of the step's micro-batches per process; each has one packed sequence
 MICRO_BATCHES = 2
 
@@ -73,12 +72,12 @@ class Row:
         return "same" if self.gradient <= SAME and self.loss <= SAME else f"DIFFERENT in {self.parameter}"
 
 
-def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
+def layouts(engine: EngineCapabilities, processes: int, *, experts: bool = False) -> list[Layout]:
     """The layouts with one degree above 1; for an even number of processes from 4 on, those with two, too.
 
     experts: whether to include expert parallelism, because a model has experts.
     """
-    axes = ("fsdp", "replicate", "tensor", "context", "pipeline")
+    axes = engine.axes
     choices = [Degrees(**{axis: processes}) for axis in axes]
     if experts:
         choices.append(Degrees(fsdp=processes, expert=processes))
@@ -87,27 +86,20 @@ def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
         choices += [Degrees(**{one: 2, other: rest}) for at, one in enumerate(axes) for other in axes[at + 1 :]]
     result: list[Layout] = []
     for degrees in choices:
-        names = SCHEMES if degrees.pipeline == processes else ("1f1b",)
-        result += [Layout(degrees, name) for name in names] if degrees.pipeline > 1 else [Layout(degrees)]
-    return result
-
-
-def megatron_layouts(processes: int, *, experts: bool = False) -> list[Layout]:
-    """As `layouts`, for Megatron-Core, which has two schedules, and needs sequence parallelism for experts."""
-    result: list[Layout] = []
-    for layout in layouts(processes, experts=experts):
-        if layout.degrees.replicate == 1 and layout.schedule in ("1f1b", "interleaved"):
-            sequence = [True] * (layout.degrees.tensor > 1)
-            choices = sequence if experts and sequence else [False, *sequence]
-            result += [replace(layout, sequence=choice) for choice in choices]
+        names = (engine.schedules or SCHEMES) if degrees.pipeline == processes else ("1f1b",)
+        shares_tokens = engine.sequence and degrees.tensor > 1
+        sequence = [True] if shares_tokens and experts else [False, True] if shares_tokens else [False]
+        result += [Layout(degrees, name, sequence=choice) for name in names for choice in sequence]
     return result
 
 
 def left_out(config: RunConfig) -> list[str]:
     """The keys of the configuration that are set, and that `parity` does not compare."""
-    values, is_megatron = dotted_values(config), config.parallel.engine == "megatron"
-    keys = LEFT_OUT + LEFT_OUT_OF_MEGATRON if is_megatron else LEFT_OUT
-    return [f"{key}={values[key]}" for key in keys if values[key]]
+    values, name = dotted_values(config), config.parallel.engine
+    engine = capabilities(name)
+    # torch's layouts recompute layers here, too
+    keys = [*LEFT_OUT, f"parallel.{name}", *["train.activation_checkpointing"] * engine.recomputes]
+    return [f"{key}={values[key]}" for key in keys if values.get(key)]
 
 
 def parity(config: RunConfig) -> Iterator[Row]:
@@ -117,9 +109,11 @@ def parity(config: RunConfig) -> Iterator[Row]:
         name: teacher.model_copy(update=exact) if "dtype" in teacher.source_kind.beside else teacher
         for name, teacher in config.several.items()
     }
+    kind = capabilities(config.parallel.engine)
+    without_settings = {config.parallel.engine: None} if kind.settings else {}
     in_float32 = {
         "train": config.train.model_copy(update={"precision": "fp32", "compile": False, "residual_dtype": None}),
-        "parallel": config.parallel.model_copy(update={"gather_dtype": None, "offload": False, "megatron": None}),
+        "parallel": config.parallel.model_copy(update={"gather_dtype": None, "offload": False} | without_settings),
         "student": config.student.model_copy(update=exact),
         "teacher": config.teacher and config.teacher.model_copy(update=exact),
         "teachers": config.teachers and config.teachers.model_copy(update=several),
@@ -150,8 +144,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     models = (*reference.student.decoders, reference.student.teacher)
     has_experts = any(dispatched_experts(model) for model in models if model)
     del reference, source, models
-    of_engine = megatron_layouts if config.parallel.engine == "megatron" else layouts
-    for layout in of_engine(processes, experts=has_experts):
+    for layout in layouts(kind, processes, experts=has_experts):
         with temporary_groups():
             try:
                 mesh = Mesh(layout.degrees, device)

@@ -16,7 +16,8 @@ from kit.runs import contents, metrics, run, write_run
 from kit.signal_hooks import kill_at, signal_at
 from safetensors.torch import load_file
 
-from stillhouse.tools.parity import megatron_layouts
+from stillhouse.config.engines import capabilities
+from stillhouse.tools.parity import layouts
 
 pytest.importorskip("megatron.core")
 
@@ -137,7 +138,7 @@ def test_parity_compares_the_layouts_of_megatron_core(tmp_path: Path) -> None:
 
 def test_parity_compares_every_pair_of_axes() -> None:
     """`test_megatron_engine.py` has their gradients."""
-    assert {str(layout) for layout in megatron_layouts(4)} >= {
+    assert {str(layout) for layout in layouts(capabilities("megatron"), 4)} >= {
         *("fsdp 4", "fsdp 2 × tensor 2", "fsdp 2 × tensor 2, sequence", "fsdp 2 × context 2"),
         *("context 2 × tensor 2", "context 2 × tensor 2, sequence", "pipeline 2 × fsdp 2, 1f1b"),
         *("pipeline 2 × context 2, 1f1b", "pipeline 2 × tensor 2, 1f1b", "pipeline 2 × tensor 2, 1f1b, sequence"),

@@ -10,7 +10,7 @@ from kit.config_cases import MISTAKES, failure, load, overrides_of, yaml_file
 from pydantic import ValidationError
 
 from stillhouse.config import ConfigError, MissingKeyError, TrainConfig, load_config, read_config
-from stillhouse.config.rules import RULES
+from stillhouse.config.rules import all_rules
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: str(mistake.get("given", mistake.get("file")))[:60])
@@ -34,7 +34,7 @@ def test_each_rule_refuses_one_of_the_mistakes(monkeypatch: pytest.MonkeyPatch) 
     for mistake in MISTAKES:
         with suppress(ConfigError, KeyError):
             configs.append(load(*overrides_of(mistake)))
-    unused = [rule.keys for rule in RULES if not any(list(rule.mistakes(config)) for config in configs)]
+    unused = [rule.keys for rule in all_rules() if not any(list(rule.mistakes(config)) for config in configs)]
     assert unused == []
 
 

@@ -14,7 +14,7 @@ from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Layout, single_process_runner
-from stillhouse.tools.parity import LEFT_OUT, LEFT_OUT_OF_MEGATRON, Row, differences, left_out, worst
+from stillhouse.tools.parity import LEFT_OUT, Row, differences, left_out, worst
 
 
 def test_a_nan_in_any_position_is_called_different() -> None:
@@ -58,7 +58,6 @@ def test_keys_that_no_layout_here_has_are_named_if_they_are_set() -> None:
         "train.activation_checkpointing=True",
     ]
     # with them, nothing is missing that a run's layout has beside its degrees and its schedule
-    fields_of = {"megatron": "options", "activation_checkpointing": "recompute"}
-    names = [key.partition(".")[2] for key in (*LEFT_OUT, *LEFT_OUT_OF_MEGATRON)]
+    names = {key.partition(".")[2] for key in LEFT_OUT} | {"options", "recompute"}
     compared = {"degrees", "schedule", "sequence", "autocast"}  # the last one is float32 in every step
-    assert {fields_of.get(name, name) for name in names} == {field.name for field in fields(Layout)} - compared
+    assert names == {field.name for field in fields(Layout)} - compared

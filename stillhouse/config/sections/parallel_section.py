@@ -1,21 +1,36 @@
 """The layout: how a run is distributed over processes."""
 
 import math
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from stillhouse.config.errors import ConfigError
-from stillhouse.config.section import Section
+from stillhouse.config.section import Registered, Section
+from stillhouse.registry import registered
 
 #: the axes in the order of messages
 _AXES = ("pipeline", "replicate", "fsdp", "context", "tensor", "expert")
+#: settings of an engine by its own names
+_Settings = dict[str, bool | int | float | str | list[int] | list[str] | None] | None
 
 
-class ParallelConfig(Section):
+# an engine of another distribution has a key for its settings, too
+_EngineSettings = create_model(  # type: ignore[call-overload]
+    "_EngineSettings",
+    __base__=Section,
+    **{
+        name: (_Settings, Field(default=None, description=f"Settings of the engine {name}, by its own names."))
+        for name in registered("stillhouse.engines")
+        if name not in ("torch", "megatron")
+    },
+)
+
+
+class ParallelConfig(_EngineSettings):  # type: ignore[misc, valid-type]
     """The layout of the processes that torchrun starts. Their number is the product of all degrees except expert."""
 
-    engine: Literal["torch", "megatron"] = "torch"
+    engine: Annotated[str, Registered("stillhouse.engines")] = "torch"
     """The library that trains the student. megatron: Megatron-Core (pip install 'stillhouse[megatron]'), with tensor,
     pipeline, context, expert and data parallelism of its own; fsdp is then its distributed optimizer, which shards
     the optimizer's state and the sums of gradients. The other keys stay as they are; what it does not have is refused
@@ -23,7 +38,7 @@ class ParallelConfig(Section):
     sequence: bool = False
     """Sequence parallelism of Megatron-Core: tensor ranks share the tokens between the matrix products. Experts need
     it under tensor parallelism."""
-    megatron: dict[str, bool | int | float | str | list[int] | list[str] | None] | None = None
+    megatron: _Settings = None
     """Settings of Megatron-Core that have no key here, by its names: fields of TransformerConfig, such as
     moe_token_dispatcher_type or recompute_granularity, and of DistributedDataParallelConfig, such as
     overlap_grad_reduce. null: none. What the model, the loss or another key determines is refused."""
@@ -52,6 +67,11 @@ class ParallelConfig(Section):
     offload: bool = False
     """Keep FSDP's shards of both models (weights, gradients, optimizer state) in host memory between uses; the
     optimizer runs on the CPU."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the engine by its own names."""
+        return getattr(self, self.engine, None) or {}
 
     def degrees(self, processes: int, key: str = "parallel") -> dict[str, int]:
         """The degree of each axis, by its name. key: the section's key, for error messages.

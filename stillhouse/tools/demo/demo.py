@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import safe_open
 
 from stillhouse.config import RunConfig, load_config
-from stillhouse.engine.build_engine import ENGINES
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.parallel import single_process_runner
 from stillhouse.report import write_report
@@ -81,7 +81,7 @@ def _teacher_row(config: RunConfig) -> Row:
     assert models.teacher is not None
     assert held_out is not None
     runner = single_process_runner(models.teacher, models.teacher)
-    engine = ENGINES["torch"].engine(runner, spec, autocast=models.engine.autocast)
+    engine = TorchEngine(runner, spec, autocast=models.engine.autocast)
     models = replace(models, engine=engine, source=InStageTeacher(runner))
     figures = evaluate(models, held_out, spec, session.schedule.held_out_tokens)
     return _row("teacher", TEACHER, figures, tokens=0, seconds=0.0)

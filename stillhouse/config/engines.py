@@ -1,0 +1,40 @@
+"""The engines that can train a student: what the configuration reads of the entries of `stillhouse.engines`.
+
+An entry is an `EngineKind` (`engine/engine_kind.py`). The rules between keys, the layout of a run and `parity` follow
+from its capabilities.
+"""
+
+from dataclasses import dataclass
+
+from stillhouse.registry import load
+
+GROUP = "stillhouse.engines"
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine can do. The defaults are those of an engine with every key and every layout.
+
+    title: the engine in messages.
+    without: the keys that must have their defaults, and `key=value` for a value that the engine does not have.
+    schedules: the pipeline schedules; None: all.
+    axes: the degrees that `stillhouse parity` sets above 1.
+    sequence: whether the engine has `parallel.sequence`; experts then need it under tensor parallelism.
+    settings: whether the key `parallel.<name of the engine>` has settings by the engine's own names.
+    recomputes: whether the engine itself computes layers again in backward (`Layout.recompute`).
+    always_in_group: whether a single process needs a process group, too.
+    """
+
+    title: str
+    without: tuple[str, ...] = ()
+    schedules: tuple[str, ...] | None = None
+    axes: tuple[str, ...] = ("fsdp", "replicate", "tensor", "context", "pipeline")
+    sequence: bool = False
+    settings: bool = False
+    recomputes: bool = False
+    always_in_group: bool = False
+
+
+def capabilities(engine: str) -> EngineCapabilities:
+    """The capabilities of a registered engine."""
+    return load(GROUP, engine).capabilities

@@ -1,0 +1,72 @@
+"""The interface of an entry of `stillhouse.engines`, and this project's entry `torch`.
+
+An entry is a class. The configuration loads all of them, so the module of an entry imports neither torch nor the
+library of its engine.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from stillhouse.config.engines import EngineCapabilities
+
+if TYPE_CHECKING:
+    import torch
+
+    from stillhouse.config import TrainConfig
+    from stillhouse.engine.engine import Engine
+    from stillhouse.engine.parts import LossPart
+    from stillhouse.objective.spec import ObjectiveSpec
+    from stillhouse.parallel import DistributedStudent, Layout, Mesh, ModelSource
+    from stillhouse.signals import WeightAverage
+
+
+class EngineKind(ABC):
+    """What an engine can do, and methods that build it. `state_folder.py` has the names of a checkpoint's tensors."""
+
+    capabilities: ClassVar[EngineCapabilities]
+
+    @abstractmethod
+    def distribute(
+        self,
+        layout: "Layout",
+        mesh: "Mesh",
+        student: "ModelSource",
+        teacher: "ModelSource | None",
+        *,
+        teacher_head_only: bool = False,
+        prove: bool = True,
+    ) -> "DistributedStudent":
+        """Build this process's part of the student, and of a teacher in its stages. A collective of all processes.
+
+        teacher_head_only: whether the last stage gets the teacher's head, and no stage its layers.
+        prove: whether the models are compared with transformers' models under this layout.
+        """
+
+    @abstractmethod
+    def engine(
+        self,
+        student: Any,
+        objective: "ObjectiveSpec",
+        *,
+        train: "TrainConfig",
+        autocast: "torch.dtype | None" = None,
+        chunk_tokens: int | None = None,
+        parts: "Sequence[LossPart]" = (),
+        average: "WeightAverage | None" = None,
+    ) -> "Engine":
+        """Create the engine for a student of `distribute`; the arguments are those of `TorchEngine`."""
+
+
+class TorchKind(EngineKind):
+    capabilities = EngineCapabilities("torch")
+
+    def distribute(self, *models: Any, **options: Any) -> "DistributedStudent":
+        from stillhouse.proofs.layouts import build_proven_runner
+
+        return build_proven_runner(*models, **options)
+
+    def engine(self, *models: Any, **options: Any) -> "Engine":
+        from stillhouse.engine.torch_engine import TorchEngine
+
+        return TorchEngine(*models, **options)

@@ -1,0 +1,58 @@
+"""The entry `megatron` of `stillhouse.engines`: what Megatron-Core has here, as data, and what builds it.
+
+Nothing of Megatron-Core is imported before a method is called.
+"""
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from stillhouse.config.engines import EngineCapabilities
+from stillhouse.engine.engine_kind import EngineKind
+
+if TYPE_CHECKING:
+    from stillhouse.engine.engine import Engine
+    from stillhouse.parallel import DistributedStudent
+
+_NOISY_LOGGERS = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed.distributed_data_parallel")
+#: warnings of Megatron-Core, on every process, about what a run does not depend on
+_NOTICES = (
+    "(Transformer Engine and )?Apex (is|are) not installed",
+    "full scope is deprecated",  # its own default
+    "MimoModelConfig is experimental",
+    "When using (async grad allreduce|sequence parallelism) it is recommended",  # docs/megatron.md has the advice
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts, which are not cut
+    r"`torch\.distributed\.\w+` is deprecated",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor",  # of its optimizer's shards
+)
+
+
+class MegatronKind(EngineKind):
+    capabilities = EngineCapabilities(
+        "Megatron-Core",
+        without=(
+            *("student.adapter.dropout", "student.attention", "student.quantize", "student.mtp.train=heads"),
+            *("student.train", "teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer"),
+            *("train.compile", "objective.hidden", "parallel.offload", "parallel.gather_dtype"),
+        ),
+        schedules=("1f1b", "interleaved"),
+        axes=("fsdp", "tensor", "context", "pipeline"),
+        sequence=True,
+        settings=True,
+        recomputes=True,
+        always_in_group=True,
+    )
+
+    def distribute(self, *models: Any, **options: Any) -> "DistributedStudent":
+        for name in _NOISY_LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        for message in _NOTICES:
+            warnings.filterwarnings("ignore", message=message)
+        from stillhouse.megatron.build import build_megatron_student
+
+        return build_megatron_student(*models, **options)
+
+    def engine(self, *models: Any, **options: Any) -> "Engine":
+        from stillhouse.megatron.engine import MegatronEngine
+
+        return MegatronEngine(*models, **options)
