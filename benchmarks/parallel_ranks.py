@@ -122,7 +122,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     """Run one step in which the ranks exchange shapes, one to count traffic, and some to measure memory."""
     before = live_bytes()
     single_process = case.layout.degrees.processes == 1
-    mesh = Mesh(case.layout.degrees, CPU, of_one_process=True) if single_process else mesh
+    mesh = Mesh(case.layout.degrees, CPU, single_process=True) if single_process else mesh
     runner = build_runner(case.layout, mesh, *model_sources(case))
     for student in runner.decoders:
         student.train()

@@ -112,7 +112,7 @@ def training_steps(session: Session) -> Iterator[None]:
     )
     requests = RequestedSteps(session.models.source_for(engine), sharded)
     for micro_batches, signals in requests:
-        output = engine.forward_backward(micro_batches, signals.result(), micro_batches.of_all_ranks.normalizer)
+        output = engine.forward_backward(micro_batches, signals.result(), micro_batches.all_ranks.normalizer)
         requests.build_next()
         engine.update(1e-5, output)
         assert output.sums["tokens"] > 0

@@ -101,7 +101,7 @@ def steps(session: Session) -> list[tuple[float, float]]:
         requested = time.perf_counter()
         signals = pending.result()
         waited = time.perf_counter() - requested
-        session.models.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
+        session.models.engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
         requests.build_next()
         session.models.engine.update(1e-5)
         if session.models.device.type == "cuda":

@@ -41,7 +41,7 @@ from stillhouse.loops.session import Session
 from stillhouse.models import Decoder, evaluating
 from stillhouse.objective import TEACHER, FullVocab, linear_objective
 from stillhouse.output.folder import RunFolder, init_run_dir
-from stillhouse.parallel.pair import model_inputs
+from stillhouse.parallel.teacher_student_pair import model_inputs
 
 #: more bytes than the checkpoints of all turns of a run
 MOST_SAVED = 30 << 30
@@ -127,7 +127,7 @@ def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
         micro_batches = session.models.shard(session.schedule.step_schedule.micro_batches(session.data.train, step))
         seconds = dict.fromkeys(PARTS, 0.0)
         for batch in micro_batches:
-            micro_batch_by_hand(session, batch, micro_batches.of_all_ranks.normalizer, seconds)
+            micro_batch_by_hand(session, batch, micro_batches.all_ranks.normalizer, seconds)
 
         def update() -> None:
             session.models.engine.update(1e-5)

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from stillhouse.models import Activations, Decoder, add_lora, initialize_lora, prove_decoder
 from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import MASKED, PACKED, ROWS
-from stillhouse.models.model_parts import is_of_experts
+from stillhouse.models.families import is_of_experts
 from stillhouse.models.mtp import add_mtp
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.parallel.apply.tensor_parallel import tensor_plan

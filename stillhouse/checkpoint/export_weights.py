@@ -23,6 +23,7 @@ from stillhouse.engine.state_folder import WEIGHT, read_full, stored_tensors
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged, save_lora
 from stillhouse.models.checkpoint_names import save_as, saved_names
+from stillhouse.models.families import Family
 from stillhouse.models.pretrained import auto_class, load_causal_lm
 from stillhouse.models.shared_weights import match_tied_flag
 from stillhouse.parallel import Ranks
@@ -76,9 +77,9 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     model.generation_config = part.pretrained.generation_config
     save_as(model, part.pretrained)
     if any(name.startswith(f"{WEIGHT}mtp.") for name in stored):
-        from stillhouse.models.mtp import add_mtp, declared_depths  # requires a newer transformers than this module
+        from stillhouse.models.mtp import add_mtp  # requires a newer transformers than this module
 
-        add_mtp(full, declared_depths(part.config), is_new=False)
+        add_mtp(full, Family(part.config).declared_depths, is_new=False)
     keys = {saved: f"{WEIGHT}{name}" for name, saved in saved_names(full).items()}
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ class TorchEngine(EnginePasses):
             make_step(self.optimizer, learning_rate, not_finite)
         norm, is_not_finite = output.read(device_norm, not_finite)
         if is_not_finite:
-            raise NotFiniteError.of_gradient(norm)
+            raise NotFiniteError.in_gradient(norm)
         if not steps_before_reading:
             make_step(self.optimizer, learning_rate)
         self.optimizer.zero_grad(set_to_none=True)

@@ -17,7 +17,7 @@ from stillhouse.models import ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.forward_modes import autocast_dtype
 from stillhouse.models.model_checks import prefixed
-from stillhouse.models.trained_parts import LANGUAGE
+from stillhouse.models.vision_language import LANGUAGE
 from stillhouse.parallel import Runner
 from stillhouse.parallel.runner import reshard
 from stillhouse.proofs.layouts import probe_precision

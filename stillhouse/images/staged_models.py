@@ -26,16 +26,16 @@ from stillhouse.images.proof import ImageDocument, PackedDocuments, packing_erro
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_packing import PackingError
+from stillhouse.models.families import layer_list
 from stillhouse.models.forward_modes import autocast_dtype
 from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.model_checks import describe
-from stillhouse.models.model_parts import layer_list
 from stillhouse.objective import TEACHER, Signals
 from stillhouse.parallel.apply.context_parallel import whole_sequences
 from stillhouse.parallel.backbone_cut import AbsentLayer
-from stillhouse.parallel.pair import IN_STAGE, model_inputs
 from stillhouse.parallel.ranks import Ranks
 from stillhouse.parallel.runner import Runner
+from stillhouse.parallel.teacher_student_pair import IN_STAGE, model_inputs
 from stillhouse.proofs.layouts import ProbeForward, probe_precision
 
 _HIDDEN, _ARGUMENTS = "hidden", "arguments"

@@ -32,7 +32,7 @@ def not_finite_error(
     step: the step's number, counted from 1.
     output: the step's output for these micro-batches; the student still has the gradient.
     """
-    loss, packed = output.sums["loss"], micro_batches.of_all_ranks
+    loss, packed = output.sums["loss"], micro_batches.all_ranks
     assert isinstance(packed, PackedMicroBatches)
     findings = _losses(models, micro_batches, output.outputs) or _gradients(models, packed)
     models.engine.zero_grad()
@@ -70,8 +70,8 @@ def _losses(models: Models, micro_batches: ShardedMicroBatches, outputs: Sequenc
     for of_rank in models.ranks.gather(of_this_rank):
         for name, document in of_rank:
             documents_by_name.setdefault(name, set()).add(document)
-    assert isinstance(micro_batches.of_all_ranks, PackedMicroBatches)
-    sequences = micro_batches.of_all_ranks.sequences
+    assert isinstance(micro_batches.all_ranks, PackedMicroBatches)
+    sequences = micro_batches.all_ranks.sequences
     return [f"{name} on {_sources(models, sequences, documents)}" for name, documents in documents_by_name.items()]
 
 

@@ -24,7 +24,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
         for step in run.steps:
             run.begin(step)
             micro_batches, signals = next(requests)
-            normalizer = micro_batches.of_all_ranks.normalizer
+            normalizer = micro_batches.all_ranks.normalizer
             output = models.engine.forward_backward(micro_batches, signals.result(), normalizer)
             requests.build_next()  # before `update` waits for the device
             run.update(step, micro_batches, output)

@@ -63,7 +63,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             ):
                 signals = pending.result()
             with timeline.trainer("train"):
-                output = engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
+                output = engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
                 run.update(step, micro_batches, output)
                 rollouts.trained(step)
             shown = shown_samples(session, step, samples, micro_batches, output)

@@ -116,7 +116,7 @@ class Models:
         """Request a step's signals, then run its forward and backward. engine: None for the run's own engine."""
         engine = engine or self.engine
         signals = self.source_for(engine).request(micro_batches).result()
-        return engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
+        return engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
 
     def source_for(self, engine: Engine) -> SignalSource:
         """Return the source of the signals that an engine's steps need."""

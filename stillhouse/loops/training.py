@@ -93,7 +93,7 @@ class Training:
         """
         session = self.session
         self._rate = learning_rate(session.schedule.train_config, self.last_step, step)
-        if not micro_batches.of_all_ranks.targets:
+        if not micro_batches.all_ranks.targets:
             session.models.engine.zero_grad()
             self._norm = 0.0
             if not self._has_warned:
@@ -127,12 +127,12 @@ class Training:
         metrics = step_metrics(output.sums, session.loss.spec, session.models.engine.parts) | {
             "train/learning_rate": self._rate,
             "train/gradient_norm": self._norm,
-            "speed/tokens_per_second": micro_batches.of_all_ranks.tokens / seconds,
+            "speed/tokens_per_second": micro_batches.all_ranks.tokens / seconds,
             "speed/step_seconds": seconds,
             "speed/chunk_tokens": output.sums[CHUNK_TOKENS],
         }
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
-        if progress.step == 1 and self._norm == 0.0 and micro_batches.of_all_ranks.targets:
+        if progress.step == 1 and self._norm == 0.0 and micro_batches.all_ranks.targets:
             self.log.print_line(_NO_GRADIENT)
         progress.metrics = {}  # a checkpoint contains only the evaluation of its own step
         if self._have_states:

@@ -34,9 +34,9 @@ from stillhouse.megatron.weights import WeightTable, require_full_coverage, weig
 from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import ROWS
+from stillhouse.models.families import LogitRule
 from stillhouse.models.layer_hooks import Current
 from stillhouse.models.lora import Lora
-from stillhouse.models.model_parts import LogitRule
 from stillhouse.models.processors import full_vocab
 from stillhouse.models.router_aux_loss import RouterBalance
 from stillhouse.objective import OutputHead

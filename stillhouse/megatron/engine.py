@@ -87,7 +87,7 @@ class MegatronEngine(EnginePasses):
         device_norm = self._device_norm()
         norm, is_not_finite = output.read(device_norm, self._not_finite(device_norm, output))
         if is_not_finite:
-            raise NotFiniteError.of_gradient(norm)
+            raise NotFiniteError.in_gradient(norm)
         if self._train.clip:
             scale = min(1.0, self._train.clip / (norm + 1e-6))
             for gradient in self.student.gradients:

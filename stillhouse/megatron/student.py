@@ -32,9 +32,9 @@ from stillhouse.parallel import (
     StageWeight,
     shard_micro_batches,
 )
-from stillhouse.parallel.pair import InStage, distill_targets
 from stillhouse.parallel.teacher_head import DecoderHead
 from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
+from stillhouse.parallel.teacher_student_pair import InStage, distill_targets
 
 
 class MegatronStudent(DistributedStudent):

@@ -2,7 +2,7 @@
 
 from stillhouse.models.adapter import add_lora, initialize_lora, without_lora
 from stillhouse.models.decoder import Decoder
-from stillhouse.models.fingerprint import model_fingerprint
+from stillhouse.models.families import add_end_ids, eos_ids, read_end_ids
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.hidden_match import HiddenMatchLoss, HiddenPair
 from stillhouse.models.layer_numbers import match_hidden, recorded
@@ -16,12 +16,11 @@ from stillhouse.models.model_checks import (
     check_saving,
     warn_of_positions,
 )
-from stillhouse.models.model_parts import add_end_ids, eos_ids, read_end_ids
-from stillhouse.models.moe import balance_routers
 from stillhouse.models.quantized import element_count, quantized_identity, weight_bytes
-from stillhouse.models.router_aux_loss import RouterAuxLoss
-from stillhouse.models.trained_parts import train_parts
+from stillhouse.models.router_aux_loss import RouterAuxLoss, balance_routers
 from stillhouse.models.varlen import Activations
+from stillhouse.models.vision_language import train_parts
+from stillhouse.models.weight_files import model_fingerprint
 
 __all__ = [
     "Activations",

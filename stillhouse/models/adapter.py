@@ -67,7 +67,12 @@ def add_lora(
         model.add_adapter(config)
     config.base_model_name_or_path = base or model.name_or_path
     config.target_modules = sorted(config.target_modules)  # peft's set has another order in every process
-    _require_adapted(model, names)
+    adapted = {name for name, module in model.named_modules() if _is_lora_layer(module)}
+    if different := sorted(adapted ^ set(names)):  # peft treats some names as names of experts
+        raise ValueError(
+            f"peft does not put a LoRA on the layers that were asked for in model type '{model.config.model_type}' "
+            f"(first: '{different[0]}'): expected names that are not those of experts, such as [q_proj, v_proj]"
+        )
     layers = _lora_layers(decoder)
     for layer in layers:
         weight = layer.get_base_layer().weight
@@ -173,8 +178,8 @@ def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if _is_linear(module) and module is not head]
     if targets == ALL_LINEAR:
-        of_language_model = set(decoder.language_model.modules())  # a vision tower has no gradient without images
-        return [name for name in linear if modules[name] in of_language_model]
+        language_modules = set(decoder.language_model.modules())  # a vision tower has no gradient without images
+        return [name for name in linear if modules[name] in language_modules]
     names: dict[str, None] = {}
     for target in [targets] if isinstance(targets, str) else targets:
         selected = [name for name in modules if f".{name}".endswith(f".{target}")]
@@ -219,16 +224,6 @@ def _shortened(names: list[str], model: PreTrainedModel) -> list[str]:
     last_parts = {name.rpartition(".")[2] for name in names}
     selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
     return sorted(last_parts) if selected == set(names) else names
-
-
-def _require_adapted(model: PreTrainedModel, names: list[str]) -> None:
-    """Raise ValueError if peft adapted other modules than these, because it treats some names as names of experts."""
-    adapted = {name for name, module in model.named_modules() if _is_lora_layer(module)}
-    if different := sorted(adapted ^ set(names)):
-        raise ValueError(
-            f"peft does not put a LoRA on the layers that were asked for in model type '{model.config.model_type}' "
-            f"(first: '{different[0]}'): expected names that are not those of experts, such as [q_proj, v_proj]"
-        )
 
 
 def _lora_layers(decoder: Decoder) -> list[Any]:

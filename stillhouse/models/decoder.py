@@ -11,7 +11,7 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,14 +29,7 @@ from stillhouse.models.document_packing import (
     require_separable,
 )
 from stillhouse.models.document_rows import DocumentRows, JoinedRow
-from stillhouse.models.forward_modes import evaluating
-from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
-from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough, input_embedding
-from stillhouse.models.load_proof import prove_decoder, require_runnable
-from stillhouse.models.lora import Lora
-from stillhouse.models.media_inputs import AXES, axis_positions, model_images, read_token_inputs
-from stillhouse.models.model_checks import require_decoder
-from stillhouse.models.model_parts import (
+from stillhouse.models.families import (
     LogitRule,
     backbone_name,
     layer_list,
@@ -44,11 +37,18 @@ from stillhouse.models.model_parts import (
     planned_part,
     text_config,
 )
+from stillhouse.models.forward_modes import evaluating
+from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
+from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough, input_embedding
+from stillhouse.models.load_proof import prove_decoder, require_runnable
+from stillhouse.models.lora import Lora
+from stillhouse.models.media_inputs import AXES, axis_positions, model_images, read_token_inputs
+from stillhouse.models.model_checks import require_decoder
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
 from stillhouse.models.shared_weights import keep_shared_once, match_tied_flag
-from stillhouse.models.trained_parts import image_weights_reached
 from stillhouse.models.varlen import VARLEN_LENGTHS, Activations
+from stillhouse.models.vision_language import image_weights_reached
 from stillhouse.objective import FullVocab, OutputHead
 
 if TYPE_CHECKING:  # `mtp_layers` needs a later version of transformers than this file
@@ -210,8 +210,8 @@ class Decoder(nn.Module):
                 hidden = self.backbone(**arguments, use_cache=False, return_dict=True).last_hidden_state
             depths: tuple[Tensor, ...] = (hidden,)
             if mtp_input_ids is not None:
-                of_lengths = {name: arguments[name] for name in VARLEN_LENGTHS if attention.reads_lengths}
-                depths += tuple(self._mtp_hidden(hidden, mtp_input_ids, position_ids, rows, of_lengths))
+                kernel_lengths = {name: arguments[name] for name in VARLEN_LENGTHS if attention.reads_lengths}
+                depths += tuple(self._mtp_hidden(hidden, mtp_input_ids, position_ids, rows, kernel_lengths))
         if rows is not None:
             depths = tuple(rows.pack(hidden_NLD) for hidden_NLD in depths)
         hidden_states = depths[0] if mtp_input_ids is None else depths
@@ -249,7 +249,9 @@ class Decoder(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The language model's layers on this process, in order."""
         numbered = layer_list(self.pretrained)
-        return _with_parameters(outermost_lists(self.backbone) if numbered is None else [numbered])
+        lists = outermost_lists(self.backbone) if numbered is None else [numbered]
+        # a pipeline stage has placeholders for layers of other stages
+        return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
 
     def mtp_layers(self) -> list[nn.Module]:
         """The MTP layers on this process."""
@@ -387,8 +389,3 @@ class Decoder(nn.Module):
         if self.mtp is not None:
             tensors = model.state_dict() | self.mtp.checkpoint_tensors(model)
         model.save_pretrained(folder, state_dict=tensors)
-
-
-def _with_parameters(lists: Iterable[nn.ModuleList]) -> list[nn.Module]:
-    """Return the members of the lists, without a pipeline stage's placeholders for layers of other stages."""
-    return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]

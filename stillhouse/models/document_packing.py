@@ -28,10 +28,10 @@ from stillhouse.display import name_list
 from stillhouse.document_lengths import DocumentLengths, document_starts
 from stillhouse.libraries import reading
 from stillhouse.models.document_rows import DocumentRows, JoinedRow
+from stillhouse.models.families import Family
 from stillhouse.models.forward_modes import VARLEN, uses_flash_attention
 from stillhouse.models.media_inputs import AXES, is_placeholder, model_positions, padded_with_text
 from stillhouse.models.model_checks import ProofError, describe
-from stillhouse.models.model_parts import row_windows
 from stillhouse.models.packed_attention import PackedAttention
 from stillhouse.models.varlen import VARLEN_LENGTHS, Activations
 
@@ -94,7 +94,11 @@ class Packing:
             (way, reads_lengths)
             for way in PACKINGS_OF[setting]
             for reads_lengths in (True, False)
-            if (self._may_read_lengths(way) if reads_lengths else not self.attention.is_required)
+            if (
+                self.attention.is_possible and way in (PACKED, *_LENGTH_NAMES)
+                if reads_lengths
+                else not self.attention.is_required
+            )
         ]
         if not self._ways:
             raise ValueError(
@@ -145,9 +149,6 @@ class Packing:
         self._ways = [way for way in self._ways if way[0] in (PACKED, MASKED)]
         self._advice, self.is_sharded = _ADVICE_WITHOUT_ROWS, True
 
-    def _may_read_lengths(self, way: str) -> bool:
-        return self.attention.is_possible and (way == PACKED or way in _LENGTH_NAMES)
-
     def _skip_refused(self) -> None:
         while error := _refusal(self._model, self.name, takes_positions=self.takes_positions):
             self._refuse(error)
@@ -178,7 +179,7 @@ def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> 
             f"{describe(model)} takes no position_ids, so it cannot separate documents that share a row (state-space "
             "and ALiBi models)"
         )
-    if windows := row_windows(model.config):
+    if windows := Family(model.config).row_windows:
         return PackingError(
             f"{describe(model)} has {name_list(windows)}, which depends on a token's column in its row, so it cannot "
             "separate documents that share a row"
@@ -244,13 +245,13 @@ def backbone_inputs(
     documents with images are exact.
     """
     images = images or {}
-    of_tokens = {key: value for key, value in inputs.items() if value is not None}
+    token_inputs = {key: value for key, value in inputs.items() if value is not None}
     name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
-    shape_BS = of_tokens[name].shape[:2]
-    _require_inputs(model, packing, of_tokens, shape_BS, images)
-    placeholder_BS = is_placeholder(model, of_tokens)  # also on later pipeline stages, which get no images
+    shape_BS = token_inputs[name].shape[:2]
+    _require_inputs(model, packing, token_inputs, shape_BS, images)
+    placeholder_BS = is_placeholder(model, token_inputs)  # also on later pipeline stages, which get no images
     if name == "input_ids" and placeholder_BS is not None and is_padding_BS is not None:
-        of_tokens[name] = padded_with_text(of_tokens[name], placeholder_BS, is_padding_BS)
+        token_inputs[name] = padded_with_text(token_inputs[name], placeholder_BS, is_padding_BS)
     layout: DocumentRows | JoinedRow | None = None
     if packing.name == ROWS:
         expanded_BS = position_ids_BS.expand(shape_BS)
@@ -259,16 +260,16 @@ def backbone_inputs(
         layout = JoinedRow((shape_BS[0], shape_BS[1]))
         position_ids_BS = layout.unpack(position_ids_BS.expand(shape_BS))
     if layout is not None:
-        of_tokens = {key: layout.unpack(value) for key, value in of_tokens.items()}
-    axes_BSA = of_tokens.pop(AXES, None)
-    arguments = {"input_ids": None, **of_tokens, **images}
+        token_inputs = {key: layout.unpack(value) for key, value in token_inputs.items()}
+    axes_BSA = token_inputs.pop(AXES, None)
+    arguments = {"input_ids": None, **token_inputs, **images}
     if packing.name == ROWS:
         if axes_BSA is not None:
             arguments["position_ids"] = model_positions(position_ids_BS, axes_BSA, separates=False)
         return arguments, layout
     if packing.takes_positions:
         arguments["position_ids"] = model_positions(position_ids_BS, axes_BSA, separates=True)
-    laid_out_BS = position_ids_BS.expand(of_tokens[name].shape[:2])
+    laid_out_BS = position_ids_BS.expand(token_inputs[name].shape[:2])
     if packing.name == MASKED:
         arguments["attention_mask"] = packed_masks(model, laid_out_BS)
     if packing.length_names:
@@ -282,7 +283,7 @@ def backbone_inputs(
 def _require_inputs(
     model: PreTrainedModel,
     packing: Packing,
-    of_tokens: Mapping[str, Any],
+    token_inputs: Mapping[str, Any],
     shape_BS: Sequence[int],
     images: Mapping[str, Tensor],
 ) -> None:
@@ -292,7 +293,7 @@ def _require_inputs(
             f"{describe(model)} got images, and it is not proven that their documents can be "
             f"{_IN_WORDS[packing.name]}: expected prove_images before, or data.packing: rows"
         )
-    if others := [key for key, value in of_tokens.items() if getattr(value, "shape", ())[:2] != shape_BS]:
+    if others := [key for key, value in token_inputs.items() if getattr(value, "shape", ())[:2] != shape_BS]:
         raise ValueError(
             f"{describe(model)} got {name_list(others)} with position_ids: expected tensors of the tokens, "
             f"{list(shape_BS)}, and those of images in `images`"

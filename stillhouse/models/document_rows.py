@@ -69,9 +69,9 @@ class DocumentRows:
             offset_F = width_F.cumsum(0) - width_F
             document_NL = number_F.repeat_interleave(width_F, output_size=sum(widths))[None]
             column_NL = torch.arange(sum(widths), device=start_N.device)[None] - offset_F[document_NL]
-        of_document_NL = filled_F[document_NL]
-        is_token_NL = column_NL < length_N[of_document_NL]
-        index_NL = start_N[of_document_NL] + torch.where(is_token_NL, column_NL, 0)
+        filled_NL = filled_F[document_NL]
+        is_token_NL = column_NL < length_N[filled_NL]
+        index_NL = start_N[filled_NL] + torch.where(is_token_NL, column_NL, 0)
         if is_placeholder_BS is not None:
             assert widths is None, "a row of several documents with images"
             first_N = (~is_placeholder_BS.flatten()[index_NL]).int().argmax(1, keepdim=True)

@@ -69,7 +69,8 @@ def round_to_float8(model: PreTrainedModel) -> None:
             set_inductor_config=False,  # these settings are global, and the objective is compiled with others
         )
         quantize_(model, configuration, filter_fn=lambda module, name: id(module) in rounded)
-    change = _median_change(before_NV, _probe_logits(model))
+    deviation_N = (before_NV - before_NV.mean(-1, keepdim=True)).norm(dim=-1)
+    change = float(((_probe_logits(model) - before_NV).norm(dim=-1) / deviation_N).median())
     if not change <= _LARGEST_CHANGE:
         raise ValueError(
             f"fp8 changes its logits by {change:.2g} of their deviation, and rounding alone by at most "
@@ -91,8 +92,3 @@ def _probe_logits(model: PreTrainedModel) -> Tensor:
     ids_N = torch.randint(rows, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
     with evaluating(model):
         return model(ids_N.to(model.device), use_cache=False).logits[0].float()
-
-
-def _median_change(before_NV: Tensor, after_NV: Tensor) -> float:
-    deviation_N = (before_NV - before_NV.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((after_NV - before_NV).norm(dim=-1) / deviation_N).median())

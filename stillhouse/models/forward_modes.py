@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from stillhouse.models.model_parts import text_config
+from stillhouse.models.families import text_config
 
 #: attributes of modules with a probability of dropout, or with the size of a router's noise
 _NOISE = re.compile(r"\w*drop\w*|\w*jitter_noise")
@@ -84,8 +84,8 @@ def uses_flash_attention(model: PreTrainedModel) -> bool:
 
 def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
     """Return bfloat16 for float32 weights with flash or variable-length attention, which need 16 bits; else None."""
-    of_16_bits = uses_flash_attention(model) or VARLEN in attention_name(model)
-    return torch.bfloat16 if of_16_bits and model.dtype == torch.float32 else None
+    needs_16_bits = uses_flash_attention(model) or VARLEN in attention_name(model)
+    return torch.bfloat16 if needs_16_bits and model.dtype == torch.float32 else None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from stillhouse.models.decoder import Decoder
+from stillhouse.models.families import layer_list, text_config
 from stillhouse.models.hidden_match import HiddenMatch, HiddenPair
 from stillhouse.models.layer_hooks import hidden_of, hooked
-from stillhouse.models.model_parts import layer_list, text_config
 
 
 def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: int, teacher_width: int) -> None:

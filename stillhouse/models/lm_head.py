@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stillhouse.models.dtensors import local
-from stillhouse.models.model_parts import LogitRule
+from stillhouse.models.families import LogitRule
 from stillhouse.objective import OutputHead, VocabShard
 from stillhouse.objective.terms import require_attribute
 

@@ -40,6 +40,7 @@ from stillhouse.display import name_list
 from stillhouse.libraries import reading
 from stillhouse.models.document_packing import PackingError, packing_errors
 from stillhouse.models.dtensors import local
+from stillhouse.models.families import Family, LogitRule
 from stillhouse.models.forward_modes import (
     VARLEN,
     attention_name,
@@ -51,7 +52,6 @@ from stillhouse.models.forward_modes import (
     uses_flash_attention,
 )
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
-from stillhouse.models.model_parts import LogitRule, layers_with_state
 from stillhouse.models.packed_attention import PackedAttention
 from stillhouse.models.varlen import require_varlen, single_document
 from stillhouse.objective import OutputHead
@@ -308,7 +308,7 @@ def _prove_separation(
     # if rows are joined to one, the last columns of a row depend on the first tokens of the next row at depths > 0
     end = probe.ids_BS.shape[1] - depth
     thirds = [(row, slice(probe.starts_B[row], end)) for row in range(_THIRD.start, _THIRD.stop)]
-    states = layers_with_state(model.config)
+    states = Family(model.config).layers_with_state
     layers = f" and layers that mix tokens without attention ({name_list(states)})" if states else ""
     # only row 0 has no other document before it, if the rows are joined to one row
     before = [(0, beginnings[0][1][0])]

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
 from stillhouse.models.dtensors import local
-from stillhouse.models.model_parts import backbone_name, has_position_table, max_positions, rope_parameters
+from stillhouse.models.families import Family, backbone_name, has_position_table
 from stillhouse.models.quantized import is_quantized
 
 
@@ -26,7 +26,7 @@ class NotFiniteError(ValueError):
         self.norm = norm
 
     @classmethod
-    def of_gradient(cls, norm: float) -> "NotFiniteError":
+    def in_gradient(cls, norm: float) -> "NotFiniteError":
         return cls(f"the gradient is not finite (norm {norm:g})", norm)
 
 
@@ -86,7 +86,10 @@ def check_finite_weights(module: nn.Module, which: str) -> None:
     """
     unsaved = unsaved_buffers(module)
     stored = {name for name, _ in module.named_buffers()} - {*unsaved}
-    for name, tensor in _floating(module):
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if not value.is_floating_point() or is_quantized(value):
+            continue
+        tensor = local(value)
         is_bad = tensor.isnan() if name in stored else ~tensor.isfinite()
         if not bool(is_bad.any()):
             continue
@@ -126,13 +129,13 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
     A table of learned positions has a fixed length. If rotary angles depend on the longest document of a forward pass
     (longrope, dynamic), the result of a document depends on the other documents of the pass.
     """
-    reach = max_positions(model.config)
+    reach = Family(model.config).max_positions
     if reach is not None and max_tokens > reach and has_position_table(model, reach):
         raise ValueError(
             f"{which} has learned positions for {reach} tokens: expected documents of at most {reach}, "
             f"got {max_tokens}"
         )
-    for rope in rope_parameters(model.config):
+    for rope in Family(model.config).rope_parameters:
         original = rope.get("original_max_position_embeddings") or reach
         if rope.get("rope_type") in ("longrope", "dynamic") and original and max_tokens > original:
             raise ValueError(
@@ -144,16 +147,10 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
 
 def warn_of_positions(model: PreTrainedModel, longest: int, which: str) -> list[str]:
     """Return one warning if a document of `longest` tokens exceeds max_position_embeddings, otherwise none."""
-    reach = max_positions(model.config)
+    reach = Family(model.config).max_positions
     if reach is None or longest <= reach:
         return []
     return [
         f"{which} has max_position_embeddings {reach:,}, and the longest document has {longest:,} tokens: what is "
         "beyond may be new to the model; lower data.max_tokens, or extend the model's positions (rope_scaling)"
     ]
-
-
-def _floating(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_floating_point() and not is_quantized(tensor):
-            yield name, local(tensor)

@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from stillhouse.models.families import text_config
 from stillhouse.models.model_checks import describe
-from stillhouse.models.model_parts import text_config
 
 _KEY = "tie_word_embeddings"
 

@@ -20,9 +20,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stillhouse.display import name_list
+from stillhouse.models.families import Family, text_config
 from stillhouse.models.forward_modes import VARLEN, autocast_dtype
 from stillhouse.models.model_checks import describe
-from stillhouse.models.model_parts import mixes_tokens_by_score, text_config
 
 #: the names of the lengths among the arguments of a backbone, as transformers' flash attention calls them
 VARLEN_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -71,7 +71,7 @@ def refusal_of_model(model: PreTrainedModel) -> str | None:
         return "its attention cannot be replaced"
     if config is not model.config and text_part(model.config) is None:
         return "its configuration has no language model as a direct part"
-    if getattr(config, "is_heterogeneous", False) or mixes_tokens_by_score(config):
+    if getattr(config, "is_heterogeneous", False) or Family(config).mixes_tokens_by_score:
         return "its layers differ in ways that the kernel does not know"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps its attention scores"
@@ -163,8 +163,11 @@ def attention(
         unsupported += _unsupported_windows(module, options)
     if unsupported:
         raise ValueError(f"attention '{VARLEN}' got {name_list(unsupported)}: expected another one, such as sdpa")
+    device, dtype = value_BGTD.device.type, value_BGTD.dtype
+    if torch.is_autocast_enabled(device):  # rotary embeddings in float32 make queries and keys float32
+        dtype = torch.get_autocast_dtype(device)
     query_THD, key_TGD, value_TGD = (
-        heads[0].transpose(0, 1).to(_operand_dtype(value_BGTD)) for heads in (query_BHTD, key_BGTD, value_BGTD)
+        heads[0].transpose(0, 1).to(dtype) for heads in (query_BHTD, key_BGTD, value_BGTD)
     )
     scale = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
     borders = (cu_seq_lens_q, max_length_q)
@@ -199,12 +202,6 @@ def _unsupported_windows(module: nn.Module, options: Mapping[str, Any]) -> list[
     if options.get("sliding_window") == expected and not is_missing:
         return []
     return [f"windows of {window} tokens in masks alone" if is_missing else "a window in a layer without one"]
-
-
-def _operand_dtype(value: Tensor) -> torch.dtype:
-    """Return the dtype of the products: rotary embeddings in float32 make queries and keys float32 under autocast."""
-    device = value.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
 
 
 def _padded(heads_TD: Tensor, width: int) -> Tensor:

@@ -14,7 +14,6 @@ from stillhouse.parallel.distributed_student import DistributedStudent, StageWei
 from stillhouse.parallel.early_messages import EarlyMessages
 from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights, copied_to, pin_weights
 from stillhouse.parallel.mesh import Degrees, Mesh, join
-from stillhouse.parallel.pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.ranks import (
     ONE_PROCESS,
     Ranks,
@@ -35,6 +34,7 @@ from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.sharded_loading import ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
 from stillhouse.parallel.teacher_head import DecoderHead, TeacherHead, TeacherHidden
+from stillhouse.parallel.teacher_student_pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
 
 __all__ = [
     "IN_STAGE",

@@ -31,11 +31,11 @@ from stillhouse.display import name_list
 from stillhouse.dry_run import replaceable
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
+from stillhouse.models.families import Family, layer_list, text_config
 from stillhouse.models.forward_modes import VARLEN
 from stillhouse.models.lm_head import PassThrough, input_embedding
-from stillhouse.models.model_parts import layer_list, shared_states, text_config
 from stillhouse.models.pretrained import auto_class
-from stillhouse.models.trained_parts import beside_language_model
+from stillhouse.models.vision_language import beside_language_model
 from stillhouse.parallel.backbone_recording import (
     IDS_BS,
     UNCUT,
@@ -142,7 +142,11 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
     backbone: Any = decoder.backbone
     embedding, layers = _children(decoder, name)
     images = tuple(beside_language_model(decoder))
-    _require_separate_weights(decoder, name)
+    owners: dict[int, int] = {}
+    for number, layer in enumerate(decoder.layers()):
+        for parameter in layer.parameters():
+            if (owner := owners.setdefault(id(parameter), number)) != number:
+                raise DependenceError(f"layers {owner} and {number} of {name} share weights: {UNCUT}")
     dtype, run = backbone.get_submodule(embedding).weight.dtype, RecordedRun(name, returns_tuple)
     for path in images:
         remove_part(backbone, path)
@@ -232,14 +236,6 @@ def _children(decoder: Decoder, name: str) -> tuple[str, str]:
     return names["an embedding"], names["one list of layers"]
 
 
-def _require_separate_weights(decoder: Decoder, name: str) -> None:
-    owners: dict[int, int] = {}
-    for number, layer in enumerate(decoder.layers()):
-        for parameter in layer.parameters():
-            if (owner := owners.setdefault(id(parameter), number)) != number:
-                raise DependenceError(f"layers {owner} and {number} of {name} share weights: {UNCUT}")
-
-
 @torch.no_grad()
 def _replace_weights(decoder: Decoder, layers: str, run: RecordedRun) -> None:
     """Replace layers and embeddings by recorders, and give random values to all other weights of the backbone."""
@@ -272,7 +268,7 @@ def _kept_states(config: PreTrainedConfig, run: RecordedRun) -> dict[int, int]:
     }
     if not keys:
         return {}
-    states = shared_states(config)
+    states = Family(config).shared_states
     if states is None:
         raise DependenceError(f"the layers of {run.name} share states in {name_list(keys)}: {UNCUT}")
     return states

@@ -94,11 +94,11 @@ class RecordedRun:
 
     def require_same(self, later: "RecordedRun") -> None:
         """Raise ValueError unless the layers of a later stage get the same arguments."""
-        for number, (arguments, of_later) in enumerate(zip(self.arguments, later.arguments, strict=True)):
+        for number, (arguments, later_arguments) in enumerate(zip(self.arguments, later.arguments, strict=True)):
             for key in arguments:
-                values, of_stage = _tensors(arguments[key]), _tensors(of_later.get(key))
-                pairs = zip(values, of_stage, strict=False)
-                if len(values) != len(of_stage) or not all(torch.equal(*pair) for pair in pairs):
+                values, stage_values = _tensors(arguments[key]), _tensors(later_arguments.get(key))
+                pairs = zip(values, stage_values, strict=False)
+                if len(values) != len(stage_values) or not all(torch.equal(*pair) for pair in pairs):
                     raise DependenceError(
                         f"layer {number} of {self.name} reads '{key}', which only the first stage can compute: "
                         f"{UNCUT}"

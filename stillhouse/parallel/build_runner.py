@@ -15,7 +15,6 @@ from stillhouse.parallel.apply import apply_parallelism
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.parallel.backbone_cut import is_cuttable, require_cuttable
 from stillhouse.parallel.mesh import Degrees, Mesh
-from stillhouse.parallel.pair import TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.run_layout import SCHEMES, Layout
 from stillhouse.parallel.runner import Runner
@@ -31,13 +30,14 @@ from stillhouse.parallel.stages import (
     require_training,
     split,
 )
+from stillhouse.parallel.teacher_student_pair import TeacherStudentPair
 
 
 def single_process_runner(student: Decoder, teacher: Decoder | None) -> Runner:
     """Return the runner of a single process with full models."""
     teacher_source = None if teacher is None else ModelSource(lambda: teacher, is_proven=True)
     student_source = ModelSource(lambda: student, is_proven=True)
-    mesh = Mesh(Degrees(), next(student.parameters()).device, of_one_process=True)
+    mesh = Mesh(Degrees(), next(student.parameters()).device, single_process=True)
     return build_runner(Layout(), mesh, student_source, teacher_source)
 
 
@@ -73,13 +73,13 @@ def build_runner(
             if pairs:  # each stage is cut from a separate copy of the model
                 student, teacher = _build(layout.degrees, *sources)
             stage = plan.stages[number]
-            of_student, of_teacher = plan.cuts
-            keep_layers(student, of_student, stage.student, first=stage.is_first, last=stage.is_last)
+            cut, teacher_cut = plan.cuts
+            keep_layers(student, cut, stage.student, first=stage.is_first, last=stage.is_last)
             if teacher_head_only and not stage.is_last:
                 teacher = None
             if teacher is not None:
-                assert of_teacher is not None
-                keep_layers(teacher, of_teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
+                assert teacher_cut is not None
+                keep_layers(teacher, teacher_cut, stage.teacher, first=stage.is_first, last=stage.is_last)
             pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
         runner = Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
     return runner
@@ -231,12 +231,12 @@ def _distributed(
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
                 continue
-            of_model = replace(layout, offload=layout.offload or source.offload)
+            model_layout = replace(layout, offload=layout.offload or source.offload)
             if decoder is not student:
-                of_model = replace(of_model, gather_dtype=None, residual_dtype=None)
+                model_layout = replace(model_layout, gather_dtype=None, residual_dtype=None)
             if not source.has_values:  # a plan counts the operations of the layers as they are written
-                of_model = replace(of_model, compile=False)
-            apply_parallelism(decoder, of_model, mesh)
+                model_layout = replace(model_layout, compile=False)
+            apply_parallelism(decoder, model_layout, mesh)
             if source.load_weights is not None:
                 source.load_weights(decoder)
     return pair

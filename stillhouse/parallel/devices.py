@@ -17,7 +17,8 @@ def choose_device(name: str) -> torch.device:
     rounds their operands to TF32, but not those of matrix products.
     """
     if name == "auto":
-        name = _best_kind()
+        has_mps = torch.backends.mps.is_available() and process_count() == 1
+        name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
     device, processes = torch.device(name), process_count()
     if device.type == "mps" and processes > 1:
         raise ValueError(f"got mps for {processes} processes, which cannot share it: expected cpu, or one process")
@@ -49,9 +50,3 @@ def use_deterministic_algorithms() -> None:
     # cuBLAS reads it before its first product; torch requires it
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-
-
-def _best_kind() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() and process_count() == 1 else "cpu"

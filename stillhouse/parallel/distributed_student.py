@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from stillhouse.data import StepMicroBatches
 from stillhouse.models import Decoder, initialize_lora
 from stillhouse.parallel.mesh import Mesh
-from stillhouse.parallel.pair import StageInputs
 from stillhouse.parallel.ranks import Ranks
 from stillhouse.parallel.run_layout import Layout
 from stillhouse.parallel.sharding import ShardedMicroBatches, shard_micro_batches
 from stillhouse.parallel.teacher_head import DecoderHead
 from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
+from stillhouse.parallel.teacher_student_pair import StageInputs
 
 
 @dataclass(frozen=True)

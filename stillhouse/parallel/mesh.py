@@ -58,7 +58,7 @@ class Mesh:
 
     A mesh of one process has no process groups and no device meshes; all its coordinates are 0. In a job of several
     processes, the constructor is a collective of all ranks of the job, including ranks that are not in the mesh. With
-    `of_one_process`, it is not a collective.
+    `single_process`, it is not a collective.
 
     weights: (pipeline, replicate, shard, tensor), the mesh of the weights.
     experts: (pipeline, replicate, shard, expert), the mesh of the experts' weights.
@@ -73,10 +73,10 @@ class Mesh:
     tokens: DeviceMesh
 
     @replaceable
-    def __init__(self, degrees: Degrees, device: torch.device, *, of_one_process: bool = False):
+    def __init__(self, degrees: Degrees, device: torch.device, *, single_process: bool = False):
         self.degrees, self.device = degrees, device
         self.pipelines: list[ProcessGroup] = []
-        self.has_groups = dist.is_initialized() and not of_one_process
+        self.has_groups = dist.is_initialized() and not single_process
         if not self.has_groups:
             assert degrees.processes == 1, f"{degrees} in one process"
             self.ranks = Ranks(None, device)

@@ -88,7 +88,7 @@ class StageWithConstants(PipelineStage):
         # in a V schedule, neighbouring stages can be on one rank, and gloo cannot send from a rank to itself
         return [message for message in super()._get_init_p2p_neighbors_ops() if message.group_peer != self.group_rank]
 
-    def _differentiable(self, of_outputs: Any, *, inverse: bool = False) -> tuple[Any, ...]:
+    def _differentiable(self, values: Any, *, inverse: bool = False) -> tuple[Any, ...]:
         """Select the outputs (or their gradients) that require a gradient; with `inverse`, all other outputs."""
-        pairs = zip(of_outputs, self.output_requires, strict=True)
+        pairs = zip(values, self.output_requires, strict=True)
         return tuple(value for value, requires in pairs if requires != inverse)

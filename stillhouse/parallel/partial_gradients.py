@@ -24,14 +24,14 @@ from torch.distributed.tensor import DTensor
 
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.dtensors import local
+from stillhouse.models.families import plan_name
 from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.lm_head import input_embedding
 from stillhouse.models.model_checks import describe
-from stillhouse.models.model_parts import plan_name
 from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
 from stillhouse.parallel.gradients import reduce_partial_grads
-from stillhouse.parallel.pair import StageInputs
 from stillhouse.parallel.runner import Runner
+from stillhouse.parallel.teacher_student_pair import StageInputs
 
 #: a relative difference between the ranks' gradients below `_EQUAL` is rounding, above `_PARTIAL` a partial gradient
 _EQUAL, _PARTIAL = 1e-2, 5e-2
@@ -94,14 +94,12 @@ def cross_entropies(number: int) -> OutputProcessor:
 def _copies(runner: Runner) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that have a gradient and are replicated over the tensor ranks."""
     for name, parameter in runner.named_parameters():
-        if parameter.grad is not None and not _is_sharded_over_tensor_ranks(parameter):
+        # expert ranks include the tensor ranks
+        is_sharded = any(
+            axis in ("tensor", "expert") and not placement.is_replicate() for axis, placement in _axes(parameter)
+        )
+        if parameter.grad is not None and not is_sharded:
             yield name, parameter
-
-
-def _is_sharded_over_tensor_ranks(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is sharded over the tensor ranks, or over expert ranks, which include the tensor ranks."""
-    axes = _axes(parameter)
-    return any(axis in ("tensor", "expert") and not placement.is_replicate() for axis, placement in axes)
 
 
 def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:

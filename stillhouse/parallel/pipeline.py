@@ -26,10 +26,10 @@ from stillhouse.models.dtensors import local
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.older_torch_stage import stage_class
-from stillhouse.parallel.pair import InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.run_layout import Scheme
 from stillhouse.parallel.stages import StagePlan
 from stillhouse.parallel.teacher_prefetch import Sends, TeacherPrefetch
+from stillhouse.parallel.teacher_student_pair import InStage, StageInputs, StageResults, TeacherStudentPair
 
 
 class Pipeline:

@@ -40,7 +40,7 @@ class Ranks:
         self.group, self.device = group, device
 
     @classmethod
-    def of_job(cls, device: torch.device) -> "Ranks":
+    def all_of_job(cls, device: torch.device) -> "Ranks":
         """Return all processes of the job; they must be connected already."""
         return cls(dist.group.WORLD if dist.is_initialized() else None, device)
 

@@ -20,11 +20,11 @@ from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.parallel.distributed_student import DistributedStudent, StageWeight
 from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
 from stillhouse.parallel.mesh import Mesh
-from stillhouse.parallel.pair import StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.run_layout import Layout
 from stillhouse.parallel.teacher_head import DecoderHead
 from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
+from stillhouse.parallel.teacher_student_pair import StageInputs, StageResults, TeacherStudentPair
 
 
 class Runner(DistributedStudent):

@@ -147,11 +147,13 @@ def read_weights(
         return read_tensor(files[stored], stored)
 
     for name, value in state.items():
-        if not name.startswith(prefix) or _is_initialised(decoder, name):
+        is_new_mtp = is_mtp(name) and bool(decoder.mtp and decoder.mtp.is_new)
+        is_initialised = is_lora(name) or decoder.is_of_layer_loss(name) or is_new_mtp
+        if is_initialised or not name.startswith(prefix):
             continue
         # first the other names: a folder with only the files of a head may lack the embedding's
-        of_all = [*(alias for alias, other in shared.items() if other == name), name]
-        candidates = [candidate for alias in of_all for candidate in checkpoint_names(decoder, alias)]
+        aliases = [*(alias for alias, other in shared.items() if other == name), name]
+        candidates = [candidate for alias in aliases for candidate in checkpoint_names(decoder, alias)]
         wanted = checkpoint_names(decoder, name)[0]
         if renamed is not None:
             candidates, wanted = [renamed(candidate) for candidate in candidates], renamed(wanted)
@@ -163,9 +165,9 @@ def read_weights(
         elif parts := parts_of_stack(decoder, wanted):
             experts, *slices = shard_slices(value)
             for number, expert in enumerate(local(value), start=experts.start):
-                of_expert = [part.replace("*", str(number)) for part in parts]
-                of_expert = [names.get(part) or part for part in of_expert]
-                _read_rows(expert, slices, value.shape[1:], of_expert, files, False)
+                stored_parts = [part.replace("*", str(number)) for part in parts]
+                stored_parts = [names.get(part) or part for part in stored_parts]
+                _read_rows(expert, slices, value.shape[1:], stored_parts, files, False)
         elif (converted := names.converted(wanted, read)) is not None:
             if converted.shape != value.shape:  # a stored part is missing; `copy_` would broadcast
                 raise ValueError(
@@ -178,12 +180,6 @@ def read_weights(
                 f"{folder} has no tensor '{wanted}', and none from which transformers makes it: expected the "
                 "names of the model itself or those of its released checkpoints"
             )
-
-
-def _is_initialised(decoder: Decoder, name: str) -> bool:
-    """Whether a tensor is initialised instead of read: it belongs to LoRA, a layer loss or new MTP layers."""
-    is_new_mtp = is_mtp(name) and bool(decoder.mtp and decoder.mtp.is_new)
-    return is_lora(name) or decoder.is_of_layer_loss(name) or is_new_mtp
 
 
 @torch.no_grad()

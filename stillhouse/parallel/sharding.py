@@ -10,7 +10,7 @@ from stillhouse.parallel.mesh import Degrees, Mesh
 class ShardedMicroBatches(list[MicroBatch]):
     """This process's micro-batches of a step, on its device. A context rank has only its columns of the sequences.
 
-    of_all_ranks: all micro-batches of the step, with full sequences; the same on every process.
+    all_ranks: all micro-batches of the step, with full sequences; the same on every process.
     uniform_shapes: see `padded_shapes`.
     on_cpu: the same micro-batches in host memory, which can be read without waiting for the device. None: `parts`.
     """
@@ -18,13 +18,13 @@ class ShardedMicroBatches(list[MicroBatch]):
     def __init__(
         self,
         parts: Sequence[MicroBatch],
-        of_all_ranks: StepMicroBatches,
+        all_ranks: StepMicroBatches,
         *,
         uniform_shapes: bool = False,
         on_cpu: Sequence[MicroBatch] | None = None,
     ):
         super().__init__(parts)
-        self.of_all_ranks, self.uniform_shapes = of_all_ranks, uniform_shapes
+        self.all_ranks, self.uniform_shapes = all_ranks, uniform_shapes
         self.on_cpu: Sequence[MicroBatch] = parts if on_cpu is None else on_cpu
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder
+from stillhouse.models.families import Family, is_of_experts
 from stillhouse.models.lm_head import PassThrough
-from stillhouse.models.model_parts import experts_per_token, is_of_experts
 from stillhouse.parallel.backbone_cut import AbsentLayer, BackboneCut, continue_with_received, remove_part, set_part
 
 
@@ -115,7 +115,7 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     """Estimate a model's cost: one multiplication per token for each element of a weight. The weights of experts are
     scaled by the share of experts that a token uses.
     """
-    layers, chosen = decoder.layers(), experts_per_token(decoder.config)
+    layers, chosen = decoder.layers(), Family(decoder.config).experts_per_token
     depths = 0 if decoder.mtp is None else decoder.mtp.depths
     named = [parameter for layer in layers for parameter in layer.named_parameters()]
     # the weights of a layer's experts are stacked: dim 0 is the expert
@@ -159,14 +159,14 @@ def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
 
 def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
     """Raise ValueError if hidden-state matching compares layers of student and teacher on different stages."""
-    for layer, of_teacher in (pair for loss in student.layer_losses.values() for pair in loss.layer_pairs):
+    for layer, teacher_layer in (pair for loss in student.layer_losses.values() for pair in loss.layer_pairs):
         stage = next(stage for stage in stages if layer in stage.student)
-        if of_teacher not in stage.teacher:
+        if teacher_layer not in stage.teacher:
             layers = stage.teacher
             expected = f"one of {layers.start} to {layers.stop - 1}" if layers else "a layer that is on its stage"
             raise ValueError(
                 f"layer {layer} of the student is on stage {stage.number + 1} of {stage.count}, and layer "
-                f"{of_teacher} of the teacher is not: hidden states are compared on one stage; expected "
+                f"{teacher_layer} of the teacher is not: hidden states are compared on one stage; expected "
                 f"{expected}, or fewer stages"
             )
 

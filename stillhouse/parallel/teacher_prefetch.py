@@ -120,7 +120,9 @@ class TeacherPrefetch:
         request: the number of the step's request; None: the step was not announced. runs: whether the step needs the
             teacher.
         """
-        next_request, following = self._take_announced(request)
+        for number in [number for number in self.announced if request is None or number <= request]:
+            del self.announced[number]
+        next_request, following = next(iter(self.announced.items()), (None, ()))
         if request is not None and self.next.request == request:
             self.now = self.next
         else:
@@ -153,12 +155,6 @@ class TeacherPrefetch:
             for number in range(done[self.rank], done[self.rank - 1]):
                 self.next.received[number] = self._receive(self.next.micro_batches[number])
         self.sends.wait()
-
-    def _take_announced(self, request: int | None) -> tuple[int | None, Sequence[MicroBatch]]:
-        """Drop the announcements up to this request (None: all). Return the next announcement; (None, ()): none."""
-        for number in [number for number in self.announced if request is None or number <= request]:
-            del self.announced[number]
-        return next(iter(self.announced.items()), (None, ()))
 
     def forget(self, request: int | None) -> None:
         """Drop the announcement of micro-batches that no training step will run."""

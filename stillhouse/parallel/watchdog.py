@@ -158,16 +158,13 @@ class Watchdog:
             now = time.monotonic()
             # this process was suspended, so all recorded times are too old
             if now - before > 3 * self._interval:
-                self._reset_times(now)
+                self._store_answered = self.state.since = now
+                for peer in self._peers.values():
+                    peer.since = now
             before = now
             fault = self._fault(now)
             if fault is not None and not self._stopped.is_set():
                 self._end(*fault)
-
-    def _reset_times(self, now: float) -> None:
-        self._store_answered = self.state.since = now
-        for peer in self._peers.values():
-            peer.since = now
 
     def _fault(self, now: float) -> tuple[str, set[int]] | None:
         """Return an error message and the ranks that cannot print it; None if there is no fault."""

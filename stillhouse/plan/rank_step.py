@@ -96,7 +96,7 @@ def _run(engine: Engine, requests: RequestedSteps, device: DeviceCounts) -> None
     """Run a step in the order of `loops/off_policy.py`."""
     with device.labelled(STUDENT_ACTIVATIONS):
         micro_batches, signals = next(requests)
-        output = engine.forward_backward(micro_batches, signals.result(), micro_batches.of_all_ranks.normalizer)
+        output = engine.forward_backward(micro_batches, signals.result(), micro_batches.all_ranks.normalizer)
     requests.build_next()
     with device.labelled(OPTIMIZER):
         engine.update(1e-5, output)

@@ -24,16 +24,17 @@ from torch._dynamo.utils import counters
 from torch.func import functional_call
 
 from stillhouse.display import name_list
-from stillhouse.models import Decoder, evaluating, model_parts
+from stillhouse.models import Decoder, evaluating
 from stillhouse.models.dtensors import gathered_tensor, local
+from stillhouse.models.families import is_of_experts
 from stillhouse.models.forward_modes import in_mode
 from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.load_proof import PLACE_TOLERANCE, Subject, compare, relative_errors
 from stillhouse.models.model_checks import describe
 from stillhouse.parallel.apply.compiled_layers import layers_not_compiled
 from stillhouse.parallel.gradients import reduce_partial_grads
-from stillhouse.parallel.pair import StageInputs
 from stillhouse.parallel.runner import Runner
+from stillhouse.parallel.teacher_student_pair import StageInputs
 
 #: the largest allowed error of a layer's update (output − input), relative to the update. Sharded and full layer sum
 #: in different orders, and in half precision also in different dtypes.
@@ -148,7 +149,7 @@ def layers_compared(
         expected = functional_call(unsharded.get_submodule(name), tensors, arguments, shadow_options)
         error_T = _allowed_errors(hidden_of(output), hidden_of(expected), input_BSD, precision or input_BSD.dtype)
         # with experts, the median: rounding can change a token's experts, which gives a large error for this token
-        has_experts = any(model_parts.is_of_experts(key) for key in tensors)
+        has_experts = any(is_of_experts(key) for key in tensors)
         error = error_T.quantile(0.5 if has_experts else 0.95)
         errors[name] = torch.maximum(error, errors.get(name, error))  # NaN stays NaN
 

@@ -22,8 +22,8 @@ from stillhouse.images.processor import ImageProcessor
 from stillhouse.images.prompts import ImagePrompts
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError, check_document_length, evaluating
+from stillhouse.models.families import Family
 from stillhouse.models.model_checks import describe
-from stillhouse.models.model_parts import row_windows
 from stillhouse.parallel import watchdog
 from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
 from stillhouse.rollout.sampler import EndOfCompletion, TokenSampler
@@ -103,7 +103,7 @@ class Generator:
             rounded up.
         """
         prompts = [len(request.prompt_ids) for request in requests]
-        equal_lengths = bool(row_windows(self.decoder.config))  # padding on the left would move these windows
+        equal_lengths = bool(Family(self.decoder.config).row_windows)  # padding on the left would move these windows
         limits = [self._limit(request) for request in requests]
         samplings = [self._sampling(request) for request in requests]
         kinds = list(dict.fromkeys(samplings))

@@ -103,7 +103,7 @@ class RunSetup:
             start(device, self.config.train.timeout)
         elif capabilities(self.config.parallel.engine).always_in_group:
             start_alone(device)
-        ranks = Ranks.of_job(device)
+        ranks = Ranks.all_of_job(device)
         self.warnings = require_same_configuration(self.values, ranks)
         return ranks
 

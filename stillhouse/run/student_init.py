@@ -16,8 +16,8 @@ from stillhouse.config.sections.student_section import StudentInitConfig
 from stillhouse.models import Decoder
 from stillhouse.models.decoder import HEAD_WEIGHT
 from stillhouse.models.dtensors import set_from_global
+from stillhouse.models.families import text_config
 from stillhouse.models.layer_numbers import layers_name
-from stillhouse.models.model_parts import text_config
 from stillhouse.models.pretrained import auto_class, parse_dtype, read_configuration
 from stillhouse.parallel import local_folder
 from stillhouse.parallel.sharded_loading import read_weights

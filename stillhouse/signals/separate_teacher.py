@@ -87,7 +87,7 @@ class SeparateTeacher(SignalSource):
 
         The signals are `TeacherHidden`. Processes without the student's last stage get no signals.
         """
-        return self.request_some(micro_batches, range(len(micro_batches.of_all_ranks)))
+        return self.request_some(micro_batches, range(len(micro_batches.all_ranks)))
 
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> ReadySignals:
@@ -124,7 +124,7 @@ class SeparateTeacher(SignalSource):
 
     def _shard(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> Sequence[MicroBatch]:
         """The chosen micro-batches, sharded for this process in the teacher's layout."""
-        all_micro_batches, has_all = micro_batches.of_all_ranks, len(chosen) == len(micro_batches.of_all_ranks)
+        all_micro_batches, has_all = micro_batches.all_ranks, len(chosen) == len(micro_batches.all_ranks)
         if not chosen:
             return ()
         if has_all and self._transfer is None:
@@ -160,7 +160,7 @@ class _HiddenTransfer:
 
         hidden: the teacher's hidden states that this process has computed
         """
-        student_mesh, step = self._student_mesh, micro_batches.of_all_ranks
+        student_mesh, step = self._student_mesh, micro_batches.all_ranks
         shapes = shapes_of(
             step.shapes_BS, chosen, self.mesh, student_mesh, uniform_shapes=micro_batches.uniform_shapes
         )

@@ -94,7 +94,7 @@ class SeveralTeachers(SignalSource):
         for batch in micro_batches.on_cpu:
             index, document_T = batch.valid_index, batch.document_T
             documents, place_C = document_T[index].unique(return_inverse=True)
-            names = [micro_batches.of_all_ranks.value(document, route) for document in documents.tolist()]
+            names = [micro_batches.all_ranks.value(document, route) for document in documents.tolist()]
             is_of = {
                 name: torch.tensor([other == name for other in names], dtype=torch.bool) for name in self.teachers
             }
@@ -106,7 +106,7 @@ class SeveralTeachers(SignalSource):
 
     def _numbers(self, view: ShardedMicroBatches, route: str, name: str) -> list[int]:
         """Return which micro-batches of all ranks have a document of this teacher, by their numbers."""
-        step = view.of_all_ranks
+        step = view.all_ranks
         return [
             number
             for number in range(len(step))
@@ -115,8 +115,8 @@ class SeveralTeachers(SignalSource):
 
     def _view(self, micro_batches: ShardedMicroBatches, name: str, rows: "_Rows | None") -> ShardedMicroBatches:
         """The micro-batches with one teacher's inputs and, with a route, only the rows of that teacher."""
-        step, view = micro_batches.of_all_ranks.for_teacher(name), micro_batches
-        if step is not micro_batches.of_all_ranks:
+        step, view = micro_batches.all_ranks.for_teacher(name), micro_batches
+        if step is not micro_batches.all_ranks:
             view = shard_micro_batches(step, self._student.mesh, uniform_shapes=micro_batches.uniform_shapes)
         if rows is None:
             return view
@@ -124,7 +124,7 @@ class SeveralTeachers(SignalSource):
             [replace(batch, valid_index=rows_of[name]) for batch, rows_of in zip(batches, rows_by_batch, strict=True)]
             for batches, rows_by_batch in ((view, rows.on_device), (view.on_cpu, rows.on_cpu))
         )
-        return ShardedMicroBatches(routed, view.of_all_ranks, uniform_shapes=view.uniform_shapes, on_cpu=on_cpu)
+        return ShardedMicroBatches(routed, view.all_ranks, uniform_shapes=view.uniform_shapes, on_cpu=on_cpu)
 
 
 class _Rows(NamedTuple):

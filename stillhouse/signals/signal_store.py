@@ -206,14 +206,14 @@ class StoredTeacher(SignalSource):
             position_C = micro_batch.position_ids_BS.flatten()[valid_index].numpy()
             for document in np.unique(document_C).tolist():
                 chosen = np.flatnonzero(document_C == document)
-                tokens, row_S = step.of_all_ranks.teacher_tokens(document, self._name)
+                tokens, row_S = step.all_ranks.teacher_tokens(document, self._name)
                 rows_C, ids_NK = row_S[position_C[chosen]], None
                 rows = range(int(rows_C.min()), int(rows_C.max()) + 1)
                 rows_C = rows_C - rows.start
                 if ids:
                     ids_NK = torch.full((len(rows), ids[number].shape[1]), -1, dtype=torch.int32)
                     ids_NK[rows_C] = ids[number][chosen]
-                images = step.of_all_ranks.document_images(document)
+                images = step.all_ranks.document_images(document)
                 wanted.append(DocumentRows(tokens, rows, ids_NK, images=images))
                 places.append((tensors, valid_index[chosen], rows_C))
         for (tensors, index_C, rows_C), stored in zip(places, self.store.read(wanted), strict=True):

@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import save_tokenizer
-from stillhouse.models import Decoder, model_parts
+from stillhouse.models import Decoder
 from stillhouse.models.checkpoint_names import checkpoint_names
+from stillhouse.models.families import HEAD_NAMES
 from stillhouse.models.lm_head import Head
 from stillhouse.models.weight_files import tensor_files
 from stillhouse.parallel import empty_decoder, load_weights
@@ -51,5 +52,5 @@ def files_of_head(folder: Path) -> list[str]:
     The folder may lack the files, but not the index, if there is one.
     """
     files = {name: path.name for name, path in tensor_files(folder, partial=True).items()}
-    head_files = {file for name, file in files.items() if name.rpartition(".")[0].endswith(model_parts.HEAD_NAMES)}
+    head_files = {file for name, file in files.items() if name.rpartition(".")[0].endswith(HEAD_NAMES)}
     return sorted(head_files or set(files.values()))

@@ -182,7 +182,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
         yield "running one step: the completions …"
         samples, micro_batches = first_rollouts(session, folder)
         yield from (_row(*row) for row in sample_rows(session, session.rollout.prompts, samples))
-        if not micro_batches.of_all_ranks.targets:
+        if not micro_batches.all_ranks.targets:
             yield _row("verdict", f"the first step {no_targets_in_words(session.rollout)}")
             return
     layers = engine.student.layout.compile
@@ -192,7 +192,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
         yield f"running one step{size}: the teacher's signals{compiles} …"
     asked, signals = _timed(lambda: session.models.source_for(engine).request(micro_batches).result())
     yield f"running one step{size}: forward and backward; {compiled} …"
-    normalizer = micro_batches.of_all_ranks.normalizer
+    normalizer = micro_batches.all_ranks.normalizer
     trained, output = _timed(lambda: engine.forward_backward(micro_batches, signals, normalizer))
     first = asked + trained
     norm = engine.gradient_norm()

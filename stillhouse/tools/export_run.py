@@ -26,7 +26,7 @@ from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint, stored_ten
 from stillhouse.config import RunConfig, StudentConfig, load_config
 from stillhouse.engine.state_folder import RANDOM
 from stillhouse.libraries import reading
-from stillhouse.models.model_parts import without_mtp
+from stillhouse.models.families import without_mtp
 from stillhouse.models.pretrained import auto_class, parse_dtype, read_configuration
 from stillhouse.output.disk import atomic_folder, file_names
 from stillhouse.output.folder import RunFolder

@@ -127,7 +127,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     require_attention(config.student, setup.teachers, device)
     data = setup.load_data()
     start(device, config.train.timeout)
-    one_process = Mesh(Degrees(), device, of_one_process=True)
+    one_process = Mesh(Degrees(), device, single_process=True)
     images = data.train.image_inputs is not None
     reference, source = in_one_process.engine(in_one_process.models(one_process, images=images), Layout())
     data = with_images_proven(data, reference, source)

@@ -216,5 +216,5 @@ def test_another_objective_compares_no_hidden_states(folder: Path) -> None:
     other = session.models.engine.with_losses(session.models.engine.objective)
     micro_batches = session.models.shard(session.schedule.step_schedule.micro_batches(session.data.train, 0))
     signals = session.models.source_for(other).request(micro_batches).result()
-    sums = other.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer).sums
+    sums = other.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer).sums
     assert sums == forward_backward(alone).sums

@@ -37,7 +37,7 @@ from stillhouse.images.proof import prove_images
 from stillhouse.models import Decoder, ProofError, document_packing
 from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.models.processors import cross_entropy
-from stillhouse.models.trained_parts import LANGUAGE, PROJECTOR, VISION, train_parts
+from stillhouse.models.vision_language import LANGUAGE, PROJECTOR, VISION, train_parts
 from stillhouse.parallel import Degrees, Layout, ModelSource
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.proofs.layouts import build_proven_runner

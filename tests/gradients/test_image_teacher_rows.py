@@ -206,10 +206,10 @@ def test_a_teacher_of_another_processor_reads_completions_of_the_student(folder:
     session = session_of(folder, **settings)
     _, step = first_rollouts(session, RunFolder(tmp_path / "out"))
     signals = session.models.source_for(session.models.engine).request(step).result()
-    normalizer = step.of_all_ranks.normalizer
+    normalizer = step.all_ranks.normalizer
     loss = session.models.engine.forward_backward(step, signals, normalizer).sums["loss"]
     actual = {"loss": torch.tensor(loss)} | named_gradients(session.models.student.pretrained)
-    documents = step.of_all_ranks.sequences.documents  # type: ignore[attr-defined]
+    documents = step.all_ranks.sequences.documents  # type: ignore[attr-defined]
     session.close()
     student, teacher = Plain(folder, "student"), Plain(folder, "teacher")
     total, pictured = torch.zeros((), dtype=torch.float64), 0

@@ -42,7 +42,7 @@ from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.objective.tile import chunks
 from stillhouse.objective.tile.tile import Tile
-from stillhouse.parallel.pair import distill_targets
+from stillhouse.parallel.teacher_student_pair import distill_targets
 
 
 def plain(spec: ObjectiveSpec, leaves: Leaves, batch: Batch, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

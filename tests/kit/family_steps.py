@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stillhouse.loops.session import Session
-from stillhouse.models.model_parts import text_config
+from stillhouse.models.families import text_config
 from stillhouse.models.pretrained import load_causal_lm
 
 

@@ -41,7 +41,7 @@ def skipped_on_all_ranks(rank: Rank, case: Case) -> tuple[float, dict[str, Tenso
     infinite = [("loss", torch.tensor(torch.inf))] if rank.number == 1 else []
     norm, states = 0.0, [state_of(engine)]
     for step, (micro_batches, signals) in enumerate(side.requests([StepMicroBatches(batches(case, 0))] * 2)):
-        output = engine.forward_backward(micro_batches, signals.result(), micro_batches.of_all_ranks.normalizer)
+        output = engine.forward_backward(micro_batches, signals.result(), micro_batches.all_ranks.normalizer)
         try:
             engine.update(1e-2, output if step == 0 else StepOutput(named=[*output.named, *infinite]))
         except NotFiniteError as error:

@@ -62,7 +62,7 @@ def one_process(student: Decoder, teacher: Decoder | None) -> Runner:
     if teacher is not None:
         return single_process_runner(student, teacher)
     source = ModelSource(lambda: student, is_proven=True, teacher_is_base=True)
-    return build_proven_runner(Layout(), Mesh(Degrees(), torch.device("cpu"), of_one_process=True), source, None)
+    return build_proven_runner(Layout(), Mesh(Degrees(), torch.device("cpu"), single_process=True), source, None)
 
 
 def require_frozen_base(engine: MegatronEngine, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

@@ -248,7 +248,7 @@ class Side:
         return RequestedSteps(self.source, (self.shard(step) for step in steps))
 
     def step(self, micro_batches: ShardedMicroBatches, signals: PendingSignals) -> dict[str, float]:
-        normalizer = micro_batches.of_all_ranks.normalizer
+        normalizer = micro_batches.all_ranks.normalizer
         sums = self.engine.forward_backward(micro_batches, signals.result(), normalizer).sums
         return {name: value for name, value in sums.items() if name != CHUNK_TOKENS}
 
@@ -372,7 +372,7 @@ def top_k(case: Case, micro_batch: MicroBatch) -> TopK:
 
 # meshes
 
-ONE = Mesh(Degrees(), torch.device("cpu"), of_one_process=True)
+ONE = Mesh(Degrees(), torch.device("cpu"), single_process=True)
 
 
 @cache

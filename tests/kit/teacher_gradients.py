@@ -39,7 +39,7 @@ def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], S
     live = session_of(folder, **settings)
     micro_batches = live.models.shard(live.schedule.step_schedule.micro_batches(live.data.train, 0))
     signals = [{TEACHER: signal(live, micro_batch)} for micro_batch in micro_batches]
-    output = live.models.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
+    output = live.models.engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
     return output.sums["loss"], named_gradients(live.models.student)
 
 

@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForImageTextToText, PreTrainedModel
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
 from stillhouse.engine.state_folder import WEIGHT, write_state
 from stillhouse.models import Decoder
-from stillhouse.models.model_parts import HEAD_NAMES
+from stillhouse.models.families import HEAD_NAMES
 from stillhouse.parallel import Degrees, empty_decoder, load_weights, single_process_runner
 from stillhouse.parallel.ranks import ONE_PROCESS
 from stillhouse.rollout.publish import publish

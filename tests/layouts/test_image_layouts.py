@@ -29,7 +29,7 @@ from stillhouse.images.staged_models import staged_models
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.dtensors import gathered_tensor
-from stillhouse.models.trained_parts import LANGUAGE, PROJECTOR, VISION, train_parts
+from stillhouse.models.vision_language import LANGUAGE, PROJECTOR, VISION, train_parts
 from stillhouse.parallel import Degrees, Layout, ModelSource, Runner, pair
 from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.signals import InStageTeacher

@@ -107,7 +107,7 @@ def train(family: str, step: int, engine: TorchEngine) -> float:
     """Train one step and return the norm of its gradient."""
     micro_batches = engine.student.shard(StepMicroBatches(batches(Case(Layout(), family), step)))
     engine.forward_backward(
-        micro_batches, [{TEACHER: IN_STAGE}] * len(micro_batches), micro_batches.of_all_ranks.normalizer
+        micro_batches, [{TEACHER: IN_STAGE}] * len(micro_batches), micro_batches.all_ranks.normalizer
     )
     if engine.student.layout.offload:
         assert {local(parameter.grad).device for parameter in engine.student.decoders[0].parameters()} == {CPU}

@@ -13,10 +13,10 @@ from kit.shard_ranks import Rank, on_ranks
 from transformers import PreTrainedModel
 
 from stillhouse.models import Decoder, document_packing
-from stillhouse.models.model_parts import LogitRule
+from stillhouse.models.families import LogitRule
 from stillhouse.objective import TEACHER
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, empty_decoder
-from stillhouse.parallel.pair import IN_STAGE
+from stillhouse.parallel.teacher_student_pair import IN_STAGE
 from stillhouse.proofs.layouts import ProbeForward, build_proven_runner
 
 

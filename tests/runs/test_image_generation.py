@@ -128,7 +128,7 @@ def test_the_first_step_on_prompts_with_images_has_the_log_probs_and_the_loss_of
         AutoModelForImageTextToText.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
         for name in ("student", "teacher")
     )
-    packed = step.of_all_ranks
+    packed = step.all_ranks
     assert isinstance(packed, PackedMicroBatches)
     documents, divergences, with_images = packed.sequences.documents, [], 0
     for number in range(len(documents)):

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Con
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.engine.schedule import make_step_schedule
-from stillhouse.models.trained_parts import train_parts
+from stillhouse.models.vision_language import train_parts
 from stillhouse.parallel import Mesh, ShardedMicroBatches, empty_decoder, shard_micro_batches
 from stillhouse.plan.device_counts import DeviceCounts, StepCounts
 from stillhouse.plan.fake_cuda import FakeCudaMode
@@ -76,7 +76,7 @@ def _documents(tokens: int, length: int) -> Documents:
 
 
 def _run(engine: Any, source: Any, step: ShardedMicroBatches) -> None:
-    output = engine.forward_backward(step, source.request(step).result(), step.of_all_ranks.normalizer)
+    output = engine.forward_backward(step, source.request(step).result(), step.all_ranks.normalizer)
     _ = output.sums
     engine.update(1e-5)
 

@@ -124,7 +124,7 @@ def first_step(session: Session) -> tuple[ShardedMicroBatches, Documents, list[i
         _, micro_batches = first_rollouts(session, RunFolder(Path(str(session.values["out"]))))
     else:
         micro_batches = session.models.shard(session.schedule.step_schedule.micro_batches(session.data.train, 0))
-    whole: Any = micro_batches.of_all_ranks
+    whole: Any = micro_batches.all_ranks
     assert isinstance(whole, StepMicroBatches)
     chosen = sorted(document for number in range(len(whole)) for document in whole.documents_of(number))
     return micro_batches, whole.sequences.documents, chosen
@@ -157,7 +157,7 @@ def test_gradients_and_held_out_divergence_are_those_of_whole_logits(case: Case)
     micro_batches, documents, chosen = first_step(session)
     held_out = evaluate(session)["eval/forward_kl"]
     signals = session.models.source_for(session.models.engine).request(micro_batches).result()
-    loss = session.models.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer).sums[
+    loss = session.models.engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer).sums[
         "loss"
     ]
     actual = named_gradients(session.models.student.pretrained)

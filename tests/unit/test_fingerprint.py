@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit.runs import save_model
 
-from stillhouse.models import fingerprint, model_fingerprint
+from stillhouse.models import model_fingerprint, weight_files
 
 
 def scale_rows(model: Any) -> None:
@@ -31,7 +31,7 @@ def test_a_few_rows_of_a_small_model_change_it(tmp_path: Path) -> None:
 
 def test_samples_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed value in any trained tensor changes the hash, and so does another name or size of a tensor."""
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(weight_files, "WHOLE_BYTES", 0)
     plain = model_fingerprint(save_model(tmp_path / "plain", tied=False))
     assert plain == model_fingerprint(save_model(tmp_path / "same", tied=False))
     names = [name for name, _ in torch.nn.Module.named_parameters(_model(tmp_path / "plain"))]
@@ -64,7 +64,7 @@ def test_files_that_are_not_read_do_not_change_the_hash(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 9, b"\x02\0\0\0\0\0\0\0[]", b'\x0b\0\0\0\0\0\0\0{"a": true}'])
 def test_a_file_that_is_no_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", -1)
+    monkeypatch.setattr(weight_files, "WHOLE_BYTES", -1)
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"model.safetensors is not a safetensors file"):
         model_fingerprint(tmp_path)

@@ -9,8 +9,8 @@ from stillhouse.config import StudentConfig, TeacherConfig, as_config_error
 from stillhouse.data import MicroBatch
 from stillhouse.engine.parts.loss_part import LayerTerm, LossPart, LossSections
 from stillhouse.models import Decoder, HiddenMatchLoss, HiddenPair, match_hidden, recorded
+from stillhouse.models.families import text_config
 from stillhouse.models.hidden_match import HiddenMatch
-from stillhouse.models.model_parts import text_config
 from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import DistributedStudent
 from stillhouse.parallel.layer_loss_interface import HookedLoss

@@ -21,6 +21,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.engine.parts.loss_part import LossPart, LossSections
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder
+from stillhouse.models.families import Family
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
@@ -113,9 +114,9 @@ class MtpLoss(LossPart):
         assert mtp is not None
         with as_config_error(self.key):
             require_feature("multi-token prediction")
-        from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
+        from stillhouse.models.mtp import add_mtp, freeze_main
 
-        declared = declared_depths(decoder.config) if mtp.init == "auto" else 0
+        declared = Family(decoder.config).declared_depths if mtp.init == "auto" else 0
         if declared not in (0, mtp.depths):
             raise ConfigError(
                 "student.mtp.depths",

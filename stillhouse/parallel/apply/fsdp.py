@@ -46,7 +46,10 @@ def apply_fsdp(
     # pinned memory needs a GPU; the GPU can then copy while it computes
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     shard = partial(fully_shard, offload_policy=policy)
-    inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
+    precision = MixedPrecisionPolicy()
+    if gather_dtype is not None:  # hidden states keep their dtype between the layers, as they do under autocast
+        precision = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
+    inner = partial(shard, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     for module in experts:  # before the layers that contain them
         assert expert_mesh is not None
         inner(module, mesh=expert_mesh, shard_placement_fn=partial(_expert_placement, expert_mesh))
@@ -93,9 +96,9 @@ def _by_shared_weights(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
     groups: list[tuple[set[int], list[nn.Module]]] = []
     for layer in layers:
         weights, members = {id(parameter) for parameter in layer.parameters()}, [layer]
-        for others, of_group in [group for group in groups if group[0] & weights]:
-            groups.remove((others, of_group))
-            weights, members = weights | others, of_group + members
+        for others, group_members in [group for group in groups if group[0] & weights]:
+            groups.remove((others, group_members))
+            weights, members = weights | others, group_members + members
         groups.append((weights, members))
     return [members for _, members in groups]
 
@@ -107,10 +110,3 @@ def _expert_placement(mesh: DeviceMesh, weight: nn.Parameter) -> Shard:
     """
     processes = mesh["shard"].size() if mesh.ndim > 1 else mesh.size()
     return Shard(0 if len(local(weight)) % processes == 0 else 1)
-
-
-def _precision(gather_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    if gather_dtype is None:
-        return MixedPrecisionPolicy()
-    # hidden states keep their dtype between the layers, as they do under autocast
-    return MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)

@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from stillhouse.models import Decoder, model_parts
+from stillhouse.models import Decoder
 from stillhouse.models.adapter import lora_parts
+from stillhouse.models.families import HEADS, MATRIX_SIZES, Family, is_of_experts, plan_name, text_config
 from stillhouse.models.lm_head import Head, input_embedding
-from stillhouse.models.model_parts import is_of_experts, plan_name
 from stillhouse.objective import VocabShard
 
 #: torch's styles by their names in transformers
@@ -52,7 +52,10 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
         )
     for name, module in [*decoder.language_model.named_modules(), *_mtp_modules(decoder)]:
         if style := plan.get(plan_name(name)):
-            for matrix in _matrices(module, style):
+            parts = lora_parts(module)
+            # of an adapter, only A or B has the sharded dim
+            factor = "lora_A" if style.startswith("rowwise") else "lora_B"
+            for matrix in [parts["base_layer"], parts[factor]] if parts else [module]:
                 parallelize_module(matrix, mesh, STYLES[style]())
                 if style.startswith("rowwise"):
                     matrix.register_forward_hook(_local_output)
@@ -77,8 +80,8 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
 
     Raises ValueError if there is no plan that is supported here, or if the degree does not divide the model's sizes.
     """
-    config = model_parts.text_config(decoder.config)
-    plan = model_parts.parallel_plan(config, "tp")
+    config = text_config(decoder.config)
+    plan = Family(config).parallel_plan("tp")
     if not plan:
         raise ValueError(
             f"model type '{config.model_type}' has no tensor-parallel plan in transformers: expected tensor=1"
@@ -91,12 +94,12 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
             f"the tensor-parallel plan of model type '{config.model_type}' uses {', '.join(unknown)}, which is not "
             f"supported here (but {', '.join(STYLES)} are): expected tensor=1"
         )
-    if size := model_parts.indivisible_size(config, model_parts.MATRIX_SIZES, degree):
+    if size := Family(config).indivisible_size(MATRIX_SIZES, degree):
         raise ValueError(
             f"tensor={degree} does not divide the model's {size[0]}={size[1]} (model type '{config.model_type}'): "
             "expected a divisor of it"
         )
-    if model_parts.mixes_columns(config):
+    if Family(config).mixes_columns:
         raise ValueError(
             f"model type '{config.model_type}' chooses activations by their mean over all columns of a matrix "
             "(activation_sparsity_pattern), of which a tensor rank has a part: expected tensor=1"
@@ -116,10 +119,10 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
 
     Examples are a norm's weight [heads, width of a head] in Cohere and a parameter [heads] in Doge.
     """
-    config = model_parts.text_config(decoder.config)
+    config = text_config(decoder.config)
     counts: set[int | None] = set()
-    for heads_name in model_parts.HEADS:
-        size = model_parts.sizes(config, heads_name)
+    for heads_name in HEADS:
+        size = Family(config).sizes(heads_name)
         counts.update(size if isinstance(size, list) else [size])
     for name, module in decoder.language_model.named_modules():
         if ".self_attn" not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:
@@ -179,14 +182,6 @@ class _LocalTensor(torch.autograd.Function):
 def _local_output(_: nn.Module, __: Any, output: Any) -> Tensor:
     """A forward hook of a matrix that is sharded by rows: a family may add to its output in place (Llama 4)."""
     return _LocalTensor.apply(output)
-
-
-def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
-    """Return the matrices of a linear layer to shard; of an adapter, only A or B, which has the sharded dim."""
-    parts = lora_parts(layer)
-    if not parts:
-        return [layer]
-    return [parts["base_layer"], parts["lora_A" if style.startswith("rowwise") else "lora_B"]]
 
 
 def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:

@@ -22,7 +22,8 @@ from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.libraries import reading
-from stillhouse.models import model_fingerprint, model_parts
+from stillhouse.models import model_fingerprint
+from stillhouse.models.families import text_config
 from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo, server_api
 from stillhouse.serving.client.download import download_teacher
 from stillhouse.serving.client.http_client import HttpAnswer
@@ -229,7 +230,7 @@ def _connected(
     if folder is not None:
         with reading(f"{folder}: its configuration cannot be read"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            text = model_parts.text_config(config)
+            text = text_config(config)
             columns, rows = int(text.hidden_size), int(text.vocab_size)
             dtype = str(config.dtype or "float32").removeprefix("torch.")
         if width not in (0, columns) or vocabulary not in (None, rows):

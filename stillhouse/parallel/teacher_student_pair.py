@@ -142,7 +142,12 @@ class TeacherStudentPair(nn.Module):
         if in_stage is not None and self.student.has_head:
             assert teacher_BSE is not None
             assert len(signals) == 1, "a teacher in the stages is the only one"
-            signals = {in_stage: self._exact(teacher_BSE)}
+            teacher_TE, head = teacher_BSE.flatten(0, 1), self.teacher_head
+            if self.teacher_is_base:
+                signals = {in_stage: StudentHidden(teacher_TE)}
+            else:
+                assert head is not None
+                signals = {in_stage: TeacherHidden(teacher_TE, head)}
         arguments = model_inputs(micro_batch, student_BSD)
         context = distill_targets(micro_batch, signals) if self.student.has_head else None
         with ExitStack() as running:
@@ -166,14 +171,6 @@ class TeacherStudentPair(nn.Module):
         base = without_lora(teacher) if self.teacher_is_base else nullcontext()
         with torch.no_grad(), evaluating(teacher), base, autocast(device, dtype):
             return micro_batch.in_student_rows(teacher(**inputs, head=False))
-
-    def _exact(self, hidden_BSE: Tensor) -> Signal:
-        """Return the exact signal. hidden_BSE: the teacher's hidden states after its final norm."""
-        if self.teacher_is_base:
-            return StudentHidden(hidden_BSE.flatten(0, 1))
-        head = self.teacher_head
-        assert head is not None
-        return TeacherHidden(hidden_BSE.flatten(0, 1), head)
 
     @property
     def _teacher_layers(self) -> Decoder:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from stillhouse.display import name_list
+from stillhouse.models.families import outermost_lists, text_config
 from stillhouse.models.layer_hooks import hooked
 from stillhouse.models.lm_head import input_embedding
 from stillhouse.models.model_checks import describe
-from stillhouse.models.model_parts import outermost_lists, text_config
 
 LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
 
@@ -26,14 +26,14 @@ def train_parts(decoder: Any, parts: Collection[str]) -> None:
 
     Raises ValueError, naming the model, if it has no such part.
     """
-    of_parts = _image_parts(decoder)
-    if missing := [part for part in parts if part != LANGUAGE and not of_parts.get(part)]:
-        present = [LANGUAGE, *(part for part in (PROJECTOR, VISION) if of_parts.get(part))]
+    by_part = _image_parts(decoder)
+    if missing := [part for part in parts if part != LANGUAGE and not by_part.get(part)]:
+        present = [LANGUAGE, *(part for part in (PROJECTOR, VISION) if by_part.get(part))]
         raise ValueError(
             f"{describe(decoder.pretrained)} has no part that is its {name_list(missing)}: expected some of "
             f"{name_list(present)}"
         )
-    trained = {id(parameter) for part in parts for parameter in of_parts.get(part, ())}
+    trained = {id(parameter) for part in parts for parameter in by_part.get(part, ())}
     outside = {id(parameter) for parameter in image_parameters(decoder)}
     for parameter in decoder.parameters():
         if not (id(parameter) in trained if id(parameter) in outside else LANGUAGE in parts):
@@ -89,17 +89,15 @@ def _image_parts(decoder: Any) -> dict[str, list[nn.Parameter]]:
     if tower is None:
         return {}
     names = {id(module): name for name, module in decoder.backbone.named_modules()}
-    projectors = [
-        part for part in beside if part is not tower and "audio" not in names.get(id(part), "") and _has_weights(part)
-    ]
+    projectors = [part for part in beside if part is not tower and "audio" not in names.get(id(part), "")]
     projectors = projectors or _last_parts(tower, text_config(decoder.config).hidden_size)
     projector = [
         parameter
         for part in projectors
         for parameter in ([part] if isinstance(part, nn.Parameter) else part.parameters())
     ]
-    of_projector = {id(parameter) for parameter in projector}
-    return {PROJECTOR: projector, VISION: [weight for weight in tower.parameters() if id(weight) not in of_projector]}
+    in_projector = {id(parameter) for parameter in projector}
+    return {PROJECTOR: projector, VISION: [weight for weight in tower.parameters() if id(weight) not in in_projector]}
 
 
 def _last_parts(tower: nn.Module, width: int) -> list[nn.Module]:
@@ -117,10 +115,6 @@ def _ends_in(module: nn.Module, width: int) -> bool:
     return (
         bool(matrices) and matrices[-1].out_features == width and not any(isinstance(part, first) for part in parts)
     )
-
-
-def _has_weights(part: Any) -> bool:
-    return isinstance(part, nn.Parameter) or next(part.parameters(), None) is not None
 
 
 class _Reached(torch.autograd.Function):

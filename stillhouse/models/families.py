@@ -37,6 +37,103 @@ def text_config(config: PreTrainedConfig) -> Any:
     return config.get_text_config()
 
 
+class Family:
+    """What a configuration says of its model's layers, positions, experts, MTP layers and plans.
+
+    text: the part of the configuration that is the language model's.
+    """
+
+    def __init__(self, config: PreTrainedConfig):
+        self.text = text_config(config)
+
+    @property
+    def row_windows(self) -> list[str]:
+        """The layer types whose attention depends on a token's column in its row."""
+        scaled = ["attn_temperature_tuning"] if getattr(self.text, "attn_temperature_tuning", None) else []
+        return sorted(_WINDOWS & set(getattr(self.text, "layer_types", None) or ())) + scaled
+
+    @property
+    def layers_with_state(self) -> list[str]:
+        """The layer types that mix tokens without attention, by a state or a convolution."""
+        return sorted(_STATES & set(getattr(self.text, "layer_types", None) or ()))
+
+    @property
+    def max_positions(self) -> int | None:
+        return getattr(self.text, "max_position_embeddings", None)
+
+    @property
+    def rope_parameters(self) -> list[dict[str, Any]]:
+        """The rotary settings: one dict for all layers, or one dict per kind of layer."""
+        parameters = getattr(self.text, "rope_parameters", None) or {}
+        nested = [values for values in parameters.values() if isinstance(values, dict)]
+        return nested or [parameters]
+
+    @property
+    def experts_per_token(self) -> int:
+        """The number of experts that each token chooses in a layer; 1 for a model without experts."""
+        return getattr(self.text, "num_experts_per_tok", None) or getattr(self.text, "top_k_experts", None) or 1
+
+    @property
+    def declares_mtp(self) -> bool:
+        """Whether transformers itself implements MTP layers for the family."""
+        return hasattr(type(self.text), "num_mtp_layers")
+
+    @property
+    def declared_depths(self) -> int:
+        """The number of MTP layers according to a configuration; 0 if the configuration has no such number."""
+        return getattr(self.text, "num_mtp_layers", None) or 0
+
+    @property
+    def mtp_prefixes(self) -> list[str]:
+        """For each depth, the prefix of its layer's names in a checkpoint with this configuration."""
+        layers = self.text.num_hidden_layers
+        return [f"model.layers.{layers + depth}." for depth in range(self.declared_depths)]
+
+    @property
+    def shared_states(self) -> dict[int, int] | None:
+        """The earlier layer of its kind whose keys and values a layer reads, by layer; None if that is not known."""
+        if (modes := getattr(self.text, "kv_sharing_modes", None)) is None:
+            return None
+        if any(mode not in (None, "store", "reuse") for mode in modes):
+            return None
+        stored: dict[str, int] = {}
+        states: dict[int, int] = {}
+        for number, (mode, kind) in enumerate(zip(modes, self.text.layer_types, strict=True)):
+            if mode == "store":
+                stored[kind] = number
+            elif mode == "reuse":
+                states[number] = stored[kind]
+        return states
+
+    @property
+    def mixes_tokens_by_score(self) -> bool:
+        """Whether attention selects tokens by scores over a whole sequence (`index_topk`)."""
+        return getattr(self.text, "index_topk", None) is not None
+
+    @property
+    def mixes_columns(self) -> bool:
+        """Whether activations are chosen by the mean over a matrix's columns (`activation_sparsity_pattern`)."""
+        return any(getattr(self.text, "activation_sparsity_pattern", None) or ())
+
+    def parallel_plan(self, kind: str) -> dict[str, Any]:
+        """Return transformers' plan "tp", "ep" or "pp" by generic names (`plan_name`); empty without such a plan."""
+        return getattr(self.text, f"base_model_{kind}_plan", None) or {}
+
+    def sizes(self, name: str) -> Any:
+        """Return a size of the model, or a list of its layers' sizes if they can differ; None without this size."""
+        if not getattr(self.text, "is_heterogeneous", False):
+            return getattr(self.text, name, None)
+        return [getattr(layer, name, None) for layer in self.text.per_layer_config]
+
+    def indivisible_size(self, names: Sequence[str], ranks: int) -> tuple[str, Any] | None:
+        """Return (name, value) of the first size that `ranks` does not divide, or None. A value may be a list."""
+        for name in names:
+            size = self.sizes(name)
+            if any(count is not None and count % ranks for count in (size if isinstance(size, list) else [size])):
+                return name, size
+        return None
+
+
 def backbone_name(model: PreTrainedModel) -> str | None:
     """Return the name of the module that computes the hidden states that the head gets; None if there is none.
 
@@ -78,18 +175,6 @@ def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
             yield child
         else:
             yield from outermost_lists(child)
-
-
-def row_windows(config: PreTrainedConfig) -> list[str]:
-    """Return the layer types whose attention depends on a token's column in its row."""
-    text = text_config(config)
-    scaled = ["attn_temperature_tuning"] if getattr(text, "attn_temperature_tuning", None) else []
-    return sorted(_WINDOWS & set(getattr(text, "layer_types", None) or ())) + scaled
-
-
-def layers_with_state(config: PreTrainedConfig) -> list[str]:
-    """Return the layer types that mix tokens without attention, by a state or a convolution."""
-    return sorted(_STATES & set(getattr(text_config(config), "layer_types", None) or ()))
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Any) -> tuple[int, ...]:
@@ -140,22 +225,11 @@ def _end_ids(config: GenerationConfig | None) -> set[int]:
     return {int(number) for number in (named if isinstance(named, list | tuple) else [named]) if number is not None}
 
 
-def max_positions(config: PreTrainedConfig) -> int | None:
-    return getattr(text_config(config), "max_position_embeddings", None)
-
-
 def has_position_table(model: PreTrainedModel, positions: int) -> bool:
     """Whether an embedding other than the token embedding has `positions` rows, or two more at most (OPT)."""
     tokens = model.get_input_embeddings()
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
     return any(positions <= table.num_embeddings <= positions + 2 for table in tables)
-
-
-def rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the rotary settings: one dict for all layers, or one dict per kind of layer."""
-    parameters = getattr(text_config(config), "rope_parameters", None) or {}
-    nested = [values for values in parameters.values() if isinstance(values, dict)]
-    return nested or [parameters]
 
 
 @dataclass(frozen=True)
@@ -191,95 +265,25 @@ def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     return ()
 
 
-def experts_per_token(config: PreTrainedConfig) -> int:
-    """Return the number of experts that each token chooses in a layer; 1 for a model without experts."""
-    text = text_config(config)
-    return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
-
-
 def is_of_experts(name: str) -> bool:
     """Whether the module or tensor with this name is a stack of experts, or a part of such a stack."""
     return "experts" in name.split(".")
 
 
-def declares_mtp(config: PreTrainedConfig) -> bool:
-    """Whether transformers itself implements MTP layers for the family."""
-    return hasattr(type(text_config(config)), "num_mtp_layers")
-
-
-def declared_depths(config: PreTrainedConfig) -> int:
-    """Return the number of MTP layers according to a configuration; 0 if the configuration has no such number."""
-    return getattr(text_config(config), "num_mtp_layers", None) or 0
-
-
-def mtp_prefixes(config: PreTrainedConfig) -> list[str]:
-    """Return, for each depth, the prefix of its layer's names in a checkpoint with this configuration."""
-    layers = text_config(config).num_hidden_layers
-    return [f"model.layers.{layers + depth}." for depth in range(declared_depths(config))]
-
-
 def without_mtp(config: PreTrainedConfig) -> list[str]:
     """Remove the MTP layers from a configuration, and return the prefixes of their names in the checkpoint."""
-    prefixes, text = mtp_prefixes(config), text_config(config)
+    family = Family(config)
+    prefixes = family.mtp_prefixes
     if prefixes:
-        text.num_mtp_layers = 0
+        family.text.num_mtp_layers = 0
     for kinds in ("mtp_layer_types", "mtp_mlp_layer_types"):
-        text.__dict__.pop(kinds, None)
+        family.text.__dict__.pop(kinds, None)
     return prefixes
-
-
-def parallel_plan(config: PreTrainedConfig, kind: str) -> dict[str, Any]:
-    """Return transformers' plan "tp", "ep" or "pp" by generic names (`plan_name`); empty if there is no such plan."""
-    return getattr(text_config(config), f"base_model_{kind}_plan", None) or {}
 
 
 def plan_name(name: str) -> str:
     """Return a module's name as plans write it: with * in place of a layer's number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def sizes(config: PreTrainedConfig, name: str) -> Any:
-    """Return a size of a configuration, or a list of the layers' sizes if they can differ; None without this size."""
-    text = text_config(config)
-    if not getattr(text, "is_heterogeneous", False):
-        return getattr(text, name, None)
-    return [getattr(of_layer, name, None) for of_layer in text.per_layer_config]
-
-
-def indivisible_size(config: PreTrainedConfig, names: Sequence[str], ranks: int) -> tuple[str, Any] | None:
-    """Return (name, value) of the first size that `ranks` does not divide, or None. A value may be a list."""
-    for name in names:
-        size = sizes(config, name)
-        if any(count is not None and count % ranks for count in (size if isinstance(size, list) else [size])):
-            return name, size
-    return None
-
-
-def shared_states(config: PreTrainedConfig) -> dict[int, int] | None:
-    """Return, by layer, the earlier layer of its kind whose keys and values it reads; None if that is not known."""
-    text = text_config(config)
-    if (modes := getattr(text, "kv_sharing_modes", None)) is None:
-        return None
-    if any(mode not in (None, "store", "reuse") for mode in modes):
-        return None
-    stored: dict[str, int] = {}
-    states: dict[int, int] = {}
-    for number, (mode, kind) in enumerate(zip(modes, text.layer_types, strict=True)):
-        if mode == "store":
-            stored[kind] = number
-        elif mode == "reuse":
-            states[number] = stored[kind]
-    return states
-
-
-def mixes_tokens_by_score(config: PreTrainedConfig) -> bool:
-    """Whether attention selects tokens by scores over a whole sequence (`index_topk`)."""
-    return getattr(text_config(config), "index_topk", None) is not None
-
-
-def mixes_columns(config: PreTrainedConfig) -> bool:
-    """Whether activations are chosen by their mean over all columns of a matrix (`activation_sparsity_pattern`)."""
-    return any(getattr(text_config(config), "activation_sparsity_pattern", None) or ())
 
 
 def _number(config: PreTrainedConfig, name: str, absent: float) -> float:
