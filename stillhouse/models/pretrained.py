@@ -7,7 +7,7 @@ these cases raise a ValueError before transformers reads anything. For a damaged
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,15 +110,20 @@ def load_causal_lm(
                 require_quantized(model, quantize, name_or_path, revision)
             else:
                 require_rounding(model)  # the folder may have quantized weights
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(
-            f"{what} lacks {len(missing)} of the weights of a {type(model).__name__}, first '{missing[0]}': "
-            "expected the checkpoint of a whole causal language model, head included"
-        )
+    _require_all_weights(what, model, report["missing_keys"])
     # tests check the buffers of transformers' own families
     if type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
         initialize_buffers(model, model)
     return model if quantize is not None or device is None else model.to(device)
+
+
+def _require_all_weights(what: str, model: PreTrainedModel, missing: Collection[str]) -> None:
+    if missing:
+        names = sorted(missing)
+        raise ValueError(
+            f"{what} lacks {len(names)} of the weights of a {type(model).__name__}, first '{names[0]}': "
+            "expected the checkpoint of a whole causal language model, head included"
+        )
 
 
 def read_configuration(

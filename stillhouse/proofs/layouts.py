@@ -33,12 +33,12 @@ from stillhouse.parallel.apply.context_parallel import NextTokens, gather_sequen
 from stillhouse.parallel.build_runner import build_runner
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 from stillhouse.parallel.mesh import Mesh
-from stillhouse.parallel.partial_gradients import cross_entropies, partial_gradients
 from stillhouse.parallel.run_layout import Layout
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_loading import ModelSource
 from stillhouse.parallel.teacher_student_pair import IN_STAGE, StageInputs, model_inputs
 from stillhouse.proofs.layers import layers_compared, prove_compiled, require_equal_layers
+from stillhouse.proofs.partial_gradients import cross_entropies, partial_gradients
 
 
 class _Hidden(NamedTuple):

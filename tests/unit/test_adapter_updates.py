@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stillhouse.models import Decoder
-from stillhouse.models.adapter import add_lora, initialize_lora
-from stillhouse.models.saved_lora import ADAPTER_CONFIG
+from stillhouse.models.adapter import ADAPTER_CONFIG, add_lora, initialize_lora
 from stillhouse.parallel import single_process_runner
 from stillhouse.rollout.publish import publish, version_folder
 from stillhouse.rollout.published_folder import MANIFEST, AdapterBase

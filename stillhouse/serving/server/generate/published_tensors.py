@@ -14,10 +14,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, element_count
-from stillhouse.models.adapter import saved_lora_name
+from stillhouse.models.adapter import ADAPTER_CONFIG, LoraOptions, expected_lora, saved_lora_name
 from stillhouse.models.checkpoint_names import StoredNames, parts_of_stack, saved_names
 from stillhouse.models.model_checks import describe
-from stillhouse.models.saved_lora import ADAPTER_CONFIG, LoraOptions, expected_lora
 from stillhouse.rollout.published_folder import OTHER_BYTES, AdapterBase, PublishedFolder
 
 #: the most bytes of the headers of all safetensors files together, and of an adapter's configuration

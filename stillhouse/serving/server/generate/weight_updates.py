@@ -23,8 +23,7 @@ from torch import Tensor
 
 from stillhouse.display import escaped
 from stillhouse.models import Decoder, add_lora
-from stillhouse.models.adapter import is_lora
-from stillhouse.models.saved_lora import LoraOptions
+from stillhouse.models.adapter import LoraOptions, is_lora
 from stillhouse.parallel import log_rank0
 from stillhouse.rollout.published_folder import AdapterBase, NoVersionError, published_folder
 from stillhouse.serving.server.generate.published_tensors import AdapterReader, ModelReader
