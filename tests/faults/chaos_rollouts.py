@@ -32,8 +32,8 @@ from kit.layout_runs import weights
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks, free_port
 from kit.runs import ROOT, Command, wait_for
+from kit.signal_hooks import record_trained, trained, wrong_in
 from kit.stub_servers import HOSTILE, QuietHandler, listen
-from kit.trained_record import record_trained, trained, wrong_in
 from kit.user_functions import FAULT, workers_of
 
 from stillhouse.loops import rollouts

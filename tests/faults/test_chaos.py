@@ -8,7 +8,7 @@ import chaos
 import chaos_rollouts
 import pytest
 from campaign import Campaign, Trial, attempt
-from kit.trained_record import TrainedStep, wrong_in
+from kit.signal_hooks import TrainedStep, wrong_in
 
 
 def wrong_outcomes(campaign: Campaign, name: str, faults: Sequence[str], folder: Path) -> list[Trial]:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from kit import slow
+from kit.loading_memory import read_manifest
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, contents, run, save_model, write_run
 from kit.serving import Server
 from kit.signal_hooks import at_step
-from kit.weights_jobs import read_manifest
 
 from stillhouse.checkpoint import save as checkpoint
 from stillhouse.data import load_tokenizer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kit import slow
-from kit.hostile import assert_survives, from_the_openapi_document
+from kit.mutations import assert_survives, from_the_openapi_document
 from kit.serving import Server, load_weights
 from safetensors.torch import save
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.documents import LINE, odd_id, vanishing, with_odd_line
 from kit.fused_adamw import state_of, use_fused_adamw
-from kit.odd_lines import LINE, odd_id, vanishing, with_odd_line
 from kit.runs import MAX_TOKENS, forward_backward, metrics, run, save_model, session_of, write_records, write_run
 from kit.tensors import assert_equal_tensors
 from torch import Tensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kit.runs import evaluate, session_of
 from kit.serving import Server
-from kit.subject_teachers import LOSS, PREFIXES, named, write_subject_teachers
+from kit.teacher_gradients import LOSS, PREFIXES, named, write_subject_teachers
 from transformers import AutoModelForCausalLM
 
 from stillhouse.loops.step_metrics import means

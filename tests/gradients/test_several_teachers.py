@@ -10,8 +10,19 @@ import pytest
 import torch
 from kit.runs import MAX_TOKENS, forward_backward, save_model, session_of, write_records
 from kit.serving import Server
-from kit.subject_teachers import LOSS, PREFIXES, SUBJECTS, answer_of, named, session_with, write_subject_teachers
-from kit.teacher_gradients import assert_same_as_float64, first_step, jsd_of_rows, named_gradients
+from kit.teacher_gradients import (
+    LOSS,
+    PREFIXES,
+    SUBJECTS,
+    answer_of,
+    assert_same_as_float64,
+    first_step,
+    jsd_of_rows,
+    named,
+    named_gradients,
+    session_with,
+    write_subject_teachers,
+)
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM

@@ -1,9 +1,9 @@
 """A tiny model of every family of causal language models that the installed transformers has.
 
-`build` makes a model from the family's own configuration class. The sizes come from one rule, `SIZES`, for all
-families; `MORE` has what a family needs beyond it. Every kind of layer of a family occurs at least once. The values
-are chosen so that a mistake changes the result: windows and chunks are shorter than the test sequences, norms and
-biases are not ones and zeros, and no weight is zero.
+`build` makes a model from the family's own configuration class. The sizes come from one rule for all families, and
+causal_options.yaml has what a family needs beyond it. Every kind of layer of a family occurs at least once. The
+values are chosen so that a mistake changes the result: windows and chunks are shorter than the test sequences, norms
+and biases are not ones and zeros, and no weight is zero.
 """
 
 import dataclasses
@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from kit.causal_options import EXPERTS, LEFT_OUT, MORE, SIZES, SPECIAL, VOCABULARY
+from ruamel.yaml import YAML
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -28,49 +29,13 @@ _SPREAD = {"initializer_range", "init_std", "embedding_initializer_range"}
 #: the names of lists with the type of each layer
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
 
-#: vision-language models whose language model can be trained without images
-WITH_IMAGES = (
-    "aria",
-    "aya_vision",
-    "chameleon",
-    "cohere2_vision",
-    "cohere_compass",
-    "ernie4_5_vl_moe",
-    "exaone4_5",
-    "glm46v",
-    "glm4v",
-    "glm4v_moe",
-    "glm5_next",
-    "glm_ocr",
-    "granite_docling",
-    "hyperclovax_vision_v2",
-    "idefics2",
-    "idefics3",
-    "inkling2",
-    "internvl",
-    "kimi_k25",
-    "lfm2_vl",
-    "lfm3_vl",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "minicpmv4_6",
-    "minimax_m3_vl",
-    "mistral3",
-    "mistral4",
-    "mistral_large4",
-    "muse_glimmer",
-    "ovis2",
-    "paddleocr_vl",
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "smolvlm",
-    "step3p7",
-    "video_llama_3",
-    "vipllava",
-)
+_OPTIONS = YAML(typ="safe").load(Path(__file__).with_name("causal_options.yaml").read_text(encoding="utf-8"))
+SIZES, MORE, WITH_IMAGES = _OPTIONS["sizes"], _OPTIONS["more"], tuple(_OPTIONS["with_images"])
+#: model type: why it is left out
+LEFT_OUT = {model_type: reason for reason, types in _OPTIONS["left_out"].items() for model_type in types}
+VOCABULARY, EXPERTS = 251, 4
+#: the token ids from here on can stand for an image or another input
+SPECIAL = 230
 #: the model types that `build` accepts
 CAUSAL: tuple[str, ...] = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *WITH_IMAGES} - {*LEFT_OUT}))
 

@@ -1,4 +1,4 @@
-"""Runs with checkpoints of which some are missing or damaged."""
+"""Damages of checkpoints, of published versions of the weights, and of caches, as a test or a campaign needs them."""
 
 import hashlib
 import json

@@ -1,14 +1,101 @@
-"""Small on-policy runs: their configuration and data, and the figures that they log."""
+"""Small on-policy runs: their configuration, data, requests and figures; and queues of samples whose engine answers
+in an order that a test chooses, which no real engine can be made to do.
+"""
 
+import random
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from kit.layout_runs import weights
 from kit.runs import metrics, write_records, write_run
+from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import RunConfig
+from stillhouse.data import DataReport, Documents
+from stillhouse.data.offsets import offsets_of
+from stillhouse.rollout import (
+    Completion,
+    GenerationRequest,
+    PromptPlan,
+    RolloutQueue,
+    SampleGenerator,
+    Sampling,
+    SourceSettings,
+)
+from stillhouse.rollout.plan import RolloutSchedule
+from stillhouse.rollout.records import Ended
+
+CPU = torch.device("cpu")
+LENGTHS = (3, 11, 1, 7, 5)
+SAMPLING = Sampling(max_new_tokens=9, eos_ids=(2,))
+
+
+def requests(lengths: Sequence[int] = LENGTHS, vocabulary: int = 251, seed: int = 0) -> list[GenerationRequest]:
+    random = np.random.Generator(np.random.PCG64(seed))
+    prompts = [random.integers(3, vocabulary, length).astype(np.int32) for length in lengths]
+    return [GenerationRequest(number, ids, seed=1000 + number) for number, ids in enumerate(prompts)]
+
+
+def as_lists(completions: list[Completion]) -> list[tuple[list[int], list[float], str]]:
+    return [
+        (completion.ids_N.tolist(), completion.log_probs_N.tolist(), completion.finish) for completion in completions
+    ]
+
+
+STEPS, PROMPTS, SAMPLES = 12, 7, 3
+
+
+class LateEngine:
+    """Writes two tokens of the version at which it answers. It answers in a random order, as many as `most`."""
+
+    def __init__(self, most: int, seed: int = 0):
+        self.most, self.version, self.draw = most, 0, random.Random(seed)
+        self.waiting: list[tuple[GenerationRequest, Future[Completion]]] = []
+        self.requested: list[int] = []
+
+    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
+        futures: list[Future[Completion]] = [Future() for _ in requests]
+        self.waiting += zip(requests, futures, strict=True)
+        self.requested += [request.number for request in requests]
+        return futures
+
+    def answer(self) -> None:
+        self.draw.shuffle(self.waiting)
+        for request, future in self.waiting[: self.most]:
+            ids_N = np.array([request.number % 251, 2], dtype=np.int32)
+            versions_N = np.full(2, self.version, dtype=np.int32)
+            future.set_result(Completion(ids_N, np.zeros(2, np.float32) - 1, versions_N, "stop"))
+        del self.waiting[: self.most]
+
+    def update_weights(self, version: int, folder: Path | None) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        self.waiting.clear()
+
+
+def prompts() -> Documents:
+    lengths = [2 + number % 3 for number in range(PROMPTS)]
+    tokens_N = np.arange(sum(lengths), dtype=np.int32)
+    keys_D = np.arange(PROMPTS, dtype=np.uint64)
+    records: list[dict[str, Any]] = [{"answer": number} for number in range(PROMPTS)]
+    sources = [f"train.jsonl:{number + 1}" for number in range(PROMPTS)]
+    report = DataReport("train.jsonl")
+    targets_N = np.zeros(len(tokens_N), dtype=bool)
+    return Documents(tokens_N, targets_N, offsets_of(lengths), keys_D, sources, report, records=records)
+
+
+def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1.0, slack: int = 0) -> RolloutQueue:
+    plan = PromptPlan.of_one(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
+    generator = SampleGenerator(engine, prompts(), plan, toy_tokenizer(), [SourceSettings(8)])
+    schedule = RolloutSchedule(ahead, in_order, ahead + slack, STEPS - 1)
+    return RolloutQueue(generator, plan, schedule, alive=engine.answer)
+
 
 #: the figures that do not depend on the batches in which completions were written
 SAME = (

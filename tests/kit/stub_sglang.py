@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kit.stub_model import KilledError, entries, load_adapter
-from kit.stub_servers import StubHandler
+from kit.stub_servers import KilledError, StubHandler, entries, load_adapter
 
 
 class Sglang(StubHandler):

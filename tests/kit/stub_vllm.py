@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kit.stub_model import entries, load_adapter
-from kit.stub_servers import StubHandler
+from kit.stub_servers import StubHandler, entries, load_adapter
 from transformers import AutoTokenizer
 
 from stillhouse.signals.signal_spec import DTYPES

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kit.families import build
-from kit.rollout_queues import requests
+from kit.on_policy_runs import requests
 from kit.stub_servers import StubHandler, StubServer, stub_server
 from kit.stub_sglang import Sglang
 from kit.stub_vllm import Vllm

@@ -12,10 +12,10 @@ import torch
 import transformers
 from kit import slow
 from kit.causal_families import CAUSAL, build, poisoned_memory
+from kit.loading_memory import export_under
 from kit.runs import session_of, write_run
 from kit.shard_ranks import on_ranks
 from kit.toy_tokenizer import toy_tokenizer
-from kit.weights_jobs import export_under
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForImageTextToText, PreTrainedModel

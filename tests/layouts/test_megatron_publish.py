@@ -17,11 +17,10 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: `ma
 from functools import partial
 
 from kit.causal_families import of_config
-from kit.loading_memory import growth, source
+from kit.loading_memory import growth, read_manifest, source
 from kit.megatron_engine_jobs import Job, build_chunks, decoder, megatron_engine
 from kit.megatron_weights_jobs import Case, laid_out, model_config
 from kit.shard_ranks import Rank
-from kit.weights_jobs import read_manifest
 from transformers import AutoModelForCausalLM
 
 from stillhouse.megatron.student import MegatronStudent

@@ -7,7 +7,7 @@ import torch
 from kit.layout_runs import assert_same_weights
 from kit.ranks import run_ranks
 from kit.runs import metrics, run, write_run
-from kit.subject_teachers import write_subject_teachers
+from kit.teacher_gradients import write_subject_teachers
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -15,11 +15,11 @@ import torch
 from kit.causal_families import build as build_causal
 from kit.families import build
 from kit.layout_runs import assert_same_weights, distill
+from kit.loading_memory import export_under
 from kit.megatron_runs import without_cuda
 from kit.ranks import Ranks
 from kit.runs import metrics, run, save_model, session_of, write_run
 from kit.shard_ranks import on_ranks
-from kit.weights_jobs import export_under
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from kit import slow
+from kit.documents import LINE, vanished, vanishing, with_odd_line
 from kit.layout_runs import LIMIT, assert_same_model, distill
-from kit.odd_lines import LINE, vanished, vanishing, with_odd_line
 from kit.ranks import TORCHRUN, Ranks, run_ranks, under_torchrun
 from kit.runs import metrics, save_model, wait_for, write_run
 

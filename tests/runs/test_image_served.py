@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from kit import first_is_quick
-from kit.hostile import assert_survives
 from kit.image_runs import SETTINGS, write_image_run
 from kit.layout_runs import assert_same_weights
+from kit.mutations import assert_survives
 from kit.ranks import run_ranks
 from kit.runs import run, save_model, session_of, write_run
 from kit.serving import Server

@@ -10,8 +10,8 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from kit.hostile import assert_survives
 from kit.image_runs import write_on_policy
+from kit.mutations import assert_survives
 from kit.on_policy_runs import SAME, assert_same_rollouts, rollout_figures
 from kit.ranks import run_ranks
 from kit.runs import run, write_run

@@ -10,7 +10,7 @@ from kit.megatron_runs import megatron, without_cuda
 from kit.on_policy_runs import SAME, assert_same_rollouts, rollout_figures, write_on_policy_run
 from kit.runs import run
 from kit.serving import Server
-from kit.trained_record import record_trained, trained, wrong_in
+from kit.signal_hooks import record_trained, trained, wrong_in
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -17,7 +17,7 @@ from kit.layout_runs import assert_same_weights
 from kit.megatron_runs import assert_same_runs, assert_same_steps, megatron
 from kit.runs import metrics, run, save_model, write_run
 from kit.serving import Server
-from kit.subject_teachers import SUBJECTS, write_subject_teachers
+from kit.teacher_gradients import SUBJECTS, write_subject_teachers
 from kit.two_tokenizers import GOLD, ULD, write_pair
 
 from stillhouse.signals.signal_spec import SignalKind

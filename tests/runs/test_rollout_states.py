@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.on_policy_runs import write_on_policy_run
+from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, queue_of, write_on_policy_run
 from kit.ranks import Ranks
-from kit.rollout_queues import PROMPTS, SAMPLES, STEPS, LateEngine, queue_of
 from kit.signal_hooks import signal_at
 from safetensors import safe_open
 from safetensors.numpy import save_file

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from kit import slow
+from kit.loading_memory import read_manifest
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import Command, run
 from kit.serving import Server, load_nothing, load_weights, publish_scaled
 from kit.stub_servers import stub_server
 from kit.stub_vllm import Vllm
-from kit.weights_jobs import read_manifest
 from kit.writer_cases import Student, engine_of, requests_of
 from safetensors.torch import load_file, save_file
 

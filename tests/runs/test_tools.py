@@ -13,7 +13,7 @@ from kit.families import build
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.runs import Command, contents, metrics, run, write_records
 from kit.signal_hooks import signal_at
-from kit.tool_templates import HERMES, add, tool_tokenizer
+from kit.template_messages import HERMES, add, tool_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
@@ -72,7 +72,7 @@ def save_tool_student(folder: Path) -> PreTrainedTokenizerFast:
 
 
 FUNCTIONS = '''
-from kit.tool_templates import add as adds
+from kit.template_messages import add as adds
 
 def add(a: int, b: float = 1.0) -> float:
     """Adds two numbers.

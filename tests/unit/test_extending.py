@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.add_ons import write_distribution
-from kit.changed_package import command_of_package, run_code
+from kit.fork_server import command_of_package, run_code
 from kit.pages import code_blocks
 from kit.ranks import Ranks
 from kit.runs import write_run

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from kit.families import FAMILIES, build
-from kit.rollout_queues import CPU, SAMPLING, as_lists, requests
+from kit.on_policy_runs import CPU, SAMPLING, as_lists, requests
 from kit.toy_tokenizer import toy_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit import first_is_quick
 from kit.families import build
-from kit.rollout_queues import CPU, requests
+from kit.on_policy_runs import CPU, requests
 from kit.runs import wait_for
 from kit.shard_ranks import Rank, on_ranks
 from torch import Tensor

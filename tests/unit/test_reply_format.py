@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from kit import slow
-from kit.tool_templates import HERMES, tool_tokenizer
+from kit.template_messages import HERMES, tool_tokenizer
 from kit.toy_tokenizer import PLAIN_TEMPLATE, TEMPLATES, toy_tokenizer
 from kit.user_functions import Episodic
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kit.families import build
-from kit.rollout_queues import CPU, SAMPLING, as_lists, requests
+from kit.on_policy_runs import CPU, SAMPLING, as_lists, requests
 
 from stillhouse.models import Decoder
 from stillhouse.rollout import generate

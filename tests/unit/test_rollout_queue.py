@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.rollout_queues import PROMPTS, SAMPLES, STEPS, LateEngine, prompts, queue_of
+from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, prompts, queue_of
 from kit.toy_tokenizer import toy_tokenizer
 from kit.user_functions import Episodic
 

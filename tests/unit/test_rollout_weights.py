@@ -11,8 +11,8 @@ import pytest
 import torch
 from kit import loading_memory
 from kit.families import build
+from kit.loading_memory import growth_under, publish_under, read_manifest
 from kit.shard_ranks import RankPool, on_ranks
-from kit.weights_jobs import growth_under, publish_under, read_manifest
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor

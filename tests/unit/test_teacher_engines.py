@@ -15,8 +15,7 @@ import torch
 from kit import first_is_quick
 from kit.faulty_proxy import proxy_to
 from kit.runs import save_model, session_of, write_run
-from kit.stub_model import StubModel
-from kit.stub_servers import StubHandler, StubServer, busy, reset, stub_server
+from kit.stub_servers import StubHandler, StubModel, StubServer, busy, reset, stub_server
 from kit.stub_sglang import Sglang
 from kit.stub_vllm import Vllm
 from kit.teacher_gradients import assert_close, first_signals, gradients, gradients_of_signals, ids_signal

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.rollout_queues import CPU
+from kit.on_policy_runs import CPU
 from torch import Tensor
 
 from stillhouse.rollout import Sampling

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import slow
-from kit.tool_templates import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, echo, find, tool_tokenizer
+from kit.template_messages import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, echo, find, tool_tokenizer
 from kit.user_functions import Episodic
 from transformers.utils import get_json_schema
 
@@ -215,7 +215,7 @@ def test_special_tokens_in_a_reply_are_ordinary_text() -> None:
 
 
 def replies_of(*paths: str, most: int = 64) -> tuple[ToolReplies, Any]:
-    tools, tokenizer = Tools([f"kit.tool_templates:{path}" for path in paths]), tool_tokenizer()
+    tools, tokenizer = Tools([f"kit.template_messages:{path}" for path in paths]), tool_tokenizer()
     here = Episodes("rollout.tools: test", tools.start)
     schemas = [get_json_schema(described) for described in tools.described.values()]
     of_tools = tool_format(tokenizer, schemas)
@@ -302,12 +302,12 @@ def test_tools_with_state_get_their_calls_again() -> None:
 @pytest.mark.parametrize(
     ("paths", "words"),
     [
-        (["kit.tool_templates:add", "kit.tool_templates:add"], "there is another tool of this name"),
-        (["kit.tool_templates:none"], "has no function 'none'"),
-        (["kit.tool_templates:Any"], ""),
+        (["kit.template_messages:add", "kit.template_messages:add"], "there is another tool of this name"),
+        (["kit.template_messages:none"], "has no function 'none'"),
+        (["kit.template_messages:Any"], ""),
     ],
 )
 def test_tools_that_cannot_be_used(paths: list[str], words: str) -> None:
-    with pytest.raises(ValueError, match=r"^got 'kit.tool_templates:") as raised:
+    with pytest.raises(ValueError, match=r"^got 'kit.template_messages:") as raised:
         Tools(paths)
     assert words in str(raised.value)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from kit.rollout_queues import prompts
+from kit.on_policy_runs import prompts
 from kit.toy_tokenizer import toy_tokenizer
 from kit.user_functions import Episodic, control_c, counts, half, remembers
 
