@@ -15,7 +15,7 @@ from stillhouse.loops.rollout_warnings import RolloutWarnings
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.loops.session import Session
 from stillhouse.output import records
-from stillhouse.output.metrics_file import REWARD_PART
+from stillhouse.output.metrics import REWARD_PART
 from stillhouse.parallel import Ranks, ShardedMicroBatches
 from stillhouse.rollout import POLICY_VERSION, PromptPlan, Sample, TargetRules, staleness
 from stillhouse.rollout.reward import mean_and_deviation

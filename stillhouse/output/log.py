@@ -18,6 +18,7 @@ from stillhouse.display import escaped
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import append
+from stillhouse.output.metrics import table
 from stillhouse.output.metrics_file import MetricsLine, without_infinity
 from stillhouse.output.progress import Progress
 from stillhouse.output.tracking import open_trackers
@@ -26,14 +27,6 @@ from stillhouse.preemption import surviving_lost_reader
 
 #: the minimum number of seconds between two printed steps if the output is no terminal (a terminal has a live line)
 _PLAIN_EVERY = 10.0
-#: metrics in the live line beside the losses; those of rollouts are only in on-policy runs
-_FIGURES = {
-    "train/learning_rate": "rate {:.3g}",
-    "train/gradient_norm": "gradient {:.3g}",
-    "rollout/reward": "reward {:.3f}",
-    "rollout/completion_tokens": "length {:,.0f}",
-    "speed/waiting": "waiting {:.0%}",
-}
 
 
 def open_log(
@@ -124,7 +117,9 @@ class RunLog:
             for key, value in metrics.items()
             if key.startswith("loss/")
         ]
-        parts += [form.format(metrics[key]) for key, form in _FIGURES.items() if key in metrics]
+        parts += [
+            metric.figure.format(metrics[metric.key]) for metric in table() if metric.figure and metric.key in metrics
+        ]
         line = ", ".join([f"{metrics['speed/tokens_per_second']:,.0f} tokens/s", *parts])
         with surviving_lost_reader():
             self._bar.update(step - self._bar.n)

@@ -12,9 +12,6 @@ from pathlib import Path
 from stillhouse.display import escaped
 from stillhouse.output.json_lines import parse_object, read_lines
 
-#: the beginning of the key of a part of a reward; its name follows
-REWARD_PART, EVAL_REWARD_PART = "rollout/reward/", "eval/prompts/reward/"
-
 
 @dataclass(frozen=True)
 class MetricsLine:

@@ -1,30 +1,20 @@
 """The charts of the runs' metrics, with one series per run and side (student and teacher, for example).
 
-All metrics except `NOT_DRAWN` are drawn. The known metrics come first, in the order of the tables below. The unknown
-metrics (for example of a later version) follow, with their keys as titles.
+All metrics are drawn, except those without a group in the table of metrics. The metrics of the table come first, in
+its order. The unknown metrics (for example of a later version) follow, with their keys as titles.
 """
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
-from stillhouse.output.metrics_file import EVAL_REWARD_PART, REWARD_PART, MetricsLine
+from stillhouse.output.metrics import LENGTH, TOTAL, Metric, table
+from stillhouse.output.metrics_file import MetricsLine
 from stillhouse.report.run_files import Run
 
-NATS = "nats per token"
-TOTAL = "loss/total_nats_per_token"
-NOT_DRAWN = {"tokens", "seconds", "eval/tokens"}  # running totals and counts; the summary shows the first two
 POINTS = 2000  # the maximum number of points of a series; a longer series keeps the extremes of each section
-SET = re.compile(
-    r"eval/(?!exact_match/)([^/]+)/(cross_entropy|teacher_cross_entropy|forward_kl|agreement|student_entropy|teacher_entropy)"
-)
-TASK = "eval/exact_match/"  # followed by a task's name: the key of the share of right answers
-LENGTH = "/length_"  # in such a key, before a number: the share for problems of this length
-DRAFTS = re.compile(r"eval/mtp_(\d+)/acceptance")
 LOG_FROM = 50.0  # the axis is logarithmic if the largest value is at least this many times the smallest value
 
 Points = list[tuple[float, float | None]]  # (step, value); None is a gap
@@ -40,12 +30,19 @@ class Series(TypedDict):
 
 @dataclass(frozen=True)
 class Chart:
+    """A chart, and the metrics that it draws.
+
+    keys: the metric of each side, of which the first is drawn solid. Most charts have one unnamed side.
+    log: whether the axis is logarithmic if the values span a large range. explanations: a sentence for each metric.
+    """
+
     group: str
     title: str
     unit: str
-    keys: dict[str, str]  # side (first drawn solid, second dashed) → metric; most charts have one unnamed side
-    log: bool = False  # the axis is logarithmic if the values span a large enough range
+    keys: dict[str, str]
+    log: bool = False
     percent: bool = False
+    explanations: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -61,95 +58,6 @@ class Drawing:
     def positive(self) -> bool:
         """Whether a logarithmic axis can show all values."""
         return all(value > 0 for value in _values(self.series))
-
-
-def _sides(key: str) -> dict[str, str]:
-    return {side: key.format(side) for side in ("student", "teacher")}
-
-
-def _means(key: str) -> dict[str, str]:
-    return {"mean": key, "largest": f"{key}_max"}
-
-
-_held_out, _tasks, _training, _rollouts = (
-    partial(Chart, group) for group in ("Held out", "Tasks", "Training", "Rollouts")
-)
-
-HELD_OUT = (
-    _held_out(
-        "Held-out cross-entropy", NATS, {"student": "eval/cross_entropy", "teacher": "eval/teacher_cross_entropy"}
-    ),
-    _held_out("Held-out forward KL", NATS, {"": "eval/forward_kl"}, log=True),
-    _held_out("Held-out agreement", "of tokens, top 1", {"": "eval/agreement"}, percent=True),
-    _held_out("Held-out entropy", NATS, _sides("eval/{}_entropy")),
-    _held_out("Held-out ULD", "per token", {"": "eval/uld"}),
-    _held_out("Reverse KL of completions", NATS, {"": "eval/prompts/reverse_kl"}, log=True),
-    _held_out("Reward of completions", "mean", {"": "eval/prompts/reward"}),
-    _held_out("Length of completions", "tokens, mean", {"": "eval/prompts/completion_tokens"}),
-    _held_out("Turns of completions", "mean", {"": "eval/prompts/turns"}),
-    _held_out("Calls of tools", "of a completion, mean", {"": "eval/prompts/tool_calls"}),
-    _held_out("Errors of tools", "of calls", {"": "eval/prompts/tool_errors"}, percent=True),
-    _held_out("Ended completions", "of completions", {"": "eval/prompts/ended"}, percent=True),
-)
-CUT_ANSWERS = _tasks("Cut answers", "of answers", {"": "eval/tasks_truncated"}, percent=True)
-TOTAL_LOSS = _training("Total loss", NATS, {"": TOTAL})
-TRAINING = (
-    _training("Training entropy", NATS, _sides("train/{}_entropy_nats")),
-    _training("Training agreement", "of tokens, top 1", {"": "train/agreement"}, percent=True),
-    _training("Mass of the teacher's ids", "of the teacher's distribution", {"": "train/teacher_mass"}, percent=True),
-    _training(
-        "Acceptance of drafts", "of the teacher's tokens, sampled", {"": "train/sampled_acceptance"}, percent=True
-    ),
-    _training("Gradient norm", "before clipping", {"": "train/gradient_norm"}, log=True),
-    _training("Learning rate", "per step", {"": "train/learning_rate"}),
-    _training("Time of a step", "seconds", {"": "speed/step_seconds"}),
-    _training("Throughput", "tokens per second", {"": "speed/tokens_per_second"}),
-    _training("Rows of a logits tile", "tokens, at most", {"": "speed/chunk_tokens"}),
-)
-ROLLOUTS = (
-    _rollouts("Reward", "mean of a step's completions", {"": "rollout/reward"}),
-    _rollouts("Reward, spread", "standard deviation", {"": "rollout/reward_std"}),
-    _rollouts("Completion length", "tokens, mean", {"": "rollout/completion_tokens"}),
-    _rollouts(
-        "Longest and shortest completion",
-        "tokens",
-        {"longest": "rollout/completion_tokens_max", "shortest": "rollout/completion_tokens_min"},
-    ),
-    _rollouts("Length of ended completions", "tokens, mean", {"": "rollout/ended_tokens"}),
-    _rollouts("Cut completions", "of completions", {"": "rollout/truncated"}, percent=True),
-    _rollouts("Turns", "of a completion, mean", {"": "rollout/turns"}),
-    _rollouts("Calls of tools", "of a completion, mean", {"": "rollout/tool_calls"}),
-    _rollouts("Errors of tools", "of calls", {"": "rollout/tool_errors"}, percent=True),
-    _rollouts("Equal rewards", "of prompts, no signal", {"": "rollout/equal_rewards"}, percent=True),
-    _rollouts("Own completions", "of completions", {"": "rollout/share"}, percent=True),
-    _rollouts("Staleness", "optimizer steps", _means("rollout/staleness")),
-    _rollouts("Training against engine", "nats, |log-ratio| at drawn tokens", _means("rollout/log_ratio"), log=True),
-    _rollouts(
-        "Training against engine, same weights",
-        "nats, mean |log-ratio| at drawn tokens",
-        {"": "rollout/log_ratio_fresh"},
-        log=True,
-    ),
-    _rollouts("Importance ratio", "mean at drawn tokens", {"": "rollout/ratio"}),
-    _rollouts("Limited ratios", "of drawn tokens", {"": "rollout/clipped"}, percent=True),
-    _rollouts("Waiting", "of the trainer's time", {"": "speed/waiting"}, percent=True),
-    _rollouts("Time of a reward", "seconds of a call, mean", {"": "speed/reward_seconds"}),
-    _rollouts("Sampling", "tokens per second", {"": "speed/sampled_tokens_per_second"}),
-)
-
-
-#: for each of several sources of prompts, after rollout/<name>/
-OF_SOURCES = (
-    _rollouts("Reward", "mean of the source's completions of a step", {"": "reward"}),
-    _rollouts("Completion length", "tokens, mean", {"": "completion_tokens"}),
-    _rollouts("Cut completions", "of completions", {"": "truncated"}, percent=True),
-    _rollouts("Completions", "of the source, in a step", {"": "completions"}),
-    _rollouts("Turns", "of a completion, mean", {"": "turns"}),
-    _rollouts("Calls of tools", "of a completion, mean", {"": "tool_calls"}),
-    _rollouts("Errors of tools", "of calls", {"": "tool_errors"}, percent=True),
-    _rollouts("Equal rewards", "of prompts, no signal", {"": "equal_rewards"}, percent=True),
-)
-SOURCE = re.compile(rf"(?!{REWARD_PART})rollout/([^/]+)/(.+)")
 
 
 def draw(runs: Sequence[Run]) -> list[Drawing]:
@@ -176,76 +84,37 @@ def _without_unused_sides(chart: Chart, series: list[Series]) -> tuple[Chart, li
 
 
 def _charts(runs: Sequence[Run]) -> list[Chart]:
-    keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values if key not in NOT_DRAWN)
-    tasks = sorted((key for key in keys if key.startswith(TASK)), key=lambda key: LENGTH in key)
-    terms = [key for key in keys if key.startswith("loss/") and key != TOTAL]
-    charts = [
-        *(_task(key) for key in tasks),
-        *HELD_OUT,
-        *(_eval_reward_part(key) for key in keys if key.startswith(EVAL_REWARD_PART)),
-        *_charts_of_sets(keys),
-        CUT_ANSWERS,
-        *([] if _total_repeats(runs) else [TOTAL_LOSS]),
-        *(_term(key) for key in terms),
-        *TRAINING,
-        *ROLLOUTS,
-        *(_reward_part(key) for key in keys if key.startswith(REWARD_PART)),
-        *_charts_of_sources(keys),
-    ]
-    for draft in filter(None, map(DRAFTS.fullmatch, keys)):
-        sides = {"greedy": draft[0], "sampled": draft[0].replace("/acceptance", "/sampled_acceptance")}
-        charts.append(_held_out(f"Accepted drafts, depth {draft[1]}", "of tokens", sides, percent=True))
-    shown = {key for chart in charts for key in chart.keys.values()} | {TOTAL}
-    return charts + [Chart("Other", key, "", {"": key}) for key in keys if key not in shown]
+    """The charts of all known metrics, in the order of their table, and of the runs' unknown metrics."""
+    matches: dict[Metric, list[tuple[str, ...]]] = {metric: [] for metric in table()}
+    charts, unknown = dict[tuple[str, str], Chart](), list[Chart]()
+    keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values)
+    for key in sorted(keys, key=lambda key: LENGTH in key):
+        for metric, names_of_keys in matches.items():
+            if (names := metric.names(key)) is not None:
+                names_of_keys.append(names)
+                break
+        else:
+            unknown.append(Chart("Other", key, "", {"": key}))
+    undrawn = {""} if not _total_repeats(runs) else {"", TOTAL}
+    # all charts of one held-out set, or of one source of prompts, come before those of the next one
+    for _, block in itertools.groupby(matches, lambda metric: metric.group if "{" in metric.group else metric.title):
+        rows = [metric for metric in block if not undrawn & {metric.group, metric.key}]
+        firsts = dict.fromkeys(names[:1] for metric in rows for names in matches[metric])
+        for first in firsts or [()]:
+            for metric in rows:
+                alike = [names for names in matches[metric] if names[:1] == first]
+                is_side = metric.side and metric.key.count("{") == len(first)  # of a chart that may have another side
+                for names in alike or ([first] if is_side else []):
+                    _add(charts, metric.named(*names))
+    return [*charts.values(), *unknown]
 
 
-def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:
-    names = dict.fromkeys(match[1] for match in map(SET.fullmatch, keys) if match)
-    return [
-        replace(
-            chart,
-            group=f"Held out: {name}",
-            keys={side: key.replace("eval/", f"eval/{name}/", 1) for side, key in chart.keys.items()},
-        )
-        for name in names
-        for chart in HELD_OUT
-    ]
-
-
-def _charts_of_sources(keys: Iterable[str]) -> Iterator[Chart]:
-    """The charts of each source of prompts: its completions, and the terms of the loss at its tokens."""
-    matches = [match for match in map(SOURCE.fullmatch, keys) if match]
-    for name in dict.fromkeys(match[1] for match in matches):
-        group, prefix = f"Prompts: {name}", f"rollout/{name}/"
-        for chart in OF_SOURCES:
-            yield replace(chart, group=group, keys={"": prefix + chart.keys[""]})
-        for match in matches:
-            if match[1] == name and match[2].startswith("reward/"):
-                title = f"Reward: {match[2].removeprefix('reward/')}"
-                yield Chart(group, title, "mean, without its weight", {"": match[0]})
-            if match[1] == name and match[2].endswith("_nats_per_token"):
-                title = f"Loss: {match[2].removesuffix('_nats_per_token')}"
-                yield Chart(group, title, NATS, {"": match[0]}, log=True)
-
-
-def _task(key: str) -> Chart:
-    task = key.removeprefix(TASK).replace(LENGTH, ", length ")
-    return _tasks(f"Exact match: {task}", "of answers", {"": key}, percent=True)
-
-
-def _reward_part(key: str) -> Chart:
-    return _rollouts(f"Reward: {key.removeprefix(REWARD_PART)}", "mean, without its weight", {"": key})
-
-
-def _eval_reward_part(key: str) -> Chart:
-    name = key.removeprefix(EVAL_REWARD_PART)
-    return _held_out(f"Reward of completions: {name}", "mean, without its weight", {"": key})
-
-
-def _term(key: str) -> Chart:
-    """The chart of a term of the loss. A term that is computed inside layers has no unit."""
-    name = re.sub("(_nats)?_per_token$", "", key.removeprefix("loss/"))
-    return _training(f"Loss: {name}", NATS if "_nats_" in key else "per token", {"": key}, log=True)
+def _add(charts: dict[tuple[str, str], Chart], metric: Metric) -> None:
+    """Add a metric as a further side of the chart with its title, or as a chart."""
+    new = Chart(metric.group, metric.title, metric.unit, {}, metric.log, metric.percent)
+    chart = charts.setdefault((metric.group, metric.title), new)
+    chart.keys[metric.side] = metric.key
+    chart.explanations.append(metric.explanation)
 
 
 def _total_repeats(runs: Sequence[Run]) -> bool:

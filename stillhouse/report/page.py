@@ -14,8 +14,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from stillhouse.display import escaped
+from stillhouse.output.metrics import LENGTH, TASK, described
 from stillhouse.report.config_differences import differences
-from stillhouse.report.curves import LENGTH, NATS, TASK, Drawing, draw
+from stillhouse.report.curves import Drawing, draw
 from stillhouse.report.run_files import Run, read_run
 from stillhouse.report.shown_completions import over_time, shown_step, staleness_rows
 from stillhouse.report.timeline import timeline
@@ -171,6 +172,11 @@ def objective(run: Run) -> str:
     return str(section.get("loss", "")) if isinstance(section, dict) else ""
 
 
+def _figure(runs: Sequence[Run], key: str) -> Figure:
+    metric = described(key)
+    return Figure(metric.title, metric.unit, _change(runs, key, percent=metric.percent))
+
+
 def figures(runs: Sequence[Run]) -> list[Figure]:
     last = [run.lines[-1] if run.lines else None for run in runs]
     steps = [f"{line.step:,}" if line else None for line in last]
@@ -178,19 +184,11 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     seconds = [_duration(line.values.get("seconds")) if line else None for line in last]
     results = []
     if any(run.has_held_out_data for run in runs):
-        results = [
-            Figure("Held-out cross-entropy", NATS, _change(runs, "eval/cross_entropy")),
-            Figure("Held-out forward KL", NATS, _change(runs, "eval/forward_kl")),
-            Figure("Held-out agreement", "top 1", _change(runs, "eval/agreement", percent=True)),
-        ]
-    metrics = dict.fromkeys(key for line in runs[0].lines for key in line.values)
-    results += [
-        Figure(f"Exact match, {key.removeprefix(TASK)}", "of answers", _change(runs, key, percent=True))
-        for key in metrics
-        if key.startswith(TASK) and LENGTH not in key
-    ]
+        results = [_figure(runs, key) for key in ("eval/cross_entropy", "eval/forward_kl", "eval/agreement")]
+    keys = dict.fromkeys(key for line in runs[0].lines for key in line.values)
+    results += [_figure(runs, key) for key in keys if key.startswith(TASK) and LENGTH not in key]
     if runs[0].first_and_last("rollout/reward"):
-        results.append(Figure("Reward", "mean of a step", _change(runs, "rollout/reward")))
+        results.append(_figure(runs, "rollout/reward"))
     return [
         *results,
         Figure("Tokens", "predicted in training", tokens),

@@ -1,0 +1,74 @@
+"""The metrics of a run as one table, metrics.toml, which the log, the report, trackers and warnings read.
+
+In a key of the table, {0} and {1} stand for names that the configuration gives: of a term of the loss, a task, a part
+of a reward, a held-out set, or a source of prompts. A metric that is not in the table is reported by its key.
+"""
+
+import math
+import re
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+#: the beginning of the key of a part of a reward; its name follows
+REWARD_PART = "rollout/reward/"
+#: the beginning of the key of a task's share of right answers; its name follows
+TASK = "eval/exact_match/"
+#: follows the name of a task, before a number: the share of right answers for problems of this length
+LENGTH = "/length_"
+#: the scaled sum of the terms of the loss
+TOTAL = "loss/total_nats_per_token"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric, and what is said about it.
+
+    key: with {0} and {1} for names. title: of its chart; metrics of the same title share a chart. unit: of a value.
+    explanation: a sentence. group: of charts in the report; "" for a metric without a chart.
+    side: the name of its curve, if the chart has several. reduction: from tokens, completions or calls to one value.
+    log: whether the axis is logarithmic if the values span a large range. percent: whether a value is a share.
+    figure: the format in the live line of a run; "" if it is not shown there.
+    warn_above: a run may warn if the value is larger.
+    """
+
+    key: str
+    title: str
+    unit: str
+    explanation: str
+    group: str = ""
+    side: str = ""
+    reduction: Literal["mean", "largest", "smallest", "deviation", "sum"] = "mean"
+    log: bool = False
+    percent: bool = False
+    figure: str = ""
+    warn_above: float = math.inf
+
+    def names(self, key: str) -> tuple[str, ...] | None:
+        """The names in a key; None if the key is not one of this metric. A name before a slash contains no slash."""
+        pattern = re.sub(r"\\\{\d\\\}(?=/)", "([^/]+)", re.escape(self.key))
+        match = re.fullmatch(re.sub(r"\\\{\d\\\}", "(.+)", pattern), key)
+        return match.groups() if match else None
+
+    def named(self, *names: str) -> "Metric":
+        """The metric with these names in its key, title and group."""
+        key, title, group = (text.format(*names) for text in (self.key, self.title, self.group))
+        return replace(self, key=key, title=title.replace(LENGTH, ", length "), group=group)
+
+
+@cache
+def table() -> tuple[Metric, ...]:
+    """All metrics, in the order of the report."""
+    rows = tomllib.loads(files("stillhouse.output").joinpath("metrics.toml").read_text())["metric"]
+    return tuple(Metric(**row) for row in rows)
+
+
+@cache
+def described(key: str) -> Metric:
+    """The metric of a key, with its names. If it is not in the table, its title is the key."""
+    for metric in table():
+        if (names := metric.names(key)) is not None:
+            return metric.named(*names)
+    return Metric(key, key, "", "")
