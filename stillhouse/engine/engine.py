@@ -1,31 +1,42 @@
-"""The interface of a training engine. The loops, `check` and `parity` use it in the same way under every layout.
+"""A training engine. The loops, `check` and `parity` use it in the same way under every layout.
 
     output = engine.forward_backward(micro_batches, signals, normalizer)     adds the step's gradient
     norm = engine.update(learning_rate, output)                              clips the gradient, steps the optimizer
     sums = engine.evaluate(held_out)                                         metric sums of held-out documents
 
 The loss of a micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So the
-step's loss and gradient do not depend on how the step is split into micro-batches. `engine_kind.py` has
-the interface of an entry of `stillhouse.engines`, which builds an engine.
+step's loss and gradient do not depend on how the step is split into micro-batches. `engine_kind.py` has the interface
+of an entry of `stillhouse.engines`, which builds an engine. Each engine has its own step, gradients and state; the
+passes without gradients are the same in all of them.
 """
 
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
+from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.parts import LossPart
-from stillhouse.models import OutputProcessor
-from stillhouse.objective import ObjectiveOutput, Signals
+from stillhouse.models import OutputProcessor, evaluating
+from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import Divergence
+from stillhouse.objective.formulas import forward_kl
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
+from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import DistributedStudent
+from stillhouse.parallel import DistributedStudent, StageInputs
+from stillhouse.signals.weight_average import WeightAverage
+
+#: AdamW with torch's default betas, without weight decay and clipping
+DEFAULT_TRAIN = TrainConfig(betas=(0.9, 0.999), clip=None)
 
 
 class StepOutput:
@@ -78,20 +89,36 @@ class SavedTensors:
     without_moments: list[str]
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Trains a student on micro-batches and the teachers' signals for them. The methods are collectives.
 
+    student: distributed over the processes.
+    train: the optimizer's settings, and the norm above which the gradient is clipped.
+    autocast: the dtype of matrix products; the weights keep their own dtype. None: the dtype of the weights.
+    chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
     parts: the losses beside the objective.
-    autocast: the dtype of matrix products; None: the dtype of the weights.
+    average: the moving average of the student's weights, if a teacher needs it. `update` also updates it.
     """
 
-    objective: ObjectiveSpec
-    parts: tuple[LossPart, ...]
-    autocast: torch.dtype | None
+    optimizer: Any
 
-    @property
-    def student(self) -> DistributedStudent: ...
+    def __init__(
+        self,
+        student: DistributedStudent,
+        objective: ObjectiveSpec,
+        *,
+        train: TrainConfig = DEFAULT_TRAIN,
+        autocast: torch.dtype | None = None,
+        chunk_tokens: int | None = None,
+        parts: Sequence[LossPart] = (),
+        average: WeightAverage | None = None,
+    ):
+        self.student, self.objective, self.parts = student, objective, tuple(parts)
+        self._train, self.autocast, self._chunk_tokens, self.average = train, autocast, chunk_tokens, average
 
+    # ---- the step, the gradients and the state: a library for parallelism has its own
+
+    @abstractmethod
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
@@ -100,8 +127,8 @@ class Engine(Protocol):
         signals: the signals of each micro-batch, from a `SignalSource`.
         normalizer: the number of target tokens of the step, over all processes.
         """
-        ...
 
+    @abstractmethod
     def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
         """Clip the gradient, apply it to the weights, then set every gradient to None.
 
@@ -110,7 +137,48 @@ class Engine(Protocol):
 
         output: the output of the step that added the gradient. None: only the gradient is checked.
         """
-        ...
+
+    @abstractmethod
+    def require_finite(self) -> None:
+        """Raise ValueError on all ranks, naming a tensor, if a checkpoint would have state that is not finite."""
+
+    @abstractmethod
+    def bytes_to_save(self, *, all_moments: bool = False) -> int:
+        """Return the bytes of a checkpoint with the exported student.
+
+        all_moments: count the optimizer's state of all trained weights, also of those that had no step yet.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path) -> SavedTensors:
+        """Write the weights, the optimizer's state and the random states to a folder that all processes share.
+
+        Call `require_finite` first: a run could not continue from state that is not finite.
+        """
+
+    @abstractmethod
+    def load(self, folder: Path, without_moments: Sequence[str]) -> None:
+        """Restore a state that `save` wrote under any layout. Raises ValueError for the state of another model."""
+
+    @abstractmethod
+    def zero_grad(self) -> None: ...
+
+    @abstractmethod
+    def gradient_norm(self) -> float:
+        """Return the norm of the full gradient, the same on every process."""
+
+    @abstractmethod
+    def gradients_not_finite(self) -> list[str]:
+        """Return the names of the parameters of all processes whose gradients have a NaN or an infinity."""
+
+    @abstractmethod
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the full gradient of each parameter on this process, by its name in the full model.
+
+        For a sharded gradient this is a collective of the processes that share it.
+        """
+
+    # ---- passes without gradients
 
     def evaluate(
         self,
@@ -130,29 +198,44 @@ class Engine(Protocol):
         of_teacher: also return the teacher's cross-entropy on the labels; the signals must be exact (`FullVocab`).
         divergence: in place of the forward KL; None: the forward KL.
         """
-        ...
+        outputs: list[ObjectiveOutput] = []
+        parts = tuple(measured for part in self.parts if (measured := part.held_out()) is not None)
+        for micro_batches, signals in held_out:
+            loss = StepLoss(
+                self._held_out_objective(signals, divergence or forward_kl()),
+                chunk_tokens=self._chunk_tokens,
+                parts=parts,
+                with_teacher_cross_entropy=of_teacher,
+            )
+            outputs += self.process(loss, micro_batches, signals, parts)
+            del micro_batches, signals  # free a teacher's large hidden states before the next ones are computed
+        sums = StepOutput(outputs, named_metrics(outputs)).sums
+        return add_up(self.student.ranks.gather(sums))
 
-    def require_finite(self) -> None:
-        """Raise ValueError on all ranks, naming a tensor, if a checkpoint would have state that is not finite."""
-        ...
-
-    def bytes_to_save(self, *, all_moments: bool = False) -> int:
-        """Return the bytes of a checkpoint with the exported student.
-
-        all_moments: count the optimizer's state of all trained weights, also of those that had no step yet.
-        """
-        ...
-
-    def save(self, folder: Path) -> SavedTensors:
-        """Write the weights, the optimizer's state and the random states to a folder that all processes share.
-
-        Call `require_finite` first: a run could not continue from state that is not finite.
-        """
-        ...
-
-    def load(self, folder: Path, without_moments: Sequence[str]) -> None:
-        """Restore a state that `save` wrote under any layout. Raises ValueError for the state of another model."""
-        ...
+    def _held_out_objective(self, signals: Sequence[Signals], divergence: Divergence) -> ObjectiveSpec:
+        """Return the cross-entropy; with signals, also the divergence or, for `SortedTopK` signals, `uld`."""
+        # a micro-batch has no signal of a teacher that scores none of its documents
+        named = {
+            name: signal.signal if isinstance(signal, RoutedSignal) else signal
+            for of_teachers in signals
+            for name, signal in of_teachers.items()
+        }
+        if not named:
+            return ObjectiveSpec(cross_entropy=1.0)
+        first, shares = next(iter(named.values())), self.objective.teachers
+        if isinstance(first, SortedTopK):
+            return ObjectiveSpec(cross_entropy=1.0, uld=1.0, temperature=self.objective.temperature)
+        return ObjectiveSpec(
+            cross_entropy=1.0,
+            divergence=divergence,
+            temperature=1.0 if shares else _temperature(first),
+            teachers={
+                name: replace(shares[name], temperature=_temperature(signal))
+                for name, signal in named.items()
+                if name in shares
+            },
+            is_mixture=self.objective.is_mixture,
+        )
 
     def process(
         self,
@@ -168,33 +251,66 @@ class Engine(Protocol):
         processor: its context is `DistillTargets`.
         parts: the other losses of this pass. The MTP layers run only if an `MtpLoss` is among them.
         """
-        ...
+        with evaluating(*self.student.decoders):
+            results = self.student.forward(self._inputs(micro_batches, signals, processor, parts))
+        return results if self.student.has_results else []
+
+    # ---- single losses
 
     @property
     def needs_teacher(self) -> bool:
         """Whether a step needs a teacher's signals."""
-        ...
+        return self.objective.needs_teacher or any(part.needs_teacher for part in self.parts)
 
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
         """Return this engine with other losses. Parts that are not replaced stay as `LossPart.silent` versions."""
-        ...
+        other = copy.copy(self)
+        other.optimizer, other.objective = self.optimizer, objective
+        others = [part for part in self.parts if type(part) not in {type(part) for part in parts}]
+        other.parts = *parts, *(silent for part in others if (silent := part.silent()) is not None)
+        return other
 
-    def zero_grad(self) -> None: ...
+    # ---- for the step of a subclass
 
-    def gradient_norm(self) -> float:
-        """Return the norm of the full gradient, the same on every process."""
-        ...
+    def _step_loss(self, normalizer: float) -> StepLoss:
+        return StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts)
 
-    def gradients_not_finite(self) -> list[str]:
-        """Return the names of the parameters of all processes whose gradients have a NaN or an infinity."""
-        ...
+    def _inputs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        signals: Sequence[Signals],
+        processor: OutputProcessor,
+        parts: Sequence[LossPart] = (),
+        normalizer: float = 1.0,
+    ) -> list[StageInputs]:
+        """Raises ValueError unless there are signals for each micro-batch."""
+        if not micro_batches or len(micro_batches) != len(signals):
+            raise ValueError(
+                f"{len(signals)} signals for {len(micro_batches)} micro-batches: expected one for each, and at least "
+                "one"
+            )
+        return [
+            StageInputs(micro_batch, of_teachers, processor, parts, normalizer, self.autocast)
+            for micro_batch, of_teachers in zip(micro_batches, signals, strict=True)
+        ]
 
-    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the full gradient of each parameter on this process, by its name in the full model.
+    def _not_finite(self, norm: Tensor, output: StepOutput) -> Tensor:
+        """Return 1.0 if the gradient's norm or the step's loss is not finite on any process, otherwise 0.0.
 
-        For a sharded gradient this is a collective of the processes that share it.
+        The result is a 0-D tensor on the device; the host does not wait for it.
         """
-        ...
+        terms = {"loss", *(name for part in self.parts for name in part.terms)}
+        numbers = [norm, *(value for name, value in output.named if name in terms)]
+        is_finite = torch.stack(numbers).isfinite().all()
+        return (self.student.ranks.sum(1.0 - is_finite.float()) > 0).float()
+
+    def _total(self, normalizer: float, sums_of_process: dict[str, float]) -> dict[str, float]:
+        """Return `StepOutput.sums`."""
+        sums = add_up(self.student.ranks.gather(sums_of_process))
+        terms = [term for part in self.parts for term in part.terms.items()]
+        for name, term in terms if "loss" in sums else ():
+            sums["loss"] += term.scale * sums.get(name, 0.0) / normalizer
+        return sums
 
 
 def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -205,3 +321,14 @@ def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
             both = (total.get(name, 0.0), value)
             total[name] = max(both) if name == CHUNK_TOKENS else sum(both)
     return total
+
+
+def named_metrics(outputs: Sequence[ObjectiveOutput]) -> list[tuple[str, Tensor]]:
+    return [pair for output in outputs for pair in [("loss", output.loss), *output.metrics.items()]]
+
+
+def _temperature(signal: Signal) -> float:
+    """Return the temperature of a held-out divergence: that of a sparse signal, if it is known; otherwise 1."""
+    sparse = signal.first if isinstance(signal, SpanSignal) else signal
+    temperature = sparse.temperature if isinstance(sparse, SparseSignal) else None
+    return 1.0 if temperature is None else temperature

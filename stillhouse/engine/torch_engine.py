@@ -7,45 +7,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
-from stillhouse.engine.engine import SavedTensors, StepOutput
-from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_metrics
+from stillhouse.engine.engine import Engine, SavedTensors, StepOutput, named_metrics
 from stillhouse.engine.optimizer import make_optimizer, make_step, skips_by_flag
-from stillhouse.engine.parts import LossPart
 from stillhouse.engine.state_folder import write_state
 from stillhouse.engine.torch_state import TorchState
 from stillhouse.models import NotFiniteError
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.objective import Signals
-from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Runner
-from stillhouse.signals.weight_average import WeightAverage
 
 
-class TorchEngine(EnginePasses):
-    """train: the optimizer's settings, and the norm above which the gradient is clipped.
-    autocast: the dtype of matrix products; the weights keep their own dtype. None: the dtype of the weights.
-    chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
-    parts: the losses beside the objective.
-    average: the moving average of the student's weights, if a teacher needs it. `update` also updates it.
-    """
+class TorchEngine(Engine):
+    """Trains a student that a `Runner` distributes."""
 
     student: Runner
-
-    def __init__(
-        self,
-        student: Runner,
-        objective: ObjectiveSpec,
-        *,
-        train: TrainConfig = DEFAULT_TRAIN,
-        autocast: torch.dtype | None = None,
-        chunk_tokens: int | None = None,
-        parts: Sequence[LossPart] = (),
-        average: WeightAverage | None = None,
-    ):
-        super().__init__(student, objective, train=train, autocast=autocast, chunk_tokens=chunk_tokens, parts=parts)
-        self.average = average
 
     # ---- the step
 

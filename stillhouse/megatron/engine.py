@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
-from stillhouse.engine.engine import SavedTensors, StepOutput
-from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_metrics
+from stillhouse.engine.engine import DEFAULT_TRAIN, Engine, SavedTensors, StepOutput, named_metrics
 from stillhouse.engine.optimizer import weight_kinds
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
@@ -33,8 +32,8 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.signals.weight_average import WeightAverage
 
 
-class MegatronEngine(EnginePasses):
-    """The arguments are those of `TorchEngine`. The optimizer is AdamW."""
+class MegatronEngine(Engine):
+    """The optimizer is AdamW."""
 
     student: MegatronStudent
 
@@ -58,8 +57,7 @@ class MegatronEngine(EnginePasses):
             )
         if autocast not in (None, dtype := student.student.transformer.params_dtype):
             raise ValueError(f"autocast to {autocast} of parameters in {dtype}: expected parameters in {autocast}")
-        super().__init__(student, objective, train=train, autocast=None, chunk_tokens=chunk_tokens, parts=parts)
-        self.average = average
+        super().__init__(student, objective, train=train, chunk_tokens=chunk_tokens, parts=parts, average=average)
         if average is not None:
             for (number, name), weight in student.student.unrounded.items():
                 average.tensors[f"{number}.{name}"].copy_(weight)
