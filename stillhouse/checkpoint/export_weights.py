@@ -49,7 +49,9 @@ def save_student(
     resume: the folder of a checkpoint's tensors; read if the student has an adapter or is distributed over `ranks`.
     """
     if student.lora is not None:
-        save_lora(student, _stored_lora(resume), folder)
+        matrices = [name for name in stored_tensors(resume) if name.startswith(WEIGHT) and is_lora(name)]
+        stored = {name.removeprefix(WEIGHT): matrix for name, matrix in read_full(resume, matrices).items()}
+        save_lora(student, stored, folder)
         if (generation := student.pretrained.generation_config) is not None:
             generation.save_pretrained(folder)
     elif ranks.group is None:
@@ -138,10 +140,3 @@ def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | N
     merged(model, adapter).save_pretrained(folder)
     if (generation := adapter / GENERATION_CONFIG_NAME).is_file():
         shutil.copyfile(generation, folder / GENERATION_CONFIG_NAME)
-
-
-def _stored_lora(resume: Path) -> dict[str, Tensor]:
-    """The LoRA matrices in a checkpoint, by their names in the decoder."""
-    stored = stored_tensors(resume)
-    names = [name for name in stored if name.startswith(WEIGHT) and is_lora(name)]
-    return {name.removeprefix(WEIGHT): matrix for name, matrix in read_full(resume, names).items()}

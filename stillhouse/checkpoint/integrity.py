@@ -112,12 +112,10 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     active: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
         active = [other for other in active if other.offsets[along] + other.sizes[along] > chunk.offsets[along]]
-        if any(all(_overlap_along(one, chunk, dim) for dim in dims) for one in active):
-            return True
+        ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        for one in active:
+            sides = zip(one.offsets, one.sizes, chunk.offsets, ends, strict=True)
+            if all(start < end and other < start + size for start, size, other, end in sides):
+                return True
         active.append(chunk)
     return False
-
-
-def _overlap_along(one: ChunkStorageMetadata, other: ChunkStorageMetadata, dim: int) -> bool:
-    start, other_start = one.offsets[dim], other.offsets[dim]
-    return start < other_start + other.sizes[dim] and other_start < start + one.sizes[dim]

@@ -76,7 +76,14 @@ def open_checkpoint(
         except DamagedCheckpointError as error:
             older = paths[number] if number < len(paths) else None
             if older is None or not fallback:
-                raise DamagedCheckpointError(f"{error}; {_remedy(path, older, folder)}") from error
+                remedy = "there is no earlier checkpoint: choose another folder as out to start again"
+                if not folder.owns(path):
+                    remedy = "name another checkpoint as checkpoint.resume"
+                elif older is not None:
+                    remedy = (
+                        f"with checkpoint.fallback=true the run continues from {older.name}, the checkpoint before it"
+                    )
+                raise DamagedCheckpointError(f"{error}; {remedy}") from error
             damaged[path] = error
             continue
         _require_unchanged(checkpoint, folder, identity, base)
@@ -109,15 +116,18 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
             f"dims (now to none of {vectors or 'the vectors'}): choose another folder as out, and name this "
             "checkpoint as checkpoint.resume there, or with train.optimizer=muon its export as student.model"
         )
-    of_processors, of_processors_before = _processors(identity.data), _processors(before.data)
-    changed = sorted(dict(of_processors.items() ^ of_processors_before.items()))
-    if changed and of_processors and of_processors_before:  # earlier versions did not write them
+    processors, processors_before = (
+        {name: digest for name, digest in data.items() if name.startswith(PROCESSOR)}
+        for data in (identity.data, before.data)
+    )
+    changed = sorted(dict(processors.items() ^ processors_before.items()))
+    if changed and processors and processors_before:  # earlier versions did not write them
         sections = " and ".join(f"{name.removeprefix(PROCESSOR)}.model" for name in changed)
         raise ValueError(
             f"{sections}: the files of its processor of images have changed since {path} was written; restore them, "
             "or choose another folder as out"
         )
-    documents = {name: digest for name, digest in identity.data.items() if name not in of_processors}
+    documents = {name: digest for name, digest in identity.data.items() if name not in processors}
     if changed := [f"data.{split}" for split in _changed(before.data, documents)]:
         raise ValueError(
             f"{' and '.join(changed)}: the documents have changed since {path} was written; restore "
@@ -137,10 +147,6 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
             f"{' and '.join(changed)}: its files have changed since {path} was written; restore them, or choose "
             "another folder as out"
         )
-
-
-def _processors(data: Mapping[str, str]) -> dict[str, str]:
-    return {name: digest for name, digest in data.items() if name.startswith(PROCESSOR)}
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -167,14 +173,6 @@ def _require_unchanged(
         )
 
 
-def _remedy(path: Path, older: Path | None, folder: RunFolder) -> str:
-    if not folder.owns(path):
-        return "name another checkpoint as checkpoint.resume"
-    if older is None:
-        return "there is no earlier checkpoint: choose another folder as out to start again"
-    return f"with checkpoint.fallback=true the run continues from {older.name}, the checkpoint before it"
-
-
 def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
     path = folder / "config.yaml"
     if not path.exists():
@@ -186,20 +184,19 @@ def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
             f"out: {folder} does not contain a run of this version of stillhouse: {path} cannot be read as a "
             f"configuration ({first_line(error)}); choose an empty or a new folder"
         ) from error
-    different = _differences(decisive_values(before), decisive_values(values))
+    there, here = _with_items(decisive_values(before)), _with_items(decisive_values(values))
+    different = list[str]()
+    for key in {**there, **here}:
+        if there.get(key) != here.get(key):
+            texts = [json.dumps(side.get(key)) for side in (there, here)]
+            # only short values are shown
+            different.append(key if max(map(len, texts)) > SHORT else f"{key} ({texts[0]} there, {texts[1]} here)")
     if different:
         raise ValueError(
             f"out: {folder} contains another run, with a different {', '.join(different)}; choose another folder, "
             "or use the same configuration to continue that run. To train on from its weights, set another out and "
             "checkpoint.resume to one of its checkpoints"
         )
-
-
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The dotted keys with different values; short values are added to their key."""
-    before, after = _with_items(before), _with_items(after)
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return [f"{key}{_both(before.get(key), after.get(key))}" for key in keys]
 
 
 def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,11 +212,6 @@ def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             items[key] = value
     return items
-
-
-def _both(before: Any, after: Any) -> str:
-    texts = [json.dumps(value) for value in (before, after)]
-    return "" if max(map(len, texts)) > SHORT else " ({} there, {} here)".format(*texts)
 
 
 def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:

@@ -71,8 +71,8 @@ def save_checkpoint(
         names = ranks.from_first(file_names(partial) if ranks.is_first else [])
         files = {
             name: digest
-            for of_rank in ranks.gather(hashes(partial, ranks.share(names)))
-            for name, digest in of_rank.items()
+            for digests in ranks.gather(hashes(partial, ranks.share(names)))
+            for name, digest in digests.items()
         }
         if not all(files.values()):
             raise ValueError(_scattered(final))

@@ -184,7 +184,7 @@ class Engine(ABC):
         self,
         held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]],
         *,
-        of_teacher: bool = False,
+        with_teacher: bool = False,
         divergence: Divergence | None = None,
     ) -> dict[str, float]:
         """Return metric sums over all held-out target tokens, the same on every process.
@@ -195,7 +195,7 @@ class Engine(ABC):
         of `LossPart.held_out` add their own metrics.
 
         held_out: yields groups of micro-batches, each group with its signals.
-        of_teacher: also return the teacher's cross-entropy on the labels; the signals must be exact (`FullVocab`).
+        with_teacher: also return the teacher's cross-entropy on the labels; the signals must be exact (`FullVocab`).
         divergence: in place of the forward KL; None: the forward KL.
         """
         outputs: list[ObjectiveOutput] = []
@@ -205,7 +205,7 @@ class Engine(ABC):
                 self._held_out_objective(signals, divergence or forward_kl()),
                 chunk_tokens=self._chunk_tokens,
                 parts=parts,
-                with_teacher_cross_entropy=of_teacher,
+                with_teacher_cross_entropy=with_teacher,
             )
             outputs += self.process(loss, micro_batches, signals, parts)
             del micro_batches, signals  # free a teacher's large hidden states before the next ones are computed
@@ -217,8 +217,8 @@ class Engine(ABC):
         # a micro-batch has no signal of a teacher that scores none of its documents
         named = {
             name: signal.signal if isinstance(signal, RoutedSignal) else signal
-            for of_teachers in signals
-            for name, signal in of_teachers.items()
+            for teacher_signals in signals
+            for name, signal in teacher_signals.items()
         }
         if not named:
             return ObjectiveSpec(cross_entropy=1.0)
@@ -290,8 +290,8 @@ class Engine(ABC):
                 "one"
             )
         return [
-            StageInputs(micro_batch, of_teachers, processor, parts, normalizer, self.autocast)
-            for micro_batch, of_teachers in zip(micro_batches, signals, strict=True)
+            StageInputs(micro_batch, teacher_signals, processor, parts, normalizer, self.autocast)
+            for micro_batch, teacher_signals in zip(micro_batches, signals, strict=True)
         ]
 
     def _not_finite(self, norm: Tensor, output: StepOutput) -> Tensor:

@@ -36,8 +36,8 @@ class TorchEngine(Engine):
                 results = runner.pipeline.forward_backward(inputs)
             else:
                 results = []
-                for pair, of_one in runner.one_by_one(inputs):
-                    results.append(pair(of_one))
+                for pair, stage_inputs in runner.one_by_one(inputs):
+                    results.append(pair(stage_inputs))
                     results[-1].output.loss.backward()
         outputs = [result.output for result in results if result.output is not None]
         for output in outputs:
@@ -82,7 +82,7 @@ class TorchEngine(Engine):
             for name, parameter in self.student.named_parameters()
             if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
         ]
-        return list(dict.fromkeys(name for of_rank in self.student.ranks.gather(names) for name in of_rank))
+        return list(dict.fromkeys(name for rank_names in self.student.ranks.gather(names) for name in rank_names))
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         for name, parameter in self.student.named_parameters():

@@ -90,7 +90,7 @@ class TorchState:
     def parameters_without_moments(self) -> list[str]:
         """Return the parameters of all ranks that never had a gradient and therefore have no optimizer state."""
         names = [name for name, parameter in self._trained().items() if parameter not in self.optimizer.state]
-        return sorted({name for of_rank in self.runner.ranks.gather(names) for name in of_rank})
+        return sorted({name for rank_names in self.runner.ranks.gather(names) for name in rank_names})
 
     def _averages(self) -> dict[str, Tensor]:
         """Return the averages of this rank's trained weights; of a tied weight, the average of its first copy."""
@@ -159,7 +159,7 @@ class TorchState:
         """See `Engine.require_finite`."""
         tensors = self.tensors().items()
         names = [name for name, value in tensors if value.is_floating_point() and not local(value).isfinite().all()]
-        names = sorted({name for of_rank in self.runner.ranks.gather(names) for name in of_rank})
+        names = sorted({name for rank_names in self.runner.ranks.gather(names) for name in rank_names})
         if names:
             more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
             raise ValueError(

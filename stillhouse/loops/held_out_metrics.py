@@ -20,7 +20,7 @@ def evaluate(
     spec: ObjectiveSpec,
     micro_batch_tokens: int,
     *,
-    of_teacher: bool = False,
+    with_teacher: bool = False,
 ) -> dict[str, float]:
     """Return means over all target tokens of the held-out documents (see `Engine.evaluate`).
 
@@ -28,21 +28,21 @@ def evaluate(
     objective. Without a teacher, the metrics that need a teacher are absent.
 
     spec: the run's objective, which names the teachers and has the temperature of `uld`.
-    of_teacher: also report the cross-entropy of the teacher, to compare it with the student's. This needs a single
+    with_teacher: also report the cross-entropy of the teacher, to compare it with the student's. This needs a single
     teacher with exact signals, because sparse signals may lack the label.
     """
     watchdog.enter("an evaluation")
     names = list(sequences.documents.reports)
     sets = [np.flatnonzero(sequences.set_S == number) for number in range(len(names))]
-    of_teacher = of_teacher and models.has_exact_teacher
+    with_teacher = with_teacher and models.has_exact_teacher
     sums = [
-        models.engine.evaluate(_parts(models, sequences, numbers, micro_batch_tokens), of_teacher=of_teacher)
+        models.engine.evaluate(_parts(models, sequences, numbers, micro_batch_tokens), with_teacher=with_teacher)
         for numbers in sets or [np.arange(len(sequences))]
     ]
     metrics = evaluation_metrics(add_up(sums), spec, models.signal_temperatures)
     for name, sums_of_set in zip(names, sums, strict=False):  # a single set has no name
-        of_set = evaluation_metrics(sums_of_set, spec, models.signal_temperatures)
-        metrics |= {f"eval/{name}/{key.removeprefix('eval/')}": value for key, value in of_set.items()}
+        set_metrics = evaluation_metrics(sums_of_set, spec, models.signal_temperatures)
+        metrics |= {f"eval/{name}/{key.removeprefix('eval/')}": value for key, value in set_metrics.items()}
     return metrics
 
 

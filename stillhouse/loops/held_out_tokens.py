@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data import Documents, PackedSequences
+from stillhouse.data import Documents
 from stillhouse.images.display import shown_images, shown_positions
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.session import Data, Models
@@ -68,32 +68,24 @@ def held_out_tokens(models: Models, data: Data, spec: ObjectiveSpec, step: int) 
     sequences = data.evaluation
     if sequences is None or not models.has_exact_teacher:
         return None
-    chosen = _choose(sequences.documents)
-    micro_batches = models.shard(sequences.micro_batches(_sequences_with(sequences, chosen)), training=False)
+    lengths_D = sequences.documents.lengths_D
+    long_enough = np.flatnonzero(lengths_D >= min(TOKENS, lengths_D.max()) // 2)
+    chosen = in_shown_order(sequences.documents, long_enough.tolist())[:DOCUMENTS]
+    members = (sequences.members(number).tolist() for number in range(len(sequences)))
+    with_chosen = [np.array([number]) for number, documents in enumerate(members) if set(chosen) & set(documents)]
+    micro_batches = models.shard(sequences.micro_batches(with_chosen), training=False)
     signals = models.source.request(micro_batches).result()
     ids = {document: sequences.documents.tokens(document) for document in chosen}
     shown = {document: shown_positions(of, data.image_processor)[:TOKENS] for document, of in ids.items()}
     processor = _ShownTokens(shown, _without_rollouts(spec))
-    of_micro_batches = models.engine.process(processor, micro_batches, signals)
-    all_ranks = models.ranks.gather([entry for entries in of_micro_batches for entry in entries])
-    entries = {(document, position): entry for of_rank in all_ranks for document, position, *entry in of_rank}
+    results = models.engine.process(processor, micro_batches, signals)
+    all_ranks = models.ranks.gather([entry for entries in results for entry in entries])
+    entries = {(document, position): entry for part in all_ranks for document, position, *entry in part}
     documents = [
         _document(data.tokenizer, sequences.documents, document, positions.tolist(), entries)
         for document, positions in shown.items()
     ]
     return HeldOutTokens(step, documents)
-
-
-def _choose(documents: Documents) -> list[int]:
-    """Choose up to `DOCUMENTS` sufficiently long documents, the same ones in every run on this data."""
-    long_enough = np.flatnonzero(documents.lengths_D >= min(TOKENS, documents.lengths_D.max()) // 2)
-    return in_shown_order(documents, long_enough.tolist())[:DOCUMENTS]
-
-
-def _sequences_with(sequences: PackedSequences, documents: list[int]) -> list[np.ndarray]:
-    """Return the packed sequences that contain these documents, one per micro-batch."""
-    holding = (number for number in range(len(sequences)) if set(documents) & set(sequences.members(number).tolist()))
-    return [np.array([number]) for number in holding]
 
 
 def _document(
@@ -195,8 +187,8 @@ def gradients_by_term(
         names = unique_names(terms)
         counts = (weights_C[rows] != 0).tolist()
         by_row += [
-            dict(zip(names, of_row, strict=True)) if counted else {}
-            for counted, of_row in zip(counts, zip(*by_term, strict=True), strict=True)
+            dict(zip(names, row, strict=True)) if counted else {}
+            for counted, row in zip(counts, zip(*by_term, strict=True), strict=True)
         ]
     return by_row
 
@@ -210,7 +202,7 @@ def _gradient(term: Term, logits_CV: Tensor, weights_C: Tensor, shard: VocabShar
     norms_C = AsyncAllGather(gradient_CV.square().sum(1, keepdim=True), shard).wait().sum(0)[:, 0].sqrt()
     count = min(PUSHED, logits_CV.shape[1] if shard is None else shard.rows)
     raised, lowered = (
-        [[(token, value) for token, value in of_row if value > 0] for of_row in _ranked(signed_CV, count, shard)]
+        [[(token, value) for token, value in row if value > 0] for row in _ranked(signed_CV, count, shard)]
         for signed_CV in (-gradient_CV, gradient_CV)
     )
     return list(zip(output.per_token[term.name].tolist(), norms_C.tolist(), raised, lowered, strict=True))

@@ -60,15 +60,15 @@ def _losses(models: Models, micro_batches: ShardedMicroBatches, outputs: Sequenc
 
     outputs: one output for each micro-batch; empty on processes without the last stage.
     """
-    of_this_rank = [
+    findings = [
         (name, document)
         for micro_batch, output in zip(micro_batches, outputs, strict=bool(outputs))
         for name, value_T in output.per_token.items()
         for document in set(micro_batch.document_T[~value_T.isfinite()].tolist())
     ]
     documents_by_name: dict[str, set[int]] = {}
-    for of_rank in models.ranks.gather(of_this_rank):
-        for name, document in of_rank:
+    for rank_findings in models.ranks.gather(findings):
+        for name, document in rank_findings:
             documents_by_name.setdefault(name, set()).add(document)
     assert isinstance(micro_batches.all_ranks, PackedMicroBatches)
     sequences = micro_batches.all_ranks.sequences
@@ -97,20 +97,19 @@ def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int
     for document in candidates:
         if len(numbers) == _NAMED:
             break
-        if _fails_by_itself(models, sequences, document):
+        alone = PackedSequences(
+            sequences.documents.select([document]),
+            max_tokens=sequences.max_tokens,
+            seed=0,
+            gaps=sequences.gaps,
+            image_inputs=sequences.image_inputs,
+        )
+        loss = _run_again(models, alone.micro_batches([np.array([0])]))
+        if not math.isfinite(loss) or not math.isfinite(models.engine.gradient_norm()):
             numbers.append(document)
     named = (numbers or candidates)[:_NAMED]
     sources = ", ".join(sequences.documents.sources[document] for document in named)
     return f"{sources} and maybe others" if len(named) == _NAMED < len(candidates) else sources
-
-
-def _fails_by_itself(models: Models, sequences: PackedSequences, document: int) -> bool:
-    documents = sequences.documents.select([document])
-    packed = PackedSequences(
-        documents, max_tokens=sequences.max_tokens, seed=0, gaps=sequences.gaps, image_inputs=sequences.image_inputs
-    )
-    loss = _run_again(models, packed.micro_batches([np.array([0])]))
-    return not math.isfinite(loss) or not math.isfinite(models.engine.gradient_norm())
 
 
 def _run_again(models: Models, packed: PackedMicroBatches) -> float:

@@ -65,13 +65,13 @@ def evaluation_metrics(
             averages[f"forward_kl{suffix}"] += averages[f"continuation{suffix}"]
         names = (name + suffix for name in _EVALUATED)
         metrics |= {f"eval/{name}": averages[name] for name in names if name in averages}
-    for depth, of_depth in sums_by_depth.items():
-        if depth and of_depth["tokens"]:
-            tokens = of_depth["tokens"]
+    for depth, depth_sums in sums_by_depth.items():
+        if depth and depth_sums["tokens"]:
+            tokens = depth_sums["tokens"]
             metrics |= {
-                _depth_key("eval/acceptance", depth): of_depth["agreement"] / tokens,
-                _depth_key("eval/sampled_acceptance", depth): 1 - of_depth["total_variation"] / tokens,
-                _depth_key("eval/cross_entropy", depth): of_depth["cross_entropy"] / tokens,
+                _depth_key("eval/acceptance", depth): depth_sums["agreement"] / tokens,
+                _depth_key("eval/sampled_acceptance", depth): 1 - depth_sums["total_variation"] / tokens,
+                _depth_key("eval/cross_entropy", depth): depth_sums["cross_entropy"] / tokens,
             }
     return metrics | {"eval/tokens": sums["tokens"]}
 
@@ -84,7 +84,7 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
     one teacher, over tokens.
     mixes_temperatures: whether the teachers have different temperatures, so that entropies have no common mean.
     """
-    averages, of_one, weights = dict[str, float](), dict[str, float](), dict[str, float]()
+    averages, teacher_means, weights = dict[str, float](), dict[str, float](), dict[str, float]()
     for name, value in sums.items():
         kind, _, teacher = name.partition("/")
         # terms of the loss are divided by the number of targets, descriptions of the tokens by the sum of the weights
@@ -99,11 +99,11 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
         tokens_of_term = tokens if routed is None else routed
         share = objective.teachers[teacher].weight if routed is None else 1.0
         if tokens_of_term:
-            of_one[name] = value / tokens_of_term
+            teacher_means[name] = value / tokens_of_term
         if not (mixes_temperatures and kind in _ENTROPIES):
             averages[kind] = averages.get(kind, 0.0) + share * value
             weights[kind] = weights.get(kind, 0.0) + share * tokens_of_term
-    return {name: value / (weights.get(name) or 1.0) for name, value in averages.items()} | of_one
+    return {name: value / (weights.get(name) or 1.0) for name, value in averages.items()} | teacher_means
 
 
 def by_depth(sums: Mapping[str, float]) -> dict[int, dict[str, float]]:

@@ -72,7 +72,7 @@ class Training:
         self.queue, self.functions, self.greedy = queue, functions, greedy
         self.last_step = session.schedule.steps
         self.steps = range(progress.step, self.last_step)
-        self._of_teacher: dict[str, float] | None = None
+        self._teacher_metrics: dict[str, float] | None = None
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
         self._has_warned = False  # that a step has no targets
@@ -155,11 +155,11 @@ class Training:
         if held_out is None and self.greedy is None:
             return
         if held_out is not None:
-            budget, of_teacher = session.schedule.held_out_tokens, self._of_teacher is None
-            metrics = evaluate(session.models, held_out, session.loss.spec, budget, of_teacher=of_teacher)
-        if self._of_teacher is None:  # the teacher's metrics do not change during a run
-            self._of_teacher = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
-        metrics |= self._of_teacher
+            budget, with_teacher = session.schedule.held_out_tokens, self._teacher_metrics is None
+            metrics = evaluate(session.models, held_out, session.loss.spec, budget, with_teacher=with_teacher)
+        if self._teacher_metrics is None:  # they do not change during a run
+            self._teacher_metrics = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
+        metrics |= self._teacher_metrics
         if self.greedy is not None:
             metrics |= self.greedy.evaluate(self.progress.step, metrics)
         self.progress.metrics = metrics  # only now: a resumed run repeats an evaluation that was interrupted
@@ -324,14 +324,11 @@ def _saving_finished_steps(run: Training) -> Iterator[None]:
             raise Preempted(stopped_by, step, saved) from error
         if saved is None:
             raise
-        raise _with_checkpoint(error, saved) from error
-
-
-def _with_checkpoint(error: SignalsLostError | UserFunctionError, saved: Path) -> ValueError:
-    stopped = f"the run has stopped after a checkpoint: {saved}"
-    if isinstance(error, SignalsLostError):
-        return SignalsLostError(_first_line_with(error, stopped))
-    return UserFunctionError(_first_line_with(error, f"{stopped}; correct the cause, and the same command continues"))
+        words = f"the run has stopped after a checkpoint: {saved}"
+        if isinstance(error, SignalsLostError):
+            raise SignalsLostError(_first_line_with(error, words)) from error
+        words += "; correct the cause, and the same command continues"
+        raise UserFunctionError(_first_line_with(error, words)) from error
 
 
 def _first_line_with(error: BaseException, words: str) -> str:

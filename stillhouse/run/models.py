@@ -243,14 +243,14 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
     """A hash of the student's files and of its quantization; with `student.init`, also of the teacher's files or the
     seed.
     """
-    of_files, init = source_fingerprint(student.model, student.revision), student.init
+    file_hash, init = source_fingerprint(student.model, student.revision), student.init
     if init is None:
-        return quantized_identity(of_files, student.quantize)
+        return quantized_identity(file_hash, student.quantize)
     start: str | int = seed
     if init.source == "teacher":
         assert teacher is not None
         start = source_fingerprint(str(teacher.model), teacher.revision)
-    return json_hash([of_files, init.source, init.layers, start])
+    return json_hash([file_hash, init.source, init.layers, start])
 
 
 def load_model(

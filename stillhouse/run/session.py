@@ -170,7 +170,7 @@ def _data_hashes(models: Models, data: Data, schedule: Schedule) -> dict[str, st
     if data.by_length:
         hashes[ORDER] = ROWS
     vectors = stacked_vectors(models.engine.student.decoders) if schedule.train_config.weight_decay else []
-    if names := sorted({name for of_rank in models.ranks.gather(vectors) for name in of_rank}):
+    if names := sorted({name for rank_names in models.ranks.gather(vectors) for name in rank_names}):
         hashes[DECAY] = name_list(names)
     return hashes
 

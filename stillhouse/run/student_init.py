@@ -87,13 +87,13 @@ def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher:
 def _read_layers(decoder: Decoder, folder: str, layers: list[int]) -> None:
     with as_config_error(_KEY):
         name = layers_name(decoder)
-    of_layer = re.compile(rf"(?<=^{re.escape(f'{decoder.backbone_name}.{name}.')})\d+(?=\.)")
-    read_weights(decoder, folder, renamed=partial(_name_in_teacher, of_layer, layers))
+    layer_pattern = re.compile(rf"(?<=^{re.escape(f'{decoder.backbone_name}.{name}.')})\d+(?=\.)")
+    read_weights(decoder, folder, renamed=partial(_name_in_teacher, layer_pattern, layers))
 
 
-def _name_in_teacher(of_layer: re.Pattern[str], layers: list[int], name: str) -> str:
+def _name_in_teacher(layer_pattern: re.Pattern[str], layers: list[int], name: str) -> str:
     """Replace the layer's number in the name of a student's tensor by the number of the teacher's layer."""
-    return of_layer.sub(lambda match: str(layers[int(match[0])]), name)
+    return layer_pattern.sub(lambda match: str(layers[int(match[0])]), name)
 
 
 @torch.no_grad()

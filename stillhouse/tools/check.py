@@ -213,9 +213,9 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
         return
     yield f"running the same step with each of {len(losses)} losses alone …"
     norms = dict[str, float]()
-    for name, of_one_loss in losses:
+    for name, single in losses:
         engine.zero_grad()
-        session.models.step(micro_batches, of_one_loss)
+        session.models.step(micro_batches, single)
         norms[name] = engine.gradient_norm()
         yield _row(f"  {name} ", f"gradient norm {norms[name]:.4g}")
     if (words := verdict(norms)) is not None:
@@ -273,8 +273,8 @@ def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
 
 
 def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
-    for origin, of_origin in spec.by_origin.items():
-        for name, single in _single_terms(of_origin):
+    for origin, origin_spec in spec.by_origin.items():
+        for name, single in _single_terms(origin_spec):
             yield f"{name} ({origin})", replace(spec, by_origin={origin: single})
     none = replace(spec, cross_entropy=None, z_loss=0.0, divergence=None, uld=None, entropy=None)
     none = replace(none, sampled_kl=None, policy_gradient=None)

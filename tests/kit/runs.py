@@ -178,11 +178,11 @@ def forward_backward(
     return session.models.step(session.models.shard(step), engine)
 
 
-def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
+def evaluate(session: Session, *, with_teacher: bool = False) -> dict[str, float]:
     """Return the metrics of the session's held-out documents."""
     held_out, tokens = session.data.evaluation, session.schedule.held_out_tokens
     assert held_out is not None
-    return held_out_metrics.evaluate(session.models, held_out, session.loss.spec, tokens, of_teacher=of_teacher)
+    return held_out_metrics.evaluate(session.models, held_out, session.loss.spec, tokens, with_teacher=with_teacher)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

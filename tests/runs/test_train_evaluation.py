@@ -57,7 +57,7 @@ def plain_figures(folder: Path, documents: Documents) -> dict[str, float]:
 def test_figures_are_the_plain_ones_whatever_the_objective(tmp_path: Path, settings: dict[str, Any]) -> None:
     session = session_of(tmp_path, **settings)
     assert session.data.evaluation is not None
-    figures = evaluate(session, of_teacher=True)
+    figures = evaluate(session, with_teacher=True)
     assert figures == pytest.approx(plain_figures(tmp_path, session.data.evaluation.documents), rel=1e-5)
     del figures[OF_TEACHER]
     assert evaluate(session) == figures
@@ -111,7 +111,7 @@ def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], steps: l
     assert [line["step"] for line in lines] == steps
     if lines:
         final = {key: value for key, value in lines[-1].items() if key.startswith("eval/")}
-        assert final == evaluate(session, of_teacher=True)
+        assert final == evaluate(session, with_teacher=True)
         assert lines[0]["eval/cross_entropy"] > lines[-1]["eval/cross_entropy"]
         assert lines[0]["tokens"] == 0
 
