@@ -1,7 +1,7 @@
 """A rule about several keys of a configuration: when they conflict, and the error's words."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,22 +39,20 @@ class Rule:
 
     def mistakes(self, config: RunConfig) -> Iterator[ConfigError]:
         """The errors of a configuration that breaks this rule; there may be one per teacher and source of prompts."""
-        for rule in self._of_teachers(config):
-            by_source = [
-                (of_source.keys[0], list(of_source._mistake(variant)))
-                for of_source, variant in rule._of_sources(config)
-            ]
-            of_section = [mistakes for key, mistakes in by_source if key == rule.keys[0]]
-            if self.has_no_effect and not all(of_section):
-                by_source = [(key, mistakes) for key, mistakes in by_source if key != rule.keys[0]]
-            yield from (mistake for _, mistakes in by_source for mistake in mistakes)
+        for rule in self._for_teachers(config.teacher_sections):
+            by_source: list[tuple[str, ConfigError | None]] = []
+            for source_rule, variant in rule._for_sources(config):
+                keys = source_rule.keys
+                values = [getattr(_owner(variant, key), key.rpartition(".")[2], None) for key in keys]
+                is_broken = _owner(variant, keys[0]) is not None and self.refuses(*values)
+                by_source.append(
+                    (keys[0], ConfigError(keys[0], source_rule._problem(*values)) if is_broken else None)
+                )
+            if self.has_no_effect and not all(mistake for key, mistake in by_source if key == rule.keys[0]):
+                by_source = [(key, mistake) for key, mistake in by_source if key != rule.keys[0]]
+            yield from (mistake for _, mistake in by_source if mistake is not None)
 
-    def _mistake(self, config: RunConfig) -> Iterator[ConfigError]:
-        values = [getattr(_owner(config, key), key.rpartition(".")[2], None) for key in self.keys]
-        if _owner(config, self.keys[0]) is not None and self.refuses(*values):
-            yield ConfigError(self.keys[0], self._problem(*values))
-
-    def _of_sources(self, config: RunConfig) -> list[tuple["Rule", RunConfig]]:
+    def _for_sources(self, config: RunConfig) -> list[tuple["Rule", RunConfig]]:
         """For each source of prompts, the rule with the keys that the source sets, and the source's configuration.
 
         Only the rule itself, if it has no key that a source can set, or if there are no such sources.
@@ -68,12 +66,12 @@ class Rule:
             variants.append((replace(self, keys=keys), config.model_copy(update={"rollout": rollout})))
         return variants or [(self, config)]
 
-    def _of_teachers(self, config: RunConfig) -> list["Rule"]:
+    def _for_teachers(self, sections: Iterable[str]) -> list["Rule"]:
         """A copy of the rule for each teacher, with the key of the teacher's section in place of `teacher.`."""
         if not any(_OF_A_TEACHER.match(key) for key in self.keys):
             return [self]
         is_of_several = any(key.startswith(NAMED) for key in self.keys)
-        names = [name for name in config.teacher_sections if not is_of_several or name != "teacher"]
+        names = [name for name in sections if not is_of_several or name != "teacher"]
         return [
             replace(
                 self,
@@ -131,11 +129,10 @@ def default(key: str) -> Any:
     return FIELDS[key].default if key in FIELDS else None
 
 
-def _owner(config: RunConfig, key: str) -> Any:
+def _owner(configuration: Section, key: str) -> Any:
     """The section that has a key; None if it is absent."""
-    owner: Any = config
-    key = _OF_A_SOURCE.sub("", key)
-    for name in key.split(".")[:-1]:
+    owner: Any = configuration
+    for name in _OF_A_SOURCE.sub("", key).split(".")[:-1]:
         owner = owner.named.get(name) if isinstance(owner, TeachersConfig) else getattr(owner, name, None)
     return owner
 

@@ -5,7 +5,7 @@ The class of a section defines the valid values of a single key. A rule defines 
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 
 from stillhouse.config.engine_rules import RULES_OF_LAYERS, rules_of_engines
@@ -32,18 +32,20 @@ from stillhouse.registry import load_all
 def check_rules(config: RunConfig) -> None:
     """Raise ConfigError with the first mistake of each key if the configuration breaks rules."""
     mistakes: dict[str | None, ConfigError] = {}
-    of_rules = chain.from_iterable(rule.mistakes(config) for rule in all_rules())
-    for mistake in chain(_mistakes_of_losses(config), of_rules, _unused_tokens(config), _shared_token(config)):
+    losses = dict(config.objective.losses)
+    if config.student.mtp is not None and config.student.mtp.objective is not None:
+        losses["student.mtp.objective"] = config.student.mtp.objective
+    rules = chain.from_iterable(rule.mistakes(config) for rule in all_rules())
+    unused = _unused_tokens(config.rollouts, config.eval.prompts)
+    shared = _shared_token(config.teacher_sections, config.rollout)
+    for mistake in chain(_mistakes_of_losses(losses), rules, unused, shared):
         mistakes.setdefault(mistake.key, mistake)
     if mistakes:
         raise listed(list(mistakes.values()))
 
 
-def _mistakes_of_losses(config: RunConfig) -> Iterator[ConfigError]:
-    """The errors of expressions of losses that cannot be read."""
-    losses = dict(config.objective.losses)
-    if config.student.mtp is not None and config.student.mtp.objective is not None:
-        losses["student.mtp.objective"] = config.student.mtp.objective
+def _mistakes_of_losses(losses: Mapping[str, str]) -> Iterator[ConfigError]:
+    """The errors of expressions of losses that cannot be read. losses: by their keys"""
     for key, loss in losses.items():
         try:
             expression_fields(loss, load_all("stillhouse.divergences"))
@@ -51,26 +53,26 @@ def _mistakes_of_losses(config: RunConfig) -> Iterator[ConfigError]:
             yield ConfigError(key, f"{error}{loss_hint(str(error))}")
 
 
-def _unused_tokens(config: RunConfig) -> Iterator[ConfigError]:
+def _unused_tokens(rollouts: Sequence[RolloutConfig], prompts: EvalPromptsConfig | None) -> Iterator[ConfigError]:
     """The keys of tokens of reward servers that no reward names, such as a misspelled address."""
-    sections: dict[str, list[RolloutConfig | EvalPromptsConfig]] = {"rollout": [*config.rollouts]}
-    if config.eval.prompts is not None:
-        sections["eval.prompts"] = [config.eval.prompts]
+    sections: dict[str, list[RolloutConfig | EvalPromptsConfig]] = {"rollout": [*rollouts]}
+    if prompts is not None:
+        sections["eval.prompts"] = [prompts]
     for key, section in sections.items():
-        servers = {part.server for prompts in section for part in reward_parts(prompts.reward) if part.is_server}
-        unused = {address for prompts in section for address in prompts.reward_tokens or {}} - servers
+        servers = {part.server for source in section for part in reward_parts(source.reward) if part.is_server}
+        unused = {address for source in section for address in source.reward_tokens or {}} - servers
         if unused:
             among = f"among {name_list(servers)}" if servers else "the address of a server in reward"
             yield ConfigError(f"{key}.reward_tokens", f"got {name_list(unused)}; expected {among}")
 
 
-def _shared_token(config: RunConfig) -> Iterator[ConfigError]:
+def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig | None) -> Iterator[ConfigError]:
     """The servers of several models, if all of them would get the token that is set in `TOKEN_VARIABLE`."""
     sections: dict[str, TeacherConfig | RolloutConfig] = {
-        key: teacher for key, teacher in config.teacher_sections.items() if teacher.urls
+        key: teacher for key, teacher in teachers.items() if teacher.urls
     }
-    if config.rollout is not None and config.rollout.urls:
-        sections["rollout"] = config.rollout
+    if rollout is not None and rollout.urls:
+        sections["rollout"] = rollout
     unnamed = [key for key, section in sections.items() if section.token_variable is None]
     if len(sections) > 1 and unnamed and os.environ.get(TOKEN_VARIABLE):
         urls = enumerated([f"{key}.url" for key in sections], "and")

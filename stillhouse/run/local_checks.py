@@ -34,15 +34,8 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
 
     needs: data: data and functions. run: the folder of the run, and a layout. servers: servers that listen already.
     """
-    checks = list(_models(config))
-    if "data" in needs:
-        checks += [*_data(config), *_functions(config)]
-    if "run" in needs:
-        checks += [("out", require_writable, config.out), ("parallel", config.parallel.degrees, _processes())]
-    if "servers" in needs:
-        checks += _servers(config)
     mistakes = []
-    for key, check, value in dict.fromkeys(checks):  # several sources of prompts may have one reward
+    for key, check, value in dict.fromkeys(_checks(config, needs)):  # several sources of prompts may have one reward
         try:
             with as_config_error(key):
                 check(value)
@@ -69,32 +62,48 @@ def require_writable(out: str) -> None:
         ) from error
 
 
-def _processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _models(config: RunConfig) -> Iterator[tuple[str, Check, Any]]:
+def _checks(config: RunConfig, needs: Collection[Need]) -> Iterator[tuple[str, Check, Any]]:
+    """Yield the key that each error names, the check, and its argument."""
+    data, prompts, teachers = config.data, config.eval.prompts, config.teacher_sections
     yield "student.model", require_model, config.student.model
-    for section, teacher in config.teacher_sections.items():
-        if teacher.model is not None:
-            yield f"{section}.model", require_model, teacher.model
-
-
-def _data(config: RunConfig) -> Iterator[tuple[str, Check, Any]]:
-    data = config.data
-    for source in [item.source for item in data.weighted_sources] or [str(data.train)]:
-        yield "data.train", require_source, source
-    if isinstance(data.eval, str):
-        yield "data.eval", require_source, data.eval
-    for name, source in data.eval_sets.items():
-        yield f"data.eval.{name}", require_source, source
-    if config.eval.prompts is not None:
-        yield "eval.prompts.data", require_source, config.eval.prompts.data
-    if data.chat_template is not None and not os.path.isfile(data.chat_template):
-        yield "data.chat_template", _require_template, data.chat_template
-    for section, teacher in config.teacher_sections.items():
-        if teacher.cache is not None:
-            yield f"{section}.cache", _require_folder, teacher.cache
+    yield from ((f"{key}.model", require_model, teacher.model) for key, teacher in teachers.items() if teacher.model)
+    prompt_reward = None if prompts is None else prompts.reward
+    prompt_rewards = [("eval.prompts.reward", part) for part in reward_parts(prompt_reward)]
+    if "data" in needs:
+        for source in [item.source for item in data.weighted_sources] or [str(data.train)]:
+            yield "data.train", require_source, source
+        if isinstance(data.eval, str):
+            yield "data.eval", require_source, data.eval
+        yield from ((f"data.eval.{name}", require_source, source) for name, source in data.eval_sets.items())
+        if prompts is not None:
+            yield "eval.prompts.data", require_source, prompts.data
+        if data.chat_template is not None and not os.path.isfile(data.chat_template):
+            yield "data.chat_template", _require_template, data.chat_template
+        for section, teacher in teachers.items():
+            if teacher.cache is not None:
+                yield f"{section}.cache", _require_folder, teacher.cache
+        yield from (("eval.callbacks", _require_function, path) for path in config.eval.callbacks)
+        yield from ((key, _require_function, part.name) for key, part in prompt_rewards if part.is_function)
+        for number, rollout in enumerate(config.rollouts):
+            paths = [("reward", part.name) for part in reward_parts(rollout.reward) if part.is_function]
+            paths += [("tools", path) for path in rollout.tool_paths]
+            paths += [("environment", rollout.environment)] if rollout.environment is not None else []
+            yield from ((config.rollout_key(number, name), _require_function, path) for name, path in paths)
+    if "run" in needs:
+        yield "out", require_writable, config.out
+        yield "parallel", config.parallel.degrees, int(os.environ.get("WORLD_SIZE", "1"))
+    if "servers" in needs:
+        for section, teacher in teachers.items():
+            yield from ((f"{section}.url", _require_server, url) for url in teacher.urls)
+        urls = [] if config.rollout is None else config.rollout.urls
+        yield from (("rollout.url", _require_server, url) for url in urls)
+        rewards = [
+            (config.rollout_key(number, "reward"), part)
+            for number, rollout in enumerate(config.rollouts)
+            for part in reward_parts(rollout.reward)
+        ]
+        rewards += prompt_rewards
+        yield from ((key, _require_server, part.name) for key, part in rewards if part.is_server)
 
 
 def _require_template(source: str) -> None:
@@ -108,38 +117,8 @@ def _require_folder(folder: str) -> None:
         raise ValueError(f"got {folder}, but there is no such folder")
 
 
-def _functions(config: RunConfig) -> Iterator[tuple[str, Check, Any]]:
-    paths = [("eval.callbacks", path) for path in config.eval.callbacks]
-    if config.eval.prompts is not None:
-        paths += [("eval.prompts.reward", name) for name in _rewards(config.eval.prompts.reward)]
-    for number, rollout in enumerate(config.rollouts):
-        paths += [(config.rollout_key(number, "reward"), name) for name in _rewards(rollout.reward)]
-        paths += [(config.rollout_key(number, "tools"), path) for path in rollout.tool_paths]
-        if rollout.environment is not None:
-            paths.append((config.rollout_key(number, "environment"), rollout.environment))
-    for key, path in paths:
-        yield key, _require_function, path
-
-
-def _rewards(reward: str | None) -> list[str]:
-    return [part.name for part in reward_parts(reward) if part.is_function]
-
-
 def _require_function(path: str) -> None:
     require_in_file(path, function_hint(path))
-
-
-def _servers(config: RunConfig) -> Iterator[tuple[str, Check, Any]]:
-    for section, teacher in config.teacher_sections.items():
-        yield from ((f"{section}.url", _require_server, url) for url in teacher.urls)
-    if config.rollout is not None:
-        yield from (("rollout.url", _require_server, url) for url in config.rollout.urls)
-    for number, rollout in enumerate(config.rollouts):
-        key = config.rollout_key(number, "reward")
-        yield from ((key, _require_server, part.name) for part in reward_parts(rollout.reward) if part.is_server)
-    prompts = config.eval.prompts
-    rewards = [] if prompts is None else reward_parts(prompts.reward)
-    yield from (("eval.prompts.reward", _require_server, part.name) for part in rewards if part.is_server)
 
 
 def _require_server(url: str) -> None:
