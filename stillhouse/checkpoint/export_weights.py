@@ -21,9 +21,9 @@ from stillhouse.config import StudentConfig
 from stillhouse.data import save_tokenizer
 from stillhouse.engine.state_folder import WEIGHT, read_full, stored_tensors
 from stillhouse.models import Decoder
-from stillhouse.models.adapter import is_lora, merged, save_lora
+from stillhouse.models.adapter import is_lora, merged_lora, save_lora
 from stillhouse.models.checkpoint_names import save_as, saved_names
-from stillhouse.models.families import Family
+from stillhouse.models.families import ModelFacts
 from stillhouse.models.pretrained import auto_class, load_causal_lm
 from stillhouse.models.shared_weights import match_tied_flag
 from stillhouse.parallel import Ranks
@@ -81,7 +81,7 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     if any(name.startswith(f"{WEIGHT}mtp.") for name in stored):
         from stillhouse.models.mtp import add_mtp  # requires a newer transformers than this module
 
-        add_mtp(full, Family(part.config).declared_depths, is_new=False)
+        add_mtp(full, ModelFacts(part.config).declared_depths, is_new=False)
     keys = {saved: f"{WEIGHT}{name}" for name, saved in saved_names(full).items()}
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
@@ -137,6 +137,6 @@ def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | N
         base.model, revision=base.revision, dtype=dtype or base.dtype, trust_remote_code=base.trust_remote_code
     )
     match_tied_flag(model)
-    merged(model, adapter).save_pretrained(folder)
+    merged_lora(model, adapter).save_pretrained(folder)
     if (generation := adapter / GENERATION_CONFIG_NAME).is_file():
         shutil.copyfile(generation, folder / GENERATION_CONFIG_NAME)

@@ -100,7 +100,7 @@ class WholeModel:
         arguments = {name: value.to(device) for name, value in documents.inputs.items()}
         on_device = {name: value.to(device) for name, value in images.items()}
         is_padding_BS = documents.is_padding_BS.to(device)
-        with packing_errors(self.decoder):
+        with image_packing_errors(self.decoder):
             hidden_BSD: Tensor = self.decoder(**arguments, is_padding=is_padding_BS, images=on_device, head=False)
         return hidden_BSD
 
@@ -285,7 +285,7 @@ def _compare(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype, mes
 
 
 @contextmanager
-def packing_errors(decoder: Any) -> Iterator[None]:
+def image_packing_errors(decoder: Any) -> Iterator[None]:
     """Raise a library's error in the block as a PackingError: a `Decoder` that cannot run packed documents."""
     what = f"{describe(decoder.pretrained)} cannot run packed documents with images"
     try:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
-from stillhouse.images.proof import ImageDocument, PackedDocuments, packing_errors, run_alone
+from stillhouse.images.proof import ImageDocument, PackedDocuments, image_packing_errors, run_alone
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_packing import PackingError
@@ -103,7 +103,7 @@ class StagedModel:
         micro_batch = padded.part(self._runner.mesh.coordinate("context"), context).to(self._runner.device)
         with self._raised():  # the other stages would wait for a first stage that raises an error in the pipeline
             if (first := self.stages.get(0)) is not None:
-                with packing_errors(first):
+                with image_packing_errors(first):
                     first(**model_inputs(micro_batch, None), head=False)
         hidden = self._forward.hidden(micro_batch)
         return hidden[-1] if hidden else None

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stillhouse.models.lm_head import OutputProcessor, require_processor
+from stillhouse.models.lm_head import OutputProcessor, require_callable
 from stillhouse.models.processors import LogProbs
 from stillhouse.objective import ObjectiveOutput, OutputHead, VocabShard
 
@@ -68,7 +68,7 @@ class MegatronProcessor:
         flat: bool = False,
     ):
         _require_hook(_unwrapped(model))
-        require_processor(processor)
+        require_callable(processor)
         self.processor, self.vocab_size, self.softcap, self.flat = processor, vocab_size, softcap, flat
         self._shards: dict[tuple[Any, ...], VocabShard] = {}
         self._metrics: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from stillhouse.megatron.chunks import Chunks
 from stillhouse.megatron.loading import LOAD_ERRORS
 from stillhouse.megatron.model_config import require_family
 from stillhouse.models.adapter import initial_matrix, is_lora
-from stillhouse.models.document_rows import DocumentRows
+from stillhouse.models.document_rows import UnpackedRows
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.load_proof import compare
 from stillhouse.models.lora import Lora
@@ -52,7 +52,7 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
     expected_KBSV = torch.empty(depths, *ids_BS.shape, chunks.config.vocab_size, device=mesh.device)
     with mesh.ranks.all_raise(*LOAD_ERRORS):
         if mesh.ranks.is_first:
-            rows = DocumentRows.of(positions_BS)
+            rows = UnpackedRows.of(positions_BS)
             alone_KNLV = _logits_of_transformers(source, rows.unpack(ids_BS), degrees.pipeline * degrees.experts)
             for expected_BSV, alone_NLV in zip(expected_KBSV, alone_KNLV, strict=True):
                 expected_BSV.copy_(rows.pack(alone_NLV))

@@ -26,7 +26,7 @@ from torch import Tensor
 from stillhouse.data import MicroBatch
 from stillhouse.document_lengths import DocumentLengths
 from stillhouse.megatron.attention import positions_on
-from stillhouse.models.document_rows import COLUMNS, DocumentRows
+from stillhouse.models.document_rows import COLUMNS, UnpackedRows
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LayerRows:
 
     ids_NL: Tensor
     positions_NL: Tensor
-    rows: DocumentRows
+    rows: UnpackedRows
     documents: Sequence[int]
     packed: PackedSeqParams | None
 
@@ -56,7 +56,7 @@ class LayerRows:
 
     @classmethod
     def _of_shape(
-        cls, ids_NK: Tensor, rows: DocumentRows, documents: Sequence[int], count: int, columns: int, packs: bool
+        cls, ids_NK: Tensor, rows: UnpackedRows, documents: Sequence[int], count: int, columns: int, packs: bool
     ) -> Self:
         """count, columns: of the rows of all context ranks. Those without tokens repeat a token of others.
 
@@ -93,7 +93,7 @@ class LayerRows:
         return hidden_KND.flatten(0, 1)[index_BS]
 
 
-def _gathered_rows(batch: MicroBatch, packs: bool) -> tuple[Tensor, DocumentRows, Sequence[int]]:
+def _gathered_rows(batch: MicroBatch, packs: bool) -> tuple[Tensor, UnpackedRows, Sequence[int]]:
     """Return the tokens [N, K] of a micro-batch on all context ranks, the documents' places, and their columns."""
     shape_BS, count = batch.shape_BS, parallel_state.get_context_parallel_world_size()
     position_ids_BS, is_padding_BS = batch.position_ids_BS.expand(shape_BS), batch.is_padding_BS
@@ -109,7 +109,7 @@ def _gathered_rows(batch: MicroBatch, packs: bool) -> tuple[Tensor, DocumentRows
     if packs:
         multiple = 2 * count if count > 1 else 1  # each rank has two chunks of a document
         widths = [-(-length // multiple) * multiple for length in lengths.filled]
-    rows = DocumentRows.of(position_ids_BS, is_padding_BS, lengths, COLUMNS * count, widths)
+    rows = UnpackedRows.of(position_ids_BS, is_padding_BS, lengths, COLUMNS * count, widths)
     return rows.unpack(ids_BS), rows, widths or [rows.index_NL.shape[1]]
 
 

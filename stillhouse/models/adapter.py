@@ -172,8 +172,8 @@ def saved_lora_name(decoder: Decoder, name: str) -> str:
     return inside + name.removeprefix("backbone.").replace(f".{_NAME}.", ".")
 
 
-def merged(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrainedModel:
-    """Return the model on the CPU, with the adapter in `folder` merged into its weights."""
+def merged_lora(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrainedModel:
+    """Return the model on the CPU, with the adapter in `folder` merged_lora into its weights."""
     from peft import PeftModel
 
     with warnings.catch_warnings():

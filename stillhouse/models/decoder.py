@@ -28,7 +28,7 @@ from stillhouse.models.document_packing import (
     backbone_inputs,
     require_separable,
 )
-from stillhouse.models.document_rows import DocumentRows, JoinedRow
+from stillhouse.models.document_rows import JoinedRow, UnpackedRows
 from stillhouse.models.families import (
     LogitRule,
     backbone_name,
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
     backbone_name: str  # the backbone's name in `pretrained`
     head: Head | PassThrough
     packing: Packing  # how documents are packed; a proof changes it if it is not exact
-    rows: DocumentRows | JoinedRow | None  # while the backbone runs: its rows, if not those of the micro-batch
+    rows: UnpackedRows | JoinedRow | None  # while the backbone runs: its rows, if not those of the micro-batch
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
@@ -311,7 +311,7 @@ class Decoder(nn.Module):
         hidden: Tensor,
         input_ids_BS: Tensor,
         position_ids: Tensor | None,
-        rows: DocumentRows | JoinedRow | None,
+        rows: UnpackedRows | JoinedRow | None,
         lengths: Mapping[str, Any],
     ) -> Iterator[Tensor]:
         """Yield the hidden states of the MTP depths, laid out as `hidden`. lengths: arguments of the layers."""
@@ -324,10 +324,10 @@ class Decoder(nn.Module):
         return self.mtp.hidden_states(hidden, input_ids_BS, position_ids, lengths)
 
     @contextmanager
-    def _in_rows(self, rows: DocumentRows | JoinedRow | None) -> Iterator[None]:
+    def _in_rows(self, rows: UnpackedRows | JoinedRow | None) -> Iterator[None]:
         """Within the block, hooks of the layers see the documents in these rows."""
 
-        def set_rows(rows: DocumentRows | JoinedRow | None) -> None:
+        def set_rows(rows: UnpackedRows | JoinedRow | None) -> None:
             self.rows = rows
             for loss in self.layer_losses.values():
                 loss.current = loss.current._replace(rows=rows)

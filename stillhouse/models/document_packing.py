@@ -27,8 +27,8 @@ from transformers.masking_utils import create_masks_for_generate
 from stillhouse.display import name_list
 from stillhouse.document_lengths import DocumentLengths, document_starts
 from stillhouse.libraries import reading
-from stillhouse.models.document_rows import DocumentRows, JoinedRow
-from stillhouse.models.families import Family
+from stillhouse.models.document_rows import JoinedRow, UnpackedRows
+from stillhouse.models.families import ModelFacts
 from stillhouse.models.forward_modes import VARLEN, uses_flash_attention
 from stillhouse.models.media_inputs import AXES, is_placeholder, model_positions, padded_with_text
 from stillhouse.models.model_checks import ProofError, describe
@@ -179,7 +179,7 @@ def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> 
             f"{describe(model)} takes no position_ids, so it cannot separate documents that share a row (state-space "
             "and ALiBi models)"
         )
-    if windows := Family(model.config).row_windows:
+    if windows := ModelFacts(model.config).row_windows:
         return PackingError(
             f"{describe(model)} has {name_list(windows)}, which depends on a token's column in its row, so it cannot "
             "separate documents that share a row"
@@ -233,12 +233,12 @@ def backbone_inputs(
     inputs: Mapping[str, Any],
     lengths: DocumentLengths | None = None,
     images: Mapping[str, Tensor] | None = None,
-) -> tuple[dict[str, Any], DocumentRows | JoinedRow | None]:
+) -> tuple[dict[str, Any], UnpackedRows | JoinedRow | None]:
     """Return the arguments of a backbone that gets no attention mask, and the rows of its outputs; None: as packed.
 
     inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other tensors [B, S, …] of the tokens, which are laid
         out as the ids are; `axis_position_ids` [B, S, A] are among the positions of the backbone.
-    is_padding_BS: bool; see `DocumentRows.of`.
+    is_padding_BS: bool; see `UnpackedRows.of`.
     lengths: those of the documents in all rows; None: the position ids say them, which waits for the device.
     images: the arguments of the backbone that belong to images, in the order of the documents.
     Raises ValueError for other inputs, such as images among `inputs`, and for images if it is not proven that packed
@@ -252,10 +252,10 @@ def backbone_inputs(
     placeholder_BS = is_placeholder(model, token_inputs)  # also on later pipeline stages, which get no images
     if name == "input_ids" and placeholder_BS is not None and is_padding_BS is not None:
         token_inputs[name] = padded_with_text(token_inputs[name], placeholder_BS, is_padding_BS)
-    layout: DocumentRows | JoinedRow | None = None
+    layout: UnpackedRows | JoinedRow | None = None
     if packing.name == ROWS:
         expanded_BS = position_ids_BS.expand(shape_BS)
-        layout = DocumentRows.of(expanded_BS, is_padding_BS, lengths, is_placeholder_BS=placeholder_BS)
+        layout = UnpackedRows.of(expanded_BS, is_padding_BS, lengths, is_placeholder_BS=placeholder_BS)
     elif packing.joins_rows and shape_BS[0] > 1:
         layout = JoinedRow((shape_BS[0], shape_BS[1]))
         position_ids_BS = layout.unpack(position_ids_BS.expand(shape_BS))

@@ -1,6 +1,6 @@
 """The rows of a micro-batch as a backbone gets them: one document per right-padded row, or all rows joined to one.
 
-`DocumentRows` is for models that cannot be packed. Padding is behind a document's last token. So a causal model needs
+`UnpackedRows` is for models that cannot be packed. Padding is behind a document's last token. So a causal model needs
 no mask, and position ids count from 0 in each row. `JoinedRow` is for functions that separate packed documents only
 in a batch of one row.
 
@@ -22,7 +22,7 @@ COLUMNS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class DocumentRows:
+class UnpackedRows:
     """The places of a micro-batch's documents in rows of one document, or in one row of all documents (N = 1).
 
     index_NL: the place of each row's tokens in the flattened micro-batch; for padding, the document's first token, or

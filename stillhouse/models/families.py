@@ -37,7 +37,7 @@ def text_config(config: PreTrainedConfig) -> Any:
     return config.get_text_config()
 
 
-class Family:
+class ModelFacts:
     """What a configuration says of its model's layers, positions, experts, MTP layers and plans.
 
     text: the part of the configuration that is the language model's.
@@ -272,7 +272,7 @@ def is_of_experts(name: str) -> bool:
 
 def without_mtp(config: PreTrainedConfig) -> list[str]:
     """Remove the MTP layers from a configuration, and return the prefixes of their names in the checkpoint."""
-    family = Family(config)
+    family = ModelFacts(config)
     prefixes = family.mtp_prefixes
     if prefixes:
         family.text.num_mtp_layers = 0

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
-class Rows(Protocol):
-    """The rows of the layers' documents, such as `DocumentRows`."""
+class LayerRows(Protocol):
+    """The rows of the layers' documents, such as `UnpackedRows`."""
 
     def pack(self, values_NL: Tensor, /) -> Tensor: ...
     def pack_tokens(self, values: Tensor, /) -> Tensor: ...
@@ -27,7 +27,7 @@ class Current(NamedTuple):
 
     value: Any
     recomputing: bool
-    rows: Rows | None = None
+    rows: LayerRows | None = None
 
     def packed(self, values: Tensor) -> Tensor:
         """Return values [N, L, …] of the layers' rows as those of the micro-batch's rows, [B, S, …]."""

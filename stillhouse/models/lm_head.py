@@ -30,7 +30,7 @@ class OutputProcessor(Protocol):
     def __call__(self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any: ...
 
 
-def require_processor(processor: OutputProcessor) -> None:
+def require_callable(processor: OutputProcessor) -> None:
     """Raise ValueError for what cannot be called, such as a divergence."""
     expected = "a function of hidden_states, head, context and depth, such as cross_entropy() or StepLoss(objective)"
     require_attribute("processor", processor, "__call__", expected)
@@ -64,7 +64,7 @@ class Head(nn.Module):
         head = self.tensors()
         if processor is None:
             return head.logits(hidden_BSD)
-        require_processor(processor)
+        require_callable(processor)
         return processor(hidden_states=hidden_BSD, head=head, context=context, depth=depth)
 
 

@@ -40,7 +40,7 @@ from stillhouse.display import name_list
 from stillhouse.libraries import reading
 from stillhouse.models.document_packing import PackingError, packing_errors
 from stillhouse.models.dtensors import local
-from stillhouse.models.families import Family, LogitRule
+from stillhouse.models.families import LogitRule, ModelFacts
 from stillhouse.models.forward_modes import (
     VARLEN,
     attention_name,
@@ -70,7 +70,7 @@ _THIRD = slice(5, 7)  # the rows of which only the first documents are exchanged
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeDocuments:
     """The documents of the proof. Rows 0 and 1 are the first pair, rows 2 and 3 the second, rows 5 and 6 the third.
 
     ids_BS, position_ids_BS: the inputs of pass A. starts_B: the column at which each row's second document begins.
@@ -81,7 +81,7 @@ class Probe:
     starts_B: tuple[int, ...]
 
     @classmethod
-    def of(cls, vocabulary: int, *, depths: int = 0, multiple: int = 1) -> "Probe":
+    def of(cls, vocabulary: int, *, depths: int = 0, multiple: int = 1) -> "ProbeDocuments":
         """Return documents of fixed token ids below `vocabulary`. The number of columns is a multiple of `multiple`.
 
         depths: the number of MTP depths; more depths need longer documents.
@@ -126,7 +126,7 @@ class Subject(ABC):
     attentions: the attention functions of all its parts.
     """
 
-    probe: Probe
+    probe: ProbeDocuments
     device: torch.device
     attentions: Sequence[PackedAttention]
 
@@ -172,7 +172,9 @@ class _WholeDecoder(Subject):
 
     def __init__(self, decoder: Any):
         self._decoder, self.device, self.attentions = decoder, decoder.pretrained.device, [decoder.packing.attention]
-        self.probe = Probe.of(decoder.vocabulary_rows, depths=0 if decoder.mtp is None else decoder.mtp.depths)
+        self.probe = ProbeDocuments.of(
+            decoder.vocabulary_rows, depths=0 if decoder.mtp is None else decoder.mtp.depths
+        )
 
     def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         if self._decoder.mtp is None:
@@ -246,7 +248,7 @@ def compare(
 
 def prove_hidden(
     decoder: Any,
-    probe: Probe,
+    probe: ProbeDocuments,
     exchanged: Sequence[tuple[Tensor, Tensor]],
     whole_rows: Sequence[tuple[Tensor, Tensor]],
     precision: torch.dtype | None = None,
@@ -302,13 +304,13 @@ def require_no_noise(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]]) -> N
 
 
 def _prove_separation(
-    model: PreTrainedModel, first_BSD: Tensor, second_BSD: Tensor, probe: Probe, depth: int
+    model: PreTrainedModel, first_BSD: Tensor, second_BSD: Tensor, probe: ProbeDocuments, depth: int
 ) -> None:
     beginnings = [(row, probe.beginnings(row, depth)) for row in range(4)]
     # if rows are joined to one, the last columns of a row depend on the first tokens of the next row at depths > 0
     end = probe.ids_BS.shape[1] - depth
     thirds = [(row, slice(probe.starts_B[row], end)) for row in range(_THIRD.start, _THIRD.stop)]
-    states = Family(model.config).layers_with_state
+    states = ModelFacts(model.config).layers_with_state
     layers = f" and layers that mix tokens without attention ({name_list(states)})" if states else ""
     # only row 0 has no other document before it, if the rows are joined to one row
     before = [(0, beginnings[0][1][0])]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
 from stillhouse.models.dtensors import local
-from stillhouse.models.families import Family, backbone_name, has_position_table
+from stillhouse.models.families import ModelFacts, backbone_name, has_position_table
 from stillhouse.models.quantized import is_quantized
 
 
@@ -118,7 +118,10 @@ def unsaved_buffers(module: nn.Module) -> list[str]:
 def check_saving(model: PreTrainedModel) -> None:
     """Raise ValueError if the model's configurations cannot be saved, as every checkpoint saves them."""
     configurations = [config for config in (model.config, model.generation_config) if config is not None]
-    with TemporaryDirectory() as folder, reading(f"{describe(model)}: its configuration cannot be saved again"):
+    with (
+        TemporaryDirectory() as folder,
+        reading(f"{describe(model)}: its configuration cannot be saved again"),
+    ):
         for config in configurations:
             config.save_pretrained(folder)
 
@@ -129,13 +132,13 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
     A table of learned positions has a fixed length. If rotary angles depend on the longest document of a forward pass
     (longrope, dynamic), the result of a document depends on the other documents of the pass.
     """
-    reach = Family(model.config).max_positions
+    reach = ModelFacts(model.config).max_positions
     if reach is not None and max_tokens > reach and has_position_table(model, reach):
         raise ValueError(
             f"{which} has learned positions for {reach} tokens: expected documents of at most {reach}, "
             f"got {max_tokens}"
         )
-    for rope in Family(model.config).rope_parameters:
+    for rope in ModelFacts(model.config).rope_parameters:
         original = rope.get("original_max_position_embeddings") or reach
         if rope.get("rope_type") in ("longrope", "dynamic") and original and max_tokens > original:
             raise ValueError(
@@ -147,7 +150,7 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
 
 def warn_of_positions(model: PreTrainedModel, longest: int, which: str) -> list[str]:
     """Return one warning if a document of `longest` tokens exceeds max_position_embeddings, otherwise none."""
-    reach = Family(model.config).max_positions
+    reach = ModelFacts(model.config).max_positions
     if reach is None or longest <= reach:
         return []
     return [

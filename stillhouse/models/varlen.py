@@ -20,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stillhouse.display import name_list
-from stillhouse.models.families import Family, text_config
+from stillhouse.models.families import ModelFacts, text_config
 from stillhouse.models.forward_modes import VARLEN, autocast_dtype
 from stillhouse.models.model_checks import describe
 
@@ -71,7 +71,7 @@ def refusal_of_model(model: PreTrainedModel) -> str | None:
         return "its attention cannot be replaced"
     if config is not model.config and text_part(model.config) is None:
         return "its configuration has no language model as a direct part"
-    if getattr(config, "is_heterogeneous", False) or Family(config).mixes_tokens_by_score:
+    if getattr(config, "is_heterogeneous", False) or ModelFacts(config).mixes_tokens_by_score:
         return "its layers differ in ways that the kernel does not know"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps its attention scores"

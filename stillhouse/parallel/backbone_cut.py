@@ -31,7 +31,7 @@ from stillhouse.display import name_list
 from stillhouse.dry_run import replaceable
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
-from stillhouse.models.families import Family, layer_list, text_config
+from stillhouse.models.families import ModelFacts, layer_list, text_config
 from stillhouse.models.forward_modes import VARLEN
 from stillhouse.models.lm_head import PassThrough, input_embedding
 from stillhouse.models.pretrained import auto_class
@@ -268,7 +268,7 @@ def _kept_states(config: PreTrainedConfig, run: RecordedRun) -> dict[int, int]:
     }
     if not keys:
         return {}
-    states = Family(config).shared_states
+    states = ModelFacts(config).shared_states
     if states is None:
         raise DependenceError(f"the layers of {run.name} share states in {name_list(keys)}: {UNCUT}")
     return states

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder
-from stillhouse.models.families import Family, is_of_experts
+from stillhouse.models.families import ModelFacts, is_of_experts
 from stillhouse.models.lm_head import PassThrough
 from stillhouse.parallel.backbone_cut import AbsentLayer, BackboneCut, continue_with_received, remove_part, set_part
 
@@ -115,7 +115,7 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     """Estimate a model's cost: one multiplication per token for each element of a weight. The weights of experts are
     scaled by the share of experts that a token uses.
     """
-    layers, chosen = decoder.layers(), Family(decoder.config).experts_per_token
+    layers, chosen = decoder.layers(), ModelFacts(decoder.config).experts_per_token
     depths = 0 if decoder.mtp is None else decoder.mtp.depths
     named = [parameter for layer in layers for parameter in layer.named_parameters()]
     # the weights of a layer's experts are stacked: dim 0 is the expert

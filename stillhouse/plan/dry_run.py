@@ -12,7 +12,7 @@ from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.libraries import imported
 from stillhouse.models.document_packing import KERNELS, ROWS
-from stillhouse.models.families import Family
+from stillhouse.models.families import ModelFacts
 from stillhouse.parallel import Layout, empty_decoder
 from stillhouse.parallel.stages import cost_of
 from stillhouse.plan.devices import DEVICES
@@ -50,7 +50,7 @@ def _require_separable(config: RunConfig) -> None:
     models = {"student": config.student.model}
     models |= {section: teacher.model for section, teacher in config.teacher_sections.items() if teacher.model}
     for section, model in models.items():
-        if states := Family(empty_decoder(model).config).layers_with_state:
+        if states := ModelFacts(empty_decoder(model).config).layers_with_state:
             raise ConfigError(
                 "data.packing",
                 f"got {config.data.packing}: {section}.model has layers ({name_list(states)}) that only kernels of "

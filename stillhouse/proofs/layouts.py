@@ -24,7 +24,7 @@ from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.document_packing import KERNELS, KernelError, PackingError, packing_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.lm_head import input_embedding
-from stillhouse.models.load_proof import Probe, Subject, prove_hidden, prove_logits, require_no_noise
+from stillhouse.models.load_proof import ProbeDocuments, Subject, prove_hidden, prove_logits, require_no_noise
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
@@ -156,7 +156,7 @@ def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
     with mesh.ranks.all_raise(ProofError):
         for name, decoder in decoders.items():
             device = mesh.device if isinstance(decoder, FSDPModule) else decoder.output_weight.device
-            columns = Probe.of(decoder.vocabulary_rows).ids_BS.shape[1]
+            columns = ProbeDocuments.of(decoder.vocabulary_rows).ids_BS.shape[1]
             position_ids_BS = torch.arange(columns, device=device)[None]
             with prefixed(name, ProofError), evaluating(decoder):
                 prove_logits(decoder, _embedded(decoder, position_ids_BS))
@@ -313,7 +313,7 @@ class ProbeForward(Subject):
         run = [*runner.decoders, *(teachers if signals else [])]
         self.attentions = [decoder.packing.attention for decoder in run]
         vocabulary = min(decoder.vocabulary_rows for decoder in decoders)
-        self.probe = Probe.of(vocabulary, depths=self.depths, multiple=context)
+        self.probe = ProbeDocuments.of(vocabulary, depths=self.depths, multiple=context)
 
     def inputs(self, micro_batch: MicroBatch, processor: OutputProcessor) -> StageInputs:
         mtp = [MtpLayersRun(NextTokens(self.depths, self._runner.mesh.group("context")))] if self.depths else []
@@ -371,7 +371,7 @@ def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> Mic
 
 
 def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
-    probe = Probe.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
+    probe = ProbeDocuments.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
     ids_BS = probe.ids_BS[:1]
     micro_batch = _micro_batch(runner, ids_BS, torch.arange(ids_BS.shape[1])[None])  # one document
     if getattr(input_embedding(decoder.pretrained), "weight", None) is None:

@@ -22,7 +22,7 @@ from stillhouse.images.processor import ImageProcessor
 from stillhouse.images.prompts import ImagePrompts
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError, check_document_length, evaluating
-from stillhouse.models.families import Family
+from stillhouse.models.families import ModelFacts
 from stillhouse.models.model_checks import describe
 from stillhouse.parallel import watchdog
 from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
@@ -103,7 +103,9 @@ class Generator:
             rounded up.
         """
         prompts = [len(request.prompt_ids) for request in requests]
-        equal_lengths = bool(Family(self.decoder.config).row_windows)  # padding on the left would move these windows
+        equal_lengths = bool(
+            ModelFacts(self.decoder.config).row_windows
+        )  # padding on the left would move these windows
         limits = [self._limit(request) for request in requests]
         samplings = [self._sampling(request) for request in requests]
         kinds = list(dict.fromkeys(samplings))

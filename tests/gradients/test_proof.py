@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder, ProofError, document_packing, prove_decoder
 from stillhouse.models.document_packing import PackingError
-from stillhouse.models.load_proof import Probe
+from stillhouse.models.load_proof import ProbeDocuments
 from stillhouse.parallel import single_process_runner
 from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -170,7 +170,7 @@ def test_mtp_layers_are_proven_with_their_decoder() -> None:
 @pytest.mark.parametrize("multiple", [1, 2, 3, 8, 24])
 @pytest.mark.parametrize("depths", [0, 3])
 def test_only_what_lies_around_a_beginning_changes(multiple: int, depths: int) -> None:
-    probe = Probe.of(251, depths=depths, multiple=multiple)
+    probe = ProbeDocuments.of(251, depths=depths, multiple=multiple)
     rows, columns = probe.ids_BS.shape
     assert columns % multiple == 0
     for row in range(4):

@@ -10,46 +10,46 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from stillhouse.data import PackedSequences, make_micro_batch
 from stillhouse.data.packing import similar_fit
 from stillhouse.document_lengths import DocumentLengths
-from stillhouse.models.document_rows import DocumentRows, JoinedRow
+from stillhouse.models.document_rows import JoinedRow, UnpackedRows
 
 POSITIONS_BS = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
 IS_PADDING_BS = torch.tensor([[0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 0, 0]]).bool()
 
 
-def ids_of(rows: DocumentRows) -> Tensor:
+def ids_of(rows: UnpackedRows) -> Tensor:
     return rows.unpack(torch.arange(12).view(2, 6))
 
 
 def test_each_document_is_a_row_that_repeats_its_first_token() -> None:
-    ids_NL = ids_of(DocumentRows.of(POSITIONS_BS))
+    ids_NL = ids_of(UnpackedRows.of(POSITIONS_BS))
     assert ids_NL[:, :4].tolist() == [[0, 1, 2, 0], [3, 4, 3, 3], [5, 5, 5, 5], [6, 7, 6, 6], [8] * 4, [9, 10, 11, 9]]
     assert ids_NL.shape == (6, 8)
 
 
 def test_padding_has_no_row() -> None:
-    rows = DocumentRows.of(POSITIONS_BS, IS_PADDING_BS)
+    rows = UnpackedRows.of(POSITIONS_BS, IS_PADDING_BS)
     assert ids_of(rows)[:, 0].tolist() == [0, 3, 6, 9]
     packed_BS = rows.pack(ids_of(rows))
     assert torch.equal(packed_BS[~IS_PADDING_BS], torch.arange(12).view(2, 6)[~IS_PADDING_BS])
 
 
 def test_a_micro_batch_of_padding_alone_has_one_row() -> None:
-    rows = DocumentRows.of(POSITIONS_BS, torch.ones_like(IS_PADDING_BS))
+    rows = UnpackedRows.of(POSITIONS_BS, torch.ones_like(IS_PADDING_BS))
     assert ids_of(rows).shape == (1, 8)
     assert rows.pack(ids_of(rows)).shape == (2, 6)
 
 
 def test_a_document_does_not_reach_into_the_next_row_of_the_micro_batch() -> None:
     """The positions of the second row would continue those of the first one."""
-    rows = DocumentRows.of(torch.tensor([[0, 1], [2, 3]]))
+    rows = UnpackedRows.of(torch.tensor([[0, 1], [2, 3]]))
     assert ids_of_two(rows) == [[0, 1], [2, 3]]
 
 
 def test_known_lengths_are_not_read_from_the_device() -> None:
     """Fake tensors have no values: what would wait for a device to read them raises an error."""
     lengths = DocumentLengths.of(POSITIONS_BS, IS_PADDING_BS)
-    expected = DocumentRows.of(POSITIONS_BS, IS_PADDING_BS)
-    rows = DocumentRows.of(POSITIONS_BS, IS_PADDING_BS, lengths)
+    expected = UnpackedRows.of(POSITIONS_BS, IS_PADDING_BS)
+    rows = UnpackedRows.of(POSITIONS_BS, IS_PADDING_BS, lengths)
     assert torch.equal(rows.index_NL, expected.index_NL)
     assert torch.equal(rows.place_T, expected.place_T)
     with FakeTensorMode() as mode:
@@ -57,11 +57,11 @@ def test_known_lengths_are_not_read_from_the_device() -> None:
         fake = lengths._replace(
             borders_M=mode.from_tensor(lengths.borders_M), filled_K=mode.from_tensor(lengths.filled_K)
         )
-        rows = DocumentRows.of(positions_BS, is_padding_BS, fake)
+        rows = UnpackedRows.of(positions_BS, is_padding_BS, fake)
         assert rows.pack(rows.unpack(positions_BS)).shape == POSITIONS_BS.shape
         assert rows.index_NL.shape == expected.index_NL.shape
         with pytest.raises(DynamicOutputShapeException):
-            DocumentRows.of(positions_BS, is_padding_BS)
+            UnpackedRows.of(positions_BS, is_padding_BS)
 
 
 def test_documents_in_one_row_lie_one_behind_another() -> None:
@@ -73,8 +73,8 @@ def test_documents_in_one_row_lie_one_behind_another() -> None:
             borders_M=mode.from_tensor(lengths.borders_M), filled_K=mode.from_tensor(lengths.filled_K)
         )
         positions_BS, is_padding_BS = mode.from_tensor(POSITIONS_BS), mode.from_tensor(IS_PADDING_BS)
-        assert DocumentRows.of(positions_BS, is_padding_BS, fake, widths=widths).index_NL.shape == (1, sum(widths))
-    rows = DocumentRows.of(POSITIONS_BS, IS_PADDING_BS, lengths, widths=widths)
+        assert UnpackedRows.of(positions_BS, is_padding_BS, fake, widths=widths).index_NL.shape == (1, sum(widths))
+    rows = UnpackedRows.of(POSITIONS_BS, IS_PADDING_BS, lengths, widths=widths)
     values_1P = rows.unpack(POSITIONS_BS)
     expected = [
         [*range(length), *[0] * (width - length)] for length, width in zip(lengths.filled, widths, strict=True)
@@ -95,12 +95,12 @@ def test_a_moved_micro_batch_has_the_lengths_of_its_rows() -> None:
     assert empty.filled_K.tolist() == [0]
 
 
-def ids_of_two(rows: DocumentRows) -> list[list[int]]:
+def ids_of_two(rows: UnpackedRows) -> list[list[int]]:
     return rows.unpack(torch.arange(4).view(2, 2))[:, :2].tolist()
 
 
 def test_packing_is_the_inverse_of_unpacking_also_for_gradients() -> None:
-    rows = DocumentRows.of(POSITIONS_BS, IS_PADDING_BS)
+    rows = UnpackedRows.of(POSITIONS_BS, IS_PADDING_BS)
     values_BSD = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
     weights_BS = torch.randn(2, 6, dtype=torch.float64).masked_fill(IS_PADDING_BS, 0.0)
     (rows.pack(rows.unpack(values_BSD) ** 2) * weights_BS[..., None]).sum().backward()

@@ -21,7 +21,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.engine.parts.loss_part import LossPart, LossSections
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder
-from stillhouse.models.families import Family
+from stillhouse.models.families import ModelFacts
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
@@ -116,7 +116,7 @@ class MtpLoss(LossPart):
             require_feature("multi-token prediction")
         from stillhouse.models.mtp import add_mtp, freeze_main
 
-        declared = Family(decoder.config).declared_depths if mtp.init == "auto" else 0
+        declared = ModelFacts(decoder.config).declared_depths if mtp.init == "auto" else 0
         if declared not in (0, mtp.depths):
             raise ConfigError(
                 "student.mtp.depths",

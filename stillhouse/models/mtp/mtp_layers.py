@@ -22,7 +22,7 @@ from transformers.modeling_layers import MtpModel
 
 from stillhouse.libraries import reading
 from stillhouse.models.dtensors import name_seed, set_from_global
-from stillhouse.models.families import Family, text_config
+from stillhouse.models.families import ModelFacts, text_config
 from stillhouse.models.model_checks import describe
 
 
@@ -104,7 +104,7 @@ class MtpLayers(nn.Module):
         _, number, rest = name.split(".", 2)
         if rest.startswith("post_norm."):
             rest = f"shared_head.norm.{rest.removeprefix('post_norm.')}"
-        return Family(main.config).mtp_prefixes[int(number)] + rest.removeprefix("mtp_block.")
+        return ModelFacts(main.config).mtp_prefixes[int(number)] + rest.removeprefix("mtp_block.")
 
 
 def new_layers(model: PreTrainedModel, depths: int, *, is_new: bool) -> MtpLayers:
@@ -114,7 +114,7 @@ def new_layers(model: PreTrainedModel, depths: int, *, is_new: bool) -> MtpLayer
     Raises ValueError for a model that cannot have MTP layers, or cannot have this number of depths.
     """
     config = _require_structure(model)
-    kinds = getattr(config, "mtp_layer_types", None) if Family(config).declares_mtp else None
+    kinds = getattr(config, "mtp_layer_types", None) if ModelFacts(config).declares_mtp else None
     if depths < 1 or (kinds is not None and len(kinds) != depths):
         expected = "1 or more" if kinds is None else f"{len(kinds)}, as its configuration lists their types"
         raise ValueError(f"{depths} further depths of a {describe(model)}: expected {expected}")
@@ -138,7 +138,7 @@ def find_layers(model: PreTrainedModel) -> None:
     It does not find the layers of a model of another size, or of a second depth.
     """
     ignored = model._keys_to_ignore_on_load_unexpected
-    places = {prefix.replace(".", r"\.") for prefix in Family(model.config).mtp_prefixes}
+    places = {prefix.replace(".", r"\.") for prefix in ModelFacts(model.config).mtp_prefixes}
     model._keys_to_ignore_on_load_unexpected = {*(ignored or ()), *places}
 
 
@@ -167,7 +167,7 @@ def _require_structure(model: PreTrainedModel) -> Any:
 def _declare(config: Any, depths: int) -> None:
     """Write the number of depths into a configuration; for a family without its own MTP layers, also their types."""
     config.num_mtp_layers = depths
-    if Family(config).declares_mtp:
+    if ModelFacts(config).declares_mtp:
         return
     for kinds, preferred in (("layer_types", "full_attention"), ("mlp_layer_types", None)):
         types = getattr(config, kinds, None)

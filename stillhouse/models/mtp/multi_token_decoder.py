@@ -18,7 +18,7 @@ from transformers.modeling_layers import MtpModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.models.decoder import Decoder
-from stillhouse.models.families import Family
+from stillhouse.models.families import ModelFacts
 from stillhouse.models.lm_head import OutputProcessor
 from stillhouse.models.load_proof import prove_decoder
 from stillhouse.models.mtp.mtp_layers import MtpLayers, find_layers, new_layers
@@ -66,7 +66,7 @@ class MultiTokenDecoder(nn.Module):
         from which transformers reads MTP layers.
         """
         main = Decoder.from_pretrained(name_or_path, **options, verify=verify)
-        model, depths = main.pretrained, Family(main.config).declared_depths
+        model, depths = main.pretrained, ModelFacts(main.config).declared_depths
         what, fresh = f"model '{os.fspath(name_or_path)}'", "MultiTokenDecoder.new draws fresh layers"
         revision = "main" if os.path.isdir(name_or_path) else options.get("revision") or "main"
         other = getattr(main.config, "transformers_weights", None) or revision
@@ -82,7 +82,7 @@ class MultiTokenDecoder(nn.Module):
         try:
             mtp = MtpModel.from_pretrained(model, device_map={"": model.device})
         except RuntimeError as error:
-            names = ", ".join(f"{prefix}*" for prefix in Family(model.config).mtp_prefixes)
+            names = ", ".join(f"{prefix}*" for prefix in ModelFacts(model.config).mtp_prefixes)
             raise ValueError(
                 f"{what} lacks weights of its {depths} further depths: expected {names}; {fresh}"
             ) from error

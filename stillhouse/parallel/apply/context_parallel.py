@@ -29,7 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder
-from stillhouse.models.families import HEADS, Family, text_config
+from stillhouse.models.families import HEADS, ModelFacts, text_config
 from stillhouse.models.forward_modes import VARLEN
 from stillhouse.models.media_inputs import TOKEN_TYPES
 
@@ -55,7 +55,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
     layers = getattr(language, "layers", None) if is_part or language is decoder.backbone else None
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"the backbone of model type '{config.model_type}' has no list `layers`: expected context=1")
-    if Family(config).mixes_tokens_by_score:
+    if ModelFacts(config).mixes_tokens_by_score:
         raise ValueError(
             f"the attention of model type '{config.model_type}' selects tokens by scores over a whole sequence "
             "(index_topk), of which a context rank has a part: expected context=1"
@@ -110,7 +110,7 @@ def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[No
 
 def require_heads(config: PreTrainedConfig, context: int, tensor: int) -> None:
     """Raise ValueError if context × tensor does not divide a model's numbers of heads."""
-    if size := Family(config).indivisible_size(HEADS, context * tensor):
+    if size := ModelFacts(config).indivisible_size(HEADS, context * tensor):
         raise ValueError(
             f"context={context} × tensor={tensor} does not divide the {size[0]}={size[1]} of model type "
             f"'{config.model_type}': expected a divisor, since both degrees divide the heads"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from stillhouse.models import Decoder
-from stillhouse.models.families import Family, plan_name
+from stillhouse.models.families import ModelFacts, plan_name
 
 
 def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceMesh) -> None:
@@ -41,7 +41,7 @@ def dispatched_experts(decoder: Decoder) -> list[nn.Module]:
 
 def _local_plan(decoder: Decoder) -> dict[str, str]:
     """Return the family's plan for this stage: styles by the names of parameters and modules."""
-    plan, model = Family(decoder.config).parallel_plan("ep"), decoder.language_model
+    plan, model = ModelFacts(decoder.config).parallel_plan("ep"), decoder.language_model
     # parameters first: they are sharded before the modules' forwards are wrapped
     parts = [*model.named_parameters(), *model.named_modules()]
     return {name: plan[plan_name(name)] for name, _ in parts if plan_name(name) in plan}

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import lora_parts
-from stillhouse.models.families import HEADS, MATRIX_SIZES, Family, is_of_experts, plan_name, text_config
+from stillhouse.models.families import HEADS, MATRIX_SIZES, ModelFacts, is_of_experts, plan_name, text_config
 from stillhouse.models.lm_head import Head, input_embedding
 from stillhouse.objective import VocabShard
 
@@ -81,7 +81,7 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     Raises ValueError if there is no plan that is supported here, or if the degree does not divide the model's sizes.
     """
     config = text_config(decoder.config)
-    plan = Family(config).parallel_plan("tp")
+    plan = ModelFacts(config).parallel_plan("tp")
     if not plan:
         raise ValueError(
             f"model type '{config.model_type}' has no tensor-parallel plan in transformers: expected tensor=1"
@@ -94,12 +94,12 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
             f"the tensor-parallel plan of model type '{config.model_type}' uses {', '.join(unknown)}, which is not "
             f"supported here (but {', '.join(STYLES)} are): expected tensor=1"
         )
-    if size := Family(config).indivisible_size(MATRIX_SIZES, degree):
+    if size := ModelFacts(config).indivisible_size(MATRIX_SIZES, degree):
         raise ValueError(
             f"tensor={degree} does not divide the model's {size[0]}={size[1]} (model type '{config.model_type}'): "
             "expected a divisor of it"
         )
-    if Family(config).mixes_columns:
+    if ModelFacts(config).mixes_columns:
         raise ValueError(
             f"model type '{config.model_type}' chooses activations by their mean over all columns of a matrix "
             "(activation_sparsity_pattern), of which a tensor rank has a part: expected tensor=1"
@@ -122,7 +122,7 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
     config = text_config(decoder.config)
     counts: set[int | None] = set()
     for heads_name in HEADS:
-        size = Family(config).sizes(heads_name)
+        size = ModelFacts(config).sizes(heads_name)
         counts.update(size if isinstance(size, list) else [size])
     for name, module in decoder.language_model.named_modules():
         if ".self_attn" not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse import __version__
 from stillhouse.data import tokenizer_fingerprint
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids
-from stillhouse.models.families import Family
+from stillhouse.models.families import ModelFacts
 from stillhouse.models.packed_attention import activations_for
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.wire import WIRE_FORMAT
@@ -108,7 +108,7 @@ def model_info(name: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) 
 
 def longest_sequence(decoder: Decoder, batch_tokens: int) -> int:
     """The most tokens of a sequence: the smaller of the model's number of positions and `batch_tokens`."""
-    reach = Family(decoder.config).max_positions
+    reach = ModelFacts(decoder.config).max_positions
     longest = batch_tokens if reach is None else min(int(reach), batch_tokens)
     check_document_length(decoder.pretrained, longest, "teacher")
     return longest
