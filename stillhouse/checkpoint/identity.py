@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stillhouse.config.source_kinds import SOURCES
+from stillhouse.config.source_kinds import source_kinds
 from stillhouse.hashing import json_hash
 
 #: sections and keys that may change when a run is resumed
@@ -42,7 +42,7 @@ _FREE = {
     "train.micro_batch_tokens",
     "train.timeout",
     "train.activation_checkpointing",
-    *(f"teacher.{key}" for key, kind in SOURCES.items() if kind.is_address),
+    *(f"teacher.{key}" for key, kind in source_kinds().items() if kind.is_address),
 }
 
 #: keys that earlier versions did not have, each with the value that gives the behaviour of those versions; so runs of
@@ -64,7 +64,7 @@ _ADDED: dict[str, Any] = {
     "rollout.tools": None,
     "rollout.tool_tokens": 256,
     "rollout.reply": "raw",
-    **{f"teacher.{key}": None for key in SOURCES if key not in ("model", "cache", "student", "cross_tokenizer")},
+    **{f"teacher.{key}": None for key in {*source_kinds()} - {"model", "cache", "student", "cross_tokenizer"}},
 }
 
 

@@ -7,8 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from stillhouse.output.disk import UNFINISHED, explained_write_errors, flush
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import Ranks
-from stillhouse.serving.client import ServedEngine
-from stillhouse.serving.client.engine_proof import same_weights
+from stillhouse.rollout.engines import RemoteEngine, same_weights
 from stillhouse.signals import SignalStore
 from stillhouse.signals.signal_store import StoreProof
 
@@ -26,9 +25,9 @@ class _Writer(BaseModel):
     likeliest: list[tuple[int, float]]
 
 
-def require_same_writer(engine: ServedEngine, folder: RunFolder) -> None:
+def require_same_writer(engine: RemoteEngine, folder: RunFolder) -> None:
     """Save the servers' answers in a new run; in a resumed run, raise ValueError if the weights differ."""
-    path, now = folder.path / WRITER, _Writer(likeliest=engine.weights.top_tokens)
+    path, now = folder.path / WRITER, _Writer(likeliest=[*engine.weights.top_tokens])
     if not path.exists():
         if any(folder.checkpoints.glob("step-*")):
             raise ValueError(f"{path} is missing: whether the servers have the same weights cannot be checked")

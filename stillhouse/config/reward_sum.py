@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator
 
 from stillhouse.config.section import Text, checked_address, checked_function
+from stillhouse.config.servers import ServerKind, reward_kinds
 
 _WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?P<rest>.*)", re.DOTALL)
 
@@ -35,6 +36,10 @@ class RewardPart(NamedTuple):
     def server(self) -> str:
         """The address of a server without the path."""
         return "{0.scheme}://{0.netloc}".format(urlsplit(self.name))
+
+    @property
+    def server_kind(self) -> ServerKind:
+        return reward_kinds()[urlsplit(self.name).scheme]
 
     @property
     def is_of_object(self) -> bool:
@@ -87,7 +92,7 @@ def _part(text: str) -> RewardPart:
             raise ValueError(f"got {text!r}, expected a sum, in which a weight may be negative: {first} + {negative}")
         checked_function(part.name, text)
         return part
-    checked_address(part.name, "http://host:port/path", "reward_tokens")
+    checked_address(part.name, "http://host:port/path", "reward_tokens", reward_kinds())
     return part
 
 

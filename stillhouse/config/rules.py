@@ -20,13 +20,12 @@ from stillhouse.config.sections.eval_section import EvalPromptsConfig
 from stillhouse.config.sections.rollout_section import RolloutConfig
 from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.sections.teacher_section import TeacherConfig
-from stillhouse.config.server_tokens import TOKEN_VARIABLE
-from stillhouse.config.servers import ENGINES
-from stillhouse.config.source_kinds import OF_WEIGHTS, SOURCES
+from stillhouse.config.servers import GROUP, TOKEN_VARIABLE
+from stillhouse.config.source_kinds import WEIGHT_KEYS, source_kinds
 from stillhouse.config.student_rules import RULES_OF_STUDENT
 from stillhouse.display import enumerated, name_list
 from stillhouse.objective.expression import expression_fields
-from stillhouse.registry import load_all
+from stillhouse.registry import load_all, registered
 
 
 def check_rules(config: RunConfig) -> None:
@@ -84,8 +83,8 @@ def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig 
 
 
 def all_rules() -> tuple[Rule, ...]:
-    """The rules of the core, and those of the registered engines."""
-    return (*RULES, *rules_of_engines())
+    """The rules of the registered sources of signals, those of the core, and those of the registered engines."""
+    return (*_source_rules(), *RULES, *rules_of_engines())
 
 
 def _is_within(folder: str, parent: str) -> bool:
@@ -93,8 +92,9 @@ def _is_within(folder: str, parent: str) -> bool:
     return os.path.commonpath([parent, os.path.abspath(folder)]) == parent
 
 
-def _rules_of_sources() -> Iterator[Rule]:
-    kinds = [kind for kind in SOURCES.values() if kind.key != "model"]
+def _source_rules() -> Iterator[Rule]:
+    """The rules between the keys of a teacher's section that the registered kinds of sources have."""
+    kinds = [kind for kind in source_kinds().values() if kind.key != "model"]
     complete: list[str] = []
     for key, kind in ((f"teacher.{kind.key}", kind) for kind in kinds if not kind.needs_model):
         if others := complete if "model" in kind.beside else ["teacher.model", *complete]:
@@ -106,24 +106,17 @@ def _rules_of_sources() -> Iterator[Rule]:
         if not kind.any_tokens:
             yield excludes(key, "rollout", because="it has no signals of completions that the run writes")
             yield excludes(f"{NAMED}prefix", key, because=f"the signals of {key} are of other tokens")
-    for name, because in product(OF_WEIGHTS, dict.fromkeys(kind.because for kind in kinds)):
+    for name, because in product(WEIGHT_KEYS, dict.fromkeys(kind.because for kind in kinds)):
         without = [kind.key for kind in kinds if kind.because == because and name not in kind.beside]
         if without:
             yield excludes(f"teacher.{name}", *(f"teacher.{key}" for key in without), because=because)
     for option in dict.fromkeys(option for kind in kinds for option in kind.options):
         section = "teacher." if f"teacher.{option}" in FIELDS else NAMED
         yield needs(section + option, *(f"teacher.{kind.key}" for kind in kinds if option in kind.options))
+    yield from chain.from_iterable(kind.rules() for kind in kinds)
 
 
 RULES: tuple[Rule, ...] = (
-    # the sources of a teacher's signals
-    excludes("teacher.dtype=float64", "teacher.url", expected="float32, bfloat16 or float16"),
-    Rule(
-        ("teacher.prove", "teacher.model"),
-        lambda prove, model: prove == "always" and model is None,
-        "auto, or teacher.model, the weights to compare with",
-    ),
-    *_rules_of_sources(),
     # a teacher in this job
     excludes("teacher.quantize", "teacher.parallel"),
     excludes("teacher.offload", "teacher.quantize", "teacher.cross_tokenizer"),
@@ -168,7 +161,7 @@ RULES: tuple[Rule, ...] = (
     excludes(
         "rollout.engine=transformers",
         "rollout.url",
-        expected=enumerated(ENGINES[1:], "or"),
+        expected=enumerated([*registered(GROUP)], "or"),
         because="transformers runs in this process",
     ),
     Rule(

@@ -6,7 +6,7 @@ numbers; a whole number is accepted as a float.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar
@@ -32,12 +32,13 @@ NO_GAIN = "removed in November 2026, because it gave no gain (docs/claims.md)"
 
 @dataclass(frozen=True)
 class Registered:
-    """Annotates a text as the name of a registered add-on. group: the group of entry points."""
+    """Annotates a text as the name of a registered add-on. group: of entry points. others: names before theirs."""
 
     group: str
+    others: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        names = [*registered(self.group)]
+        names = [*self.others, *registered(self.group)]
         return literal_schema(names) if names else handler(source)
 
 
@@ -103,13 +104,15 @@ def _checked_urls(urls: str | list[str] | None) -> str | list[str] | None:
     return urls
 
 
-def checked_address(url: str, expected: str, token_key: str) -> SplitResult:
+def checked_address(
+    url: str, expected: str, token_key: str, schemes: Collection[str] = ("http", "https")
+) -> SplitResult:
     """The parts of an address. Raises ValueError for another text, and for an address with a secret, because files of
     the run have its addresses. token_key: the key for tokens. The message does not show the secret.
     """
     try:
         parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_address = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number, or a bracket without its pair
         is_address = False
     if "@" in url or _SECRET_PARAMETER.search(url):

@@ -1,82 +1,101 @@
-"""The kinds of servers that provide a teacher's signals or generate completions, as one table; no torch import.
+"""What is known of the servers that give signals, completions and rewards, and their bearer tokens; no torch import.
 
-A new kind needs an entry here, and a file in `serving/client/apis/` with the class that `api` names.
+The kinds of servers register in the group `stillhouse.servers`, each under the name that `teacher.api` and
+`rollout.engine` have for it. A configuration names the environment variable that has a token, never the token.
 """
 
+import os
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from stillhouse.config.errors import ConfigError
+from stillhouse.config.section import Registered
+from stillhouse.registry import load_all
+
+GROUP = "stillhouse.servers"
+
+
+class ServerError(OSError):
+    """No server has answered before the timeout, or the servers' answers are damaged repeatedly."""
 
 
 @dataclass(frozen=True)
 class ServerKind:
-    """The features of a kind of server, and texts for messages about it.
+    """A kind of server that generates completions or gives rewards.
 
-    api: the `ServerApi` in `serving/client/apis/`, as module:class. title: the name of the kind in messages.
-    signals: the kinds of signals that the server can provide.
-    any_temperature: whether log-probabilities can be requested at any temperature, not only at 1.
-    counts_next: whether the server's token limit includes a generated token; a document must then be a token shorter.
-    generates: whether the server generates completions. hint: for messages if it does not.
-    after_temperature: for messages, a server of this kind whose log-probabilities are computed after the temperature.
-        "": this is true for every server of this kind, and its log-probabilities are over the whole vocabulary.
-    over_all_tokens: for messages, a server whose log-probabilities at temperature 1 are over all tokens; may be "".
-    rounds_as_here: whether float32 log-probabilities differ from those of this process only by float32 rounding.
+    name: that of the entry point. title: the name of the kind in messages.
     reads_images: whether the pixels of the run's own processor can be sent to it.
-    tells_tokenizer: whether the server's tokenizer can be compared with the student's.
+    rounds_as_here: whether float32 log-probabilities differ from those of this process only by float32 rounding.
+    reward_schemes: the schemes of addresses in rollout.reward at which there are servers of this kind.
     """
 
     name: str
     title: str
-    api: str
-    signals: tuple[str, ...] = ()
-    any_temperature: bool = False
-    counts_next: bool = True
-    generates: bool = True
-    hint: str = ""
-    after_temperature: str = ""
-    over_all_tokens: str = ""
-    rounds_as_here: bool = False
     reads_images: bool = False
-    tells_tokenizer: bool = True
+    rounds_as_here: bool = False
+    reward_schemes: tuple[str, ...] = ()
+
+    def open_engine(self, urls: list[str], sampling: Any, *, is_tied: bool, **options: Any) -> Any:
+        """Connect to servers that generate completions; return a `RemoteEngine`. options: as of `ServedEngine`.
+
+        is_tied: whether the student's head is tied to its embedding, and the servers get the full model.
+        """
+        raise ConfigError("rollout.engine", f"got {self.name}: {self.title} generates no completions")
+
+    def open_reward(self, url: str, name: str, timeout: float, warn: Any, token: str | None) -> Any:
+        """Connect to a server that gives rewards; return a `RewardPart` with a method `close`.
+
+        name: the reward in messages. timeout: seconds without an answer after which a call raises ServerError.
+        warn: prints a line. token: the server's bearer token.
+        """
+        raise NotImplementedError
 
 
-_KINDS = (
-    ServerKind(
-        "stillhouse",
-        "`stillhouse serve`",
-        "stillhouse:StillhouseApi",
-        signals=("hidden", "top_k", "chosen", "sampled"),
-        any_temperature=True,
-        counts_next=False,
-        hint="expected a server that was started with stillhouse serve MODEL --generate",
-        rounds_as_here=True,
-        reads_images=True,
-    ),
-    ServerKind(
-        "vllm",
-        "vLLM",
-        "vllm:VllmApi",
-        signals=("hidden", "top_k", "chosen"),
-        hint="expected vLLM 0.30 or later, started with --enable-scale-out",
-        after_temperature="a vLLM that was started with --logprobs-mode processed_logprobs",
-        over_all_tokens="a vLLM that was started without --logprobs-mode processed_logprobs",
-    ),
-    ServerKind(
-        "sglang",
-        "SGLang",
-        "sglang:SglangApi",
-        signals=("hidden", "top_k"),
-        hint="expected SGLang 0.5 or later",
-        after_temperature="an SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
-        tells_tokenizer=False,
-    ),
-)
-SERVERS = {kind.name: kind for kind in _KINDS}
-#: the engines that generate completions: the student in the job, or servers
-ENGINES = ("transformers", *(kind.name for kind in _KINDS if kind.generates))
+def server_kinds() -> dict[str, Any]:
+    """The registered kinds by name. Each is a `ServerKind`, or has more properties for another add-on."""
+    return load_all(GROUP)
 
-if TYPE_CHECKING:
-    ApiName = str
-    EngineName = str
-else:
-    ApiName = Literal["auto", *(kind.name for kind in _KINDS if kind.signals)]
-    EngineName = Literal[ENGINES]
+
+def reward_kinds() -> dict[str, ServerKind]:
+    """The kinds that give rewards, by the schemes of their addresses."""
+    return {scheme: kind for kind in server_kinds().values() for scheme in kind.reward_schemes}
+
+
+ApiName = Annotated[str, Registered(GROUP, ("auto",))]
+#: what generates completions: the student in the job, or servers
+EngineName = Annotated[str, Registered(GROUP, ("transformers",))]
+
+#: the variable of `stillhouse serve`, and of a run's servers that have no variable of their own
+TOKEN_VARIABLE = "STILLHOUSE_TOKEN"
+_VARIABLE, _TOKEN = re.compile("[A-Z_][A-Z0-9_]*"), re.compile(r"[\x21-\x7e]+")
+
+
+def _checked_variable(name: str) -> str:
+    if not _VARIABLE.fullmatch(name):  # the value may be the token itself: no message may show it
+        raise ValueError("expected the name of an environment variable in capitals, such as TEACHER_TOKEN; no token")
+    return name
+
+
+#: the name of an environment variable
+VariableName = Annotated[str, AfterValidator(_checked_variable)]
+#: by the address of a server, the name of the variable with its token
+RewardTokens = dict[Annotated[str, Field(min_length=1)], VariableName]
+
+
+def server_token(key: str, variable: str | None) -> str | None:
+    """The token in this variable. None: that in `TOKEN_VARIABLE`, if it is set. key: of the variable, for messages.
+
+    Raises ValueError, which does not show the value, if a variable that the configuration names is not set, or if its
+    value cannot be a token.
+    """
+    name = variable or TOKEN_VARIABLE
+    token = os.environ.get(name, "")
+    if not token and variable is None:
+        return None
+    if not _TOKEN.fullmatch(token):
+        wrong = "has spaces, line breaks or other characters that no token has" if token else "is not set"
+        raise ValueError(f"{key}: the environment variable {name} {wrong}")
+    return token

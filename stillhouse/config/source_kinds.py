@@ -1,25 +1,28 @@
-"""The kinds of sources of a teacher's signals, as one table.
+"""What is known of each source of a teacher's signals. The kinds register in the group `stillhouse.sources`.
 
-Each kind is a key of a teacher's section, such as `teacher.url`. The rules between keys follow from this table.
+A kind is a key of a teacher's section, such as `teacher.url`. The rules between keys follow from the kinds.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from stillhouse.registry import load_all
+
+GROUP = "stillhouse.sources"
 #: the keys of a teacher's section that concern weights and layers in this job
-OF_WEIGHTS = ("parallel", "attention", "revision", "trust_remote_code", "dtype", "quantize", "offload")
+WEIGHT_KEYS = ("parallel", "attention", "revision", "trust_remote_code", "dtype", "quantize", "offload")
 
 
 @dataclass(frozen=True)
 class SourceKind:
-    """The properties of a kind of source. The defaults are those of a store with signals only for the data.
+    """A kind of source. The defaults are those of a store with signals only for the data.
 
-    key: the key in a teacher's section. title: the source in words; {} is replaced by the value of the key.
-    made_by: the function or class that makes the source, as module:name. For a store, its arguments are those of
-        `open_cache`, otherwise those of `TeacherSources.model`.
-    is_store: whether the source is a `SignalStore`.
-    proved_by: the function that compares a store with the expected teacher, such as `prove_servers`; "" for none.
+    key: the key in a teacher's section; the entry point has this name. title: the source in words; {} is replaced by
+        the value of the key.
+    is_store: whether `open` opens a `SignalStore`. Otherwise `source` makes a `SignalSource`.
     needs_model: whether the source runs `teacher.model` in this job, so that this key must be set, too.
-    beside: which of `OF_WEIGHTS` and `model` may be set, too. because: why the other keys have no effect.
+    beside: which of `WEIGHT_KEYS` and `model` may be set, too. because: why the other keys have no effect.
     options: the keys that have an effect only with this source; with `signal`, the user chooses the kind of signal.
     any_tokens: whether there are signals for tokens outside the data: for completions, and after a prefix.
     compares_tokenizer: whether a run refuses a teacher whose tokenizer is not the student's.
@@ -28,9 +31,7 @@ class SourceKind:
 
     key: str
     title: str
-    made_by: str
     is_store: bool = True
-    proved_by: str = ""
     needs_model: bool = False
     beside: tuple[str, ...] = ()
     because: str = "no teacher runs in this job"
@@ -44,53 +45,37 @@ class SourceKind:
         """Whether `teacher.model` runs in this job."""
         return self.key == "model" or self.needs_model
 
+    def rules(self) -> Iterable[Any]:
+        """The rules about keys of a teacher's section (`Rule`) that do not follow from the properties above."""
+        return ()
 
-_KINDS = (
-    SourceKind(
-        "model",
-        "{}",
-        "stillhouse.run.teacher_sources:TeacherSources.model",
-        is_store=False,
-        beside=OF_WEIGHTS,
-        any_tokens=True,
-        compares_tokenizer=True,
-    ),
-    SourceKind(
-        "url",
-        "on a server",
-        "stillhouse.run.stores:open_servers",
-        proved_by="stillhouse.run.stores:prove_servers",
-        beside=("model", "attention", "revision", "dtype"),
-        options=("token_variable", "api", "signal", "timeout", "prove", "prove_every", "accept", "top_k"),
-        any_tokens=True,
-        compares_tokenizer=True,
-        is_address=True,
-    ),
-    SourceKind(
-        "student",
-        "the student itself",
-        "stillhouse.run.teacher_sources:TeacherSources.self_teacher",
-        is_store=False,
-        because="the student's own is used",
-        options=("ema_decay",),
-        any_tokens=True,
-        compares_tokenizer=True,
-    ),
-    SourceKind(
-        "cache",
-        "cache {}",
-        "stillhouse.run.stores:open_cache",
-        beside=("attention", "revision", "trust_remote_code", "dtype"),
-        compares_tokenizer=True,
-    ),
-    SourceKind(
-        "cross_tokenizer",
-        "{}",
-        "stillhouse.run.stores:open_cross_tokenizer",
-        needs_model=True,
-        beside=OF_WEIGHTS,
-        options=("top_k",),
-        any_tokens=True,
-    ),
-)
-SOURCES = {kind.key: kind for kind in _KINDS}
+    def open(self, section: str, teacher: Any, objective: Any, batch_tokens: int) -> Any:
+        """Open the `SignalStore` of a teacher. Raises ConfigError if it cannot be used.
+
+        section, teacher: the key of the teacher's section, and the section. objective: the `RunObjective`.
+        batch_tokens: the maximum number of tokens in a forward pass of a teacher in this job.
+        """
+        raise NotImplementedError
+
+    def source(self, sources: Any, section: str, teacher: Any, head: Any) -> Any:
+        """Make the `SignalSource` of a teacher. sources: the `TeacherSources`. head: the teacher's head, on processes
+        with the student's last stage.
+        """
+        raise NotImplementedError
+
+    def prove(self, section: str, teacher: Any, store: Any, documents: Any, data: Any, device: Any) -> None:
+        """Raise ValueError or OSError unless the store has the signals of the teacher that is meant.
+
+        documents: those of the training data that the teacher scores. data: the `Data` of the run.
+        """
+
+
+def source_kinds() -> dict[str, SourceKind]:
+    """The registered kinds by key: `model`, then those that leave more possible, because errors name a later one."""
+    kinds = load_all(GROUP)
+
+    def order(key: str) -> tuple[bool, bool, bool, bool, str]:
+        kind = kinds[key]
+        return key != "model", kind.needs_model, "model" not in kind.beside, not kind.any_tokens, key
+
+    return {key: kinds[key] for key in sorted(kinds, key=order)}

@@ -3,15 +3,15 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import reward_parts
-from stillhouse.config.server_tokens import server_token
+from stillhouse.config.servers import server_token
 from stillhouse.parallel import log_rank0
 from stillhouse.rollout.reward import FunctionPart, RepeatedPart, RewardPart, RewardSum
 from stillhouse.rollout.turns import FunctionEpisodes
 from stillhouse.rollout.user_functions import loaded_tools, user_function
-from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.function_state import has_state
 from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS
@@ -56,12 +56,12 @@ class CompletionCalls:
             parts[path] = FunctionPart(self.functions, reward_key, path, function.takes_turns)
             if compare_first and not has_state(function):
                 parts[path] = RepeatedPart(f"{reward_key}: {path}", parts[path], warn)
-        self._servers: list[RewardServer] = []
+        self._servers: list[Any] = []
         for part in dict.fromkeys(part._replace(weight=1.0) for part in rewards if part.is_server):
             variable = (rollout.reward_tokens or {}).get(part.server)
             token = None if variable is None else server_token(f"{reward_key}_tokens", variable)
             name = f"{reward_key}: {part.name}"
-            self._servers.append(RewardServer(part.name, name, rollout.timeout, warn, token))
+            self._servers.append(part.server_kind.open_reward(part.name, name, rollout.timeout, warn, token))
             parts[part.name] = self._servers[-1]
             if compare_first:
                 parts[part.name] = RepeatedPart(name, parts[part.name], warn)

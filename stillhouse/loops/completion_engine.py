@@ -5,18 +5,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
-from stillhouse.config.server_tokens import server_token
+from stillhouse.config.servers import ServerError, server_kinds, server_token
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.session import Session
 from stillhouse.loops.weights_proof import probe_prompts
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.rollout import GenerationRequest, RolloutEngine, Sampling
-from stillhouse.rollout.engines import InJobEngine
+from stillhouse.rollout.engines import InJobEngine, RemoteEngine
 from stillhouse.rollout.generate import Generator, check_generation
 from stillhouse.rollout.student_copy import StudentCopy
-from stillhouse.serving.client import ServedEngine, ServerError
-from stillhouse.serving.client.apis.server_api import server_api
 
 #: tokens of a generation batch per token of a training micro-batch, because generation keeps far fewer activations
 _BATCHES = 8
@@ -61,16 +59,16 @@ def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine
     return engine
 
 
-def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: int) -> ServedEngine:
+def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: int) -> RemoteEngine:
     prompts, student = session.train.documents, session.student
     sampling, *others = samplings(session)
     # with an adapter, a server gets only the adapter and keeps its own base model
     takes_models = rollout.writer == "student" and student.lora is None
     try:
-        engine = ServedEngine(
+        engine: RemoteEngine = server_kinds()[rollout.engine].open_engine(
             rollout.urls,
             sampling,
-            server_api(rollout.engine, is_tied=student.tied and takes_models),
+            is_tied=student.tied and takes_models,
             vocabulary=vocabulary,
             timeout=rollout.timeout,
             update_timeout=session.train_config.timeout,

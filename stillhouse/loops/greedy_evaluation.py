@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, as_config_error
+from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.templates import CompletionTemplate, Rendered
@@ -26,7 +27,6 @@ from stillhouse.parallel import is_first, watchdog
 from stillhouse.preemption import OverdueError
 from stillhouse.rollout import Completion, GenerationRequest, Sampling
 from stillhouse.rollout.engines import InJobEngine
-from stillhouse.serving.client import ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.tasks import TaskSpec, exact_match, problem
 from stillhouse.user_code.functions import UserFunctionError

@@ -10,6 +10,7 @@ import numpy as np
 
 from stillhouse.config import EvalPromptsConfig, RolloutConfig
 from stillhouse.config.reward_sum import has_part_of_object
+from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.sample_statistics import has_turns
@@ -18,7 +19,6 @@ from stillhouse.loops.source_replies import require_end_of_turn, turn_replies
 from stillhouse.preemption import OverdueError
 from stillhouse.rollout import Sample, SampleGenerator, Sampling, SourceSettings
 from stillhouse.rollout.engines import InJobEngine, RolloutEngine
-from stillhouse.serving.client import ServerError
 from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
 from stillhouse.user_code.functions import EVAL_REWARD, UserFunctionError
 

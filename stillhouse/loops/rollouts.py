@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.checkpoint.served_models import require_same_writer
 from stillhouse.config import RolloutConfig, StudentConfig
 from stillhouse.config.reward_sum import has_part_of_object
+from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import open_engine, samplings
@@ -38,12 +39,11 @@ from stillhouse.rollout import (
     require_versions,
     step_documents,
 )
-from stillhouse.rollout.engines import InJobEngine
+from stillhouse.rollout.engines import InJobEngine, RemoteEngine
 from stillhouse.rollout.plan import RolloutSchedule
 from stillhouse.rollout.publish import publish
 from stillhouse.rollout.published_folder import AdapterBase
 from stillhouse.rollout.turns import TurnReplies
-from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
 from stillhouse.user_code.functions import UserFunctionError
@@ -99,7 +99,7 @@ class Rollouts:
         """Raise ValueError on all ranks if servers that keep their weights had other weights when the run began."""
         engine = self.engine
         if self.config.urls and self.config.writer == "teacher":
-            self._on_first(lambda: require_same_writer(engine, folder) if isinstance(engine, ServedEngine) else None)
+            self._on_first(lambda: require_same_writer(cast(RemoteEngine, engine), folder))
 
     def ask(self, step: int, timeline: Timeline) -> None:
         """Give this step's weights to the engine, and request the completions that are due at this step.
@@ -221,13 +221,12 @@ class Rollouts:
         with watchdog.nested(f"the proof that servers generate with version {step}"):  # ranks compute, servers do not
             prompts, name = self.session.train.documents, self.config.engine
             rounding = require_weights_in_use(self.session.models, prompts, name, step, urls, micro_batches)
-        if isinstance(self.engine, ServedEngine):
-            self.engine.weights.set_proved(urls[0], rounding)
+        if self.engine is not None:
+            cast(RemoteEngine, self.engine).weights.set_proved(urls[0], rounding)
 
     def _probes(self) -> tuple[list[str], list[Any]]:
         """On rank 0: return the servers' addresses and the samples that they generated as probes, as JSON."""
-        assert isinstance(self.engine, ServedEngine)
-        by_server = self.engine.weights.probed
+        by_server = cast(RemoteEngine, self.engine).weights.probed
         samples = probe_samples(self.session.train.documents, by_server)
         return list(by_server), [sample.as_json() for sample in samples]
 

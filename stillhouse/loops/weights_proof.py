@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from stillhouse.config.servers import SERVERS
+from stillhouse.config.servers import server_kinds
 from stillhouse.data import Documents
 from stillhouse.loops.session import Models
 from stillhouse.models.processors import cross_entropy
 from stillhouse.objective.metric_keys import OLD_LOG_PROBS
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.rollout import Completion, Sample
-from stillhouse.serving.client.engine_proof import PROBES, ROUNDED
+from stillhouse.rollout.engines import PROBES, ROUNDED
 from stillhouse.signals import SignalsLostError
 
 #: the largest rounding difference, in nats, if server and trainer compute in float32, in the same way
@@ -101,7 +101,7 @@ def _gaps_by_server(models: Models, micro_batches: ShardedMicroBatches, probes: 
 def _rounding(models: Models, engine: str) -> float:
     """Return the largest rounding difference in nats. Only `stillhouse serve` is known to round like the trainer."""
     is_exact = (
-        SERVERS[engine].rounds_as_here
+        server_kinds()[engine].rounds_as_here
         and models.autocast is None
         and next(models.student.parameters()).dtype == torch.float32
         and torch.get_float32_matmul_precision() == "highest"

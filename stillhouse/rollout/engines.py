@@ -1,15 +1,14 @@
-"""Engines that generate completions: their interface, and the engine that generates in the job's own processes.
+"""Engines that generate completions: their interface, and the engine that generates in the job's own processes."""
 
-`serving/client/served_engine.py` implements the same interface over HTTP.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
+
+from transformers import PreTrainedTokenizerBase
 
 from stillhouse.parallel import ONE_PROCESS, EarlyMessages
 from stillhouse.rollout.generate import Generator, at_positions
@@ -18,6 +17,10 @@ from stillhouse.rollout.student_copy import StudentCopy
 
 Result = TypeVar("Result")
 
+#: the number of completions with which the weights of a server are proved
+PROBES = 4
+#: the largest difference of log-probabilities that rounding in bfloat16 causes
+ROUNDED = 0.1
 _GENERATE, _BOX = "generate", "box"
 
 
@@ -48,6 +51,42 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Cancel the requests that are under way."""
         ...
+
+
+class RemoteWeights(Protocol):
+    """The weights of the servers of a `RemoteEngine`.
+
+    top_tokens: after each of some fixed prompts, the top token and its log-probability.
+    probed: by server, the completions of the probes with the version that was loaded last.
+    """
+
+    @property
+    def top_tokens(self) -> Sequence[tuple[int, float]]: ...
+    @property
+    def probed(self) -> Mapping[str, Sequence[Completion]]: ...
+    def set_proved(self, url: str, most: float) -> None:
+        """Record that a server's probe comes from the trainer's weights. most: the largest difference in nats."""
+
+
+class RemoteEngine(RolloutEngine, Protocol):
+    """An engine on servers, such as `serving/` has. They load published weights, or keep their own."""
+
+    @property
+    def weights(self) -> RemoteWeights: ...
+    def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+        """Raise ValueError if a server does not report its tokenizer, or if its tokens of this text differ."""
+
+
+def same_weights(
+    before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]], most: float = ROUNDED
+) -> bool:
+    """Whether the top tokens after the same prompts can come from the same weights, except for rounding.
+
+    More than half of the ids must be equal (not all, because two tokens may be almost equally likely), and the
+    log-probabilities of equal ids must differ by less than `most` nats.
+    """
+    gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
+    return len(before) == len(now) and 2 * len(gaps) > len(now) and max(gaps) < most
 
 
 class InJobEngine:

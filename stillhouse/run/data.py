@@ -17,7 +17,7 @@ from stillhouse.config import (
     TeachersConfig,
     as_config_error,
 )
-from stillhouse.config.servers import SERVERS
+from stillhouse.config.servers import server_kinds
 from stillhouse.data import (
     Documents,
     LoadOptions,
@@ -182,8 +182,8 @@ def _processor_hashes(student: ImageProcessor | None, readers: Mapping[str, Teac
 def require_image_support(config: RunConfig) -> None:
     """Raise ConfigError for a part of the configuration that cannot be used with images."""
     expected = NOT_WITH_IMAGES
-    if config.rollout is not None and config.rollout.urls and not SERVERS[config.rollout.engine].reads_images:
-        title = SERVERS[config.rollout.engine].title
+    if config.rollout is not None and config.rollout.urls and not server_kinds()[config.rollout.engine].reads_images:
+        title = server_kinds()[config.rollout.engine].title
         raise ConfigError(
             "rollout.engine",
             f"the data has images, and {title} would read them with a processor of its own, which cannot be proved "

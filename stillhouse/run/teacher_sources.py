@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pkgutil import resolve_name
 
 import torch
 
@@ -98,7 +97,7 @@ class TeacherSources:
         """The source of one teacher. head: the teacher's head, on processes with the student's last stage."""
         store = self.stores.get(section)
         if store is None:
-            source: SignalSource = resolve_name(teacher.source_kind.made_by)(self, section, teacher, head)
+            source: SignalSource = teacher.source_kind.source(self, section, teacher, head)
             return source
         if self.student.has_results:
             store.start(self.student.device)
@@ -190,7 +189,7 @@ class TeacherSources:
         mesh = runner.mesh if separate is None else Mesh(separate.degrees, runner.device)
         return self._separate(f"{section}.parallel", source, layout, mesh, head)
 
-    def self_teacher(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SelfTeacher:
+    def self_teacher(self, teacher: TeacherConfig) -> SelfTeacher:
         """The source for a teacher that is the student itself, with its present weights or their average."""
         assert isinstance(teacher, NamedTeacherConfig)
         return SelfTeacher(self.student, self.autocast, self.average if teacher.student == "ema" else None)

@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import RolloutConfig
+from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
 from stillhouse.display import escaped
 from stillhouse.loops.greedy_evaluation import greedy_evaluation
@@ -33,7 +34,6 @@ from stillhouse.rollout.engines import RolloutEngine
 from stillhouse.rollout.records import Ended
 from stillhouse.rollout.reward import mean_and_deviation
 from stillhouse.rollout.turns import done
-from stillhouse.serving.client import ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.user_code.functions import REWARD, UserFunctionError
 

@@ -17,13 +17,14 @@ from kit.runs import wait_for
 from kit.stub_servers import HOSTILE, Fault, body, hostile_server, raw
 
 from stillhouse import __version__
+from stillhouse.config.servers import ServerError
 from stillhouse.display import escaped
 from stillhouse.serving.client import pool
 from stillhouse.serving.client.apis.server_api import ServerInfo
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer
-from stillhouse.serving.client.pool import Call, ServerError, ServerPool
+from stillhouse.serving.client.pool import Call, ServerPool
 from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.serving.wire import JSON, WIRE_FORMAT
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec

@@ -14,11 +14,11 @@ from kit.stub_servers import Fault, StubHandler, StubServer, broken, busy, reset
 from kit.stub_vllm import Vllm
 from kit.writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_of, wait_for_tokens
 
+from stillhouse.config.servers import ServerError
 from stillhouse.rollout.records import Sampling
 from stillhouse.serving.client import pool, served_weights
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.engine_proof import PROBE_TOKENS
-from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.client.served_weights import MAX_RESTORES
 

@@ -17,10 +17,10 @@ from kit.ranks import Ranks, run_ranks
 from kit.runs import contents, metrics
 
 from stillhouse.config.reward_sum import part_names
+from stillhouse.config.servers import ServerError
 from stillhouse.report.curves import draw
 from stillhouse.report.run_files import read_run
 from stillhouse.serving.client import pool
-from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.reward_server import MOST_BYTES, RewardServer
 from stillhouse.user_code.functions import Turn
 

@@ -24,12 +24,13 @@ from kit.stub_vllm import Vllm
 from kit.writer_cases import Student, engine_of, requests_of
 from safetensors.torch import load_file, save_file
 
+from stillhouse.config.servers import ServerError
 from stillhouse.loops import rollouts
 from stillhouse.output.folder import RunFolder
 from stillhouse.rollout.publish import version_folder
 from stillhouse.rollout.published_folder import MANIFEST
 from stillhouse.run.run import distill
-from stillhouse.serving.client import ServerError, pool
+from stillhouse.serving.client import pool
 
 WEIGHTS, TENSOR = "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
 SETTINGS: dict[str, Any] = {"train.steps": 6, "rollout.max_new_tokens": 9, "rollout.engine": "stillhouse"}

@@ -16,10 +16,10 @@ from kit.writer_cases import engine_of, requests_of, results
 from transformers import AutoTokenizer
 
 from stillhouse.checkpoint.served_models import WRITER, require_same_writer
+from stillhouse.config.servers import ServerError
 from stillhouse.output.folder import RunFolder
 from stillhouse.rollout.records import Sampling
 from stillhouse.run.run import distill
-from stillhouse.serving.client import ServerError
 from stillhouse.serving.client.apis.sglang import SglangApi
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.apis.vllm import VllmApi

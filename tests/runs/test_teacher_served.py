@@ -23,12 +23,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.config import ConfigError
+from stillhouse.config.servers import ServerError
 from stillhouse.data import MicroBatch
 from stillhouse.loops.session import Session
 from stillhouse.objective import TEACHER, Sampled
 from stillhouse.run.run import distill
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi
-from stillhouse.serving.client.pool import ServerError, ServerPool
+from stillhouse.serving.client.pool import ServerPool
 from stillhouse.serving.image_wire import header_of
 from stillhouse.serving.wire import KEY
 from stillhouse.signals import SignalsLostError

@@ -30,6 +30,7 @@ from kit.writer_cases import (
 )
 
 from stillhouse.config import ConfigError
+from stillhouse.config.servers import ServerError
 from stillhouse.loops.completion_engine import open_engine
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, initialize_lora
@@ -40,7 +41,6 @@ from stillhouse.run.session import prepare
 from stillhouse.serving.client.apis.sglang import SglangApi
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer
-from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.served_engine import ServedEngine
 
 

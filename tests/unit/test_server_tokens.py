@@ -8,13 +8,13 @@ from kit.config_cases import load
 from kit.stub_servers import Fault, body, hostile_server, raw
 
 from stillhouse.config import ConfigError, RolloutConfig, TeacherConfig
-from stillhouse.config.server_tokens import TOKEN_VARIABLE, server_token
+from stillhouse.config.servers import TOKEN_VARIABLE, ServerError, server_token
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.parallel.ranks import log_rank0
 from stillhouse.process_exit import print_line
-from stillhouse.serving.client.pool import ServerError, ServerPool
-from stillhouse.serving.client.remote_signals import connect
+from stillhouse.serving.client.pool import ServerPool
 from stillhouse.serving.client.reward_server import RewardServer
+from stillhouse.serving.client.served_teacher import connect
 
 SECRET = "s3cret-of-the-writer"
 TEACHER, WRITER = "teacher={url: 'http://a:1'%s}", "rollout={url: 'http://b:1', engine: vllm%s}"

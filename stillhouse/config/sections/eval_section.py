@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field
 
 from stillhouse.config.reward_sum import RewardText
 from stillhouse.config.section import FunctionPath, Section, Text
-from stillhouse.config.server_tokens import RewardTokens
+from stillhouse.config.servers import RewardTokens
 from stillhouse.tasks import TaskSpec
 
 

@@ -16,8 +16,7 @@ from stillhouse.config.section import (
     path_list,
     url_list,
 )
-from stillhouse.config.server_tokens import RewardTokens, VariableName
-from stillhouse.config.servers import EngineName
+from stillhouse.config.servers import EngineName, RewardTokens, VariableName
 
 
 class PromptConfig(Section):

@@ -1,23 +1,39 @@
 """The models that are imitated, and where their signals come from: one teacher, or several with names."""
 
 import re
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, create_model, model_validator
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.section import NO_GAIN, PathText, Removed, Section, Text, Urls, url_list
 from stillhouse.config.sections.model_section import ModelConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig
 from stillhouse.config.sections.student_section import StudentConfig
-from stillhouse.config.server_tokens import VariableName
-from stillhouse.config.servers import ApiName
-from stillhouse.config.source_kinds import SOURCES, SourceKind
+from stillhouse.config.servers import ApiName, VariableName
+from stillhouse.config.source_kinds import GROUP, SourceKind, source_kinds
+from stillhouse.registry import distribution, registered
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
-class TeacherConfig(ModelConfig):
+#: the sources of signals that have a key of their own below
+_KEYS = {"cache", "cross_tokenizer", "model", "student", "url"}
+if TYPE_CHECKING:
+    SourceKeys = ModelConfig
+else:  # the sources that other distributions register have keys with texts
+    SourceKeys = create_model(
+        "SourceKeys",
+        __base__=ModelConfig,
+        **{
+            key: (PathText | None, Field(default=None, description=f"A source of signals of {distribution(point)}."))
+            for key, point in registered(GROUP).items()
+            if key not in _KEYS
+        },
+    )
+
+
+class TeacherConfig(SourceKeys):
     """The model that is imitated; it is frozen. It may be absent (null) if the loss has no divergence.
 
     One of `model` (it runs in this job), `cache` and `url` says where its signals come from.
@@ -83,11 +99,11 @@ class TeacherConfig(ModelConfig):
     @property
     def signals_from(self) -> str:
         """The key of the source of the signals: `model` only if no other source is set."""
-        return next(key for key in reversed(SOURCES) if getattr(self, key, None) is not None)
+        return next(key for key in reversed(source_kinds()) if getattr(self, key, None) is not None)
 
     @property
     def source_kind(self) -> SourceKind:
-        return SOURCES[self.signals_from]
+        return source_kinds()[self.signals_from]
 
     @property
     def urls(self) -> list[str]:
@@ -109,7 +125,8 @@ class TeacherConfig(ModelConfig):
     @model_validator(mode="before")
     @classmethod
     def _has_a_source(cls, content: Any) -> Any:
-        sources = [name for name in cls.model_fields if name in SOURCES and not SOURCES[name].needs_model]
+        kinds = source_kinds()
+        sources = [name for name in cls.model_fields if name in kinds and not kinds[name].needs_model]
         if isinstance(content, dict) and all(content.get(name) is None for name in sources):
             *others, last = sources[1:]
             raise MissingKeyError(

@@ -8,16 +8,17 @@ completions; a few short completions are enough.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from stillhouse.config.servers import ServerKind
 from stillhouse.rollout.records import Completion, Sampling
+
+if TYPE_CHECKING:
+    from stillhouse.serving.servers import HttpServer
 
 #: prompts. The log-probabilities of the top tokens after them identify a model, and show the options of its server
 PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
-#: the number of completions of a probe, and the most tokens of each
-PROBES, PROBE_TOKENS = 4, 8
-#: the largest difference of log-probabilities that rounding in bfloat16 causes
-ROUNDED = 0.1
+#: the most tokens of a probe's completion
+PROBE_TOKENS = 8
 #: the number of requested top tokens: the gap between the first and the fifth is wider than to the second
 TOP = 5
 #: returns the log-probabilities of two or more top tokens after a prompt, in descending order
@@ -64,19 +65,7 @@ def log_probs_sampling(sampling: Sampling) -> Sampling:
     return replace(sampling, max_new_tokens=1, stop=(), eos_ids=())
 
 
-def same_weights(
-    before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]], most: float = ROUNDED
-) -> bool:
-    """Whether the top tokens after the same prompts can come from the same weights, except for rounding.
-
-    More than half of the ids must be equal (not all, because two tokens may be almost equally likely), and the
-    log-probabilities of equal ids must differ by less than `most` nats.
-    """
-    gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
-    return len(before) == len(now) and 2 * len(gaps) > len(now) and max(gaps) < most
-
-
-def prove_log_probs(kind: ServerKind, url: str, top: TopLogProbs, sampling: Sampling, vocabulary: int) -> None:
+def prove_log_probs(kind: "HttpServer", url: str, top: TopLogProbs, sampling: Sampling, vocabulary: int) -> None:
     """Raise ValueError unless the server's log-probabilities are those that `Completion` needs.
 
     The gap between the first and the last top token must be the gap at temperature 1, divided by the temperature. If

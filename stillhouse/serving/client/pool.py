@@ -16,6 +16,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from stillhouse.config.servers import ServerError
 from stillhouse.display import first_line
 from stillhouse.serving.client.http_client import MOST_BYTES, HttpAnswer, HttpClient, NoAnswerError
 from stillhouse.serving.strict_body import JSON, SAFETENSORS
@@ -36,10 +37,6 @@ QUIET_SECONDS = 2.0
 #: statuses after which a request is repeated: the server is overloaded, restarts, has lost its backend, or has failed
 _BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
 _GIVEN_UP = "the request was given up, because the run ends"
-
-
-class ServerError(OSError):
-    """No server has answered before the timeout, or the servers' answers are damaged repeatedly."""
 
 
 class UnreachableError(ServerError):

@@ -1,48 +1,32 @@
 """A store of signals that servers of the teacher compute on request."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from textwrap import shorten
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
-from transformers import AutoConfig
 
-from stillhouse.config import TeacherConfig
-from stillhouse.config.server_tokens import server_token
-from stillhouse.config.servers import SERVERS
 from stillhouse.data import DataError, Documents
 from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.images.processor import ImageProcessor
-from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint
-from stillhouse.models.families import text_config
-from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo, server_api
-from stillhouse.serving.client.download import download_teacher
+from stillhouse.serving.client.apis.server_api import Scores, ServerApi, ServerInfo
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.image_limits import require_accepted
 from stillhouse.serving.client.pool import Call, ServerPool
 from stillhouse.serving.image_wire import positions_hash
 from stillhouse.signals.signal_checks import problem_in
-from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 from stillhouse.signals.signal_store import SignalStore
 
 if TYPE_CHECKING:
     from stillhouse.serving.client.signal_proof import Proof
-
-#: the signals that need files of the teacher, and the message about what they need
-_NEEDS_MODEL = {
-    "hidden": "hidden states from {name} need the teacher's output head",
-    "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
-}
-
 
 #: bytes of requests after which the client waits for the answers, because requests with images are large
 BYTES_AT_A_TIME = 128 * 2**20
@@ -181,67 +165,6 @@ class RemoteSignals(SignalStore):
         return replace(call, parse=parse)
 
 
-def connect(
-    teacher: TeacherConfig,
-    temperature: float,
-    *,
-    model_folder: Path | None = None,
-    warn: Callable[[str], None] = lambda line: None,
-    section: str = "teacher",
-) -> RemoteSignals:
-    """Request the servers' descriptions, and download the files of the teacher that the run needs.
-
-    temperature: the temperature of the teacher's divergence. model_folder: the teacher's configuration, tokenizer and
-    weights, used if the servers do not offer them. section: the teacher's section of the configuration.
-
-    Raises ValueError if the servers have different teachers or cannot give the signal, and ServerError (an OSError)
-    if a server does not answer.
-    """
-    token = server_token(f"{section}.token_variable", teacher.token_variable)
-    pool = ServerPool(teacher.urls, teacher.timeout, warn, key=f"{section}.timeout", token=token)
-    with ExitStack() as on_error:
-        on_error.callback(pool.close)
-        store = _connected(pool, teacher, temperature, model_folder, warn)
-        on_error.pop_all()
-    return store
-
-
-def _connected(
-    pool: ServerPool,
-    teacher: TeacherConfig,
-    temperature: float,
-    model_folder: Path | None,
-    warn: Callable[[str], None],
-) -> RemoteSignals:
-    urls = [server.url for server in pool.servers]
-    api = _api_of(pool, urls[0], teacher.api)
-    for url in urls:
-        if other := api.other_version(pool.asker(url)):
-            warn(other)
-    servers = [api.describe(pool.asker(url), url) for url in urls]
-    for server in servers[1:]:
-        _require_same(servers[0], server)
-    _require_signal(api, servers, teacher, temperature)
-    folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
-    if folder is None and teacher.signal in _NEEDS_MODEL:
-        need = _NEEDS_MODEL[teacher.signal].format(name=api.kind.name)
-        raise NeedsModelError(f"{need}; expected the model that the server has loaded")
-    width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
-    if folder is not None:
-        with reading(f"{folder}: its configuration cannot be read"):
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            text = text_config(config)
-            columns, rows = int(text.hidden_size), int(text.vocab_size)
-            dtype = str(config.dtype or "float32").removeprefix("torch.")
-        if width not in (0, columns) or vocabulary not in (None, rows):
-            raise ValueError(
-                f"{urls[0]} serves a teacher of width {width} and vocabulary {vocabulary}, but {folder} has "
-                f"{columns} and {rows}"
-            )
-        width, vocabulary = columns, rows
-    return RemoteSignals(pool, api, servers, _spec(teacher, temperature, dtype), width, vocabulary, folder)
-
-
 def _in_memory(calls: Iterable[Call[Scores]]) -> Iterator[list[Call[Scores]]]:
     """Divide requests into groups that are in memory together: those of texts are small, those of images are not."""
     group: list[Call[Scores]] = []
@@ -263,50 +186,3 @@ def _identity(first: ServerInfo, teacher_folder: Path | None) -> str:
     if teacher_folder is not None:
         return model_fingerprint(teacher_folder)
     return hashlib.sha256(first.model.encode()).hexdigest()
-
-
-def _require_same(first: ServerInfo, other: ServerInfo) -> None:
-    """Raise ValueError for servers of different teachers. Without the teacher's hash, their names must be equal."""
-    names = ("identity", "vocabulary", "width", "dtype", "files")
-    for name in names if first.identity is not None else (*names, "model"):
-        if getattr(first, name) != getattr(other, name):
-            one, two = (shorten(str(getattr(server, name)), 100) for server in (first, other))
-            raise ValueError(
-                f"{first.url} and {other.url} serve different teachers: {name} is {one} and {two}; expected "
-                "servers of one teacher"
-            )
-
-
-def _require_signal(
-    api: ServerApi, servers: Sequence[ServerInfo], teacher: TeacherConfig, temperature: float
-) -> None:
-    for server in servers:
-        signals = api.kind.signals if server.signals is None else server.signals
-        if teacher.signal not in signals:
-            raise ValueError(
-                f"{server.url} ({api.kind.name}) cannot give the signal {teacher.signal}: expected "
-                f"{' or '.join(sorted(signals))}"
-            )
-        most = server.max_top_k
-        if teacher.signal in ("top_k", "chosen") and most is not None and teacher.top_k > most:
-            raise ValueError(f"{server.url} gives at most {most} ids per token, got top_k={teacher.top_k}")
-    if teacher.signal != "hidden" and not api.kind.any_temperature and temperature != 1.0:
-        raise ValueError(
-            f"{api.kind.name} gives {teacher.signal} only at temperature 1, whatever it is asked for; the objective "
-            f"has temperature {temperature:g}: expected the signal hidden, which gives every temperature"
-        )
-
-
-def _spec(teacher: TeacherConfig, temperature: float, saved_dtype: str) -> SignalSpec:
-    if teacher.signal != "hidden":
-        return SignalSpec(teacher.signal, "float32", teacher.top_k, temperature)
-    dtype = saved_dtype if teacher.dtype == "auto" else teacher.dtype
-    return SignalSpec("hidden", dtype if dtype in DTYPES else "float32")
-
-
-def _api_of(pool: ServerPool, url: str, name: str) -> ServerApi:
-    for kind in SERVERS if name == "auto" else [name]:
-        api = server_api(kind)
-        if name != "auto" or api.recognises(pool.asker(url)):
-            return api
-    raise ValueError(f"{url} is not a server that is known here: expected {', '.join(SERVERS)}")

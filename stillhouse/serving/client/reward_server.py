@@ -10,8 +10,9 @@ from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
 
+from stillhouse.config.servers import ServerError
 from stillhouse.serving.client.http_client import HttpAnswer
-from stillhouse.serving.client.pool import Call, RefusedError, ServerError, ServerPool
+from stillhouse.serving.client.pool import Call, RefusedError, ServerPool
 from stillhouse.user_code.functions import Turn, UserFunctionError, about_completion, finite_number, shown
 
 #: the most bytes of an answer

@@ -16,6 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from stillhouse.config.servers import ServerError
+from stillhouse.rollout.engines import same_weights
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, require
 from stillhouse.serving.client.engine_proof import (
@@ -25,10 +27,9 @@ from stillhouse.serving.client.engine_proof import (
     log_probs_sampling,
     probe_sampling,
     prove_log_probs,
-    same_weights,
 )
 from stillhouse.serving.client.http_client import HttpAnswer
-from stillhouse.serving.client.pool import Ask, Server, ServerError, ServerPool, UnreachableError
+from stillhouse.serving.client.pool import Ask, Server, ServerPool, UnreachableError
 from stillhouse.serving.client.request_bodies import RequestBodies
 
 T = TypeVar("T")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
 from stillhouse.data.render.media_inputs import ImageInputs
 from stillhouse.libraries import reading
@@ -25,7 +26,6 @@ from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.objective import OutputHead, linear_log_probs
 from stillhouse.parallel import single_process_runner
 from stillhouse.serving.client.apis.server_api import NeedsModelError, UnknownTokenizerError
-from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.remote_signals import RemoteSignals
 from stillhouse.serving.client.signal_probes import (
     changed_place,

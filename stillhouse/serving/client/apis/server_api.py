@@ -1,27 +1,29 @@
 """The interface to one kind of server: it requests signals and completions, and loads new weights."""
 
 import json
-import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from pydantic import BaseModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config.servers import SERVERS, ServerKind
+from stillhouse.config.servers import ServerError, server_kinds
 from stillhouse.data import Documents
 from stillhouse.display import enumerated
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.rollout.records import Completion, Sampling
 from stillhouse.serving.client.http_client import HttpAnswer, parsed
-from stillhouse.serving.client.pool import Ask, Call, ServerError
+from stillhouse.serving.client.pool import Ask, Call
 from stillhouse.serving.image_wire import ImageSupport
 from stillhouse.serving.wire import JSON
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+
+if TYPE_CHECKING:
+    from stillhouse.serving.servers import HttpServer
 
 #: for each document of a request, the signal's tensors
 Scores = list[dict[str, Tensor]]
@@ -139,6 +141,7 @@ class _Models(BaseModel):
 class ServerApi(Protocol):
     """The requests and answers of one kind of server. A subclass may lack methods for what its servers cannot do.
 
+    name: the name of the kind of server among the registered ones.
     path: the path of requests for completions.
     marks_tokens: whether an answer has the label of each token, or only one label for the completion.
     names_adapters: whether a request names the adapter of its version, which the server keeps beside others. If not,
@@ -147,7 +150,7 @@ class ServerApi(Protocol):
     is_tied: whether the student's head is tied to its embedding and the server gets full models, not adapters.
     """
 
-    kind: ClassVar[ServerKind]
+    name: ClassVar[str]
     path: ClassVar[str]
     marks_tokens: ClassVar[bool] = True
     names_adapters: ClassVar[bool] = True
@@ -156,6 +159,12 @@ class ServerApi(Protocol):
 
     def __init__(self, *, is_tied: bool = False):
         self.is_tied = is_tied
+
+    @property
+    def kind(self) -> "HttpServer":
+        """What is known of servers of this kind."""
+        kind: HttpServer = server_kinds()[self.name]
+        return kind
 
     # signals
 
@@ -239,7 +248,7 @@ class ServerApi(Protocol):
         """The difference between the server's tokenizer and this one, in words; None if they are equal. The server
         tokenizes `text`, or reports a fingerprint. Raises UnknownTokenizerError if it does not report its tokenizer.
         """
-        others = enumerated([name for name, kind in SERVERS.items() if kind.tells_tokenizer], "or")
+        others = enumerated([name for name, kind in server_kinds().items() if kind.tells_tokenizer], "or")
         raise UnknownTokenizerError(
             f"{self.kind.title} does not tell its tokenizer, so that the ids of a teacher's completions may mean "
             f"other text: expected rollout.engine {others}"
@@ -254,12 +263,6 @@ class ServerApi(Protocol):
             raise ValueError(
                 f"{url} has another tokenizer than the student: {difference}; expected the same tokenizer"
             )
-
-
-def server_api(name: str, *, is_tied: bool = False) -> ServerApi:
-    """The API of the servers that `config/servers.py` describes under this name."""
-    api: ServerApi = pkgutil.resolve_name(f"{__package__}.{SERVERS[name].api}")(is_tied=is_tied)
-    return api
 
 
 def described(kind: type[Described], ask: Ask, path: str, name: str) -> Described:

@@ -21,7 +21,6 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, Field
 
-from stillhouse.config.servers import SERVERS
 from stillhouse.libraries import reading
 from stillhouse.rollout.records import Sampling
 from stillhouse.serving.client.apis.score_tensors import top_k_tensors
@@ -84,7 +83,7 @@ class _Generated(BaseModel):
 
 
 class SglangApi(ServerApi):
-    kind = SERVERS["sglang"]
+    name = "sglang"
     path = "/generate"
     marks_tokens = False
     unknown_adapter = 400

@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse import __version__
-from stillhouse.config.servers import SERVERS
 from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.display import escaped
 from stillhouse.images.processor import ImageProcessor, ImageTensors
@@ -67,7 +66,7 @@ class _InfoOfImages(BaseModel):
 class StillhouseApi(VllmApi):
     """The server loads a version between two batches, so that all tokens of a completion have the same version."""
 
-    kind = SERVERS["stillhouse"]
+    name = "stillhouse"
     names_adapters = False
 
     # signals

@@ -24,7 +24,6 @@ import torch
 from pydantic import AliasPath, BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config.servers import SERVERS
 from stillhouse.libraries import reading
 from stillhouse.rollout.records import Sampling
 from stillhouse.serving.client.apis.score_tensors import id_tensors, next_tokens, top_k_tensors
@@ -128,7 +127,7 @@ class _ServerInfo(BaseModel):
 
 
 class VllmApi(ServerApi):
-    kind = SERVERS["vllm"]
+    name = "vllm"
     path = _GENERATE
 
     # signals

@@ -1,0 +1,264 @@
+"""Connects to the servers of a teacher, gets the files of the teacher that a run needs, and proves the servers.
+
+`stillhouse serve` offers the teacher's configuration, tokenizer and output head. They are fetched once per machine
+and teacher, and kept in `~/.cache/stillhouse/teachers`, or in `$STILLHOUSE_CACHE/teachers`. Every file is compared
+with its hash, even if an earlier run has fetched it.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from filelock import FileLock
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
+
+from stillhouse.config import ConfigError, TeacherConfig, as_config_error
+from stillhouse.config.servers import server_kinds, server_token
+from stillhouse.data import Documents
+from stillhouse.hashing import folder_hashes
+from stillhouse.libraries import reading
+from stillhouse.models import Decoder
+from stillhouse.models.families import text_config
+from stillhouse.models.weight_files import json_object, named_weights, weight_files
+from stillhouse.parallel import is_first, log_rank0
+from stillhouse.serving.client.apis.server_api import NeedsModelError, ServerApi, ServerInfo
+from stillhouse.serving.client.pool import ServerPool
+from stillhouse.serving.client.remote_signals import RemoteSignals
+from stillhouse.serving.client.signal_proof import prove
+from stillhouse.serving.wire import HEAD_FILE
+from stillhouse.signals.signal_spec import DTYPES, SignalSpec
+from stillhouse.signals.teacher_folder import files_of_head, head_of
+
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+#: with teacher.prove=auto, a local model with at most this many bytes of weights is compared with the servers
+SMALL = 2**30
+
+#: the signals that need files of the teacher, and the message about what they need
+_NEEDS_MODEL = {
+    "hidden": "hidden states from {name} need the teacher's output head",
+    "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
+}
+
+
+#: allowed file names: not a path, not a file with code, and not a format that a loader would unpickle
+_ALLOWED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(json|txt|model|jinja|safetensors)")
+
+#: the most files of a teacher, and the most bytes of one that is not its head, such as a large tokenizer
+MOST_FILES, MOST_FILE_BYTES = 100, 256 * 2**20
+
+
+def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
+    """Return the folder of the teacher's files. Raises ValueError if a file does not have the hash in `info`."""
+    if len(info.files) > MOST_FILES:
+        raise ValueError(
+            f"{info.url} offers {len(info.files):,} files: expected configuration, tokenizer and head only"
+        )
+    for name in info.files:
+        if not _ALLOWED.fullmatch(name):
+            raise ValueError(f"{info.url} offers a file {name!r}: expected configuration, tokenizer and head only")
+    if "config.json" not in info.files or HEAD_FILE not in info.files:
+        raise ValueError(f"{info.url} offers {sorted(info.files)}: expected config.json and {HEAD_FILE} among them")
+    table = json.dumps(sorted(info.files.items())).encode()
+    root = Path(os.environ.get("STILLHOUSE_CACHE", "~/.cache/stillhouse")).expanduser()
+    folder = root / "teachers" / hashlib.sha256(table).hexdigest()[:32]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir() or folder_hashes(folder) != dict(info.files):
+            _fetch(pool, info, folder)
+    return folder
+
+
+def _fetch(pool: ServerPool, info: ServerInfo, folder: Path) -> None:
+    # a head in float64, and its bias
+    most_bytes = MOST_FILE_BYTES + 8 * (info.vocabulary or 0) * ((info.width or 0) + 1)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        for name, digest in info.files.items():
+            path = "/v1/head" if name == HEAD_FILE else f"/v1/files/{name}"
+            answer = pool.asker(info.url, most_bytes=most_bytes)(path, None)
+            if answer.status != 200 or hashlib.sha256(answer.content).hexdigest() != digest:
+                raise ValueError(
+                    f"{info.url}{path} answers {answer.status} with {len(answer.content):,} bytes that do not "
+                    "have the hash in /v1/info: are there several teachers behind one address?"
+                )
+            (Path(unfinished) / name).write_bytes(answer.content)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(unfinished, folder)
+
+
+def connect(teacher: TeacherConfig, temperature: float, section: str = "teacher") -> RemoteSignals:
+    """Request the servers' descriptions, and get the files of the teacher that the run needs.
+
+    temperature: the temperature of the teacher's divergence. section: the teacher's section of the configuration.
+
+    Raises ConfigError if the servers have different teachers or cannot give the signal, and ServerError (an OSError)
+    if a server does not answer.
+    """
+    with _section_errors(section), ExitStack() as on_error:
+        model_folder = None if teacher.model is None else _teacher_files(teacher)
+        token = server_token(f"{section}.token_variable", teacher.token_variable)
+        pool = ServerPool(teacher.urls, teacher.timeout, _warn, key=f"{section}.timeout", token=token)
+        on_error.callback(pool.close)
+        store = _connected(pool, teacher, temperature, model_folder)
+        on_error.pop_all()
+    return store
+
+
+def _warn(line: str) -> None:
+    log_rank0(f"warning: {line}")
+
+
+@contextmanager
+def _section_errors(section: str) -> Iterator[None]:
+    """Convert errors to those of the teacher's keys: `model` if files of the teacher are missing, otherwise `url`."""
+    try:
+        with as_config_error(f"{section}.url", NeedsModelError):
+            yield
+    except NeedsModelError as error:
+        raise ConfigError(f"{section}.model", f"is missing: {error}") from error
+
+
+def _connected(
+    pool: ServerPool, teacher: TeacherConfig, temperature: float, model_folder: Path | None
+) -> RemoteSignals:
+    urls = [server.url for server in pool.servers]
+    kinds = {name: kind for name, kind in server_kinds().items() if getattr(kind, "signals", ())}
+    apis: Iterable[ServerApi] = (kind.api() for name, kind in kinds.items() if teacher.api in ("auto", name))
+    api = next((api for api in apis if teacher.api != "auto" or api.recognises(pool.asker(urls[0]))), None)
+    if api is None:
+        raise ValueError(f"{urls[0]} is not a server that is known here: expected {', '.join(kinds)}")
+    for url in urls:
+        if other := api.other_version(pool.asker(url)):
+            _warn(other)
+    servers = [api.describe(pool.asker(url), url) for url in urls]
+    for server in servers[1:]:
+        _require_same(servers[0], server)
+    _require_signal(api, servers, teacher, temperature)
+    folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
+    if folder is None and teacher.signal in _NEEDS_MODEL:
+        need = _NEEDS_MODEL[teacher.signal].format(name=api.kind.name)
+        raise NeedsModelError(f"{need}; expected the model that the server has loaded")
+    width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
+    if folder is not None:
+        with reading(f"{folder}: its configuration cannot be read"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            text = text_config(config)
+            columns, rows = int(text.hidden_size), int(text.vocab_size)
+            dtype = str(config.dtype or "float32").removeprefix("torch.")
+        if width not in (0, columns) or vocabulary not in (None, rows):
+            raise ValueError(
+                f"{urls[0]} serves a teacher of width {width} and vocabulary {vocabulary}, but {folder} has "
+                f"{columns} and {rows}"
+            )
+        width, vocabulary = columns, rows
+    if teacher.signal == "hidden":
+        dtype = dtype if teacher.dtype == "auto" else teacher.dtype
+        signal = SignalSpec("hidden", dtype if dtype in DTYPES else "float32")
+    else:
+        signal = SignalSpec(teacher.signal, "float32", teacher.top_k, temperature)
+    return RemoteSignals(pool, api, servers, signal, width, vocabulary, folder)
+
+
+def _require_same(first: ServerInfo, other: ServerInfo) -> None:
+    """Raise ValueError for servers of different teachers. Without the teacher's hash, their names must be equal."""
+    names = ("identity", "vocabulary", "width", "dtype", "files")
+    for name in names if first.identity is not None else (*names, "model"):
+        if getattr(first, name) != getattr(other, name):
+            one, two = (shorten(str(getattr(server, name)), 100) for server in (first, other))
+            raise ValueError(
+                f"{first.url} and {other.url} serve different teachers: {name} is {one} and {two}; expected "
+                "servers of one teacher"
+            )
+
+
+def _require_signal(
+    api: ServerApi, servers: Sequence[ServerInfo], teacher: TeacherConfig, temperature: float
+) -> None:
+    for server in servers:
+        signals = api.kind.signals if server.signals is None else server.signals
+        if teacher.signal not in signals:
+            raise ValueError(
+                f"{server.url} ({api.kind.name}) cannot give the signal {teacher.signal}: expected "
+                f"{' or '.join(sorted(signals))}"
+            )
+        most = server.max_top_k
+        if teacher.signal in ("top_k", "chosen") and most is not None and teacher.top_k > most:
+            raise ValueError(f"{server.url} gives at most {most} ids per token, got top_k={teacher.top_k}")
+    if teacher.signal != "hidden" and not api.kind.any_temperature and temperature != 1.0:
+        raise ValueError(
+            f"{api.kind.name} gives {teacher.signal} only at temperature 1, whatever it is asked for; the objective "
+            f"has temperature {temperature:g}: expected the signal hidden, which gives every temperature"
+        )
+
+
+def prove_servers(
+    section: str, teacher: TeacherConfig, store: RemoteSignals, documents: Documents, data: Any, device: torch.device
+) -> None:
+    """Prove the servers' signals. If `teacher.prove` requires it, rank 0 loads the model and compares its signals.
+
+    documents: those that the teacher scores. data: the `Data` of the run.
+    """
+    local = head = None
+    if is_first():
+        if _is_readable(teacher):
+            assert teacher.model is not None
+            local = Decoder.from_pretrained(
+                teacher.model,
+                revision=teacher.revision,
+                dtype=teacher.dtype,
+                device=device,
+                quantize=store.servers[0].quantize,
+                images=documents.has_images,
+            )
+        if store.signal.is_exact:
+            assert store.teacher_folder is not None
+            head = head_of(store.teacher_folder, images=documents.has_images).output_head()
+    with _section_errors(section):
+        proof = prove(store, documents, data.tokenizer, local=local, head=head, image_inputs=data.train.image_inputs)
+    store.proof, store.prove_every = proof, teacher.prove_every
+    per_token = store.signal.bytes_per_token(store.width)
+    log_rank0(
+        f"{section}: {store.signal}, {per_token:,} bytes per token, from {store.name} ({store.api.kind.name}); "
+        f"proven with {'; '.join(proof.findings)}"
+    )
+
+
+def _teacher_files(teacher: TeacherConfig) -> Path:
+    """A folder with the teacher's configuration and tokenizer. If the servers send hidden states, it also has the
+    files of the output head. Only these files are downloaded from the hub.
+    """
+    assert teacher.model is not None
+    if os.path.isdir(teacher.model):
+        return Path(teacher.model)
+    unreadable = f"the teacher {teacher.model!r} cannot be read from the hub"
+    with reading(unreadable):
+        folder = Path(snapshot_download(teacher.model, revision=teacher.revision, allow_patterns=SMALL_FILES))
+    if teacher.signal == "hidden":
+        with reading(unreadable):
+            download = partial(snapshot_download, teacher.model, revision=teacher.revision)
+            # a single file comes before the files of an index
+            single = named_weights(str(folder), json_object(folder, CONFIG_NAME)) or SAFE_WEIGHTS_NAME
+            download(allow_patterns=[single])
+            download(allow_patterns=files_of_head(folder))
+    return folder
+
+
+def _is_readable(teacher: TeacherConfig) -> bool:
+    """Whether this process loads the teacher's model to compare it with the servers."""
+    if teacher.model is None or teacher.prove == "never":
+        return False
+    if teacher.prove == "always":
+        return True
+    files = weight_files(teacher.model) if os.path.isdir(teacher.model) else []
+    return all(path.is_file() for path in files) and 0 < sum(path.stat().st_size for path in files) <= SMALL

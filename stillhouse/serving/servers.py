@@ -1,0 +1,93 @@
+"""The servers that this add-on can ask, as entries of the group `stillhouse.servers`: ours, vLLM and SGLang."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from stillhouse.config.servers import ServerKind
+
+
+@dataclass(frozen=True)
+class HttpServer(ServerKind):
+    """A kind of server that is asked over HTTP, through a `ServerApi`.
+
+    signals: the kinds of signals that the server can provide.
+    any_temperature: whether log-probabilities can be requested at any temperature, not only at 1.
+    counts_next: whether the server's token limit includes a generated token; a document must then be a token shorter.
+    hint: for messages, how a server of this kind that generates completions is started.
+    after_temperature: for messages, a server of this kind whose log-probabilities are computed after the temperature.
+        "": this is true for every server of this kind, and its log-probabilities are over the whole vocabulary.
+    over_all_tokens: for messages, a server whose log-probabilities at temperature 1 are over all tokens; may be "".
+    tells_tokenizer: whether the server's tokenizer can be compared with the student's.
+    """
+
+    signals: tuple[str, ...] = ()
+    any_temperature: bool = False
+    counts_next: bool = True
+    hint: str = ""
+    after_temperature: str = ""
+    over_all_tokens: str = ""
+    tells_tokenizer: bool = True
+
+    def api(self, *, is_tied: bool = False) -> Any:
+        """Make the `ServerApi`. is_tied: as for `open_engine`."""
+        raise NotImplementedError
+
+    def open_engine(self, urls: list[str], sampling: Any, *, is_tied: bool, **options: Any) -> Any:
+        from stillhouse.serving.client.served_engine import ServedEngine
+
+        return ServedEngine(urls, sampling, self.api(is_tied=is_tied), **options)
+
+
+class _Stillhouse(HttpServer):
+    def api(self, *, is_tied: bool = False) -> Any:
+        from stillhouse.serving.client.apis.stillhouse import StillhouseApi
+
+        return StillhouseApi(is_tied=is_tied)
+
+    def open_reward(self, url: str, name: str, timeout: float, warn: Any, token: str | None) -> Any:
+        from stillhouse.serving.client.reward_server import RewardServer
+
+        return RewardServer(url, name, timeout, warn, token)
+
+
+class _Vllm(HttpServer):
+    def api(self, *, is_tied: bool = False) -> Any:
+        from stillhouse.serving.client.apis.vllm import VllmApi
+
+        return VllmApi(is_tied=is_tied)
+
+
+class _Sglang(HttpServer):
+    def api(self, *, is_tied: bool = False) -> Any:
+        from stillhouse.serving.client.apis.sglang import SglangApi
+
+        return SglangApi(is_tied=is_tied)
+
+
+STILLHOUSE = _Stillhouse(
+    "stillhouse",
+    "`stillhouse serve`",
+    reads_images=True,
+    rounds_as_here=True,
+    reward_schemes=("http", "https"),
+    signals=("hidden", "top_k", "chosen", "sampled"),
+    any_temperature=True,
+    counts_next=False,
+    hint="expected a server that was started with stillhouse serve MODEL --generate",
+)
+VLLM = _Vllm(
+    "vllm",
+    "vLLM",
+    signals=("hidden", "top_k", "chosen"),
+    hint="expected vLLM 0.30 or later, started with --enable-scale-out",
+    after_temperature="a vLLM that was started with --logprobs-mode processed_logprobs",
+    over_all_tokens="a vLLM that was started without --logprobs-mode processed_logprobs",
+)
+SGLANG = _Sglang(
+    "sglang",
+    "SGLang",
+    signals=("hidden", "top_k"),
+    hint="expected SGLang 0.5 or later",
+    after_temperature="an SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
+    tells_tokenizer=False,
+)
