@@ -19,14 +19,12 @@ from pathlib import Path
 
 import click
 
-from stillhouse import __version__
+from stillhouse import __version__, registry
 from stillhouse.cli.arguments import OPTIONS, configured, load, quiet_libraries, takes_configuration
 from stillhouse.cli.cache import cache
 from stillhouse.cli.evaluate import evaluate
 from stillhouse.cli.export import export
 from stillhouse.cli.info import info
-from stillhouse.cli.plan import plan
-from stillhouse.cli.report import report
 from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
 from stillhouse.display import message as brief
@@ -35,6 +33,7 @@ from stillhouse.preemption import Preempted, handling
 from stillhouse.process_exit import end_with_launcher, end_without_threads, error_line
 
 FAILED, USAGE = 1, 2
+COMMANDS = "stillhouse.commands"
 #: ranks other than 0 wait so many seconds before they print an error, because rank 0 may print the same error
 SECONDS_FOR_FIRST = 10.0
 
@@ -106,7 +105,19 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """The commands of the core, and those of packages that register some. A command is imported when it is needed."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted({*super().list_commands(context), *registry.registered(COMMANDS)})
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in registry.registered(COMMANDS):
+            return registry.load(COMMANDS, name)
+        return super().get_command(context, name)
+
+
+@click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="stillhouse %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -132,8 +143,6 @@ cli.add_command(cache)
 cli.add_command(evaluate)
 cli.add_command(export)
 cli.add_command(info)
-cli.add_command(plan)
-cli.add_command(report)
 cli.add_command(serve)
 cli.add_command(task)
 
@@ -153,12 +162,12 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
     """
     config = load(arguments, flags, ("data", "run"))
     from stillhouse.parallel import is_first
-    from stillhouse.report import write_report
     from stillhouse.run.run import distill
 
     folder = distill(config)
     if is_first():
-        print_escaped(f"report: {write_report(folder)}")
+        print_escaped("report: ", end="")
+        registry.load(COMMANDS, "report").main(["--", str(folder)], standalone_mode=False)
 
 
 @cli.command()

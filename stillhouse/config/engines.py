@@ -4,6 +4,7 @@ An entry is an `EngineKind` (`engine/engine_kind.py`). The rules between keys, t
 from its capabilities.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stillhouse.registry import load
@@ -33,6 +34,12 @@ class EngineCapabilities:
     settings: bool = False
     recomputes: bool = False
     always_in_group: bool = False
+
+    def __iter__(self) -> Iterator[str]:
+        """The capabilities in words, for `stillhouse info`."""
+        yield f"schedules {'all' if self.schedules is None else ' and '.join(self.schedules)}"
+        yield from ["sequence parallelism"] * self.sequence
+        yield from (f"no {key}" for key in self.without)
 
 
 def capabilities(engine: str) -> EngineCapabilities:

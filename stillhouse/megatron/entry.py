@@ -44,10 +44,7 @@ class MegatronKind(EngineKind):
     )
 
     def distribute(self, *models: Any, **options: Any) -> "DistributedStudent":
-        for name in _NOISY_LOGGERS:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        for message in _NOTICES:
-            warnings.filterwarnings("ignore", message=message)
+        quiet_megatron()
         from stillhouse.megatron.build import build_megatron_student
 
         return build_megatron_student(*models, **options)
@@ -56,3 +53,11 @@ class MegatronKind(EngineKind):
         from stillhouse.megatron.engine import MegatronEngine
 
         return MegatronEngine(*models, **options)
+
+
+def quiet_megatron() -> None:
+    """Disable notices of Megatron-Core. Call it before the first import of Megatron-Core."""
+    for name in _NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in _NOTICES:
+        warnings.filterwarnings("ignore", message=message)

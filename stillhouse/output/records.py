@@ -85,6 +85,25 @@ class Sample:
     reward_parts: dict[str, FiniteFloat | None] = field(default_factory=dict)
     prompt_source: str | None = None
 
+    @property
+    def facts(self) -> list[str]:
+        """Facts about the completion in words: who has written it, its length and end, its reward and its weights."""
+        ended = "ended by itself" if self.finish == "stop" else "cut at the limit"
+        facts = [f"{self.source}'s", f"{self.length:,} tokens, {ended}"]
+        if self.prompt_source is not None:
+            facts.insert(1, f"prompt of {self.prompt_source}")
+        if self.reward is not None:
+            parts = ", ".join(f"{name} {value:.4g}" for name, value in self.reward_parts.items() if value is not None)
+            facts.append(f"reward {self.reward:.4g}" + (f" ({parts})" if parts else ""))
+        if self.advantage is not None:
+            facts.append(f"advantage {self.advantage:+.3g}")
+        versions = sorted({token.version for token in self.tokens if token.version is not None})
+        if versions:
+            facts.append(f"version {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else ""))
+        if self.source == "student":
+            facts.append(f"staleness {self.staleness}")
+        return facts
+
 
 @dataclass(frozen=True)
 class HeldOutImage:

@@ -4,7 +4,3 @@
 its script and the charting library (uPlot, MIT, licence beside it). Its security policy forbids all network requests;
 only a page that `watch` serves may send requests to its own server.
 """
-
-from stillhouse.report.page import write_report
-
-__all__ = ["write_report"]

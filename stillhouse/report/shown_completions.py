@@ -48,32 +48,13 @@ def shown_step(step: int, samples: Sequence[Sample]) -> ShownStep:
     return ShownStep(step, ", ".join(facts), [_sample(sample) for sample in samples])
 
 
-def facts_of(sample: Sample) -> list[str]:
-    """What is said of a completion: who has written it, its length and end, its reward and its weights."""
-    ended = "ended by itself" if sample.finish == "stop" else "cut at the limit"
-    facts = [f"{sample.source}'s", f"{sample.length:,} tokens, {ended}"]
-    if sample.prompt_source is not None:
-        facts.insert(1, f"prompt of {sample.prompt_source}")
-    if sample.reward is not None:
-        parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.reward_parts.items() if value is not None)
-        facts.append(f"reward {sample.reward:.4g}" + (f" ({parts})" if parts else ""))
-    if sample.advantage is not None:
-        facts.append(f"advantage {sample.advantage:+.3g}")
-    versions = sorted({token.version for token in sample.tokens if token.version is not None})
-    if versions:
-        facts.append(f"version {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else ""))
-    if sample.source == "student":
-        facts.append(f"staleness {sample.staleness}")
-    return facts
-
-
 def _sample(sample: Sample) -> ShownSample:
     before = [None, *(token.version for token in sample.tokens)]
     tokens = [
         (token, _title(token), version is not None and token.version not in (None, version))
         for token, version in zip(sample.tokens, before, strict=False)
     ]
-    return ShownSample(facts_of(sample), sample.prompt, tokens, max(0, sample.length - len(tokens)))
+    return ShownSample(sample.facts, sample.prompt, tokens, max(0, sample.length - len(tokens)))
 
 
 def _title(token: SampleToken) -> str:

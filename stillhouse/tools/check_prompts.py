@@ -28,7 +28,6 @@ from stillhouse.loops.source_replies import require_end_of_turns
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
 from stillhouse.preemption import OverdueError
-from stillhouse.report.shown_completions import facts_of
 from stillhouse.rollout import Completion, GenerationRequest, PromptPlan, Sample
 from stillhouse.rollout.engines import RolloutEngine
 from stillhouse.rollout.records import Ended
@@ -78,7 +77,7 @@ def sample_rows(session: Session, plan: PromptPlan, samples: Sequence[Sample]) -
     if not samples:
         return
     record = sample_record(session, 0, samples[0])
-    facts = [session.data.train.documents.sources[samples[0].prompt], *facts_of(record)]
+    facts = [session.data.train.documents.sources[samples[0].prompt], *record.facts]
     completion = _completion(session.data.tokenizer, samples[0])
     prompt = record.prompt if len(record.prompt) <= _PROMPT else f"…{record.prompt[-_PROMPT:]}"
     yield (

@@ -16,6 +16,7 @@ from kit.runs import metrics, run
 from kit.toy_tokenizer import TEXT, toy_backend, toy_tokenizer
 
 from stillhouse.cli.arguments import quiet_libraries
+from stillhouse.megatron.entry import quiet_megatron
 
 #: the context manager stays open until the process ends
 _OPEN = ExitStack()
@@ -23,7 +24,8 @@ LIMIT = 240
 
 
 def without_cuda() -> None:
-    quiet_libraries()  # the next line imports Megatron-Core before the command line does
+    quiet_libraries()  # the next line but one imports Megatron-Core before the command line does
+    quiet_megatron()
     from kit.cuda_is_cpu import cuda_is_cpu
 
     _OPEN.enter_context(cuda_is_cpu())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 from torch.distributed.run import get_args_parser
 
 from stillhouse.cli import cli
@@ -40,7 +41,9 @@ def parse(words: Sequence[str]) -> Launch:
         program, words = torchrun.training_script, torchrun.training_script_args
     assert program == "stillhouse"
     command, *arguments = words
-    context = cli.commands[command].make_context(command, list(arguments))
+    found = cli.get_command(click.Context(cli), command)
+    assert found is not None, command
+    context = found.make_context(command, list(arguments))
     return Launch(command, context.params, nodes, processes)
 
 

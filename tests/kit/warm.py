@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from stillhouse.data import load_tokenizer
 from stillhouse.models.pretrained import load_causal_lm
-from stillhouse.report import write_report
+from stillhouse.report.page import write_report
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 torch.set_num_threads(1)

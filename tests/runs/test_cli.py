@@ -185,6 +185,7 @@ def test_no_output_of_a_command_controls_the_terminal(tmp_path: Path, capsys: py
     """Names of files, tasks, models and servers may hold escape sequences: one function prints them all."""
     assert cli.run(["task", "reversal", "--count", "2", "--out", f"{tmp_path}/a\x1b[2J\x9b.jsonl"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/a\\x1b[2J\\x9b.jsonl: 2 problems\n"
-    modules = Path(cli.__file__).parent.glob("*.py")
+    package = Path(cli.__file__).parent
+    modules = [*package.glob("*.py"), *package.parent.glob("*/command.py")]
     calls = re.findall(r"\b(?:echo|print)\(.*", "".join(path.read_text(encoding="utf-8") for path in modules))
     assert calls == ["echo(context.get_help())"]

@@ -38,7 +38,7 @@ from stillhouse.models.media_inputs import read_token_inputs
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import validated
 from stillhouse.output.records import HeldOutImage
-from stillhouse.report import write_report
+from stillhouse.report.page import write_report
 from stillhouse.rollout import GenerationRequest, Sampling
 from stillhouse.rollout.generate import Generator, check_generation
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import TypeGuard
 
+import click
 import pytest
 from kit.config_cases import failure, load, yaml_file
 from kit.pages import code_blocks
@@ -60,7 +61,7 @@ def test_every_entry_has_names_and_a_key_that_exists_or_a_note() -> None:
 
 def test_every_command_of_the_table_exists() -> None:
     named = [name for entry in peer_entries() for name in re.findall(r"stillhouse (\w+)", entry.note)]
-    assert {"distill", "evaluate", "export"} <= set(named) <= set(cli.commands)
+    assert {"distill", "evaluate", "export"} <= set(named) <= set(cli.list_commands(click.Context(cli)))
 
 
 def test_every_value_of_another_tool_leads_to_one_that_is_accepted() -> None:

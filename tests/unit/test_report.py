@@ -16,8 +16,8 @@ from PIL import Image
 from stillhouse.data import DataReport
 from stillhouse.data.media_files import EncodedImage
 from stillhouse.images.display import IMAGES, thumbnail
-from stillhouse.report import curves, write_report
-from stillhouse.report.page import ASSETS
+from stillhouse.report import curves
+from stillhouse.report.page import ASSETS, write_report
 from stillhouse.report.token_text import SHADES, shade
 
 

@@ -14,8 +14,7 @@ from typing import Any, Self
 import pytest
 from kit.report_runs import HOSTILE, Page, make_on_policy_run, make_run
 
-from stillhouse.report import write_report
-from stillhouse.report.page import ASSETS
+from stillhouse.report.page import ASSETS, write_report
 from stillhouse.report.token_text import shade
 from stillhouse.report.watch import ReportServer, WatchedReport
 

@@ -14,8 +14,8 @@ from kit.report_runs import HOSTILE, TEXT, Page, make_on_policy_run, make_sample
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.records import Span
 from stillhouse.output.rollout_log import RolloutLog
-from stillhouse.report import run_files, timeline, write_report
-from stillhouse.report.page import ASSETS
+from stillhouse.report import run_files, timeline
+from stillhouse.report.page import ASSETS, write_report
 from stillhouse.report.shown_completions import staleness_rows
 
 

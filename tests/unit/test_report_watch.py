@@ -11,9 +11,8 @@ from click.testing import CliRunner
 from kit.report_runs import Page, make_run
 
 from stillhouse.cli import cli
-from stillhouse.report import write_report
 from stillhouse.report.config_differences import differences
-from stillhouse.report.page import read_runs
+from stillhouse.report.page import read_runs, write_report
 from stillhouse.report.watch import ReportServer, WatchedReport, watch
 
 

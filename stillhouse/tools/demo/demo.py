@@ -17,7 +17,7 @@ from stillhouse.config import RunConfig, load_config
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.parallel import single_process_runner
-from stillhouse.report import write_report
+from stillhouse.registry import load
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare
 from stillhouse.signals import InStageTeacher
@@ -43,8 +43,9 @@ def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float =
     rows += [_student_row(name, Path(config.out)) for name, config in configs.items()]
     print("\n" + table(rows))
     distilled, text_only = (Path(configs[name].out) for name in ("distilled", "cross_entropy"))
-    report = write_report(distilled, compare=[text_only], out=distilled / "report.html")
-    print(f"\nreport: {report}")
+    print("\nreport: ", end="", flush=True)
+    arguments = [str(distilled), "--compare", str(text_only), "--out", str(distilled / "report.html")]
+    load("stillhouse.commands", "report").main(arguments, standalone_mode=False)
     print(f"a run of your own with these models, to edit: {trial}; then `stillhouse distill {trial}`")
     return rows
 

@@ -44,6 +44,6 @@ def report(run_dirs: tuple[Path, ...], compare: tuple[Path, ...], out: Path | No
 
         serve_report(run_dirs[0], others, port, lambda url: print_escaped(f"{url} (Ctrl-C ends it)"))
         return
-    from stillhouse.report import write_report
+    from stillhouse.report.page import write_report
 
     print_escaped(write_report(run_dirs[0], others, out))
