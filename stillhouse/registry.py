@@ -19,6 +19,7 @@ GROUPS = {
     "stillhouse.divergences": "divergences of a loss",
     "stillhouse.engines": "engines that train a student",
     "stillhouse.environments": "kinds of environments and tools",
+    "stillhouse.media": "kinds of media in documents",
     "stillhouse.optimizers": "optimizers",
     "stillhouse.parts": "losses that arise inside layers",
     "stillhouse.readers": "formats of data",

@@ -40,7 +40,7 @@ def save_student(
     ranks: Ranks,
     processor_files: Sequence[Path] = (),
 ) -> None:
-    """Save the student (with an adapter: only the adapter), the tokenizer, and the files of its processor for images.
+    """Save the student (with an adapter: only the adapter), the tokenizer, and the files of its processor of media.
 
     The generation_config lists the tokens with which the student was trained to stop. It is beside an adapter, too,
     because that of the base may lack them.
@@ -72,7 +72,7 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
     with torch.device("meta"):
         full = Decoder(
-            auto_class(part.config, images=True).from_config(part.config, dtype=dtype, trust_remote_code=False),
+            auto_class(part.config, multimodal=True).from_config(part.config, dtype=dtype, trust_remote_code=False),
             verify=False,
         )
     model = full.pretrained

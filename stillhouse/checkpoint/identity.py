@@ -76,7 +76,7 @@ COMPLETION_KEYS = {
     "end_ids": "the ids that end a completion (eos_token_id in generation_config.json, or the tokenizer's eos_token)",
     "text": "the text of ids and conversations (the decoder, the added tokens or the chat template of the tokenizer)",
 }
-#: the beginning of a key in `RunIdentity.data` for a processor of images, before the key of its model's section. The
+#: the beginning of a key in `RunIdentity.data` for a processor of media, before the key of its model's section. The
 #: documents' hashes include it, so it only says what has changed
 PROCESSOR = "processor/"
 #: a key in `RunIdentity.data` with the names of the vectors of several dims that weight decay leaves out. Earlier

@@ -17,6 +17,7 @@ from stillhouse.checkpoint.identity import (
 from stillhouse.checkpoint.integrity import IntactCheckpoint, verified
 from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
+from stillhouse.data.media import MEDIA
 from stillhouse.display import first_line
 from stillhouse.output.folder import RunFolder, is_leftover
 from stillhouse.output.progress import (
@@ -124,7 +125,7 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
     if changed and processors and processors_before:  # earlier versions did not write them
         sections = " and ".join(f"{name.removeprefix(PROCESSOR)}.model" for name in changed)
         raise ValueError(
-            f"{sections}: the files of its processor of images have changed since {path} was written; restore them, "
+            f"{sections}: the files of its processor of {MEDIA} have changed since {path} was written; restore them, "
             "or choose another folder as out"
         )
     documents = {name: digest for name, digest in identity.data.items() if name not in processors}

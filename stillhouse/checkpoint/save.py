@@ -49,7 +49,7 @@ def save_checkpoint(
     """Write checkpoints/step-<n>, completely or not at all; return its path. A collective of all ranks.
 
     queue: the queue of samples in an on-policy run; rank 0 writes it.
-    processor_files: the files of the student's processor for images.
+    processor_files: the files of the student's processor of media.
     Raises ValueError if a weight or the optimizer's state is not finite, or if the disk has too little space. In both
     cases, nothing is written.
     """

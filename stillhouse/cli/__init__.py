@@ -31,6 +31,7 @@ from stillhouse.display import message as brief
 from stillhouse.display import print_escaped
 from stillhouse.preemption import Preempted, handling
 from stillhouse.process_exit import end_with_launcher, end_without_threads, error_line
+from stillhouse.registry import load_all
 
 FAILED, USAGE = 1, 2
 COMMANDS = "stillhouse.commands"
@@ -265,9 +266,10 @@ def demo(out: Path | None, write: str | None) -> None:
 
         demo(folder)
         return
-    from stillhouse.tools.demo.run_files import write_image_run, write_text_run
+    from stillhouse.tools.demo.run_files import write_text_run
 
-    configurations = list(write_image_run(folder)) if write == "images" else [write_text_run(folder)]
+    kinds = load_all("stillhouse.media")
+    configurations = kinds[write].write_demo(folder) if write in kinds else [write_text_run(folder)]
     print_escaped(
         "\n".join([f"{folder} has models, data and:", *(f"  stillhouse distill {path}" for path in configurations)])
     )

@@ -21,7 +21,8 @@ from stillhouse.data.data_report import DataReport, piece_source
 from stillhouse.data.document_pieces import of_piece, split_into_pieces
 from stillhouse.data.document_writer import DocumentWriter
 from stillhouse.data.documents import Documents
-from stillhouse.data.media_files import EncodedImage
+from stillhouse.data.media import MediaProcessor, with_media
+from stillhouse.data.media_files import MediaFile
 from stillhouse.data.read.data_source import local_files, read_records
 from stillhouse.data.read.foreign_columns import ForeignColumns, foreign_columns
 from stillhouse.data.record import (
@@ -36,15 +37,12 @@ from stillhouse.data.record import (
 )
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.record_forms import template_for
-from stillhouse.data.render.teacher_media import TeacherImages, not_read
+from stillhouse.data.render.teacher_media import TeacherMedia, not_read
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.substitutions import Substitution
 from stillhouse.data.text_warnings import TextWarnings, TrainedEnds
 from stillhouse.data.token_cache import cached_documents, entry_key
 from stillhouse.display import first_line, name_list
-from stillhouse.images.columns import with_images
-from stillhouse.images.decode import pillow_version
-from stillhouse.images.processor import ImageProcessor
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the most errors that a report keeps
@@ -101,8 +99,8 @@ def load_documents(
     tokenizer: PreTrainedTokenizerBase,
     options: LoadOptions,
     cache: Path | None = None,
-    processor: ImageProcessor | None = None,
-    teachers: Mapping[str, TeacherImages] | None = None,
+    processor: MediaProcessor | None = None,
+    teachers: Mapping[str, TeacherMedia] | None = None,
 ) -> Documents:
     """Read and tokenize a dataset. source: as in `read_records`.
 
@@ -127,7 +125,7 @@ def load_documents(
     # as a list, because the order of the prefixes matters and JSON objects have no order
     decisive = asdict(options) | {"source": name, "prefixes": list(options.prefixes.items())}
     if processor is not None:
-        decisive["processor"] = [processor.identity(), pillow_version()]
+        decisive["processor"] = [processor.identity(), processor.versions()]
         decisive["teachers"] = {name: teacher.identity() for name, teacher in (teachers or {}).items()}
     key = functools.partial(entry_key, files, tokenizer, decisive)
     return cached_documents(cache, lambda: local_files(source) or [], key, load)
@@ -150,7 +148,7 @@ class _Waiting:
     @property
     def characters(self) -> int:
         encoded = self.rendered.encoded
-        image_bytes = 0 if encoded is None else sum(len(image.data or b"") for image in encoded.images)
+        image_bytes = 0 if encoded is None else sum(len(image.data or b"") for image in encoded.media)
         texts = (self.rendered.prompt, self.rendered.body, *self.prefixes)
         return sum(map(len, texts)) + image_bytes // _BYTES_PER_CHARACTER
 
@@ -164,8 +162,8 @@ class _Loader:
         tokenizer: PreTrainedTokenizerBase,
         options: LoadOptions,
         folder: Path | None,
-        processor: ImageProcessor | None,
-        teachers: Mapping[str, TeacherImages],
+        processor: MediaProcessor | None,
+        teachers: Mapping[str, TeacherMedia],
     ):
         self.tokenizer, self.options, self.processor, self.teachers = tokenizer, options, processor, teachers
         self.prefix_templates = {name: PrefixTemplate(name, text) for name, text in options.prefixes.items()}
@@ -244,7 +242,7 @@ class _Loader:
 
     def _converted(self, record: Record) -> Record:
         """The record in Stillhouse's columns, with the bytes of its images."""
-        return with_images(
+        return with_media(
             record if self.foreign is None else replace(record, fields=self.foreign.convert(record.fields))
         )
 
@@ -271,13 +269,13 @@ class _Loader:
     ) -> dict[str, list[Substitution]]:
         """What teachers read in place of a document's images, by name. Raises RecordError and ProcessorError."""
         encoded, reader = rendered.encoded, self.options.reader
-        if encoded is None or not encoded.images:
+        if encoded is None or not encoded.media:
             return {}
         substitutions = {}
         for name, teacher in self.teachers.items():
             if reader is None or fields[reader] == name:
                 special = template.adds_special
-                of_teacher = teacher.substitutions(rendered.body, encoded, encoded.images, special=special)
+                of_teacher = teacher.substitutions(rendered.body, encoded, encoded.media, special=special)
             else:
                 of_teacher = [] if teacher.is_shared else not_read(encoded)
             substitutions[name] = of_teacher
@@ -347,15 +345,15 @@ class _Loader:
         if room < 2:
             name = max(gains, key=gains.__getitem__)
             what = (
-                f"the prefix of teacher {name!r} has" if not encoded.images else "what a teacher reads beside it has"
+                f"the prefix of teacher {name!r} has" if not encoded.media else "what a teacher reads beside it has"
             )
             return (
                 f"{what} {most - room:,} tokens, which leaves fewer than 2 of the {most:,} of max_tokens for the "
                 "document: expected a shorter prefix, smaller images or a larger max_tokens"
             )
-        if encoded.images_end > room:
+        if encoded.media_end > room:
             return (
-                f"its images end at token {encoded.images_end:,}, and the document would be cut at {room:,}: "
+                f"its images end at token {encoded.media_end:,}, and the document would be cut at {room:,}: "
                 "expected all images of a document before the cut; raise data.max_tokens, lower data.image_pixels, "
                 "or give fewer images"
             )
@@ -385,7 +383,7 @@ class _Loader:
 
 def _as_json(value: Any) -> str:
     """The text that stands for a value without a JSON type: an image counts as its bytes, and not as its path."""
-    return value.sha256.hex() if isinstance(value, EncodedImage) else str(value)
+    return value.sha256.hex() if isinstance(value, MediaFile) else str(value)
 
 
 def _content_key(fields: dict[str, Any], template: Template) -> int:

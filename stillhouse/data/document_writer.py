@@ -12,7 +12,7 @@ import numpy as np
 
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.documents import Documents
-from stillhouse.data.media_files import ImageWriter
+from stillhouse.data.media_files import MediaWriter
 from stillhouse.data.offsets import offsets_of
 from stillhouse.data.render.templates import Encoded
 from stillhouse.data.substitutions import Substitution, Substitutions
@@ -29,7 +29,7 @@ class DocumentWriter:
         self._files: list[BinaryIO] = [
             io.BytesIO() if folder is None else (folder / f"{name}.bin").open("wb") for name in (TOKENS, TARGETS)
         ]
-        self._images = ImageWriter(None if folder is None else folder / IMAGES)
+        self._images = MediaWriter(None if folder is None else folder / IMAGES)
         # one entry per document
         self.sources: list[str] = []
         self._lengths: list[int] = []
@@ -52,7 +52,7 @@ class DocumentWriter:
         """
         for file, array in zip(self._files, (document.ids, document.targets), strict=True):
             file.write(array.tobytes())
-        self._images.add(document.images)
+        self._images.add(document.media)
         self.sources.append(source)
         self._lengths.append(len(document.ids))
         self._keys.append(key)
@@ -83,7 +83,7 @@ class DocumentWriter:
             dict(zip(columns, values, strict=True)),
             self._by_teacher(prefixes, teachers),
             self._records,
-            images=images if len(images.table) else None,
+            media=images if len(images.table) else None,
         )
 
     def close(self) -> None:

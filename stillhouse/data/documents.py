@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stillhouse.data.data_report import DataReport
-from stillhouse.data.media_files import EncodedImage, Images
+from stillhouse.data.media_files import MediaFile, MediaFiles
 from stillhouse.data.offsets import chosen_tokens, offsets_of, part_lengths
 from stillhouse.data.record import DataError
 from stillhouse.data.substitutions import Substitutions
@@ -39,7 +39,7 @@ class Documents:
     weights_N: float32, the weights of the targets, above 0; None: all weights are 1.
     set_D: int64, the number of the set (a weighted source, or an evaluation set) of each document. None: one set.
     reports: the report of each set by the set's name, in the order of the set numbers.
-    images: the encoded images of the documents; None if no document has one.
+    media: the encoded media of the documents; None if no document has any.
     """
 
     tokens_N: np.ndarray
@@ -55,7 +55,7 @@ class Documents:
     weights_N: np.ndarray | None = None
     set_D: np.ndarray | None = None
     reports: Mapping[str, DataReport] = field(default_factory=dict)
-    images: Images | None = None
+    media: MediaFiles | None = None
 
     @classmethod
     def joined(cls, parts: Mapping[str, "Documents"]) -> "Documents":
@@ -87,8 +87,8 @@ class Documents:
             [record for part in parts for record in part.records] if all(part.records for part in parts) else (),
             {name: np.concatenate([part.per_token[name] for part in parts]) for name in first.per_token},
             np.concatenate(weights) if weights else None,
-            images=Images.joined([part.images or Images.none(len(part)) for part in parts])
-            if any(part.images for part in parts)
+            media=MediaFiles.joined([part.media or MediaFiles.none(len(part)) for part in parts])
+            if any(part.media for part in parts)
             else None,
         )
 
@@ -112,17 +112,17 @@ class Documents:
         """What this teacher reads in place of parts of the documents; maybe nothing."""
         return self.substitutions.get(teacher) or Substitutions.none(len(self))
 
-    def images_of(self, document: int) -> list[EncodedImage]:
-        """The images of one document."""
-        return [] if self.images is None else self.images.of(document)
+    def media_of(self, document: int) -> list[MediaFile]:
+        """The media of one document."""
+        return [] if self.media is None else self.media.of(document)
 
     def targets(self, document: int) -> np.ndarray:
         """Which tokens of one document are targets."""
         return self.part(self.targets_N, document)
 
     @property
-    def has_images(self) -> bool:
-        return self.images is not None and bool(self.images.offsets[-1])
+    def has_media(self) -> bool:
+        return self.media is not None and bool(self.media.offsets[-1])
 
     @cached_property
     def target_counts_D(self) -> np.ndarray:
@@ -165,7 +165,7 @@ class Documents:
         )
 
     def fingerprint(self) -> str:
-        """A sha256 of tokens, targets, offsets, columns, substitutions, records and images. A resumed run compares
+        """A sha256 of tokens, targets, offsets, columns, substitutions, records and media. A resumed run compares
         it."""
         digest = hashlib.sha256()
         arrays = [self.tokens_N, self.targets_N, self.offsets]
@@ -173,8 +173,8 @@ class Documents:
             arrays += [of_teacher.tokens_N, of_teacher.offsets, of_teacher.spans_P2, of_teacher.parts]
         if self.set_D is not None:
             arrays.append(self.set_D)
-        if self.images is not None:
-            arrays += [self.images.offsets, np.frombuffer(self.images.hashes(), dtype=np.uint8)]
+        if self.media is not None:
+            arrays += [self.media.offsets, np.frombuffer(self.media.hashes(), dtype=np.uint8)]
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
         if self.columns or self.substitutions or self.records:
@@ -205,7 +205,7 @@ class Documents:
                 name: self._counted(report, chosen[set_D == number])
                 for number, (name, report) in enumerate(self.reports.items())
             },
-            None if self.images is None else self.images.select(chosen),
+            None if self.media is None else self.media.select(chosen),
         )
 
     def _counted(self, report: DataReport, chosen: Sequence[int] | np.ndarray) -> DataReport:

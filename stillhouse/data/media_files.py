@@ -24,7 +24,7 @@ _SCHEMA = pyarrow.schema(
 
 
 @dataclass(frozen=True)
-class EncodedImage:
+class MediaFile:
     """An image as it is encoded in its file.
 
     data: the bytes; None if they are read from `path` when they are used.
@@ -37,16 +37,16 @@ class EncodedImage:
     data: bytes | None = field(repr=False)
 
     @classmethod
-    def of(cls, data: bytes, path: str | None = None) -> "EncodedImage":
+    def of(cls, data: bytes, path: str | None = None) -> "MediaFile":
         """Raises RecordError for more than `MAX_IMAGE_BYTES`."""
         if len(data) > MAX_IMAGE_BYTES:
             raise RecordError(f"has {len(data):,} bytes: expected at most {MAX_IMAGE_BYTES:,}")
         return cls(hashlib.sha256(data).digest(), path, data)
 
     @property
-    def as_stored(self) -> "EncodedImage":
+    def as_stored(self) -> "MediaFile":
         """The image without bytes that its file has."""
-        return self if self.path is None else EncodedImage(self.sha256, self.path, None)
+        return self if self.path is None else MediaFile(self.sha256, self.path, None)
 
     def as_json(self) -> list[str | None]:
         data = None if self.data is None else base64.b64encode(self.data).decode()
@@ -78,7 +78,7 @@ class EncodedImage:
 
 
 @dataclass(frozen=True)
-class Images:
+class MediaFiles:
     """The images of D documents.
 
     table: columns path, sha256 and data; maybe memory-mapped.
@@ -91,12 +91,12 @@ class Images:
     offsets: np.ndarray
 
     @classmethod
-    def stored(cls, table: pyarrow.Table, offsets: np.ndarray) -> "Images":
+    def stored(cls, table: pyarrow.Table, offsets: np.ndarray) -> "MediaFiles":
         """The images of a table, in its order."""
         return cls(table, np.arange(offsets[-1]), offsets)
 
     @classmethod
-    def joined(cls, parts: Sequence["Images"]) -> "Images":
+    def joined(cls, parts: Sequence["MediaFiles"]) -> "MediaFiles":
         """Concatenate the images of several sets of documents."""
         starts = offsets_of([len(part.table) for part in parts])
         return cls(
@@ -106,16 +106,16 @@ class Images:
         )
 
     @classmethod
-    def none(cls, documents: int) -> "Images":
+    def none(cls, documents: int) -> "MediaFiles":
         """No images for this number of documents."""
         return cls(_SCHEMA.empty_table(), np.empty(0, dtype=np.int64), np.zeros(documents + 1, dtype=np.int64))
 
-    def select(self, chosen: Sequence[int] | np.ndarray) -> "Images":
+    def select(self, chosen: Sequence[int] | np.ndarray) -> "MediaFiles":
         """The images of the chosen documents, in the given order."""
         offsets, index_I = chosen_tokens(self.offsets, chosen)
-        return Images(self.table, self.rows_I[index_I], offsets)
+        return MediaFiles(self.table, self.rows_I[index_I], offsets)
 
-    def of(self, document: int) -> list[EncodedImage]:
+    def of(self, document: int) -> list[MediaFile]:
         """The images of one document."""
         return [self._image(int(row)) for row in self.rows_I[self.offsets[document] : self.offsets[document + 1]]]
 
@@ -123,12 +123,12 @@ class Images:
         """The hashes of all images in the order of the documents."""
         return b"".join(self.table.column("sha256")[int(row)].as_py() for row in self.rows_I)
 
-    def _image(self, row: int) -> EncodedImage:
+    def _image(self, row: int) -> MediaFile:
         path, sha256, data = (self.table.column(name)[row].as_py() for name in _SCHEMA.names)
-        return EncodedImage(sha256, path, data)
+        return MediaFile(sha256, path, data)
 
 
-class ImageWriter:
+class MediaWriter:
     """Writes images to an Arrow file, or to memory. path: None for memory."""
 
     def __init__(self, path: Path | None):
@@ -138,7 +138,7 @@ class ImageWriter:
         self.counts: list[int] = []  # of each document
         self._closed = False
 
-    def add(self, images: Sequence[EncodedImage]) -> None:
+    def add(self, images: Sequence[MediaFile]) -> None:
         """Write the images of the next document."""
         self.counts.append(len(images))
         if images:
@@ -147,11 +147,11 @@ class ImageWriter:
             arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, _SCHEMA.types, strict=True)]
             self._writer.write_batch(pyarrow.record_batch(arrays, schema=_SCHEMA))
 
-    def finish(self) -> Images:
+    def finish(self) -> MediaFiles:
         """Read back all images."""
         self.close()
         source = pyarrow.BufferReader(self._sink.getvalue()) if self.path is None else self.path
-        return Images.stored(image_table(source), offsets_of(self.counts))
+        return MediaFiles.stored(media_table(source), offsets_of(self.counts))
 
     def close(self) -> None:
         """Complete the file. A second call does nothing."""
@@ -162,7 +162,7 @@ class ImageWriter:
         self._closed = True
 
 
-def image_table(source: Path | pyarrow.BufferReader) -> pyarrow.Table:
+def media_table(source: Path | pyarrow.BufferReader) -> pyarrow.Table:
     """The table of an Arrow file of images. A file on disk is memory-mapped."""
     file = pyarrow.memory_map(str(source)) if isinstance(source, Path) else source
     return pyarrow.ipc.open_file(file).read_all()

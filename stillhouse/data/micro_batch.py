@@ -26,20 +26,20 @@ class MicroBatch:
     inputs: arguments of a model's forward, always with `input_ids` and `position_ids`, [B, S] int64. Positions
         restart at every document. They separate documents only if the model gets no attention mask and
         `use_cache=False`. The padding of a row is a document without weight, and so is each gap. A tensor whose
-        first two dims are not [B, S] has no token dim and is never cut. Models that read images may also have
+        first two dims are not [B, S] has no token dim and is never cut. Models that read media may also have
         `mm_token_type_ids` or `token_type_ids` [B, S], which are 0 in padding, and `axis_position_ids` [B, S, A]
         int64, the rotary positions of A axes, which are the text position in padding and in texts.
-    images: arguments of a model's forward that belong to the images of all documents, in the order of the documents
-        in the flattened rows, such as `pixel_values` and `image_grid_thw`; empty without images. They have no token
-        dim, so that `select` and `padded` do not change them.
+    media: arguments of a model's forward that belong to the media of all documents, in the order of the documents in
+        the flattened rows, such as `pixel_values` and `image_grid_thw`; empty without media. They have no token dim,
+        so that `select` and `padded` do not change them.
     labels_T: int64, the token that row t predicts, or -1.
     weights_T: float32, the weight of the label (1 if `Documents.weights_N` is None), or 0 without a label.
     document_T: int64, the document's number in its `Documents`; -1 for padding.
     valid_index: int64, the rows with a non-zero weight, ascending.
     per_token: additional tensors [T, …], such as advantages and old log-probabilities.
-    teacher_inputs, teacher_images, teacher_document_T: like `inputs`, `images` and `document_T`, if the teacher reads
-        other tokens or images than the student. The latter two are only used together with `teacher_inputs`. Rows
-        have the same numbers for student and teacher behind a document's last image; see `teacher_shift_T`.
+    teacher_inputs, teacher_media, teacher_document_T: like `inputs`, `media` and `document_T`, if the teacher reads
+        other tokens or media than the student. The latter two are only used together with `teacher_inputs`. Rows
+        have the same numbers for student and teacher behind the last of a document's media; see `teacher_shift_T`.
     teacher_shift_T: int64, the teacher's row that predicts the same token as the student's row t is row
         t + teacher_shift_T[t]; None: row t for all of them. Rows without a target may have any row.
     lengths, teacher_lengths: of the documents in `inputs` and `teacher_inputs`, before context ranks got their
@@ -57,8 +57,8 @@ class MicroBatch:
     teacher_inputs: Mapping[str, Tensor] | None = None
     lengths: DocumentLengths | None = None
     teacher_lengths: DocumentLengths | None = None
-    images: Mapping[str, Tensor] = field(default_factory=dict)
-    teacher_images: Mapping[str, Tensor] = field(default_factory=dict)
+    media: Mapping[str, Tensor] = field(default_factory=dict)
+    teacher_media: Mapping[str, Tensor] = field(default_factory=dict)
     teacher_document_T: Tensor | None = None
     teacher_shift_T: Tensor | None = None
 
@@ -107,7 +107,7 @@ class MicroBatch:
             self,
             inputs=self.teacher_inputs,
             lengths=self.teacher_lengths,
-            images=self.teacher_images,
+            media=self.teacher_media,
             document_T=document_T,
         )
 
@@ -119,9 +119,9 @@ class MicroBatch:
         return values_BS.flatten(0, 1)[row_T].unflatten(0, self.shape_BS)
 
     def without_targets(self) -> "MicroBatch":
-        """The same tokens without labels, documents and images, and with weights 0.
+        """The same tokens without labels, documents and media, and with weights 0.
 
-        All tokens are padding then, so that no placeholder token gets a feature of an image.
+        All tokens are padding then, so that no placeholder token gets a feature.
         """
         return replace(
             self,
@@ -131,8 +131,8 @@ class MicroBatch:
             valid_index=self.valid_index[:0],
             lengths=None,
             teacher_lengths=None,
-            images={},
-            teacher_images={},
+            media={},
+            teacher_media={},
             teacher_document_T=None,
         )
 
@@ -145,7 +145,7 @@ class MicroBatch:
         return self.select(index_BS)
 
     def part(self, number: int, count: int) -> "MicroBatch":
-        """The shard of a context rank: a block of columns, and all images.
+        """The shard of a context rank: a block of columns, and all media.
 
         `count` must divide the number of columns.
         """

@@ -25,7 +25,7 @@ from torch import Tensor
 from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import NO_LABEL, MicroBatch
 from stillhouse.data.offsets import chosen_tokens, offsets_of
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import MediaInputs
 
 
 def make_micro_batch(
@@ -33,18 +33,18 @@ def make_micro_batch(
     rows: Sequence[Sequence[int] | np.ndarray],
     gaps: Sequence[str] = (),
     teacher: str | None = None,
-    image_inputs: ImageInputs | None = None,
+    media_inputs: MediaInputs | None = None,
 ) -> MicroBatch:
     """Pack documents into a micro-batch.
 
     rows: for each row, the numbers of its documents, in order.
     gaps: names of teachers. Their tokens fit into the columns of a document, too.
     teacher: one of `gaps`, the teacher of the `teacher_inputs`.
-    image_inputs: makes the tensors of images. Only documents without images can be packed without it.
+    media_inputs: makes the tensors of images. Only documents without images can be packed without it.
 
     Raises ValueError if there is no row, or a row without a document, and if an image's file has changed.
     """
-    if documents.images is not None and image_inputs is None:
+    if documents.media is not None and media_inputs is None:
         raise ValueError(f"{documents.report.source} has images, which are not supported here: expected texts")
     if not rows or not all(len(row) for row in rows):
         raise ValueError("a micro-batch needs at least one row, and each row at least one document")
@@ -64,9 +64,9 @@ def make_micro_batch(
     members = places.document_M.tolist()
     ids_M = [documents.tokens(member) for member in members]
     inputs, images_M = _packed_inputs(places, ids_N, lengths_M, ids_N[0]), list[dict[str, Tensor]]()
-    if image_inputs is not None:
-        images_M = image_inputs.tensors(documents, members, ids_M)
-        inputs |= _image_inputs(places, inputs, ids_M, images_M, image_inputs)
+    if media_inputs is not None:
+        images_M = media_inputs.tensors(documents, members, ids_M)
+        inputs |= _media_inputs(places, inputs, ids_M, images_M, media_inputs)
     return MicroBatch(
         inputs=inputs,
         labels_T=torch.from_numpy(labels_T),
@@ -74,8 +74,8 @@ def make_micro_batch(
         document_T=torch.from_numpy(places.filled(-1, np.int64, row_N, document_N)),
         valid_index=torch.from_numpy(np.flatnonzero(labels_T >= 0)),
         per_token={name: torch.from_numpy(values_T) for name, values_T in per_token.items()},
-        images={} if image_inputs is None else image_inputs.processor.join(images_M),
-        **({} if teacher is None else _teacher_tensors(documents, places, teacher, image_inputs, images_M)),
+        media={} if media_inputs is None else media_inputs.processor.join(images_M),
+        **({} if teacher is None else _teacher_tensors(documents, places, teacher, media_inputs, images_M)),
     )
 
 
@@ -83,7 +83,7 @@ def _teacher_tensors(
     documents: Documents,
     places: "_Places",
     teacher: str,
-    image_inputs: ImageInputs | None,
+    media_inputs: MediaInputs | None,
     images_M: Sequence[dict[str, Tensor]],
 ) -> dict[str, Any]:
     """The fields of a micro-batch for a teacher with substitutions. images_M: those of the student"""
@@ -92,11 +92,11 @@ def _teacher_tensors(
     lengths_M, ids_N = np.asarray([len(ids) for ids in ids_M]), np.concatenate(ids_M)
     inputs = _packed_inputs(places, ids_N, lengths_M, [*ids_N[:1], documents.tokens(members[0])[0]][0])
     images: dict[str, Tensor] = {}
-    if image_inputs is not None and (of_teacher := image_inputs.of_teacher(teacher)) is not None:
-        if of_teacher is not image_inputs:
+    if media_inputs is not None and (of_teacher := media_inputs.of_teacher(teacher)) is not None:
+        if of_teacher is not media_inputs:
             images_M = of_teacher.tensors(documents, members, ids_M, may_skip=True)
         images = of_teacher.processor.join(images_M)
-        inputs |= _image_inputs(places, inputs, ids_M, images_M, of_teacher)
+        inputs |= _media_inputs(places, inputs, ids_M, images_M, of_teacher)
     shifts_M = []
     for member, length in zip(members, lengths_M.tolist(), strict=True):
         row_S = substitutions.rows(member, len(documents.tokens(member)))
@@ -106,7 +106,7 @@ def _teacher_tensors(
     document_T = places.filled(-1, np.int64, places.rows(lengths_M), np.repeat(places.document_M, lengths_M))
     return {
         "teacher_inputs": inputs,
-        "teacher_images": images,
+        "teacher_media": images,
         "teacher_document_T": torch.from_numpy(document_T),
         "teacher_shift_T": shift_T if shift_N.any() else None,
     }
@@ -160,17 +160,17 @@ def _packed_inputs(places: _Places, ids_N: np.ndarray, lengths_M: np.ndarray, pa
     }
 
 
-def _image_inputs(
+def _media_inputs(
     places: _Places,
     inputs: Mapping[str, Tensor],
     ids_M: Sequence[np.ndarray],
     images_M: Sequence[Mapping[str, Tensor]],
-    image_inputs: ImageInputs,
+    media_inputs: MediaInputs,
 ) -> dict[str, Tensor]:
     """The further inputs per token of models that read images. ids_M, images_M: of each document."""
     made: dict[str, Tensor] = {}
     for ids, images, stop in zip(ids_M, images_M, places.stop_M.tolist(), strict=True):
-        for name, values in image_inputs.per_token(ids, images).items():
+        for name, values in media_inputs.per_token(ids, images).items():
             if name not in made:
                 zeros = torch.zeros(*inputs["input_ids"].shape, *values.shape[1:], dtype=torch.int64)
                 made[name] = zeros if values.ndim == 1 else zeros + inputs["position_ids"][..., None]

@@ -18,7 +18,7 @@ from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import MicroBatch
 from stillhouse.data.offsets import offsets_of
 from stillhouse.data.packed_rows import make_micro_batch
-from stillhouse.data.render.media_inputs import DocumentImages, ImageInputs
+from stillhouse.data.render.media_inputs import DocumentMedia, MediaInputs
 from stillhouse.data.sequence_order import permutation, weighted_order
 from stillhouse.data.step_micro_batches import StepMicroBatches
 
@@ -40,7 +40,7 @@ class PackedSequences:
         once per epoch.
     by_length: whether a sequence has documents of similar lengths, for models that run one document per padded row.
         With this padding, too, the documents of a sequence have at most `max_tokens` tokens.
-    image_inputs: see `make_micro_batch`.
+    media_inputs: see `make_micro_batch`.
 
     set_S: int64, the set of each sequence; 0 without sets.
     widths_D: int64, the number of columns of each document (its gap and its tokens).
@@ -57,7 +57,7 @@ class PackedSequences:
         together: str | None = None,
         weights: Sequence[float] | None = None,
         by_length: bool = False,
-        image_inputs: ImageInputs | None = None,
+        media_inputs: MediaInputs | None = None,
     ):
         widths_D = documents.lengths_D + documents.gaps_D(gaps)
         if len(widths_D) == 0 or widths_D.max() > max_tokens:
@@ -67,7 +67,7 @@ class PackedSequences:
                 f"got {len(widths_D)} of at most {widths_D.max(initial=0)}"
             )
         self.documents, self.gaps, self.widths_D, self.by_length = documents, tuple(gaps), widths_D, by_length
-        self.together, self.image_inputs = together, image_inputs
+        self.together, self.media_inputs = together, media_inputs
         self.max_tokens, self.seed, self.shuffle, self.weights = max_tokens, seed, shuffle, weights
         # Permutation 0 orders documents of equal length for packing; permutation e + 1 is the order of epoch e.
         order_D = permutation(len(widths_D), seed, 0) if shuffle else np.arange(len(widths_D))
@@ -99,13 +99,13 @@ class PackedSequences:
             together=self.together,
             weights=self.weights,
             by_length=True,
-            image_inputs=self.image_inputs,
+            media_inputs=self.media_inputs,
         )
 
-    def with_image_inputs(self, image_inputs: ImageInputs) -> "PackedSequences":
+    def with_media_inputs(self, media_inputs: MediaInputs) -> "PackedSequences":
         """The same sequences, whose micro-batches have these inputs of images."""
         other = copy(self)
-        other.image_inputs = image_inputs
+        other.media_inputs = media_inputs
         return other
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class PackedSequences:
     def micro_batch(self, sequences: Sequence[int] | np.ndarray, teacher: str | None = None) -> MicroBatch:
         """These sequences as rows of a micro-batch. teacher: one of `gaps`, the teacher of the `teacher_inputs`."""
         rows = [self.members(sequence) for sequence in sequences]
-        return make_micro_batch(self.documents, rows, self.gaps, teacher, self.image_inputs)
+        return make_micro_batch(self.documents, rows, self.gaps, teacher, self.media_inputs)
 
     def micro_batches(self, rows: Sequence[np.ndarray]) -> "PackedMicroBatches":
         """One micro-batch for each array of sequence numbers."""
@@ -155,7 +155,7 @@ class PackedSequences:
 
     def teacher_with_inputs(self, name: str) -> str | None:
         """The name, if it is that of a teacher in this job that reads other tokens or images than the student."""
-        has_images = self.image_inputs is not None and name in self.image_inputs.teachers
+        has_images = self.media_inputs is not None and name in self.media_inputs.teachers
         return name if name in self.gaps and (has_images or name in self.documents.substitutions) else None
 
     def order(self, epoch: int) -> np.ndarray:
@@ -231,8 +231,8 @@ class PackedMicroBatches(StepMicroBatches):
     def document_tokens(self, document: int) -> np.ndarray:
         return self.sequences.documents.tokens(document)
 
-    def document_images(self, document: int) -> DocumentImages | None:
-        inputs = self.sequences.image_inputs
+    def document_media(self, document: int) -> DocumentMedia | None:
+        inputs = self.sequences.media_inputs
         return None if inputs is None else inputs.of(self.sequences.documents, document)
 
     def documents_of(self, number: int) -> list[int]:

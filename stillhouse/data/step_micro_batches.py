@@ -6,7 +6,7 @@ from typing import Any, overload
 import numpy as np
 
 from stillhouse.data.micro_batch import MicroBatch
-from stillhouse.data.render.media_inputs import DocumentImages
+from stillhouse.data.render.media_inputs import DocumentMedia
 
 
 class StepMicroBatches(Sequence[MicroBatch]):
@@ -59,9 +59,9 @@ class StepMicroBatches(Sequence[MicroBatch]):
                 return micro_batch.input_ids_BS.flatten()[is_of_T].cpu().numpy()
         raise ValueError(f"no micro-batch of this step has document {document}")
 
-    def document_images(self, document: int) -> DocumentImages | None:
+    def document_media(self, document: int) -> DocumentMedia | None:
         """The images of a document, by its number in `MicroBatch.document_T`; None without images."""
-        if any(micro_batch.images for micro_batch in self._micro_batches):
+        if any(micro_batch.media for micro_batch in self._micro_batches):
             raise ValueError(f"the images of document {document} are not known: these are only tensors")
         return None
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.read.messages import MARK
 from stillhouse.data.render.templates import Encoded, Rendered, Targets
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.images.columns import MARK
 
 #: how warnings of lost texts go on, by their kind (`render/written_texts.py`)
 _LOST = {
@@ -45,7 +45,7 @@ class TextWarnings:
 
     def add(self, rendered: Rendered, where: str) -> None:
         """where: `file:line` of the record."""
-        if MARK in rendered.prompt + rendered.body and (rendered.encoded is None or not rendered.encoded.images):
+        if MARK in rendered.prompt + rendered.body and (rendered.encoded is None or not rendered.encoded.media):
             self._with_mark.add(where)
         for kind, what in rendered.lost.items():
             self._lost[kind].add(where, what)

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.documents import Documents
-from stillhouse.data.media_files import Images, image_table
+from stillhouse.data.media_files import MediaFiles, media_table
 from stillhouse.data.substitutions import Substitutions
 from stillhouse.hashing import file_hash, json_hash
 from stillhouse.libraries import reading
@@ -137,10 +137,10 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
         for number, of_teacher in enumerate(documents.substitutions.values()):
             values = (of_teacher.tokens_N, of_teacher.offsets, of_teacher.spans_P2, of_teacher.parts)
             arrays |= zip((f"{part}-{number}" for part in _SUBSTITUTIONS), values, strict=True)
-        if documents.images is None:
+        if documents.media is None:
             (partial / IMAGES).unlink(missing_ok=True)
         else:
-            arrays[_IMAGE_OFFSETS] = documents.images.offsets
+            arrays[_IMAGE_OFFSETS] = documents.media.offsets
         for array, content in arrays.items():
             _array_file(partial, array).write_bytes(np.ascontiguousarray(content).tobytes())
         _write_strings(partial / SOURCES, documents.sources)
@@ -149,7 +149,7 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
             "report": documents.report.as_dict(),
             "columns": dict(documents.columns),
             "substitutions": list(documents.substitutions),
-            "has_images": documents.images is not None,
+            "has_images": documents.media is not None,
             "sha256": {file.name: file_hash(file) for file in sorted(partial.iterdir())},
         }
         (partial / MANIFEST).write_text(json.dumps(manifest | {_PROOF: json_hash(manifest)}), encoding="utf-8")
@@ -190,10 +190,10 @@ def _read(path: Path, name: str) -> Documents:
         DataReport(**manifest["report"]),
         manifest["columns"],
         {teacher: _substitutions(path, number) for number, teacher in enumerate(manifest["substitutions"])},
-        images=_images(path, damaged) if image_arrays else None,
+        media=_images(path, damaged) if image_arrays else None,
     )
     counts = {len(documents), len(documents.keys_D), len(documents.offsets) - 1}
-    counts |= set() if documents.images is None else {len(documents.images.offsets) - 1}
+    counts |= set() if documents.media is None else {len(documents.media.offsets) - 1}
     if len(counts) != 1 or not (documents.offsets[-1] == len(documents.tokens_N) == len(documents.targets_N)):
         raise ValueError(f"{damaged}: the numbers of documents and tokens differ between its files")
     return documents
@@ -204,13 +204,13 @@ def _substitutions(path: Path, number: int) -> Substitutions:
     return Substitutions(tokens_N, offsets, spans.reshape(-1, 2), parts)
 
 
-def _images(path: Path, damaged: str) -> Images:
+def _images(path: Path, damaged: str) -> MediaFiles:
     offsets = _array(path, _IMAGE_OFFSETS)
     with reading(damaged):
-        table = image_table(path / IMAGES)
+        table = media_table(path / IMAGES)
     if offsets[-1] != len(table):
         raise ValueError(f"{damaged}: {IMAGES} has {len(table)} images, and {_IMAGE_OFFSETS} has {offsets[-1]}")
-    return Images.stored(table, offsets)
+    return MediaFiles.stored(table, offsets)
 
 
 def _array(folder: Path, name: str) -> np.ndarray:

@@ -12,14 +12,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from stillhouse.data.media_files import MAX_IMAGE_BYTES, EncodedImage
-from stillhouse.data.read.messages import Message, messages_of, with_parts
+from stillhouse.data.media_files import MAX_IMAGE_BYTES, MediaFile
+from stillhouse.data.read.messages import MARK, Message, messages_of, with_parts
 from stillhouse.data.read.open_files import kind_of
 from stillhouse.data.record import Record, RecordError, describe
 from stillhouse.display import name_list
 
 Fields = dict[str, Any]
-MARK = "<image>"
 #: the most images of one record
 MAX_IMAGES = 1000
 _COLUMNS = ("images", "image")
@@ -145,16 +144,16 @@ def _folder(where: str) -> Path:
     return source if source.is_dir() else source.parent
 
 
-def _encoded(value: Any, folder: Path, name: str) -> EncodedImage:
-    if isinstance(value, EncodedImage):
+def _encoded(value: Any, folder: Path, name: str) -> MediaFile:
+    if isinstance(value, MediaFile):
         return value
     if isinstance(value, dict):
         value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
     try:
         if isinstance(value, bytes):
-            return EncodedImage.of(value)
+            return MediaFile.of(value)
         if isinstance(value, str) and _DATA_URL.match(value):
-            return EncodedImage.of(_from_base64(value.partition(",")[2]))
+            return MediaFile.of(_from_base64(value.partition(",")[2]))
         if isinstance(value, str) and value:
             return _from_file(value, folder)
     except RecordError as error:
@@ -169,7 +168,7 @@ def _from_base64(text: str) -> bytes:
         raise RecordError(f"is not valid base64: {error}") from error
 
 
-def _from_file(value: str, folder: Path) -> EncodedImage:
+def _from_file(value: str, folder: Path) -> MediaFile:
     if scheme := _SCHEME.match(value):
         raise RecordError(
             f"is the URL {value[:80]!r}: expected a path, because nothing is downloaded"
@@ -185,7 +184,7 @@ def _from_file(value: str, folder: Path) -> EncodedImage:
             raise RecordError(
                 f"({value[:200]!r}) has {path.stat().st_size:,} bytes: expected at most {MAX_IMAGE_BYTES:,}"
             )
-        return EncodedImage.of(path.read_bytes(), str(path))
+        return MediaFile.of(path.read_bytes(), str(path))
     except OSError as error:
         raise RecordError(f"({value[:200]!r}) cannot be read: {error.strerror}") from error
     except ValueError as error:  # such as a null character in the path

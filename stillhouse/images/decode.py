@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stillhouse.data.media_files import EncodedImage
+from stillhouse.data.media_files import MediaFile
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.isolated_process import Isolated, LimitError
 from stillhouse.libraries import imported, reading
@@ -119,7 +119,7 @@ def require_size(width: int, height: int) -> None:
         )
 
 
-def pixel_count(image: EncodedImage, most_pixels: int | None = None) -> int:
+def pixel_count(image: MediaFile, most_pixels: int | None = None) -> int:
     """The number of pixels of an image as `open_image` returns it, from the head of its file.
 
     Raises ValueError if it cannot be read.

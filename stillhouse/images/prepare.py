@@ -1,14 +1,14 @@
 """Prepares a run whose data has images: proves that its models read them, and gives the data their positions."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from stillhouse.config import ConfigError, as_config_error
-from stillhouse.data.render.media_inputs import ImageInputs
-from stillhouse.display import name_list
+from stillhouse.config import ConfigError, RunConfig, as_config_error
+from stillhouse.config.servers import server_kinds
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.engine.engine import Engine
 from stillhouse.images.proof import ImageModel, WholeModel, document_positions, prove_image_model
 from stillhouse.images.staged_models import staged_models
@@ -17,16 +17,17 @@ from stillhouse.models import ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.forward_modes import autocast_dtype
 from stillhouse.models.model_checks import prefixed
-from stillhouse.models.vision_language import LANGUAGE
 from stillhouse.parallel import Runner
 from stillhouse.parallel.runner import reshard
 from stillhouse.proofs.layouts import probe_precision
-from stillhouse.run.data import NOT_WITH_IMAGES
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource, SignalStore
 
+#: a mistake in a configuration whose data has images; `{}` is what was expected
+NOT_WITH_IMAGES = "the data has images, which this cannot read yet: expected {}, or documents without images"
 
-def require_image_layout(setup: RunSetup, image_inputs: ImageInputs) -> None:
+
+def require_image_layout(setup: RunSetup, media_inputs: MediaInputs) -> None:
     """Raise ConfigError for a layout that does not read images, and for a loss that needs the teacher's hidden states
     in the student's rows if the teacher has other rows.
     """
@@ -34,30 +35,37 @@ def require_image_layout(setup: RunSetup, image_inputs: ImageInputs) -> None:
         raise ConfigError(f"{section}.parallel", NOT_WITH_IMAGES.format("null"))
     degrees = setup.layout.degrees
     for axis in ("pipeline", "context"):
-        if image_inputs.teachers and getattr(degrees, axis) > 1:
+        if media_inputs.teachers and getattr(degrees, axis) > 1:
             raise ConfigError(
                 f"parallel.{axis}",
                 "the data has images, and a teacher has other tokens of images than the student, or none: expected "
                 "1, or teachers with the student's processor of images",
             )
-    if image_inputs.teachers and setup.config.objective.hidden:
+    if media_inputs.teachers and setup.config.objective.hidden:
         raise ConfigError(
             "objective.hidden",
             "the data has images, and the teacher has other tokens of images than the student: expected []",
         )
 
 
-def require_images_for_parts(parts: Collection[str], data: Data) -> None:
-    """Raise ConfigError if tower or projector are to be trained, and no document for training has an image: then only
-    the optimizer's weight decay would change them.
-    """
-    splits = [data.train.documents, *([] if data.dataset is None else [data.dataset])]
-    if any(part != LANGUAGE for part in parts) and not any(documents.has_images for documents in splits):
+def require_image_support(config: RunConfig) -> None:
+    """Raise ConfigError for a part of the configuration that cannot be used with images."""
+    expected = NOT_WITH_IMAGES
+    if config.rollout is not None and config.rollout.urls and not server_kinds()[config.rollout.engine].reads_images:
+        title = server_kinds()[config.rollout.engine].title
         raise ConfigError(
-            "student.train",
-            f"got {name_list(parts)}, and no document of data.train has an image: expected [{LANGUAGE}], or "
-            "documents with images",
+            "rollout.engine",
+            f"the data has images, and {title} would read them with a processor of its own, which cannot be proved "
+            "to be the student's: expected transformers, stillhouse with a server that was started with --generate "
+            "--images, or documents without images",
         )
+    if config.parallel.engine != "torch":
+        raise ConfigError("parallel.engine", expected.format("torch"))
+    if config.parallel.context > 1 and config.rollout is not None:
+        raise ConfigError("parallel.context", expected.format("1 with a rollout"))
+    for section, teacher in config.teacher_sections.items():
+        if teacher.cross_tokenizer is not None:
+            raise ConfigError(f"{section}.cross_tokenizer", expected.format("null"))
 
 
 def with_images_proven(
@@ -71,7 +79,7 @@ def with_images_proven(
     context parallelism with teachers outside of the student's layout, and ProofError, naming the model, for a model
     that does not read images exactly, or that has the student's processor and other positions.
     """
-    if (inputs := data.train.image_inputs) is None:
+    if (inputs := data.train.media_inputs) is None:
         return data
     student = engine.student
     degrees = student.layout.degrees
@@ -92,7 +100,7 @@ def with_images_proven(
         examples = documents
         if of_model is not inputs:
             examples = of_model.processor.example_documents()
-            teachers[name] = ImageInputs(of_model.processor, decoder.axis_positions)
+            teachers[name] = MediaInputs(of_model.processor, decoder.axis_positions)
         elif not all(map(_is_equal, positions, (document_positions(decoder, document) for document in documents))):
             raise ProofError(
                 f"{section}: its rotary positions of images are not those of the student, whose processor it has: "
@@ -106,7 +114,7 @@ def with_images_proven(
     for section, store in (stores or {}).items():
         with as_config_error(section):
             store.require_positions(positions)
-    return data.with_image_inputs(ImageInputs(inputs.processor, student.decoders[0].axis_positions, teachers))
+    return data.with_media_inputs(MediaInputs(inputs.processor, student.decoders[0].axis_positions, teachers))
 
 
 def _is_equal(positions_SA: Tensor | None, others_SA: Tensor | None) -> bool:

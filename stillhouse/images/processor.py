@@ -10,8 +10,7 @@ S tokens of a document, A axes of rotary positions.
 
 import io
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,64 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
 from stillhouse.data.documents import Documents
-from stillhouse.data.media_files import EncodedImage, Images
+from stillhouse.data.media import Expanded, MediaTensors
+from stillhouse.data.media_files import MediaFile, MediaFiles
 from stillhouse.data.record import DataError, ProcessorError, RecordError
-from stillhouse.data.render.assistant_turns import Span
-from stillhouse.data.render.image_tensors import concatenated
 from stillhouse.data.render.tokenizers import tokenizer_fingerprint
 from stillhouse.hashing import file_hash, json_hash
-from stillhouse.images.decode import IsolatedDecoder, open_image, require_pillow
+from stillhouse.images import NAME, processor_files
+from stillhouse.images.decode import IsolatedDecoder, open_image, pillow_version, require_pillow
 from stillhouse.images.load_processor import load_processor
 from stillhouse.libraries import reading
 
-#: computes the rotary positions of one document, [S, A]: of its ids [S], its token types [S] or None, and its images.
-#: None for a model with one axis
-AxisPositions = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], Tensor | None]
-#: files of which a model with a processor has one
-_FILES = ("processor_config.json", "preprocessor_config.json")
-_MORE_FILES = ("video_preprocessor_config.json",)
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 _PER_TOKEN = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets", *_TOKEN_TYPES}
 _PROBES = ((37, 23), (64, 48), (20, 50))  # widths and heights
 _PART = 2**22  # tokens that are searched at a time
-
-
-class Expanded(NamedTuple):
-    """A text with its placeholders expanded.
-
-    offsets: the characters of each token in the expanded text. replaced: for each image, the span of its placeholder
-    in the text and in the expanded text.
-    """
-
-    ids: list[int]
-    offsets: list[Span]
-    replaced: list[tuple[Span, Span]]
-
-    def shifted(self, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """Spans of the text as spans of the expanded text."""
-        ends = [span[1] for span, _ in self.replaced]
-        gained = [0, *(new[1] - span[1] for span, new in self.replaced)]
-        moved = [[at + gained[bisect_right(ends, at)] for at in span] for span in spans]
-        return tuple((begin, end) for begin, end in moved)
-
-    def image_spans(self) -> tuple[Span, ...]:
-        """The tokens of each image: all that the processor wrote in place of its placeholder."""
-        begins_S, ends_S = np.asarray(self.offsets, dtype=np.int64).reshape(-1, 2).T
-        of_images = [np.flatnonzero((begins_S < end) & (ends_S > begin)) for _, (begin, end) in self.replaced]
-        return tuple((int(places[0]), int(places[-1]) + 1) for places in of_images)
-
-
-class ImageTensors(NamedTuple):
-    """The images of a document as its processor returns them.
-
-    tensors: arguments of the model. sizes: the width and height of each picture that the processor got.
-    """
-
-    tensors: Mapping[str, Tensor]
-    sizes: Sequence[tuple[int, int]]
 
 
 class _Layout(NamedTuple):
@@ -94,10 +51,13 @@ class _Layout(NamedTuple):
 class ImageProcessor:
     """The processor of a student. It is loaded when the first image is read.
 
-    files: the processor's files. tokenizer: the student's, which the processor must have, too.
+    kind: the name of this add-on in the registry. files: the processor's files.
+    tokenizer: the student's, which the processor must have, too.
     most_pixels: a larger image is scaled down to this number of pixels; None: no limit.
     template_is_set: whether the tokenizer's chat template was replaced by another one.
     """
+
+    kind = NAME
 
     def __init__(
         self,
@@ -110,7 +70,8 @@ class ImageProcessor:
         most_pixels: int | None = None,
         template_is_set: bool = False,
     ):
-        self.name, self.files, self.tokenizer, self.most_pixels = name_or_path, list(files), tokenizer, most_pixels
+        self.name, self.tokenizer, self.most_pixels = name_or_path, tokenizer, most_pixels
+        self.files: Sequence[Path] = files
         self._options = revision, trust_remote_code
         self._template_is_set = template_is_set
 
@@ -119,25 +80,16 @@ class ImageProcessor:
         cls, name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, revision: str | None = None, **options: Any
     ) -> "ImageProcessor | None":
         """The processor of a folder or a hub id; None if it has none. options: see the constructor."""
-        files = {}
-        for name in (*_FILES, *_MORE_FILES):
-            with reading(f"the processor of {name_or_path!r} cannot be read"):
-                path = cached_file(
-                    name_or_path,
-                    name,
-                    revision=revision,
-                    _raise_exceptions_for_missing_entries=False,
-                    _raise_exceptions_for_connection_errors=False,
-                )
-            if path is not None:
-                files[name] = Path(path)
-        if not files.keys() & {*_FILES}:
-            return None
-        return cls(name_or_path, [*files.values()], tokenizer, revision=revision, **options)
+        files = processor_files(name_or_path, revision)
+        return cls(name_or_path, files, tokenizer, revision=revision, **options) if files else None
 
     def identity(self) -> list[Any]:
         """Everything that determines the tokens and pixels of an image beside the versions of libraries."""
         return [self.most_pixels, *(file_hash(path) for path in self.files)]
+
+    def versions(self) -> list[Any]:
+        """The version of Pillow, and hashes of the files of this package."""
+        return [pillow_version(), *(file_hash(path) for path in sorted(Path(__file__).parent.glob("*.py")))]
 
     @cached_property
     def processor(self) -> Any:
@@ -170,10 +122,16 @@ class ImageProcessor:
         """
         return json_hash([self.most_pixels, self.processor.image_processor.to_dict()])
 
+    @property
+    def placeholder(self) -> str:
+        """The token that stands for an image in a text. Loads the processor."""
+        token: str = self.processor.image_token
+        return token
+
     @cached_property
     def placeholder_ids(self) -> list[int]:
         """The ids of the tokens that stand for features of images."""
-        ids = {*self.processor.image_token_ids, self.tokenizer.convert_tokens_to_ids(self.processor.image_token)}
+        ids = {*self.processor.image_token_ids, self.tokenizer.convert_tokens_to_ids(self.placeholder)}
         return sorted(index for index in ids if index is not None)
 
     @cached_property
@@ -191,7 +149,7 @@ class ImageProcessor:
                 and [tensors[name].shape[1] for tensors in separate] != [separate[0][name].shape[1]] * 2
             )
             made, of_one = self._tensors([one, two]), self._tensors([together])
-            kinds = self._call([one], [self.processor.image_token])
+            kinds = self._call([one], [self.placeholder])
         for name, tensor in concatenated(separate, stacked).items():
             expected = of_one[name] if name in stacked else made[name]
             if tensor.shape != expected.shape or not torch.equal(tensor, expected):
@@ -208,14 +166,14 @@ class ImageProcessor:
         except ValueError as error:
             raise ProcessorError(str(error)) from error
 
-    def expand(self, text: str, images: Sequence[EncodedImage], *, special: bool, is_safe: bool = False) -> Expanded:
+    def expand(self, text: str, images: Sequence[MediaFile], *, special: bool, is_safe: bool = False) -> Expanded:
         """Tokenize a text with one placeholder for each image. special: whether the tokenizer adds special tokens.
         is_safe: the images were decoded before or are our own, so that they need no process with limits.
 
         Raises RecordError for an image that cannot be decoded or that the processor refuses, and for a text with
         other placeholders.
         """
-        token = self.processor.image_token
+        token = self.placeholder
         if (count := text.count(token)) != len(images):
             raise RecordError(
                 f"the text that the chat template renders has {count} times the placeholder {token!r} for "
@@ -239,31 +197,23 @@ class ImageProcessor:
             raise RecordError(str(error)) from error
         return Expanded(ids, offsets, replaced)
 
-    def tensors(self, documents: Documents, document: int, ids: np.ndarray) -> dict[str, Tensor]:
+    def read(self, documents: Documents, document: int, ids: np.ndarray) -> MediaTensors:
         """The tensors of one document's images, as arguments of the model; empty without images.
 
         ids: the document as the model reads it. Raises DataError if a file has changed since the data was loaded, or
         if the processor now makes another number of placeholder tokens.
         """
-        return dict(self.read(documents, document, ids).tensors)
-
-    def tensors_of(self, images: Sequence[EncodedImage], ids: np.ndarray) -> dict[str, Tensor]:
-        """As `tensors`, of these images and of the ids of their document. Raises ValueError."""
-        return dict(self.read_images(images, ids).tensors)
-
-    def read(self, documents: Documents, document: int, ids: np.ndarray) -> ImageTensors:
-        """As `tensors`, with the sizes of the pictures."""
         try:
-            return self.read_images(documents.images_of(document), ids)
+            return self.read_files(documents.media_of(document), ids)
         except ValueError as error:
             raise DataError(documents.sources[document], str(error)) from error
 
-    def read_images(self, images: Sequence[EncodedImage], ids: np.ndarray) -> ImageTensors:
-        """As `tensors_of`, with the sizes of the pictures."""
+    def read_files(self, images: Sequence[MediaFile], ids: np.ndarray) -> MediaTensors:
+        """As `read`, of these images and of the ids of their document. Raises ValueError."""
         if not images:
-            return ImageTensors({}, [])
+            return MediaTensors({}, [])
         pictures = [self._opened(image, number) for number, image in enumerate(images, start=1)]
-        out = self._call([pictures], [self.processor.image_token * len(pictures)])
+        out = self._call([pictures], [self.placeholder * len(pictures)])
         placeholders, expected = (
             self.count_placeholders(np.asarray(out["input_ids"][0])),
             self.count_placeholders(ids),
@@ -274,14 +224,14 @@ class ImageProcessor:
                 f"{placeholders} now: start again without the entry of data.cache that has this data"
             )
         tensors = {name: out[name] for name in out if name not in _PER_TOKEN}
-        return ImageTensors(tensors, [picture.size for picture in pictures])
+        return MediaTensors(tensors, [picture.size for picture in pictures])
 
     def example_documents(self) -> list[dict[str, Tensor]]:
         """Documents with one, two and no random pictures of unlike sizes, as the processor returns them, [1, S]. With
         them, a model is proven at load. `join` joins their images.
         """
         one, *two = _random_pictures()
-        token, what = self.processor.image_token, f"the processor of {self.name!r} does not process pictures"
+        token, what = self.placeholder, f"the processor of {self.name!r} does not process pictures"
         with reading(what):
             made = [
                 self._call([[one]], [f"two and {token} two is four"]),
@@ -291,12 +241,12 @@ class ImageProcessor:
         kept = {*_TOKEN_TYPES, "input_ids"}
         return [{name: out[name] for name in out if name in kept or name not in _PER_TOKEN} for out in made]
 
-    def example_prompts(self) -> list[tuple[np.ndarray, list[EncodedImage]]]:
+    def example_prompts(self) -> list[tuple[np.ndarray, list[MediaFile]]]:
         """Prompts with two, one and no random pictures of unlike sizes: token ids, and images. With them, generation
         is proven when a run begins.
         """
         one, *two = [_as_png(picture) for picture in _random_pictures()]
-        token = self.processor.image_token
+        token = self.placeholder
         texts = {f"{token} and {token} are": two, f"what is {token} ?": [one], "numbers such as": []}
         return [
             (np.asarray(self.expand(text, images, special=True, is_safe=True).ids, dtype=np.int32), images)
@@ -314,14 +264,22 @@ class ImageProcessor:
         """The number of tokens that stand for features of images."""
         return int(np.isin(ids, self.placeholder_ids).sum())
 
-    def token_types(self, ids: np.ndarray) -> np.ndarray:
-        """The processor's token types of a document, [S] int64."""
-        return np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0], dtype=np.int64)
+    def token_types(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """The processor's token types of a document, [S] int64, by their name; empty if it has none."""
+        if (name := self.layout.token_types) is None:
+            return {}
+        return {name: np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0], dtype=np.int64)}
+
+    def prompt_arguments(self, decoder: Any, requests: Sequence[Any], width: int) -> dict[str, Tensor]:
+        """See `prompt_arguments` in `prompts.py`, which needs the models."""
+        from stillhouse.images.prompts import prompt_arguments
+
+        return prompt_arguments(self, decoder, requests, width)
 
     def in_words(self, documents: Documents, document: int) -> str:
         """The images of a document, and the numbers of their placeholder tokens and of all tokens to predict."""
-        assert documents.images is not None
-        images = documents.images.of(document)
+        assert documents.media is not None
+        images = documents.media.of(document)
         sizes = [self._opened(image, number).size for number, image in enumerate(images, start=1)]
         shown = ", ".join(f"{width:,} × {height:,}" for width, height in sizes) or "none"
         tokens, targets = documents.tokens(document), int(documents.target_counts_D[document])
@@ -339,7 +297,7 @@ class ImageProcessor:
 
     def check_texts(self, documents: Documents) -> None:
         """Raise DataError for a document without images that has a placeholder token."""
-        images = documents.images or Images.none(len(documents))
+        images = documents.media or MediaFiles.none(len(documents))
         counts_D = np.diff(images.offsets)
         for start in range(0, len(documents.tokens_N), _PART):
             places = start + np.flatnonzero(np.isin(documents.tokens_N[start : start + _PART], self.placeholder_ids))
@@ -354,7 +312,7 @@ class ImageProcessor:
     def _isolated_decoder(self) -> IsolatedDecoder:
         return IsolatedDecoder(self.most_pixels)
 
-    def _opened(self, image: EncodedImage, number: int, *, is_safe: bool = True) -> Any:
+    def _opened(self, image: MediaFile, number: int, *, is_safe: bool = True) -> Any:
         try:
             data = image.read()
             return open_image(data, self.most_pixels) if is_safe else self._isolated_decoder.open(data)
@@ -366,7 +324,7 @@ class ImageProcessor:
         return self.processor(text=texts, images=pictures, padding=len(texts) > 1, return_tensors="pt")
 
     def _tensors(self, pictures: list[list[Any]]) -> dict[str, Tensor]:
-        out = self._call(pictures, [self.processor.image_token * len(of_document) for of_document in pictures])
+        out = self._call(pictures, [self.placeholder * len(of_document) for of_document in pictures])
         return {name: out[name] for name in out if name not in _PER_TOKEN}
 
     def _token_types(self, out: Mapping[str, Any]) -> str | None:
@@ -380,7 +338,31 @@ def _random_pictures() -> list[Any]:
     return [fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in _PROBES]
 
 
-def _as_png(picture: Any) -> EncodedImage:
+def _as_png(picture: Any) -> MediaFile:
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG")
-    return EncodedImage.of(buffer.getvalue())
+    return MediaFile.of(buffer.getvalue())
+
+
+def concatenated(parts: Sequence[Mapping[str, Tensor]], stacked: frozenset[str]) -> dict[str, Tensor]:
+    """The tensors of several documents' images as those of one call.
+
+    Images are concatenated along their dim. Other dims that differ are padded with zeros at their ends. stacked: the
+    names of tensors whose first dim is documents and whose second dim is their images.
+    """
+    return {
+        name: _joined([part[name][0] for part in parts])[None]
+        if name in stacked
+        else _joined([part[name] for part in parts])
+        for name in parts[0]
+    }
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        whole = tensor.new_zeros(len(tensor), *sizes)
+        whole[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
+        padded.append(whole)
+    return torch.cat(padded)

@@ -145,13 +145,13 @@ def prove_image_model(
                 with agreed():
                     expected = expected or [model.alone(document) for document in parsed]
                     for packing in packings:
-                        packing.reads_images = True
+                        packing.reads_media = True
                     _prove_packed(model, parsed, expected, join)
                 return
             except PackingError as error:
                 is_last = packings[0].name == ROWS
                 for packing in packings:
-                    packing.reads_images = False
+                    packing.reads_media = False
                     if not is_last:
                         packing.refuse(error)
                 if is_last:

@@ -97,7 +97,7 @@ class StagedModel:
             weights_T=torch.zeros(count),
             document_T=-documents.is_padding_BS.flatten().long(),
             valid_index=torch.zeros(0, dtype=torch.int64),
-            images=images,
+            media=images,
         )
         padded = micro_batch.padded(rows, -(-columns // context) * context)
         micro_batch = padded.part(self._runner.mesh.coordinate("context"), context).to(self._runner.device)

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
 from stillhouse.config.servers import ServerError, server_kinds, server_token
-from stillhouse.images.processor import ImageProcessor
+from stillhouse.data.media import MediaProcessor
 from stillhouse.loops.session import Session
 from stillhouse.loops.weights_proof import probe_prompts
 from stillhouse.models import Decoder, eos_ids
@@ -75,12 +75,12 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             warn=lambda line: log_rank0(f"warning: {line}"),
             keep_weights=rollout.writer == "teacher",
             probes=[
-                GenerationRequest(number, prompts.tokens(number), 0, images=prompts.images_of(number))
+                GenerationRequest(number, prompts.tokens(number), 0, media=prompts.media_of(number))
                 for number in probe_prompts(prompts)
             ],
             run=run,
-            processor=session.image_processor,
-            image_prompts=prompts if prompts.has_images else None,
+            processor=session.media_processor,
+            image_prompts=prompts if prompts.has_media else None,
             other_samplings=others,
             token=server_token("rollout.token_variable", rollout.token_variable),
         )
@@ -123,7 +123,7 @@ def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Genera
         generation_tokens(session.train_config.micro_batch_tokens, session.train.max_tokens),
         key=_asking_key(session.rollout_config, session.eval_config),
         counted_rows=counted_rows(session),
-        processor=session.image_processor,
+        processor=session.media_processor,
     )
 
 
@@ -161,7 +161,7 @@ def make_generator(
     *,
     key: str,
     counted_rows: int | None = None,
-    processor: ImageProcessor | None = None,
+    processor: MediaProcessor | None = None,
 ) -> Generator:
     """Build a `Generator`. Raises ConfigError with `key` if the model cannot generate."""
     with as_config_error(key):

@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import ConfigError, as_config_error
 from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
+from stillhouse.data.media import MediaProcessor, media_end, shown_media, shown_text
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.templates import CompletionTemplate, Rendered
-from stillhouse.images.display import images_end, shown_images, shown_text
-from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
 from stillhouse.loops.completion_engine import in_job_engine
 from stillhouse.loops.held_out_metrics import in_shown_order
@@ -112,13 +111,13 @@ class GreedyEvaluation:
         session, settings, sequences = self._session, self._session.eval_config, self._session.evaluation
         assert sequences is not None
         prompts, requests = (
-            choose_prompts(sequences.documents, settings.samples, session.image_processor),
+            choose_prompts(sequences.documents, settings.samples, session.media_processor),
             list[GenerationRequest](),
         )
         for number, prompt in enumerate(prompts):
             tokens = min(settings.task_tokens, sequences.max_tokens - len(prompt.prompt_N))
-            images = sequences.documents.images_of(prompt.document)
-            requests.append(GenerationRequest(number, prompt.prompt_N, number, tokens, images))
+            media = sequences.documents.media_of(prompt.document)
+            requests.append(GenerationRequest(number, prompt.prompt_N, number, tokens, media))
         completions, decode = self._complete(requests), session.tokenizer.decode
         if self._file is None:
             return
@@ -128,13 +127,12 @@ class GreedyEvaluation:
                     step=step,
                     number=request.number,
                     source=prompt.source,
-                    prompt=shown_text(session.tokenizer, prompt.prompt_N, session.image_processor)[-CHARACTERS:],
+                    prompt=shown_text(session.tokenizer, prompt.prompt_N, session.media_processor)[-CHARACTERS:],
                     reference=decode(prompt.reference_N[: request.max_new_tokens].tolist())[:CHARACTERS],
                     completion=decode(completion.ids_N.tolist())[:CHARACTERS],
                     tokens=len(completion.ids_N),
                     finish=completion.finish,
-                    images=shown_images(sequences.documents, prompt.document),
-                    image_count=len(sequences.documents.images_of(prompt.document)),
+                    **shown_media(sequences.documents.media_of(prompt.document), session.media_processor),
                 )
                 for request, prompt, completion in zip(requests, prompts, completions, strict=True)
             ]
@@ -215,18 +213,18 @@ class HeldOutPrompt:
     reference_N: np.ndarray
 
 
-def choose_prompts(documents: Documents, count: int, processor: ImageProcessor | None = None) -> list[HeldOutPrompt]:
+def choose_prompts(documents: Documents, count: int, processor: MediaProcessor | None = None) -> list[HeldOutPrompt]:
     """Choose up to `count` prompts, the same ones in every run on this data. Prompts of several sets alternate.
 
     A document with a prompt is cut before its first target. A document without a prompt is cut after half of its
-    tokens, but after at most `PROMPT_TOKENS`. No document is cut before a token behind its last image. A document
+    tokens, but after at most `PROMPT_TOKENS`. No document is cut before a token behind its last media. A document
     with nothing after the cut is left out.
 
-    processor: that of the documents' images; None without images.
+    processor: that of the documents' media; None without media.
     """
     by_set: dict[int, list[int]] = {}
     for document in in_shown_order(documents, range(len(documents))):
-        if len(documents.tokens(document)) > max(1, images_end(documents.tokens(document), processor)):
+        if len(documents.tokens(document)) > max(1, media_end(documents.tokens(document), processor)):
             set_number = 0 if documents.set_D is None else int(documents.set_D[document])
             by_set.setdefault(set_number, []).append(document)
     turns = sorted(
@@ -237,9 +235,9 @@ def choose_prompts(documents: Documents, count: int, processor: ImageProcessor |
     return [_prompt(documents, document, processor) for _, _, document in turns[:count]]
 
 
-def _prompt(documents: Documents, document: int, processor: ImageProcessor | None) -> HeldOutPrompt:
+def _prompt(documents: Documents, document: int, processor: MediaProcessor | None) -> HeldOutPrompt:
     ids_N = documents.tokens(document)
-    end, targets = images_end(ids_N, processor), np.flatnonzero(documents.targets(document))
+    end, targets = media_end(ids_N, processor), np.flatnonzero(documents.targets(document))
     first = int(targets[0])
     cut = first if first > 1 else max(1, min(PROMPT_TOKENS, len(ids_N) // 2))
     if cut < end:

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
-from stillhouse.images.display import shown_images, shown_positions
+from stillhouse.data.media import shown_media, shown_positions
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.session import Data, Models
 from stillhouse.models.processor_targets import DistillTargets
@@ -76,20 +75,20 @@ def held_out_tokens(models: Models, data: Data, spec: ObjectiveSpec, step: int) 
     micro_batches = models.shard(sequences.micro_batches(with_chosen), training=False)
     signals = models.source.request(micro_batches).result()
     ids = {document: sequences.documents.tokens(document) for document in chosen}
-    shown = {document: shown_positions(of, data.image_processor)[:TOKENS] for document, of in ids.items()}
+    shown = {document: shown_positions(of, data.media_processor)[:TOKENS] for document, of in ids.items()}
     processor = _ShownTokens(shown, _without_rollouts(spec))
     results = models.engine.process(processor, micro_batches, signals)
     all_ranks = models.ranks.gather([entry for entries in results for entry in entries])
     entries = {(document, position): entry for part in all_ranks for document, position, *entry in part}
     documents = [
-        _document(data.tokenizer, sequences.documents, document, positions.tolist(), entries)
+        _document(data, sequences.documents, document, positions.tolist(), entries)
         for document, positions in shown.items()
     ]
     return HeldOutTokens(step, documents)
 
 
 def _document(
-    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
     documents: Documents,
     document: int,
     positions: list[int],
@@ -97,7 +96,7 @@ def _document(
 ) -> Document:
     def texts(pairs: Ranked) -> list[tuple[str, float]]:
         rounded = [(token, round(value, 6)) for token, value in pairs]
-        return [(tokenizer.decode([token]), value) for token, value in rounded if value]
+        return [(data.tokenizer.decode([token]), value) for token, value in rounded if value]
 
     tokens = []
     ids, targets = documents.tokens(document).tolist(), documents.targets(document).tolist()
@@ -107,11 +106,10 @@ def _document(
             name: TermAtToken(value, norm, texts(raised), texts(lowered))
             for name, (value, norm, raised, lowered) in terms.items()
         }
-        text = tokenizer.decode([ids[position]])
+        text = data.tokenizer.decode([ids[position]])
         tokens.append(Token(text, targets[position], kl, texts(teacher), texts(student), by_name))
-    return Document(
-        documents.sources[document], tokens, shown_images(documents, document), len(documents.images_of(document))
-    )
+    shown = shown_media(documents.media_of(document), data.media_processor)
+    return Document(documents.sources[document], tokens, **shown)
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:

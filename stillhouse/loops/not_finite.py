@@ -102,7 +102,7 @@ def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int
             max_tokens=sequences.max_tokens,
             seed=0,
             gaps=sequences.gaps,
-            image_inputs=sequences.image_inputs,
+            media_inputs=sequences.media_inputs,
         )
         loss = _run_again(models, alone.micro_batches([np.array([0])]))
         if not math.isfinite(loss) or not math.isfinite(models.engine.gradient_norm()):

@@ -13,9 +13,9 @@ import numpy as np
 from stillhouse.config import ConfigError, EvalPromptsConfig, as_config_error
 from stillhouse.config.reward_sum import part_names
 from stillhouse.data import Documents, LoadOptions, load_documents
+from stillhouse.data.media import shown_media, shown_text
 from stillhouse.data.render.record_forms import are_conversations
 from stillhouse.hashing import json_hash
-from stillhouse.images.display import shown_images, shown_text
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.prompt_samples import PromptSamples
 from stillhouse.loops.sample_statistics import turn_statistics
@@ -110,7 +110,7 @@ class PromptEvaluation:
 
     def _shown(self, step: int, sample: Sample) -> EvalSample:
         prompts, completion, session = self._prompts, sample.completion, self._session
-        prompt = shown_text(session.tokenizer, prompts.tokens(sample.prompt), session.image_processor)
+        prompt = shown_text(session.tokenizer, prompts.tokens(sample.prompt), session.media_processor)
         return EvalSample(
             step=step,
             number=sample.prompt,
@@ -120,8 +120,7 @@ class PromptEvaluation:
             completion=session.tokenizer.decode(completion.ids_N.tolist())[:CHARACTERS],
             tokens=len(completion.ids_N),
             finish=completion.finish,
-            images=shown_images(prompts, sample.prompt),
-            image_count=len(prompts.images_of(sample.prompt)),
+            **shown_media(prompts.media_of(sample.prompt), session.media_processor),
             key="eval.prompts",
             reward=sample.reward,
             reward_parts=dict(zip(part_names(self._settings.reward), sample.reward_parts, strict=True)),
@@ -131,7 +130,7 @@ class PromptEvaluation:
 def shared_prompts(session: Session, prompts: Documents) -> str | None:
     """A warning about held-out prompts that an on-policy run trains on; None without any."""
     train = session.train.documents
-    if session.plan is None or prompts.images is not None:  # one question may be asked about several images
+    if session.plan is None or prompts.media is not None:  # one question may be asked about several files
         return None
     held_out = [prompts.tokens(number).tobytes() for number in range(len(prompts))]
     shared = set(held_out).intersection(train.tokens(number).tobytes() for number in range(len(train)))
@@ -166,8 +165,8 @@ def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents
             settings.data,
             session.tokenizer,
             options,
-            processor=session.image_processor,
-            teachers=session.teacher_images,
+            processor=session.media_processor,
+            teachers=session.teacher_media,
         )
     rollout = session.rollout_config
     if rollout is not None and rollout.reply_role and not are_conversations(documents.records[0], session.tokenizer):

@@ -81,7 +81,7 @@ def completed(
     require_no_signal = SignalWatch(ServerError(f"a signal came while the run waited for {reward_key}"))
     with closing(CompletionCalls([rollout], reward_key=reward_key)) as calls:
         (of_prompts,) = calls.sources
-        (replies,) = turn_replies([rollout], calls, session.tokenizer, session.image_processor)
+        (replies,) = turn_replies([rollout], calls, session.tokenizer, session.media_processor)
         settings = SourceSettings(
             max_new_tokens,
             reward=of_prompts.reward,

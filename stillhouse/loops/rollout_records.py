@@ -9,8 +9,8 @@ import torch
 
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
+from stillhouse.data.media import shown_text
 from stillhouse.engine.engine import StepOutput
-from stillhouse.images.display import shown_text
 from stillhouse.loops.rollout_warnings import RolloutWarnings
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.loops.session import Session
@@ -218,7 +218,7 @@ def sample_record(
     oldest = int(completion.versions_N[sample.is_generated_N].min())
     return records.Sample(
         step=step + 1,
-        prompt=shown_text(tokenizer, prompt_ids, session.image_processor),
+        prompt=shown_text(tokenizer, prompt_ids, session.media_processor),
         completion=tokenizer.decode(completion.ids_N),
         tokens=tokens,
         length=len(tokens),

@@ -92,7 +92,7 @@ class Rollouts:
                 self.plan,
                 session.tokenizer,
                 self.calls,
-                turn_replies(session.rollouts, self.calls, session.tokenizer, session.image_processor),
+                turn_replies(session.rollouts, self.calls, session.tokenizer, session.media_processor),
             )
 
     def require_same_writer(self, folder: RunFolder) -> None:

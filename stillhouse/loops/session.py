@@ -19,11 +19,11 @@ from stillhouse.config import (
     TrainConfig,
 )
 from stillhouse.data import Documents, PackedSequences, StepMicroBatches
-from stillhouse.data.render.media_inputs import ImageInputs
-from stillhouse.data.render.teacher_media import TeacherImages
+from stillhouse.data.media import MediaProcessor
+from stillhouse.data.render.media_inputs import MediaInputs
+from stillhouse.data.render.teacher_media import TeacherMedia
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
-from stillhouse.images.processor import ImageProcessor
 from stillhouse.models import Decoder, weight_bytes
 from stillhouse.models.document_packing import PACKED
 from stillhouse.objective.spec import ObjectiveSpec
@@ -131,8 +131,8 @@ class Data:
     evaluation: the held-out documents; None if the configuration has none.
     hashes: a hash of the documents, by split.
     dataset: the documents with completions, in a run with rollouts that takes a share of each step from the dataset.
-    processor: the student's processor for images; None if it has none.
-    teacher_images: how teachers in this job read images, by their names, if they do not share this processor.
+    processor: the student's processor of media; None if it has none.
+    teacher_media: how teachers in this job read media, by their names, if they do not share this processor.
     processors: hashes of the processors that decide pixels, by their models' sections; `hashes` include them.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
     """
@@ -143,30 +143,30 @@ class Data:
     hashes: dict[str, str]
     warnings: list[str]
     dataset: Documents | None = None
-    processor: ImageProcessor | None = None
-    teacher_images: Mapping[str, TeacherImages] = field(default_factory=dict)
+    processor: MediaProcessor | None = None
+    teacher_media: Mapping[str, TeacherMedia] = field(default_factory=dict)
     processors: Mapping[str, str] = field(default_factory=dict)
     by_length: bool = False
 
     @property
-    def has_images(self) -> bool:
-        """Whether a document has an image."""
-        return self.train.image_inputs is not None
+    def has_media(self) -> bool:
+        """Whether a document has media."""
+        return self.train.media_inputs is not None
 
     @property
-    def image_processor(self) -> ImageProcessor | None:
-        """The student's processor of images; None if the data has none."""
-        return None if self.train.image_inputs is None else self.train.image_inputs.processor
+    def media_processor(self) -> MediaProcessor | None:
+        """The student's processor of media; None if the data has none."""
+        return None if self.train.media_inputs is None else self.train.media_inputs.processor
 
     @property
-    def processor_files(self) -> list[Path]:
-        """The files of the student's processor for images; empty if it has none."""
+    def processor_files(self) -> Sequence[Path]:
+        """The files of the student's processor of media; empty if it has none."""
         return [] if self.processor is None else self.processor.files
 
-    def with_image_inputs(self, image_inputs: ImageInputs) -> "Data":
-        """The same data, whose micro-batches have these inputs of images."""
-        evaluation = None if self.evaluation is None else self.evaluation.with_image_inputs(image_inputs)
-        return replace(self, train=self.train.with_image_inputs(image_inputs), evaluation=evaluation)
+    def with_media_inputs(self, media_inputs: MediaInputs) -> "Data":
+        """The same data, whose micro-batches have these inputs of media."""
+        evaluation = None if self.evaluation is None else self.evaluation.with_media_inputs(media_inputs)
+        return replace(self, train=self.train.with_media_inputs(media_inputs), evaluation=evaluation)
 
     def sorted_by_length(self, max_tokens: int, held_out_tokens: int) -> "Data":
         """The same data in sequences of documents of similar lengths, of these capacities (see `PackedSequences`)."""

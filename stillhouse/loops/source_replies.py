@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RolloutConfig
 from stillhouse.config.sections.data_section import source_prefix
+from stillhouse.data.media import MediaProcessor
 from stillhouse.data.render.reply_format import ReplyFormat, generation_prompt, reply_format
 from stillhouse.data.render.tool_format import ToolFormat, tool_format
-from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.completion_calls import CompletionCalls, warn
 from stillhouse.loops.session import Session
 from stillhouse.models import eos_ids
@@ -21,7 +21,7 @@ def turn_replies(
     rollouts: Sequence[RolloutConfig],
     calls: CompletionCalls,
     tokenizer: PreTrainedTokenizerBase,
-    processor: ImageProcessor | None,
+    processor: MediaProcessor | None,
 ) -> list[TurnReplies | None]:
     """For each source of prompts, what follows the turns of its samples; None if they have one turn."""
     formats: dict[tuple[str, ...], ToolFormat] = {}
@@ -61,10 +61,10 @@ def require_end_of_turn(
         return
     if (schemas := tool_schemas(rollout)) is not None:
         key, what = "tools", "turns with calls"
-        of_turns: ToolFormat | ReplyFormat = tool_format(session.tokenizer, schemas, session.image_processor)
+        of_turns: ToolFormat | ReplyFormat = tool_format(session.tokenizer, schemas, session.media_processor)
     elif (role := rollout.reply_role) is not None:
         key, what = "reply", "turns"
-        of_turns = reply_format(session.tokenizer, role, session.image_processor)
+        of_turns = reply_format(session.tokenizer, role, session.media_processor)
     else:
         return
     if of_turns.marker_id not in eos_ids(session.tokenizer, session.student):

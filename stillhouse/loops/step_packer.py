@@ -38,7 +38,7 @@ class StepPacker:
             gaps=gaps,
             together=self.prompts.together,
             by_length=self.by_length,
-            image_inputs=self.prompts.image_inputs,
+            media_inputs=self.prompts.media_inputs,
         )
         most = 1 if self.by_length else self.micro_batch_tokens // capacity
         rows = max(1, min(most, len(packed) // parts))

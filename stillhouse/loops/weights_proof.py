@@ -28,11 +28,11 @@ _CHOICE = 256
 
 
 def probe_prompts(prompts: Documents) -> list[int]:
-    """Return the numbers of the prompts that servers complete as probes; with images, if a prompt has some."""
+    """Return the numbers of the prompts that servers complete as probes; with media, if a prompt has some."""
     numbers = np.arange(len(prompts))
-    if prompts.has_images:
-        assert prompts.images is not None
-        numbers = np.flatnonzero(np.diff(prompts.images.offsets))
+    if prompts.has_media:
+        assert prompts.media is not None
+        numbers = np.flatnonzero(np.diff(prompts.media.offsets))
     numbers = numbers[:_CHOICE]
     return numbers[np.argsort(prompts.lengths_D[numbers], kind="stable")[:PROBES]].tolist()
 

@@ -42,7 +42,7 @@ from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
 from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough, input_embedding
 from stillhouse.models.load_proof import prove_decoder, require_runnable
 from stillhouse.models.lora import Lora
-from stillhouse.models.media_inputs import AXES, axis_positions, model_images, read_token_inputs
+from stillhouse.models.media_inputs import AXES, axis_positions, model_media, read_token_inputs
 from stillhouse.models.model_checks import require_decoder
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
         quantize: str | None = None,
         trained: bool = False,
         packing: str = AUTO,
-        images: bool = False,
+        multimodal: bool = False,
         activations: Activations | None = None,
         verify: bool = True,
     ) -> "Decoder":
@@ -132,8 +132,8 @@ class Decoder(nn.Module):
         this dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
         `attn_implementation`. `device`: the model is moved to this device before it is verified, since some attention
         implementations run only on a GPU. `quantize`: "int8", "nf4" or "fp8", for a frozen model whose layers have
-        weights of 8 or 4 bits (see `quantized.py`); `trained`: an adapter will be trained on it. `images`: load the
-        vision tower, too, of a family that also has a class for its language model alone.
+        weights of 8 or 4 bits (see `quantized.py`); `trained`: an adapter will be trained on it. `multimodal`: load
+        the vision tower, too, of a family that also has a class for its language model alone.
 
         Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
@@ -145,7 +145,7 @@ class Decoder(nn.Module):
             trust_remote_code=trust_remote_code,
             quantize=quantize,
             trained=trained,
-            images=images,
+            multimodal=multimodal,
             device=device,
         )
         if dtype is None and model.dtype.itemsize < torch.float32.itemsize:
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         """
         rows, attention = None, self.packing.attention
         arguments = {"input_ids": input_ids, **read_token_inputs(self.backbone, backbone_kwargs)}
-        images = model_images(self.pretrained, self.backbone, images or {})
+        images = model_media(self.pretrained, self.backbone, images or {})
         if mtp_input_ids is not None and (images or AXES in arguments):
             raise ValueError(
                 "student.mtp: the layers read embeddings of tokens, but the data has images: expected mtp null"
@@ -237,7 +237,7 @@ class Decoder(nn.Module):
     ) -> Tensor | None:
         """Return the rotary positions of one document, [S, A] int64; None for a family with one axis.
 
-        See `image_inputs.axis_positions`.
+        See `media_inputs.axis_positions`.
         """
         return axis_positions(self.backbone, input_ids_S, token_types_S, images)
 

@@ -71,7 +71,7 @@ class Packing:
     name: the way that is used. reason: why an earlier way was refused; None if none was.
     attention: the function for packed documents; with variable-length attention, each way is tried first.
     is_sharded: whether context parallelism shards the documents.
-    reads_images: whether `prove_images` has proven this way for documents with images.
+    reads_media: whether `prove_images` has proven this way for documents with images.
 
     Raises PackingError if the model's code shows that no way of this setting is exact, ValueError if the model's
     configuration names variable-length attention and it cannot be used.
@@ -85,7 +85,7 @@ class Packing:
         activations: Activations | None = None,
     ):
         self._model, self._advice = model, _ADVICE
-        self.is_sharded = self.reads_images = False
+        self.is_sharded = self.reads_media = False
         self.takes_positions = "position_ids" in inspect.signature(backbone.forward).parameters
         self.reason: str | None = None
         self.attention = PackedAttention(model, activations)
@@ -134,7 +134,7 @@ class Packing:
     def refuse(self, error: PackingError) -> None:
         """Use the next way, because of this error. Raises PackingError if there is no other way."""
         name, reads_lengths = self._ways[0]
-        self.reads_images = False
+        self.reads_media = False
         if reads_lengths and (name, False) in self._ways:
             self.attention.reason = str(error)
             del self._ways[0]
@@ -288,7 +288,7 @@ def _require_inputs(
     images: Mapping[str, Tensor],
 ) -> None:
     """Raise ValueError for images that are not proven, and for tensors that are not those of tokens."""
-    if images and not packing.reads_images and packing.name != ROWS:
+    if images and not packing.reads_media and packing.name != ROWS:
         raise ValueError(
             f"{describe(model)} got images, and it is not proven that their documents can be "
             f"{_IN_WORDS[packing.name]}: expected prove_images before, or data.packing: rows"

@@ -24,11 +24,13 @@ from stillhouse.models.model_checks import describe
 AXES = "axis_position_ids"
 #: the names of the kinds of tokens, [B, S], as processors return them: 0 for text
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+#: the name of the decoder's argument with the tensors of images and other media
+MEDIA_ARGUMENT = "images"
 #: the names of placeholder tokens in transformers' configurations
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
-def model_images(model: PreTrainedModel, backbone: nn.Module, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def model_media(model: PreTrainedModel, backbone: nn.Module, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the images as arguments of the backbone: floating-point values in the dtype of its weights.
 
     Raises ValueError if the backbone reads no images.

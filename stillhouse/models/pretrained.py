@@ -63,7 +63,7 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     quantize: str | None = None,
     trained: bool = False,
-    images: bool = False,
+    multimodal: bool = False,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
     """Load a model by `from_pretrained` of `auto_class`, with the name unchanged. Every failure is a ValueError.
@@ -74,7 +74,7 @@ def load_causal_lm(
 
     quantize: quantize the linear layers to "int8", "nf4" or "fp8" (see `quantized.py`). trained: whether they are
     below an adapter, so that gradients flow through them. device: None means the CPU.
-    images: see `auto_class`.
+    multimodal: see `auto_class`.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     failure = f"{what} cannot be loaded as a causal language model"
@@ -92,7 +92,7 @@ def load_causal_lm(
         if quantize is not None:
             with prefixed(failure):
                 options |= quantized_loading(config, quantize, options["dtype"], device)
-        build = auto_class(config, images=images)
+        build = auto_class(config, multimodal=multimodal)
         with _damaged_files_named(failure, name_or_path, revision), reading(failure):
             model, report = build.from_pretrained(
                 name_or_path,
@@ -134,23 +134,28 @@ def read_configuration(
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def auto_class(config: PreTrainedConfig, *, images: bool = False) -> Any:
+def auto_class(config: PreTrainedConfig, *, multimodal: bool = False) -> Any:
     """Return transformers' class for the model of this configuration.
 
     A vision-language model without a causal language model class has AutoModelForImageTextToText. All others have
-    AutoModelForCausalLM, which raises a ValueError for an unknown model. images: the class that reads images, if the
-    family has both. The configuration of a model that is already built has only one of them: its language model alone
-    has the configuration of that.
+    AutoModelForCausalLM, which raises a ValueError for an unknown model. multimodal: the class that reads images, if
+    the family has both. The configuration of a model that is already built has only one of them: its language model
+    alone has the configuration of that.
     """
     # a model's folder may contain its class as code
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if has_images and (images or not causal) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if has_images and (multimodal or not causal) else AutoModelForCausalLM
 
 
-def leaves_out_images(config: PreTrainedConfig) -> bool:
-    """Whether `auto_class` chooses the language model alone of a family that also has a class that reads images."""
-    return auto_class(config, images=True) is not auto_class(config)
+def tower_warnings(name: str, revision: str | None, *, trust_remote_code: bool) -> Iterator[str]:
+    """For documents without images: a model whose family has a class of the language model alone."""
+    config = read_configuration(name, revision, trust_remote_code=trust_remote_code)
+    if auto_class(config, multimodal=True) is not auto_class(config):
+        yield (
+            f"student.model: no document has an image that a processor in {name} reads, so its language model is "
+            "trained alone, and the saved student has no vision tower: it cannot be read as an image-text model"
+        )
 
 
 def keep_in_float32(model: PreTrainedModel) -> None:

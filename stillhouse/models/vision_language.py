@@ -62,6 +62,17 @@ def beside_language_model(decoder: Any) -> dict[str, Any]:
     return beside
 
 
+def require_language_alone(parts: Collection[str]) -> None:
+    """Raise ValueError if tower or projector are to be trained, and no document for training has an image: then only
+    the optimizer's weight decay would change them.
+    """
+    if any(part != LANGUAGE for part in parts):
+        raise ValueError(
+            f"got {name_list(parts)}, and no document of data.train has an image: expected [{LANGUAGE}], or "
+            "documents with images"
+        )
+
+
 @contextmanager
 def image_weights_reached(decoder: Any) -> Iterator[None]:
     """Within the block, embeddings of tokens give gradients of 0 to the trained weights of towers and projectors.

@@ -127,7 +127,7 @@ def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherCo
         rows.append((section.replace("teachers.", "teacher "), _teacher_name(teacher), progress.models.get(section)))
     counts = quoted_file(run / "data.json")
     for name, mark in progress.data.items():
-        if name not in _SPLITS:  # the order of documents, and processors of images
+        if name not in _SPLITS:  # the order of documents, and processors of media
             continue
         rows.append((f"data, {name}", _counts(counts.get(name), run / "data.json"), mark))
     lines = [f"| {what} | {name} | {f'`{mark[:_SHORT]}`' if mark else 'none'} |" for what, name, mark in rows]

@@ -56,7 +56,7 @@ class BackboneCut:
 
     first: parts with weights, beside the embedding, that run before the first layer.
     last: parts that run after the last layer, such as the final norm.
-    images: parts beside the language model that only the first stage has: vision towers and projectors.
+    beside: parts beside the language model that only the first stage has: vision towers and projectors.
     returns_tuple: whether the backbone reads a layer's output as a tuple that begins with the hidden states.
     states: by the number of a layer: the earlier layer whose keys and values it reads.
     """
@@ -65,7 +65,7 @@ class BackboneCut:
     layers: str
     first: tuple[str, ...]
     last: tuple[str, ...]
-    images: tuple[str, ...]
+    beside: tuple[str, ...]
     returns_tuple: bool
     states: Mapping[int, int]
 
@@ -138,17 +138,19 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
         # the layers do not run here, and variable-length attention does not accept the device
         config._attn_implementation = "eager"
     with torch.device("meta"):
-        decoder = Decoder(auto_class(config, images=True).from_config(config, trust_remote_code=False), verify=False)
+        decoder = Decoder(
+            auto_class(config, multimodal=True).from_config(config, trust_remote_code=False), verify=False
+        )
     backbone: Any = decoder.backbone
     embedding, layers = _children(decoder, name)
-    images = tuple(beside_language_model(decoder))
+    beside = tuple(beside_language_model(decoder))
     owners: dict[int, int] = {}
     for number, layer in enumerate(decoder.layers()):
         for parameter in layer.parameters():
             if (owner := owners.setdefault(id(parameter), number)) != number:
                 raise DependenceError(f"layers {owner} and {number} of {name} share weights: {UNCUT}")
     dtype, run = backbone.get_submodule(embedding).weight.dtype, RecordedRun(name, returns_tuple)
-    for path in images:
+    for path in beside:
         remove_part(backbone, path)
     _replace_weights(decoder, layers, run)
     options: dict[str, Any] = {"use_cache": False, "return_dict": True}
@@ -176,7 +178,7 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
         raise DependenceError(
             f"{name} changes its hidden states after its last layer, and every stage would repeat that: {UNCUT}"
         )
-    return BackboneCut(embedding, layers, first, last, images, returns_tuple, states)
+    return BackboneCut(embedding, layers, first, last, beside, returns_tuple, states)
 
 
 def remove_part(backbone: nn.Module, path: str) -> None:

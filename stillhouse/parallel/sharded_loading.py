@@ -73,14 +73,14 @@ def empty_decoder(
     dtype: str | None = None,
     attention: str | None = None,
     packing: str = AUTO,
-    images: bool = False,
+    multimodal: bool = False,
     activations: Activations | None = None,
     weights: str | os.PathLike[str] | None = "",
 ) -> Decoder:
     """Return a decoder with a folder's configuration on the meta device.
 
     dtype: None or "auto" for the dtype in which the model was saved. packing, activations: see `Decoder`.
-    images: see `auto_class`.
+    multimodal: see `auto_class`.
     weights: the folder from which the weights will be read; "" for this folder, None if they are in no files. Weights
     that differ there are not tied, whatever the configuration says (see `match_tied_flag`).
     Raises ValueError for a model that cannot be constructed, needs its own code, or is quantized.
@@ -90,7 +90,7 @@ def empty_decoder(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantized: expected plain weights under a layout of several processes")
-    parsed, build = parse_dtype(dtype), auto_class(config, images=images)
+    parsed, build = parse_dtype(dtype), auto_class(config, multimodal=multimodal)
     with torch.device("meta"), reading(f"{folder} cannot be constructed as a causal language model"):
         model = build.from_config(
             config,

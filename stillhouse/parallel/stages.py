@@ -188,7 +188,7 @@ def keep_layers(
             modules[number] = AbsentLayer(layer, cut.returns_tuple)
     for loss in decoder.layer_losses.values():
         loss.keep(layers)
-    absent = (() if first else cut.first + cut.images) + (() if (last if norm is None else norm) else cut.last)
+    absent = (() if first else cut.first + cut.beside) + (() if (last if norm is None else norm) else cut.last)
     for path in absent:
         remove_part(backbone, path)
     if not first:

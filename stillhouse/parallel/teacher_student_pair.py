@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder, OutputProcessor, evaluating, without_lora
 from stillhouse.models.forward_modes import autocast
+from stillhouse.models.media_inputs import MEDIA_ARGUMENT
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import Signal, Signals, StudentHidden
 from stillhouse.objective.signals import RowIndex
@@ -194,12 +195,12 @@ def distill_targets(micro_batch: MicroBatch, signals: Signals) -> DistillTargets
 
 
 def model_inputs(micro_batch: MicroBatch, hidden: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of a decoder's forward; the previous stage's hidden states replace ids and images."""
+    """Return the arguments of a decoder's forward; the previous stage's hidden states replace ids and media."""
     inputs = {
         **micro_batch.inputs,
         "is_padding": micro_batch.is_padding_BS,
         "lengths": micro_batch.lengths,
     }
     if hidden is None:
-        return {**inputs, "images": micro_batch.images}
+        return {**inputs, MEDIA_ARGUMENT: micro_batch.media}
     return {**inputs, "input_ids": None, "inputs_embeds": hidden}

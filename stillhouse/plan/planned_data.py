@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stillhouse.config import RunConfig, TeacherConfig
 from stillhouse.data import DataReport, Documents, PackedSequences, StepMicroBatches
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
 from stillhouse.parallel import Layout, Mesh, ShardedMicroBatches, shard_micro_batches
@@ -35,7 +35,7 @@ class PlannedStore(SignalStore):
         self.signal = SignalSpec(teacher.signal, "float32", teacher.top_k, temperature)
         self.identity = self.name = "planned"
 
-    def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None: ...
+    def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None: ...
 
     def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
         raise NotImplementedError

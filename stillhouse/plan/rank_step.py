@@ -118,7 +118,7 @@ class _PlannedSetup(RunSetup):
     def planned_models(self, mesh: Mesh, device: DeviceCounts) -> "_PlannedModels":
         # a family may have a class for texts, without a vision tower, and one for images
         images = self.config.data.image_pixels is not None
-        return _PlannedModels(**vars(self.models(mesh, images=images)), memory=device)
+        return _PlannedModels(**vars(self.models(mesh, multimodal=images)), memory=device)
 
 
 @dataclass(frozen=True)

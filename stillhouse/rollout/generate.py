@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from stillhouse.images.processor import ImageProcessor
-from stillhouse.images.prompts import ImagePrompts
+from stillhouse.data.media import MEDIA, MediaProcessor
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError, check_document_length, evaluating
 from stillhouse.models.families import ModelFacts
+from stillhouse.models.media_inputs import MEDIA_ARGUMENT, placeholder_ids
 from stillhouse.models.model_checks import describe
 from stillhouse.parallel import watchdog
 from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
@@ -41,7 +41,7 @@ class Generator:
     vocabulary: only ids below this number are sampled, because the tokenizer has no larger ids. None: `counted_rows`.
     counted_rows: the number of rows of the head over which log-probabilities are normalised. None: all rows.
     tokenizer: needed only for `sampling.stop`.
-    processor: needed only for prompts with images.
+    processor: needed only for prompts with media.
 
     Raises ValueError if the model cannot generate, or if there are stop texts but no tokenizer.
     """
@@ -57,7 +57,7 @@ class Generator:
         vocabulary: int | None = None,
         counted_rows: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        processor: ImageProcessor | None = None,
+        processor: MediaProcessor | None = None,
     ):
         if not decoder.pretrained.can_generate():
             raise ValueError(f"{describe(decoder.pretrained)} has no generate(): expected a causal language model")
@@ -65,7 +65,11 @@ class Generator:
             raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
         self.decoder, self.sampling, self.device = decoder, sampling, device
         self._autocast, self.batch_tokens, self._tokenizer = autocast, batch_tokens, tokenizer
-        self.image_prompts = ImagePrompts(decoder, processor)
+        self._processor = processor
+        #: the ids of placeholders. A completion must not have them, because there is no feature for them
+        self.never: list[int] = []
+        if processor is not None:
+            self.never = sorted({*processor.placeholder_ids, *placeholder_ids(decoder.pretrained)})
         rows = decoder.vocabulary_rows
         self._counted = rows if counted_rows is None else min(counted_rows, rows)
         self._vocabulary = self._counted if vocabulary is None else min(vocabulary, self._counted)
@@ -155,14 +159,13 @@ class Generator:
             ids_BS[row, width - len(request.prompt_ids) :] = request.prompt_ids
             mask_BS[row, width - len(request.prompt_ids) :] = 1
         seeds = [request.seed for request in requests]
-        never = self.image_prompts.never
         sampling = self._sampling(requests[0])  # of all requests of the batch
-        sampler = TokenSampler(sampling, seeds, max(limits), self._vocabulary, self.device, self._counted, never)
-        images = self.image_prompts.arguments(requests, width, self.device)
+        sampler = TokenSampler(sampling, seeds, max(limits), self._vocabulary, self.device, self._counted, self.never)
+        media = self._media(requests, width)
         listener = None if ended is None else on_end
         end = EndOfCompletion(sampling, limits, width, self._tokenizer, self.device, listener)
         with errors:
-            self._run(ids_BS, mask_BS, max(limits), sampler, end, images)
+            self._run(ids_BS, mask_BS, max(limits), sampler, end, media)
         return self._completions(sampler, end, version, range(len(requests)))
 
     def _run(
@@ -172,7 +175,7 @@ class Generator:
         tokens: int,
         sampler: TokenSampler,
         end: EndOfCompletion,
-        images: Mapping[str, Tensor],
+        media: Mapping[str, Tensor],
     ) -> None:
         """Call the model's `generate`; `sampler` and `end` record the result. tokens: max_new_tokens."""
         watchdog.progress()
@@ -190,7 +193,7 @@ class Generator:
                 past_key_values=roomy_cache(model, ids_BS.shape[1] + tokens),
                 logits_processor=[sampler],
                 stopping_criteria=[end],
-                **images,
+                **media,
             )
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
@@ -213,6 +216,16 @@ class Generator:
                 )
         longest = max((len(request.prompt_ids) + self._limit(request) for request in requests), default=0)
         check_document_length(model, longest, describe(model))
+
+    def _media(self, requests: Sequence[GenerationRequest], width: int) -> dict[str, Tensor]:
+        """The arguments of the model's `generate` beside token ids; empty if no prompt has media."""
+        if not any(request.has_media for request in requests):
+            return {}
+        if self._processor is None:
+            raise ValueError(
+                f"prompts with {MEDIA} need the model's processor: expected Generator(..., processor=...)"
+            )
+        return _on_device(self._processor.prompt_arguments(self.decoder, requests, width), self.device)
 
     def _sampling(self, request: GenerationRequest) -> Sampling:
         return self.sampling if request.sampling is None else request.sampling
@@ -244,13 +257,13 @@ class Generator:
 
 
 @torch.no_grad()
-def check_generation(decoder: Decoder, device: torch.device, processor: ImageProcessor | None = None) -> None:
+def check_generation(decoder: Decoder, device: torch.device, processor: MediaProcessor | None = None) -> None:
     """Raise ValueError with the model type if the model's `generate` fails or disagrees with the forward pass.
 
     Two short prompts of different lengths are completed, in one batch if the model supports padding on the left. The
     log-probabilities of the new tokens are compared with those of a forward pass without a cache and without padding.
 
-    processor: that of the model's images. Prompts with images are then completed, too, in a second batch.
+    processor: that of the model's media. Prompts with media are then completed, too, in a second batch.
     """
     model = decoder.pretrained
     rows = model.get_input_embeddings().weight.shape[0]
@@ -260,15 +273,15 @@ def check_generation(decoder: Decoder, device: torch.device, processor: ImagePro
     _check_completions(generator, requests, None)
     if processor is not None:
         examples = processor.example_prompts()
-        with_images = [GenerationRequest(at, ids, 0, images=images) for at, (ids, images) in enumerate(examples)]
-        _check_completions(generator, with_images, processor)
+        with_media = [GenerationRequest(at, ids, 0, media=files) for at, (ids, files) in enumerate(examples)]
+        _check_completions(generator, with_media, processor)
 
 
 def _check_completions(
-    generator: Generator, requests: Sequence[GenerationRequest], processor: ImageProcessor | None
+    generator: Generator, requests: Sequence[GenerationRequest], processor: MediaProcessor | None
 ) -> None:
     decoder, device, model = generator.decoder, generator.device, generator.decoder.pretrained
-    what = "its generate()" if processor is None else "its generate() for prompts with images"
+    what = "its generate()" if processor is None else f"its generate() for prompts with {MEDIA}"
     completions: dict[int, Completion] = {}
     for batch in generator.batches(requests):
         errors = reading(f"{describe(model)}: {what} fails")
@@ -276,13 +289,14 @@ def _check_completions(
     for at, request in enumerate(requests):
         completion, prompt = completions[at], request.prompt_ids
         ids_N = np.concatenate([prompt, completion.ids_N])
-        ids, images = torch.from_numpy(ids_N.astype(np.int64)).to(device), dict[str, Any]()
+        ids, inputs = torch.from_numpy(ids_N.astype(np.int64)).to(device), dict[str, Any]()
         if processor is not None:
-            images = {"images": _on_device(processor.tensors_of(request.images, prompt), device)}
-            if (name := processor.layout.token_types) is not None:
-                images[name] = torch.from_numpy(processor.token_types(ids_N))[None].to(device)
+            inputs = {
+                name: torch.from_numpy(types)[None].to(device) for name, types in processor.token_types(ids_N).items()
+            }
+            inputs[MEDIA_ARGUMENT] = _on_device(processor.read_files(request.media, prompt).tensors, device)
         with evaluating(decoder):
-            logits_SV = decoder(ids[None], **images)[0, len(prompt) - 1 : -1]
+            logits_SV = decoder(ids[None], **inputs)[0, len(prompt) - 1 : -1]
         expected = logits_SV.float().log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].cpu().numpy()
         error = float(np.median(np.abs(expected - completion.log_probs_N)))
         if not error <= _TOLERANCE[logits_SV.dtype]:

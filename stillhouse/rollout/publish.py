@@ -156,7 +156,7 @@ def _full_student(student: DistributedStudent) -> Decoder:
     if student.ranks.size == 1:
         return part
     with torch.device("meta"):
-        model = auto_class(part.config, images=True).from_config(part.config, trust_remote_code=False)
+        model = auto_class(part.config, multimodal=True).from_config(part.config, trust_remote_code=False)
     save_as(model, part.pretrained)
     return Decoder(model, verify=False)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from torch import Tensor
 
-from stillhouse.data.media_files import EncodedImage
+from stillhouse.data.media_files import MediaFile
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class GenerationRequest:
     prompt_ids: int32, at least one token.
     seed: the seed of the sampling, for engines that accept one.
     max_new_tokens: a smaller limit than that of `Sampling`. None: the limit of `Sampling`.
-    images: the images of the prompt, whose placeholder tokens `prompt_ids` has.
-    image_tensors: in place of `images`, what a client's processor has made of them; only for this process.
+    media: the media of the prompt, whose placeholder tokens `prompt_ids` has.
+    media_tensors: in place of `media`, what a client's processor has made of them; only for this process.
     sampling: None: the engine's.
     """
 
@@ -61,25 +61,25 @@ class GenerationRequest:
     prompt_ids: np.ndarray
     seed: int
     max_new_tokens: int | None = None
-    images: Sequence[EncodedImage] = ()
-    image_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    media: Sequence[MediaFile] = ()
+    media_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     sampling: Sampling | None = None
 
     @property
-    def has_images(self) -> bool:
-        return bool(self.images or self.image_tensors)
+    def has_media(self) -> bool:
+        return bool(self.media or self.media_tensors)
 
     def as_json(self) -> list[Any]:
-        images = [image.as_stored.as_json() for image in self.images]
+        media = [file.as_stored.as_json() for file in self.media]
         sampling = None if self.sampling is None else asdict(self.sampling)
-        return [self.number, self.prompt_ids.tolist(), self.seed, self.max_new_tokens, images, sampling]
+        return [self.number, self.prompt_ids.tolist(), self.seed, self.max_new_tokens, media, sampling]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        number, ids, seed, max_new_tokens, images, sampling = values
-        encoded = [EncodedImage.from_json(image) for image in images]
+        number, ids, seed, max_new_tokens, media, sampling = values
+        files = [MediaFile.from_json(file) for file in media]
         of_request = None if sampling is None else Sampling.from_json(sampling)
-        return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens, encoded, sampling=of_request)
+        return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens, files, sampling=of_request)
 
 
 @dataclass(frozen=True, eq=False)

@@ -276,7 +276,7 @@ class SampleGenerator:
                 np.concatenate([self.prompts.tokens(sample.prompt), *(part.ids_N for part in sample.parts)]),
                 self.plan.sample_seed(sample.number, sample.turns),
                 self.settings_of(sample.number).max_new_tokens - sample.tokens,
-                self.prompts.images_of(sample.prompt),
+                self.prompts.media_of(sample.prompt),
                 sampling=self.settings_of(sample.number).sampling,
             )
             for sample in samples

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.media import MEDIA, MEDIUM
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.tokenizers import tokenize
@@ -122,9 +123,9 @@ class TurnReplies(ABC):
 
 
 class TextReplies(TurnReplies):
-    """The texts of an environment (`rollout.environment`), which may have any tokens but those of images.
+    """The texts of an environment (`rollout.environment`), which may have any tokens but those of media.
 
-    placeholders: the ids of the tokens that stand for features of images.
+    placeholders: the ids of the tokens that stand for features of media.
     prompt: the generation prompt of the chat template, or "".
     warn: is called once, in any thread, if a reply of a conversation follows a complete turn without this prompt.
     """
@@ -173,7 +174,7 @@ class TextReplies(TurnReplies):
                 raise ValueError(f"rollout.environment: a reply cannot be read: {error}") from error
 
         ids = ids_of(beginning(ids_of, reply, most)) if reply else []
-        require_no_image(ids, self._placeholders, reply)
+        require_no_placeholder(ids, self._placeholders, reply)
         return ids
 
 
@@ -229,7 +230,7 @@ class MessageReplies(TurnReplies):
             ids = self._format.reply_ids(beginning(self._format.text_ids, reply.text, most), ends=reply.ends)
         except ValueError as error:
             raise UserFunctionError(str(error)) from error
-        require_no_image(ids, self._placeholders, reply.text)
+        require_no_placeholder(ids, self._placeholders, reply.text)
         return ids
 
 
@@ -332,12 +333,12 @@ def model_turns(tokenizer: PreTrainedTokenizerBase, sample: SampleTurns) -> tupl
     return tuple(tokenizer.decode(ids_N, skip_special_tokens=True) for ids_N in sample.turns)
 
 
-def require_no_image(ids: Sequence[int], placeholders: frozenset[int], reply: str | None) -> None:
-    """Raise UserFunctionError if a reply has a token that stands for features of images."""
+def require_no_placeholder(ids: Sequence[int], placeholders: frozenset[int], reply: str | None) -> None:
+    """Raise UserFunctionError if a reply has a token that stands for features of media."""
     if not placeholders.isdisjoint(ids):
         raise UserFunctionError(
-            f"rollout.environment: the reply {(reply or '')[:80]!r} has the placeholder token of an image: "
-            "expected text, because only prompts have images"
+            f"rollout.environment: the reply {(reply or '')[:80]!r} has the placeholder token of {MEDIUM}: "
+            f"expected text, because only prompts have {MEDIA}"
         )
 
 

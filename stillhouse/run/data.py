@@ -17,7 +17,6 @@ from stillhouse.config import (
     TeachersConfig,
     as_config_error,
 )
-from stillhouse.config.servers import server_kinds
 from stillhouse.data import (
     Documents,
     LoadOptions,
@@ -25,15 +24,15 @@ from stillhouse.data import (
     PackedSequences,
     load_documents,
 )
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.media import MediaProcessor, find_media_processor, media_kind
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.record_forms import are_conversations
 from stillhouse.data.render.reply_format import reply_format
-from stillhouse.data.render.teacher_media import TeacherImages
+from stillhouse.data.render.teacher_media import TeacherMedia
 from stillhouse.data.render.tool_format import tool_format
 from stillhouse.data.token_cache import user_folder
 from stillhouse.hashing import json_hash
-from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.session import Data
 from stillhouse.rollout.user_functions import tool_schemas
 from stillhouse.run.tokenizers import end_ids_of, load_tokenizers
@@ -41,8 +40,6 @@ from stillhouse.signals import SignalStore
 
 #: the schemas of tools, or None without tools
 ToolSchemas = Sequence[dict[str, Any]] | None
-#: a mistake in a configuration whose data has images; `{}` is what was expected
-NOT_WITH_IMAGES = "the data has images, which this cannot read yet: expected {}, or documents without images"
 
 
 def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_teachers: bool = True) -> Data:
@@ -60,20 +57,20 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     chat_template = config.data.chat_template
     tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, chat_template, stores)
     processor = _processor(config, tokenizer)
-    readers = {} if processor is None else _teacher_images(config, processor, stores)
+    readers = {} if processor is None else _teacher_media(config, processor, stores)
     sections = config.data, config.objective, tokenizer, config.teachers
     source_tools = _proven_tools(config, tokenizer, processor)
     _prove_replies(config, tokenizer, processor)
-    images: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
-    images["tools"] = tool_schemas(config.rollout)
-    images["end_ids"] = end_ids_of(config.student)
-    train, held_out = load_data(*sections, config.rollouts, source_tools=source_tools, **images)
+    options: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
+    options["tools"] = tool_schemas(config.rollout)
+    options["end_ids"] = end_ids_of(config.student)
+    train, held_out = load_data(*sections, config.rollouts, source_tools=source_tools, **options)
     dataset = None
     if not all(rollout.is_on_student_alone for rollout in config.rollouts):
         of_dataset = [not rollout.is_on_student_alone for rollout in config.rollouts]
         source_tools = list(compress(source_tools, of_dataset))
         data = _of_sources(config.data, of_dataset)
-        dataset, _ = load_data(data, *sections[1:], source_tools=source_tools, **images)
+        dataset, _ = load_data(data, *sections[1:], source_tools=source_tools, **options)
     route = None if config.teachers is None else config.teachers.route
     if route is not None and (unused := [name for name in config.several if name not in train.columns[route]]):
         raise ConfigError(
@@ -84,9 +81,9 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     for documents in splits.values():
         warnings = warnings + documents.report.warnings
     hashes = {which: documents.fingerprint() for which, documents in splits.items()}
-    image_inputs, readers = _image_inputs(config, processor, readers, splits.values())
-    if processor is not None and image_inputs is not None:
-        # pixels depend on it
+    media_inputs, readers = _media_inputs(config, processor, readers, splits.values())
+    if processor is not None and media_inputs is not None:
+        # the tensors depend on it
         identity = [processor.identity(), *([name, reader.identity()] for name, reader in readers.items())]
         hashes = {which: json_hash([digest, identity]) for which, digest in hashes.items()}
     if held_out is not None and (shared := held_out.overlap(train)):
@@ -97,19 +94,19 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     gaps = _teachers_in_job(config, stores) if fits_teachers else []
     return Data(
         tokenizer,
-        _packed(config, train, gaps, image_inputs, shuffle=True),
-        None if held_out is None else _packed(config, held_out, gaps, image_inputs, shuffle=False),
+        _packed(config, train, gaps, media_inputs, shuffle=True),
+        None if held_out is None else _packed(config, held_out, gaps, media_inputs, shuffle=False),
         hashes,
         warnings,
         dataset,
         processor,
         readers,
-        {} if image_inputs is None else _processor_hashes(processor, readers),
+        {} if media_inputs is None else _processor_hashes(processor, readers),
     )
 
 
 def _proven_tools(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, processor: ImageProcessor | None
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None
 ) -> list[ToolSchemas]:
     """The schemas of the tools of each source of prompts.
 
@@ -127,7 +124,7 @@ def _proven_tools(
     return [by_paths[tuple(rollout.tool_paths)] for rollout in config.rollouts]
 
 
-def _prove_replies(config: RunConfig, tokenizer: PreTrainedTokenizerBase, processor: ImageProcessor | None) -> None:
+def _prove_replies(config: RunConfig, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None) -> None:
     """Raise ConfigError for a chat template that cannot write the replies of environments as turns."""
     for number, rollout in enumerate(config.rollouts):
         if (role := rollout.reply_role) is not None:
@@ -136,7 +133,7 @@ def _prove_replies(config: RunConfig, tokenizer: PreTrainedTokenizerBase, proces
 
 
 def _packed(
-    config: RunConfig, documents: Documents, gaps: Sequence[str], image_inputs: ImageInputs | None, *, shuffle: bool
+    config: RunConfig, documents: Documents, gaps: Sequence[str], media_inputs: MediaInputs | None, *, shuffle: bool
 ) -> PackedSequences:
     """gaps: the names of teachers for whose tokens sequences have room"""
     # with rollouts, weights are shares of the prompts
@@ -149,61 +146,41 @@ def _packed(
         gaps=gaps,
         together=None if config.teachers is None else config.teachers.route,
         weights=weights or None if shuffle else None,
-        image_inputs=image_inputs,
+        media_inputs=media_inputs,
     )
 
 
-def _image_inputs(
+def _media_inputs(
     config: RunConfig,
-    processor: ImageProcessor | None,
-    readers: Mapping[str, TeacherImages],
+    processor: MediaProcessor | None,
+    readers: Mapping[str, TeacherMedia],
     splits: Collection[Documents],
-) -> tuple[ImageInputs | None, dict[str, TeacherImages]]:
-    """The inputs from images (None without images), and the readers that do not share the student's processor."""
-    if processor is None or all(documents.images is None for documents in splits):
+) -> tuple[MediaInputs | None, dict[str, TeacherMedia]]:
+    """The inputs from media (None without media), and the readers that do not share the student's processor."""
+    if processor is None or all(documents.media is None for documents in splits):
         return None, {}
-    require_image_support(config)
+    media_kind(processor).require_support(config)
     for documents in splits:
         processor.check_texts(documents)
     readers = {name: reader for name, reader in readers.items() if not reader.is_shared}
     of_teachers = {
-        name: None if reader.processor is None else ImageInputs(reader.processor) for name, reader in readers.items()
+        name: None if reader.processor is None else MediaInputs(reader.processor) for name, reader in readers.items()
     }
-    return ImageInputs(processor, teachers=of_teachers), readers
+    return MediaInputs(processor, teachers=of_teachers), readers
 
 
-def _processor_hashes(student: ImageProcessor | None, readers: Mapping[str, TeacherImages]) -> dict[str, str]:
-    """A hash of each model's processor of images, by the models' sections."""
+def _processor_hashes(student: MediaProcessor | None, readers: Mapping[str, TeacherMedia]) -> dict[str, str]:
+    """A hash of each model's processor of media, by the models' sections."""
     identities = {} if student is None else {"student": student.identity()}
     identities |= {reader.section: parts for reader in readers.values() if (parts := reader.identity())}
     return {section: json_hash(parts) for section, parts in identities.items()}
 
 
-def require_image_support(config: RunConfig) -> None:
-    """Raise ConfigError for a part of the configuration that cannot be used with images."""
-    expected = NOT_WITH_IMAGES
-    if config.rollout is not None and config.rollout.urls and not server_kinds()[config.rollout.engine].reads_images:
-        title = server_kinds()[config.rollout.engine].title
-        raise ConfigError(
-            "rollout.engine",
-            f"the data has images, and {title} would read them with a processor of its own, which cannot be proved "
-            "to be the student's: expected transformers, stillhouse with a server that was started with --generate "
-            "--images, or documents without images",
-        )
-    if config.parallel.engine != "torch":
-        raise ConfigError("parallel.engine", expected.format("torch"))
-    if config.parallel.context > 1 and config.rollout is not None:
-        raise ConfigError("parallel.context", expected.format("1 with a rollout"))
-    for section, teacher in config.teacher_sections.items():
-        if teacher.cross_tokenizer is not None:
-            raise ConfigError(f"{section}.cross_tokenizer", expected.format("null"))
-
-
-def _processor(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
-    """The student's processor for images; None if it has none."""
+def _processor(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> MediaProcessor | None:
+    """The student's processor of media; None if it has none."""
     student = config.student
     with as_config_error("student.model"):
-        return ImageProcessor.find(
+        return find_media_processor(
             str(student.model),
             tokenizer,
             revision=student.revision,
@@ -218,17 +195,17 @@ def _teachers_in_job(config: RunConfig, stores: Mapping[str, SignalStore]) -> li
     return [section.partition(".")[2] for section in config.teacher_sections if section not in stores]
 
 
-def _teacher_images(
-    config: RunConfig, student: ImageProcessor, stores: Mapping[str, SignalStore]
-) -> dict[str, TeacherImages]:
-    """How the models of teachers in this job read images, by the teachers' names. student: the student's processor"""
+def _teacher_media(
+    config: RunConfig, student: MediaProcessor, stores: Mapping[str, SignalStore]
+) -> dict[str, TeacherMedia]:
+    """How the models of teachers in this job read media, by the teachers' names. student: the student's processor"""
     is_routed = config.teachers is not None and config.teachers.route is not None
     readers = {}
     for section, teacher in config.teacher_sections.items():
         if section in stores or teacher.model is None or teacher.is_base_of(config.student):
             continue
         with as_config_error(f"{section}.model"):
-            processor = ImageProcessor.find(
+            processor = find_media_processor(
                 str(teacher.model),
                 student.tokenizer,
                 revision=teacher.revision,
@@ -236,7 +213,7 @@ def _teacher_images(
                 most_pixels=config.data.image_pixels,
                 template_is_set=True,  # the student's is used
             )
-        readers[section.partition(".")[2]] = TeacherImages(section, student, processor, is_routed=is_routed)
+        readers[section.partition(".")[2]] = TeacherMedia(section, student, processor, is_routed=is_routed)
     return readers
 
 
@@ -246,8 +223,8 @@ def load_data(
     tokenizer: PreTrainedTokenizerBase,
     teachers: TeachersConfig | None = None,
     rollouts: Sequence[RolloutConfig] = (),
-    processor: ImageProcessor | None = None,
-    readers: Mapping[str, TeacherImages] | None = None,
+    processor: MediaProcessor | None = None,
+    readers: Mapping[str, TeacherMedia] | None = None,
     *,
     fits_teachers: bool = True,
     tools: ToolSchemas = None,
@@ -256,8 +233,8 @@ def load_data(
 ) -> tuple[Documents, Documents | None]:
     """Load the training documents, and the held-out documents (None if the configuration has none).
 
-    processor: the student's processor for images; None if the student reads no images
-    readers: how teachers in this job read images, by their names. fits_teachers: see `LoadOptions`
+    processor: the student's processor of media; None if the student reads no media
+    readers: how teachers in this job read media, by their names. fits_teachers: see `LoadOptions`
     tools: the schemas of the tools with which conversations of data.eval are written; those of the section rollout
     source_tools: those of each training source; empty without rollouts
     end_ids: the student's end-of-sequence ids

@@ -43,7 +43,7 @@ class ModelSources:
     recompute: whether the student uses activation checkpointing
     packing: `data.packing`
     autocast: the dtype of the student's activations under autocast; None: the dtype of its weights
-    images: whether the models read images
+    multimodal: whether the models read media beside text
     without_noise: whether the student is trained without dropout and routers' noise
     removed_noise: the names of what the student does not have for this reason, when it has been built
     """
@@ -57,7 +57,7 @@ class ModelSources:
     recompute: bool
     packing: str
     autocast: torch.dtype | None
-    images: bool = False
+    multimodal: bool = False
     without_noise: bool = False
     removed_noise: set[str] = field(default_factory=set)
 
@@ -96,7 +96,13 @@ class ModelSources:
         """The source of a teacher that this process loads without sharding, with transformers."""
         teacher = self.teachers[section]
         load = partial(
-            load_model, section, str(teacher.model), teacher, self.mesh.device, self.packing, images=self.images
+            load_model,
+            section,
+            str(teacher.model),
+            teacher,
+            self.mesh.device,
+            self.packing,
+            multimodal=self.multimodal,
         )
         return ModelSource(load, name=section, is_proven=True)
 
@@ -110,7 +116,7 @@ class ModelSources:
 
         def build() -> Decoder:
             if student.init is None:
-                options = self.mesh.device, self.packing, self.autocast, self.images
+                options = self.mesh.device, self.packing, self.autocast, self.multimodal
                 return load_model("student", student.model, student, *options)
             source = self._sharded_student()
             empty = source.build()
@@ -176,7 +182,7 @@ class ModelSources:
             dtype=model.dtype,
             attention=model.attention,
             packing=self.packing,
-            images=self.images,
+            multimodal=self.multimodal,
             activations=activations_for(model.attention, device or self.mesh.device, autocast),
             weights=weights_folder,
         )
@@ -260,12 +266,12 @@ def load_model(
     device: torch.device,
     packing: str = AUTO,
     autocast: torch.dtype | None = None,
-    images: bool = False,
+    multimodal: bool = False,
 ) -> Decoder:
     """Load a model and check that its weights are finite.
 
     which: the model's name in error messages. autocast: the dtype of its activations; None: that of its weights.
-    images: whether it reads images
+    multimodal: whether it reads media beside text
     """
     try:
         decoder = Decoder.from_pretrained(
@@ -278,7 +284,7 @@ def load_model(
             quantize=model.quantize,
             trained=isinstance(model, StudentConfig),
             packing=packing,
-            images=images,
+            multimodal=multimodal,
             activations=activations_for(model.attention, device, autocast),
         )
     except ValueError as error:

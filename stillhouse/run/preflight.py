@@ -26,7 +26,6 @@ from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.float8 import FP8, float8_problem
 from stillhouse.models.forward_modes import noise_of
-from stillhouse.models.pretrained import leaves_out_images, read_configuration
 from stillhouse.objective.policy import PolicySettings
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.tracking import require_trackers
@@ -85,16 +84,6 @@ def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], 
             documents.check_ids(decoder.vocabulary_rows, section, readers)
     check_saving(decoders["student"].pretrained)
     return warnings
-
-
-def tower_warnings(student: StudentConfig) -> Iterator[str]:
-    """For a run without images: a student whose family has a class of the language model alone."""
-    model, code = str(student.model), student.trust_remote_code
-    if leaves_out_images(read_configuration(model, student.revision, trust_remote_code=code)):
-        yield (
-            f"student.model: no document has an image that a processor in {model} reads, so its language model is "
-            "trained alone, and the saved student has no vision tower: it cannot be read as an image-text model"
-        )
 
 
 def require_adapters(student: StudentConfig) -> None:

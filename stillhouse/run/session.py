@@ -14,8 +14,9 @@ from stillhouse.checkpoint.identity import (
     RunIdentity,
     configuration_hash,
 )
-from stillhouse.config import EvalConfig, RolloutConfig, RunConfig, SourceConfig
+from stillhouse.config import EvalConfig, RolloutConfig, RunConfig, SourceConfig, as_config_error
 from stillhouse.data import DataReport, Documents, text_fingerprint, tokenizer_fingerprint
+from stillhouse.data.media import media_kind
 from stillhouse.display import escaped, name_list
 from stillhouse.engine.optimizer import stacked_vectors
 from stillhouse.engine.schedule import (
@@ -24,11 +25,12 @@ from stillhouse.engine.schedule import (
     make_step_schedule,
     micro_batch_capacity,
 )
-from stillhouse.images.prepare import require_image_layout, require_images_for_parts, with_images_proven
 from stillhouse.loops.completion_engine import samplings
 from stillhouse.loops.session import Data, Loss, Models, RolloutPlan, Schedule, Session
 from stillhouse.models import add_end_ids, eos_ids
 from stillhouse.models.document_packing import ROWS
+from stillhouse.models.pretrained import tower_warnings
+from stillhouse.models.vision_language import require_language_alone
 from stillhouse.parallel import join, use_deterministic_algorithms, watchdog
 from stillhouse.rollout import PromptSource
 from stillhouse.run.agreement import require_same_sources
@@ -40,7 +42,6 @@ from stillhouse.run.preflight import (
     prompt_warnings,
     same_model_warnings,
     schedule_warnings,
-    tower_warnings,
 )
 from stillhouse.run.setup import RunSetup, with_precision
 
@@ -72,15 +73,19 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     watchdog.enter("comparing data and models")
     data_hashes = {f"data.{split}": documents_hash for split, documents_hash in data.hashes.items()}
     require_same_sources(data_hashes | model_hashes, setup.ranks)
-    require_images_for_parts(config.student.train, data)
+    if not (data.train.documents.has_media or (data.dataset is not None and data.dataset.has_media)):
+        with as_config_error("student.train"):
+            require_language_alone(config.student.train)
     _enter("loading the models", announce)
-    if (image_inputs := data.train.image_inputs) is not None:
-        require_image_layout(setup, image_inputs)
+    if (media_inputs := data.train.media_inputs) is not None:
+        media_kind(media_inputs.processor).require_layout(setup, media_inputs)
     mesh = join(setup.layout.degrees, setup.device, config.train.timeout)
-    sources = setup.models(mesh, images=data.has_images)
+    sources = setup.models(mesh, multimodal=data.has_media)
     engine, source = setup.engine(sources, setup.layout)
     models = Models(engine, source, stores, sources.student_source, config.student, setup.teachers)
-    data = _in_rows(with_images_proven(data, engine, source, stores), models, setup)
+    if media_inputs is not None:
+        data = media_kind(media_inputs.processor).with_models_proven(data, engine, source, stores)
+    data = _in_rows(data, models, setup)
     schedule, rollout = _schedule(data, setup)
     decisive = _decisive_for_completions(models, data, config.rollout, config.eval)
     hashes = _data_hashes(models, data, schedule)
@@ -99,7 +104,10 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         warnings += prompt_warnings(config.train, rollout.config, rollout.prompts, config.data.max_tokens, policies)
         warnings += evaluation_warnings(config.eval, rollout.configs)
     warnings += same_model_warnings(setup, model_hashes, models.student)
-    warnings += [] if data.has_images else tower_warnings(config.student)
+    if not data.has_media:
+        student = config.student
+        code = student.trust_remote_code
+        warnings += tower_warnings(str(student.model), student.revision, trust_remote_code=code)
     return replace(session, warnings=[escaped(line) for line in dict.fromkeys(warnings)])
 
 

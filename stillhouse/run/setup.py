@@ -119,8 +119,8 @@ class RunSetup:
         """Fingerprints of the student and of each teacher; see `model_fingerprints`."""
         return model_fingerprints(self.config.student, self.teachers, self.config.seed, self.stores)
 
-    def models(self, mesh: Mesh, *, images: bool = False) -> ModelSources:
-        """The sources of the models, for the processes of a mesh. images: whether the models read images."""
+    def models(self, mesh: Mesh, *, multimodal: bool = False) -> ModelSources:
+        """The sources of the models, for the processes of a mesh. multimodal: whether they read media beside text."""
         config = self.config
         return ModelSources(
             config.student,
@@ -132,7 +132,7 @@ class RunSetup:
             config.train.activation_checkpointing,
             config.data.packing,
             self._autocast,
-            images,
+            multimodal,
             self.objective.spec.uses_ratios,
         )
 

@@ -95,7 +95,7 @@ def require_signals(
             try:
                 for what, splits in checked.items():
                     for documents in splits:
-                        store.require(documents, what, data.train.image_inputs)
+                        store.require(documents, what, data.train.media_inputs)
                 teacher.source_kind.prove(section, teacher, store, train, data, ranks.device)
             except OSError as error:
                 raise ValueError(str(error)) from error

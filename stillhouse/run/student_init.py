@@ -101,8 +101,8 @@ def _initialize_randomly(decoder: Decoder, config: PreTrainedConfig, dtype: Any,
     """Initialize the full model in host memory, as transformers does, and copy this process's shard of it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        images = text_config(decoder.config) is not decoder.config
-        model = auto_class(config, images=images).from_config(config, dtype=dtype, trust_remote_code=False)
+        multimodal = text_config(decoder.config) is not decoder.config
+        model = auto_class(config, multimodal=multimodal).from_config(config, dtype=dtype, trust_remote_code=False)
     full = Decoder(model, verify=False)
     values = full.state_dict()
     for name, parameter in decoder.state_dict().items():

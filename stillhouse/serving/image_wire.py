@@ -18,9 +18,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors.torch import load
 from torch import Tensor
 
-from stillhouse.data.render.media_inputs import DocumentImages
+from stillhouse.data.media import MediaProcessor, MediaTensors
+from stillhouse.data.render.media_inputs import DocumentMedia
 from stillhouse.hashing import json_hash
-from stillhouse.images.processor import ImageProcessor, ImageTensors
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.libraries import reading
 from stillhouse.serving.strict_body import FirstWrong, StrictBody, first_problem
 
@@ -58,7 +59,7 @@ class ImageSupport(StrictBody):
 _LIST: TypeAdapter[list[SentImages | None]] = TypeAdapter(FirstWrong[SentImages | None])
 
 
-def processor_hash(processor: ImageProcessor) -> str:
+def processor_hash(processor: MediaProcessor) -> str:
     """A hash of a processor's settings, and of the tokens, shapes and integers that it makes of pictures. Pixels are
     compared by the settings, because their last bits depend on the machine.
     """
@@ -69,6 +70,7 @@ def processor_hash(processor: ImageProcessor) -> str:
         }
         for document in processor.example_documents()
     ]
+    assert isinstance(processor, ImageProcessor), "media that servers do not read"
     return json_hash([processor.processor.image_processor.to_dict(), processor.placeholder_ids, documents])
 
 
@@ -77,7 +79,7 @@ def positions_hash(positions: Sequence[Tensor | None]) -> str:
     return json_hash([None if positions_SA is None else positions_SA.tolist() for positions_SA in positions])
 
 
-def require_processor(url: str, support: ImageSupport | None, processor: ImageProcessor, what: str) -> None:
+def require_processor(url: str, support: ImageSupport | None, processor: MediaProcessor, what: str) -> None:
     """Raise ValueError unless a server accepts images and has this processor. what: what has images, for messages."""
     if support is None:
         raise ValueError(f"{what} has images, and {url} accepts none: start it with stillhouse serve --images")
@@ -88,7 +90,7 @@ def require_processor(url: str, support: ImageSupport | None, processor: ImagePr
         )
 
 
-def images_hash(tokens: np.ndarray, images: ImageTensors) -> str:
+def images_hash(tokens: np.ndarray, images: MediaTensors) -> str:
     """A hash of a document's tokens, and of the sizes and all bytes of its images."""
     digest = hashlib.sha256(np.ascontiguousarray(tokens, dtype=np.int32).tobytes())
     for name, tensor in sorted(images.tensors.items()):
@@ -100,7 +102,7 @@ def images_hash(tokens: np.ndarray, images: ImageTensors) -> str:
 
 
 def encode_images(
-    documents: Sequence[tuple[np.ndarray, ImageTensors | None]],
+    documents: Sequence[tuple[np.ndarray, MediaTensors | None]],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a body, and the entries of its header's JSON. Both are empty if no document has images.
 
@@ -144,7 +146,7 @@ def take_images(header: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Any
 
 def decode_images(
     sent: Any, tensors: Mapping[str, Tensor], documents: Sequence[np.ndarray]
-) -> list[DocumentImages | None]:
+) -> list[DocumentMedia | None]:
     """The images of each document. documents: their tokens.
 
     Raises ValueError unless the images belong to these documents and have their hashes.
@@ -165,18 +167,18 @@ def decode_images(
         if owner not in by_document or not of_model:
             raise ValueError(f"a tensor '{name}', which belongs to no sequence with images")
         by_document[owner][of_model] = tensor
-    images: list[DocumentImages | None] = []
+    images: list[DocumentMedia | None] = []
     for number, (tokens, entry) in enumerate(zip(documents, entries, strict=True)):
         if entry is None:
             images.append(None)
             continue
-        made = ImageTensors(by_document[str(number)], list(entry.sizes))
+        made = MediaTensors(by_document[str(number)], list(entry.sizes))
         if images_hash(tokens, made) != entry.sha256:
             raise ValueError(
                 f"the images of sequence {number} do not have the hash that was sent with them: they were changed on "
                 "the way, or belong to another sequence"
             )
-        images.append(DocumentImages(bytes.fromhex(entry.sha256), lambda made=made: made))  # type: ignore[misc]
+        images.append(DocumentMedia(bytes.fromhex(entry.sha256), lambda made=made: made))  # type: ignore[misc]
     return images
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save
 
-from stillhouse.data.render.media_inputs import DocumentImages
-from stillhouse.images.processor import ImageTensors
+from stillhouse.data.media import MediaTensors
+from stillhouse.data.render.media_inputs import DocumentMedia
 from stillhouse.serving.image_wire import decode_body, decode_images, encode_images, take_images
 from stillhouse.serving.strict_body import FirstWrong, TokenId, first_problem
 
@@ -20,13 +20,13 @@ _KEY = "generate"
 _IDS: TypeAdapter[list[int]] = TypeAdapter(FirstWrong[TokenId])
 
 
-def encode_prompt(body: dict[str, Any], images: ImageTensors) -> bytes:
+def encode_prompt(body: dict[str, Any], images: MediaTensors) -> bytes:
     """body: a request as JSON; its `token_ids` are the prompt"""
     tensors, sent = encode_images([(np.array(body["token_ids"], dtype=np.int32), images)])
     return save(tensors, {_KEY: json.dumps(body | sent)})
 
 
-def decode_prompt(content: bytes) -> tuple[bytes, DocumentImages | None]:
+def decode_prompt(content: bytes) -> tuple[bytes, DocumentMedia | None]:
     """The request as JSON, and the images of its prompt. Raises ValueError for another body."""
     body, tensors = decode_body(content, _KEY, "the request")
     images = take_images(body, tensors)

@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 from safetensors.torch import save
 from torch import Tensor
 
-from stillhouse.images.processor import ImageTensors
+from stillhouse.data.media import MediaTensors
 from stillhouse.serving.image_wire import decode_body, decode_images, encode_images, take_images
 from stillhouse.serving.strict_body import JSON, SAFETENSORS, FirstWrong, StrictBody, first_problem, require_few_lists
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
@@ -63,7 +63,7 @@ class ScoreBody(ScoreOptions):
 
 
 def encode_request(
-    signal: SignalSpec, documents: Sequence[DocumentRows], images: Sequence[ImageTensors | None] | None = None
+    signal: SignalSpec, documents: Sequence[DocumentRows], images: Sequence[MediaTensors | None] | None = None
 ) -> bytes:
     """images: those of each document, read before; None: read them now"""
     if images is None:
@@ -78,8 +78,8 @@ def encode_request(
     return save(tensors | of_images, {KEY: json.dumps(_options(signal) | sent)})
 
 
-def read_images(documents: Sequence[DocumentRows]) -> list[ImageTensors | None]:
-    return [None if document.images is None else document.images.read() for document in documents]
+def read_images(documents: Sequence[DocumentRows]) -> list[MediaTensors | None]:
+    return [None if document.media is None else document.media.read() for document in documents]
 
 
 def document_tensors(documents: Sequence[DocumentRows]) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     ]
     without_images = _with_ids(signal, documents, ranges, tensors.get("ids"))
     images = decode_images(*sent, documents)
-    return signal, [replace(document, images=of) for document, of in zip(without_images, images, strict=True)]
+    return signal, [replace(document, media=of) for document, of in zip(without_images, images, strict=True)]
 
 
 def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Tensor]]) -> bytes:

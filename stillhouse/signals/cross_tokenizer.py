@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.data.render.alignment import ABSENT, Aligner, Span
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
 from stillhouse.objective.signals import Tail
 from stillhouse.signals.local_model_store import LocalModelStore
@@ -124,7 +124,7 @@ class CrossTokenizerStore(SignalStore):
     def start(self, device: torch.device) -> None:
         self.inner.start(device)
 
-    def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None:
+    def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
         """Raise ValueError for a document that cannot be aligned, or that the inner store refuses."""
         self.inner.require(self.aligner.translate(documents), what)
 

@@ -58,7 +58,7 @@ class SignalRows(NamedTuple):
             return cls(index_C, torch.cat([document.ids_NK for document in documents if document.ids_NK is not None]))
         if wanted.kind == "sampled":
             numbers = [
-                uniform_numbers(document_id(document.tokens, document.images), document.rows, wanted.entries)
+                uniform_numbers(document_id(document.tokens, document.media), document.rows, wanted.entries)
                 for document in documents
             ]
             return cls(index_C, torch.from_numpy(np.concatenate(numbers)))

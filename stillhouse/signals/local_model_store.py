@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import Documents
-from stillhouse.data.render.media_inputs import ImageInputs
-from stillhouse.images.processor import ImageProcessor
+from stillhouse.data.media import MediaProcessor
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.models import Decoder, check_document_length
 from stillhouse.parallel import single_process_runner
-from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_image_inputs
+from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_media_inputs
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 from stillhouse.signals.signal_store import SignalStore
@@ -28,7 +28,7 @@ class LocalModelStore(SignalStore):
     identity: a hash of the teacher's files
     load: loads the model onto a device
     tokens: the maximum number of tokens in a forward pass; a longer document gets its own forward pass
-    processor: the teacher's processor of images; None: the documents are texts
+    processor: the teacher's processor of media; None: the documents are texts
     packs_all: whether all documents of a read are packed before they are divided into batches, for less padding
     """
 
@@ -40,23 +40,23 @@ class LocalModelStore(SignalStore):
         load: Callable[[torch.device], Decoder],
         tokens: int,
         *,
-        processor: ImageProcessor | None = None,
+        processor: MediaProcessor | None = None,
         packs_all: bool = False,
     ):
         self.name, self.identity, self.signal, self._load, self._tokens = name, identity, signal, load, tokens
         self._packs_all, self._processor = packs_all, processor
-        self._image_inputs: ImageInputs | None = None
+        self._media_inputs: MediaInputs | None = None
         self._decoder: Decoder | None = None
         self._longest = self._largest_id = 0
         self._running = Lock()
 
-    def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None:
+    def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
         """Store the length of the longest document and the largest id; `start` checks them against the model."""
         self._longest = max(self._longest, int(documents.lengths_D.max(initial=0)))
         self._largest_id = max(self._largest_id, int(documents.tokens_N.max(initial=0)))
 
     def start(self, device: torch.device) -> None:
-        """Load the model, and prove it on images if it reads some.
+        """Load the model, and prove it on media if it reads some.
 
         Raises ValueError if the model cannot read the documents that `require` got.
         """
@@ -69,13 +69,13 @@ class LocalModelStore(SignalStore):
                     f"{decoder.vocabulary_rows} rows: model and tokenizer do not belong together"
                 )
             if self._processor is not None:
-                self._image_inputs = proven_image_inputs(decoder, self._processor)
+                self._media_inputs = proven_media_inputs(decoder, self._processor)
             self._decoder = decoder
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
         assert self._decoder is not None
         device = next(self._decoder.parameters()).device
-        scorer = Scorer(single_process_runner(self._decoder, None), device, self._image_inputs)
+        scorer = Scorer(single_process_runner(self._decoder, None), device, self._media_inputs)
         requests = [ScoreRequest(document, self.signal) for document in wanted]
         with self._running, torch.no_grad():
             if self._packs_all:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
-from stillhouse.data.render.media_inputs import ImageInputs
-from stillhouse.images.processor import ImageProcessor
-from stillhouse.images.proof import prove_images
+from stillhouse.data.media import MEDIA, MediaProcessor, media_kind
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.models.document_packing import ROWS
 from stillhouse.objective import OutputHead
@@ -36,8 +35,8 @@ class ScoreRequest(NamedTuple):
         return len(self.document.tokens)
 
     @property
-    def has_images(self) -> bool:
-        return self.document.images is not None
+    def has_media(self) -> bool:
+        return self.document.media is not None
 
 
 #: the result of a request: the tensors, or an error if they are not finite
@@ -47,18 +46,18 @@ Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
 class Scorer:
     """Scores documents with a teacher. Under tensor parallelism, all ranks must score the same batches.
 
-    image_inputs: of `proven_image_inputs`; None: documents with images are refused
+    media_inputs: of `proven_media_inputs`; None: documents with media are refused
     """
 
-    def __init__(self, runner: Runner, device: torch.device, image_inputs: ImageInputs | None = None):
-        self._runner, self._device, self._image_inputs = runner, device, image_inputs
+    def __init__(self, runner: Runner, device: torch.device, media_inputs: MediaInputs | None = None):
+        self._runner, self._device, self._media_inputs = runner, device, media_inputs
         self._decoder = runner.decoders[0].eval()
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """For each request, return its tensors on the CPU, or a `NotFiniteError` if the tensors are not finite.
 
         Raises RuntimeError if the forward pass fails, for example because memory is exhausted, and ValueError for
-        images that do not fit their documents.
+        media that do not fit their documents.
         """
         return [_checked(tensors) for tensors in self.tensors(requests)]
 
@@ -77,7 +76,7 @@ class Scorer:
             seed=0,
             shuffle=False,
             by_length=by_length,
-            image_inputs=self._inputs_of(requests),
+            media_inputs=self._inputs_of(requests),
         )
         if by_length:
             at_a_time = 1
@@ -89,12 +88,12 @@ class Scorer:
             signals |= self._batch(micro_batch, requests)
         return [signals[number] for number in range(len(requests))]
 
-    def _inputs_of(self, requests: Sequence[ScoreRequest]) -> ImageInputs | None:
-        if all(request.document.images is None for request in requests):
+    def _inputs_of(self, requests: Sequence[ScoreRequest]) -> MediaInputs | None:
+        if all(request.document.media is None for request in requests):
             return None
-        if self._image_inputs is None:
-            raise ValueError("a document has images, and the teacher was not loaded with a processor of images")
-        return _RequestImages(self._image_inputs, [request.document for request in requests])
+        if self._media_inputs is None:
+            raise ValueError(f"a document has {MEDIA}, and the teacher was not loaded with a processor of {MEDIA}")
+        return _RequestMedia(self._media_inputs, [request.document for request in requests])
 
     def _batch(self, micro_batch: MicroBatch, requests: Sequence[ScoreRequest]) -> dict[int, dict[str, Tensor]]:
         """The tensors of the requests whose documents are in the micro-batch, by the number of the request."""
@@ -118,31 +117,31 @@ class Scorer:
         return by_document
 
 
-class _RequestImages(ImageInputs):
-    """The tensors of images as the requests have them. documents: of the requests"""
+class _RequestMedia(MediaInputs):
+    """The tensors of media as the requests have them. documents: of the requests"""
 
-    def __init__(self, inputs: ImageInputs, documents: Sequence[DocumentRows]):
+    def __init__(self, inputs: MediaInputs, documents: Sequence[DocumentRows]):
         super().__init__(inputs.processor, inputs.axis_positions)
         self._documents = documents
 
     def tensors(
         self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray], *, may_skip: bool = False
     ) -> list[dict[str, Tensor]]:
-        images = (self._documents[member].images for member in members)
-        return [{} if of_document is None else dict(of_document.tensors()) for of_document in images]
+        media = (self._documents[member].media for member in members)
+        return [{} if of_document is None else dict(of_document.tensors()) for of_document in media]
 
 
-def proven_image_inputs(
+def proven_media_inputs(
     decoder: Decoder,
-    processor: ImageProcessor,
+    processor: MediaProcessor,
     agreed: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> ImageInputs:
-    """Prove a teacher on documents with images, and return what makes its inputs of images.
+) -> MediaInputs:
+    """Prove a teacher on documents with media, and return what makes its inputs of media.
 
-    agreed: see `prove_images`. Raises ProofError, naming the model, for a model that does not read images exactly.
+    agreed: see `prove_images`. Raises ProofError, naming the model, for a model that does not read media exactly.
     """
-    prove_images(decoder, processor.example_documents(), processor.join, agreed)
-    return ImageInputs(processor, decoder.axis_positions)
+    media_kind(processor).prove(decoder, processor, agreed)
+    return MediaInputs(processor, decoder.axis_positions)
 
 
 @dataclass(frozen=True)

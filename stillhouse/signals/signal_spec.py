@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data.render.media_inputs import DocumentImages
+from stillhouse.data.render.media_inputs import DocumentMedia
 from stillhouse.objective import Chosen, Sampled, Signal, TopK
 from stillhouse.objective.signals import Tail
 
@@ -127,11 +127,11 @@ class DocumentRows:
     tokens: all ids of the document
     ids_NK: for "chosen", the K ids of each requested row; -1 is an absent entry
     source: where the document is from, for messages; "" if unknown
-    images: the document's images; None without images
+    media: the document's media; None without media
     """
 
     tokens: np.ndarray
     rows: range
     ids_NK: Tensor | None = None
     source: str = ""
-    images: DocumentImages | None = None
+    media: DocumentMedia | None = None

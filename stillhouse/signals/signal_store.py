@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stillhouse.data import Documents, MicroBatch
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.dry_run import replaceable
 from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
@@ -81,16 +81,16 @@ class SignalStore(ABC):
         """Prepare `read`. Called only on processes that read signals."""
 
     @abstractmethod
-    def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None:
+    def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
         """Raise ValueError unless the store has signals for these documents.
 
         what: the documents' name in the message
-        image_inputs: makes the tensors of the documents' images; None if the data has no images
+        media_inputs: makes the tensors of the documents' media; None if the data has no media
         """
 
     def require_positions(self, positions: Sequence[Tensor | None]) -> None:  # noqa: B027 (most stores have none)
         """Raise ValueError unless the teacher gives these rotary positions [S, A] to the `example_documents` of the
-        processor of images.
+        processor of media.
         """
 
     @abstractmethod
@@ -213,8 +213,8 @@ class StoredTeacher(SignalSource):
                 if ids:
                     ids_NK = torch.full((len(rows), ids[number].shape[1]), -1, dtype=torch.int32)
                     ids_NK[rows_C] = ids[number][chosen]
-                images = step.all_ranks.document_images(document)
-                wanted.append(DocumentRows(tokens, rows, ids_NK, images=images))
+                media = step.all_ranks.document_media(document)
+                wanted.append(DocumentRows(tokens, rows, ids_NK, media=media))
                 places.append((tensors, valid_index[chosen], rows_C))
         for (tensors, index_C, rows_C), stored in zip(places, self.store.read(wanted), strict=True):
             for name, value in stored.items():

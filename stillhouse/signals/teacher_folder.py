@@ -36,12 +36,12 @@ def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerB
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def head_of(folder: Path | str, dtype: str = "auto", *, images: bool = False) -> Decoder:
+def head_of(folder: Path | str, dtype: str = "auto", *, multimodal: bool = False) -> Decoder:
     """Load the output head from a model's folder, on the CPU, without the layers.
 
-    images: whether the model reads images, if its family also has a class that does not
+    multimodal: whether the model reads media beside text, if its family also has a class that does not
     """
-    decoder = only_head(partial(empty_decoder, str(folder), dtype=dtype, images=images))
+    decoder = only_head(partial(empty_decoder, str(folder), dtype=dtype, multimodal=multimodal))
     load_weights(decoder, str(folder), torch.device("cpu"))
     return decoder
 

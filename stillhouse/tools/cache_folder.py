@@ -126,15 +126,15 @@ class CacheTeacher:
 
     identity: a hash of the model's files.
     decoder: the model, or only its output head.
-    images, teacher_images: those of `Manifest`.
+    media, teacher_media: those of `Manifest`.
     """
 
     name: str
     identity: str
     decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
-    images: str | None = None
-    teacher_images: str | None = None
+    media: str | None = None
+    teacher_media: str | None = None
 
     def describe(self, signal: SignalSpec) -> Manifest:
         """The manifest of a cache without its documents; `write_documents` adds them."""
@@ -146,8 +146,8 @@ class CacheTeacher:
             self.decoder.vocabulary_rows,
             self.decoder.width,
             versions=library_versions(),
-            images=self.images,
-            teacher_images=self.teacher_images,
+            media=self.media,
+            teacher_media=self.teacher_media,
         )
 
     def save(self, folder: Path, signal: SignalSpec) -> None:

@@ -47,8 +47,8 @@ SMALLER = 30
 WITH_Z_LOSS = "with z_loss"
 #: the beginnings of names of regularisers, whose gradients are meant to be small beside those of the other losses
 _REGULARISERS = ("entropy", "objective.router_aux_loss")
-#: the number of documents with images that are shown
-_IMAGE_SAMPLES = 3
+#: the number of documents with media that are shown
+_MEDIA_SAMPLES = 3
 
 Result = TypeVar("Result")
 
@@ -124,7 +124,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
     else:
         yield _row("prompt", f"{session.data.train.documents.sources[0]}, the completion follows it:")
     yield _sample(session.data, session.data.train.documents)
-    yield from _image_lines(session.data)
+    yield from _media_lines(session.data)
     yield from _step_lines(session, folder)
     yield from (_row(*row) for row in function_rows(session))
 
@@ -139,13 +139,13 @@ def _model_line(decoder: Decoder) -> str:
     )
 
 
-def _image_lines(data: Data) -> Iterator[str]:
-    """Describe the first documents with images, and show the texts that have not been shown."""
+def _media_lines(data: Data) -> Iterator[str]:
+    """Describe the first documents with media, and show the texts that have not been shown."""
     documents, processor = data.train.documents, data.processor
-    if documents.images is None or processor is None:
+    if documents.media is None or processor is None:
         return
-    for document in np.flatnonzero(np.diff(documents.images.offsets))[:_IMAGE_SAMPLES].tolist():
-        yield _row("images", processor.in_words(documents, document))
+    for document in np.flatnonzero(np.diff(documents.media.offsets))[:_MEDIA_SAMPLES].tolist():
+        yield _row(processor.kind, processor.in_words(documents, document))
         if document:  # the first document is the sample above
             yield _sample(data, documents, document)
 
@@ -156,7 +156,7 @@ def _sample(data: Data, documents: Documents, document: int = 0) -> str:
     for is_target, stretch in groupby(tokens, key=itemgetter(0)):
         piece = data.tokenizer.decode([token for _, token in stretch])
         text += f"⟦{piece}⟧" if is_target else piece
-    if documents.images is not None and data.processor is not None:
+    if documents.media is not None and data.processor is not None:
         text = data.processor.shortened(text)
     return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
 

@@ -237,7 +237,7 @@ def _kept_in_float32(config: PretrainedConfig | None) -> list[str]:
     if config is None:
         return []
     with reading(f"{config.name_or_path}: its configuration cannot be read"), torch.device("meta"):
-        model = auto_class(config, images=True).from_config(config, trust_remote_code=False)
+        model = auto_class(config, multimodal=True).from_config(config, trust_remote_code=False)
     return sorted(model._keep_in_fp32_modules_strict or [])
 
 

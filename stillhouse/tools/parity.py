@@ -22,8 +22,8 @@ from stillhouse.config import RunConfig
 from stillhouse.config.engines import EngineCapabilities, capabilities
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data import StepMicroBatches
+from stillhouse.data.media import media_kind
 from stillhouse.engine.engine import Engine
-from stillhouse.images.prepare import with_images_proven
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import make_queue, turn_replies
@@ -128,9 +128,10 @@ def parity(config: RunConfig) -> Iterator[Row]:
     data = setup.load_data()
     start(device, config.train.timeout)
     one_process = Mesh(Degrees(), device, single_process=True)
-    images = data.train.image_inputs is not None
-    reference, source = in_one_process.engine(in_one_process.models(one_process, images=images), Layout())
-    data = with_images_proven(data, reference, source)
+    multimodal = data.has_media
+    reference, source = in_one_process.engine(in_one_process.models(one_process, multimodal=multimodal), Layout())
+    if (media_inputs := data.train.media_inputs) is not None:
+        data = media_kind(media_inputs.processor).with_models_proven(data, reference, source)
     if config.rollout is None:
         numbers = data.train.order(0)[: MICRO_BATCHES * processes]
         step: StepMicroBatches = data.train.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
@@ -148,8 +149,9 @@ def parity(config: RunConfig) -> Iterator[Row]:
         with temporary_groups():
             try:
                 mesh = Mesh(layout.degrees, device)
-                engine, source = setup.engine(setup.models(mesh, images=images), layout)
-                with_images_proven(data, engine, source)
+                engine, source = setup.engine(setup.models(mesh, multimodal=multimodal), layout)
+                if media_inputs is not None:
+                    media_kind(media_inputs.processor).with_models_proven(data, engine, source)
                 loss = _gradient(engine, source, step, config.seed)
             except ValueError as error:
                 row = Row(str(layout), refused=str(error))

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig
 from stillhouse.data import Documents
+from stillhouse.data.media import media_kind
 from stillhouse.data.packing import SINGLE
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.hashing import json_hash
-from stillhouse.images.prepare import require_image_layout
 from stillhouse.loops.session import Data
 from stillhouse.parallel import watchdog
 from stillhouse.run.models import load_model, teacher_fingerprint
@@ -61,10 +61,10 @@ def write_cache(
         store, teacher = _served_teacher(setup, data)
     else:
         store, teacher = _local_teacher(setup, teacher_config, data, kind, top_k, dtype, with_label=with_label)
-    if (inputs := data.train.image_inputs) is not None:
-        other = data.teacher_images.get(SINGLE)
+    if (inputs := data.train.media_inputs) is not None:
+        other = data.teacher_media.get(SINGLE)
         of_teacher = None if other is None else json_hash(other.identity())
-        teacher = replace(teacher, images=inputs.processor.pixels_identity, teacher_images=of_teacher)
+        teacher = replace(teacher, media=inputs.processor.pixels_identity, teacher_media=of_teacher)
 
     def read(places: Sequence[int]) -> list[dict[str, Tensor]]:
         parts = (list(part) for _, part in groupby(places, key=lambda place: entries[place].split))
@@ -72,7 +72,7 @@ def write_cache(
 
     watchdog.enter("writing the cache", timed=False)
     documents = [entry.document for entry in entries]
-    rows = [(document_id(document.tokens, document.images), document.rows) for document in documents]
+    rows = [(document_id(document.tokens, document.media), document.rows) for document in documents]
     description = teacher.describe(store.signal)
     with closing(store):
         return write_documents(out, description, rows, read, teacher.save, setup.ranks, shard_bytes)
@@ -91,15 +91,15 @@ class _Reader:
     """Requests the signals of documents as the teacher reads them, and returns them in the student's rows.
 
     splits: the documents of each split, for the student and as the teacher reads them.
-    image_inputs: those of the teacher.
+    media_inputs: those of the teacher.
     """
 
     splits: Sequence[tuple[Documents, Documents]]
-    image_inputs: ImageInputs | None
+    media_inputs: MediaInputs | None
 
     @classmethod
     def of(cls, data: Data) -> Self:
-        inputs = data.train.image_inputs
+        inputs = data.train.media_inputs
         return cls(
             [(split, split.as_read_by(SINGLE)) for split in data_splits(data)], inputs and inputs.of_teacher(SINGLE)
         )
@@ -110,11 +110,11 @@ class _Reader:
         for split, number, document in entries:
             documents, as_read = self.splits[split]
             of_teacher = documents.substitutions_of(SINGLE).rows(number, len(document.tokens))
-            # a row that predicts a token of an image has no weight in a run: the row before it stands for it
+            # a row that predicts a token of media has no weight in a run: the row before it stands for it
             row_N = np.maximum.accumulate(of_teacher[document.rows.start : document.rows.stop])
-            images = None if self.image_inputs is None else self.image_inputs.of(as_read, number)
+            media = None if self.media_inputs is None else self.media_inputs.of(as_read, number)
             span = range(int(row_N[0]), int(row_N[-1]) + 1)
-            requests.append(DocumentRows(as_read.tokens(number), span, source=document.source, images=images))
+            requests.append(DocumentRows(as_read.tokens(number), span, source=document.source, media=media))
             rows.append(row_N - span.start)
         return [
             {name: values[row_N] for name, values in tensors.items()}
@@ -133,12 +133,12 @@ def _local_teacher(
     with_label: bool,
 ) -> tuple[SignalStore, CacheTeacher]:
     """The teacher of a cache, loaded in this process, as a store of signals. Arguments: see `write_cache`."""
-    name, identity, inputs = str(config.model), teacher_fingerprint(config), data.train.image_inputs
+    name, identity, inputs = str(config.model), teacher_fingerprint(config), data.train.media_inputs
     processor = None
     if inputs is not None:
-        require_image_layout(setup, inputs)
+        media_kind(inputs.processor).require_layout(setup, inputs)
         of_teacher = inputs.of_teacher(SINGLE)
-        assert of_teacher is not None, "only a routed teacher reads no images"
+        assert of_teacher is not None, "only a routed teacher reads no media"
         processor = of_teacher.processor
     options = setup.ranks.device, setup.config.data.packing, None, processor is not None
     decoder = load_model("teacher", name, config, *options)
@@ -193,14 +193,14 @@ def data_splits(data: Data) -> list[Documents]:
 def cache_documents(data: Data) -> Iterator[CacheEntry]:
     """The distinct documents of a run that have targets."""
     seen: dict[bytes, range] = {}
-    inputs = data.train.image_inputs
+    inputs = data.train.media_inputs
     for split, documents in enumerate(data_splits(data)):
         for number, source in enumerate(documents.sources):
             tokens, rows = documents.tokens(number), target_rows(documents.targets(number))
-            images = None if inputs is None else inputs.of(documents, number)
-            rows_before = seen.setdefault(document_id(tokens, images), rows)
+            media = None if inputs is None else inputs.of(documents, number)
+            rows_before = seen.setdefault(document_id(tokens, media), rows)
             if rows_before is rows and len(rows):
-                yield CacheEntry(split, number, DocumentRows(tokens, rows, source=source, images=images))
+                yield CacheEntry(split, number, DocumentRows(tokens, rows, source=source, media=media))
             elif rows_before != rows:
                 raise ValueError(
                     f"{source} has the tokens of another document and other targets: expected "

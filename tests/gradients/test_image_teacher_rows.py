@@ -253,10 +253,10 @@ def test_sampled_ids_are_those_of_the_teachers_rows(folder: Path) -> None:
     """Their mean log-probability is minus the entropy of whole logits at the same rows, and less at other rows."""
     settings = cached(folder, "sampled", "sampled", top_k=255) | {"objective.loss": "forward_kl"}
     session = session_of(folder, cached=True, **settings)
-    documents, images = session.data.train.documents, session.data.train.image_inputs
+    documents, images = session.data.train.documents, session.data.train.media_inputs
     assert images is not None
     ids, rows = documents.tokens(0), target_rows(documents.targets(0))
-    (tensors,) = session.models.stores["teacher"].read([DocumentRows(ids, rows, images=images.of(documents, 0))])
+    (tensors,) = session.models.stores["teacher"].read([DocumentRows(ids, rows, media=images.of(documents, 0))])
     pieces = session.data.tokenizer.apply_chat_template(turns_of(0), tokenize=False).split("<|image_pad|>")
     with torch.no_grad():
         p_SV, _, teacher_places = Plain(folder, "teacher").read(pieces, images_of(0), session.data.tokenizer)

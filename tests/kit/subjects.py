@@ -50,7 +50,7 @@ from stillhouse.data import (
     tokenizer_fingerprint,
 )
 from stillhouse.data.render import chat_template
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.models import (
     Decoder,
@@ -313,7 +313,7 @@ def images(folder: Path) -> Load:
         (given / "a.jsonl").write_bytes(lines)
         options = LoadOptions(max_tokens=TOKENS * 4, on_error=draw.choice(["raise", "skip"]))
         documents = load_documents(given / "a.jsonl", tokenizer, options, processor=processor)
-        make_micro_batch(documents, [[0]], image_inputs=ImageInputs(processor))
+        make_micro_batch(documents, [[0]], media_inputs=MediaInputs(processor))
 
     return load
 

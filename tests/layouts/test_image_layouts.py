@@ -30,7 +30,8 @@ from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.models.vision_language import LANGUAGE, PROJECTOR, VISION, train_parts
-from stillhouse.parallel import Degrees, Layout, ModelSource, Runner, pair
+from stillhouse.parallel import Degrees, Layout, ModelSource, Runner
+from stillhouse.parallel import teacher_student_pair as pair
 from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.parity import relative_difference
@@ -101,7 +102,7 @@ def micro_batches(decoder: Decoder, documents: list[Document]) -> Iterator[Micro
             weights_T=(labels_T >= 0).float(),
             document_T=-is_padding_BS.flatten().long(),
             valid_index=(labels_T >= 0).nonzero()[:, 0],
-            images=images,
+            media=images,
         )
 
 

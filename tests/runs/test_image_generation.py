@@ -27,7 +27,7 @@ from transformers import AutoModelForImageTextToText, GenerationConfig, LogitsPr
 
 from stillhouse.config import ConfigError
 from stillhouse.data import PackedMicroBatches
-from stillhouse.data.media_files import EncodedImage
+from stillhouse.data.media_files import MediaFile
 from stillhouse.data.render.tokenizers import load_tokenizer
 from stillhouse.images.decode import open_image
 from stillhouse.images.display import thumbnail
@@ -63,28 +63,28 @@ def test_a_batch_of_prompts_with_images_has_the_tokens_of_plain_generate_for_eac
     family: str, tmp_path: Path
 ) -> None:
     folder = write_image_model(family, tmp_path / "student")
-    decoder = Decoder.from_pretrained(folder, dtype="float32", images=True)
+    decoder = Decoder.from_pretrained(folder, dtype="float32", multimodal=True)
     processor = ImageProcessor.find(str(folder), load_tokenizer(str(folder)))
     assert processor is not None
     check_generation(decoder, CPU, processor)
     generator = Generator(decoder, Sampling(NEW, temperature=0.0), CPU, processor=processor)
     examples = processor.example_prompts()
-    requests = [GenerationRequest(at, ids, at, images=images) for at, (ids, images) in enumerate(examples)]
+    requests = [GenerationRequest(at, ids, at, media=images) for at, (ids, images) in enumerate(examples)]
     completions, model = generator.generate(requests, version=0), decoder.pretrained
     for (ids, images), completion in zip(examples, completions, strict=True):
-        types = {} if (kinds := processor.layout.token_types) is None else {kinds: processor.token_types(ids)[None]}
+        types = {name: types_S[None] for name, types_S in processor.token_types(ids).items()}
         ids_1S = torch.from_numpy(ids.astype(np.int64))[None]
         with patch.object(model, "generation_config", GenerationConfig()):
             out_1S: Any = model.generate(
                 ids_1S,
                 attention_mask=torch.ones_like(ids_1S),
                 generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0),
-                logits_processor=[Without(generator.image_prompts.never)],
+                logits_processor=[Without(generator.never)],
                 **read_token_inputs(model, {name: torch.from_numpy(value) for name, value in types.items()}),
-                **processor.tensors_of(images, ids),
+                **processor.read_files(images, ids).tensors,
             )
         assert completion.ids_N.tolist() == out_1S[0, len(ids) :].tolist()
-    inverted = [replace(request, images=[as_inverted(image) for image in request.images]) for request in requests]
+    inverted = [replace(request, media=[as_inverted(image) for image in request.media]) for request in requests]
     changes = [
         float(np.abs(other.log_probs_N - one.log_probs_N).max()) > 1e-4
         for one, other in zip(completions, generator.generate(inverted, version=0), strict=True)
@@ -95,20 +95,20 @@ def test_a_batch_of_prompts_with_images_has_the_tokens_of_plain_generate_for_eac
     assert together == [sampling.generate([request], version=0)[0].ids_N.tolist() for request in requests]
 
 
-def as_inverted(image: EncodedImage) -> EncodedImage:
+def as_inverted(image: MediaFile) -> MediaFile:
     buffer = io.BytesIO()
     open_image(image.read()).point(lambda value: 255 - value).save(buffer, format="PNG")
-    return EncodedImage.of(buffer.getvalue())
+    return MediaFile.of(buffer.getvalue())
 
 
 def test_a_prompt_that_ends_with_an_image_is_refused(tmp_path: Path) -> None:
     folder = write_image_model("qwen3_vl", tmp_path / "student")
-    decoder = Decoder.from_pretrained(folder, dtype="float32", images=True)
+    decoder = Decoder.from_pretrained(folder, dtype="float32", multimodal=True)
     processor = ImageProcessor.find(str(folder), load_tokenizer(str(folder)))
     assert processor is not None
     images = processor.example_prompts()[1][1]
     ids = processor.expand(f"what is {processor.processor.image_token}", images, special=True).ids
-    request = GenerationRequest(7, np.asarray(ids, dtype=np.int32), 0, images=images)
+    request = GenerationRequest(7, np.asarray(ids, dtype=np.int32), 0, media=images)
     with pytest.raises(ValueError, match="request 7: its prompt ends with an image: expected text behind it"):
         Generator(decoder, Sampling(2), CPU, processor=processor).generate([request], version=0)
     with pytest.raises(ValueError, match="prompts with images need the model's processor"):
@@ -121,7 +121,7 @@ def test_the_first_step_on_prompts_with_images_has_the_log_probs_and_the_loss_of
 ) -> None:
     session = session_of(tmp_path, **write_on_policy(tmp_path, family))
     _, step = first_rollouts(session, RunFolder(tmp_path / "out"))
-    processor = session.data.image_processor
+    processor = session.data.media_processor
     assert processor is not None
     loss = session.models.step(step).sums["loss"]
     student, teacher = (
@@ -133,11 +133,11 @@ def test_the_first_step_on_prompts_with_images_has_the_log_probs_and_the_loss_of
     documents, divergences, with_images = packed.sequences.documents, [], 0
     for number in range(len(documents)):
         ids, where = documents.tokens(number), documents.targets(number)
-        types = {} if (kinds := processor.layout.token_types) is None else {kinds: processor.token_types(ids)[None]}
+        types = {name: types_S[None] for name, types_S in processor.token_types(ids).items()}
         inputs = {
             "input_ids": torch.from_numpy(ids.astype(np.int64))[None],
             **read_token_inputs(student, {name: torch.from_numpy(value) for name, value in types.items()}),
-            **processor.tensors(documents, number, documents.tokens(number)),
+            **processor.read(documents, number, documents.tokens(number)).tensors,
         }
         with_images += "pixel_values" in inputs
         with torch.no_grad():
@@ -211,7 +211,7 @@ def record_steps(folder: str) -> None:
             for part in parts
             for document in part.document_T[part.document_T >= 0].unique()
         ]
-        lines.append([tokens, sum(len(part.images.get("image_grid_thw", ())) for part in parts)])
+        lines.append([tokens, sum(len(part.media.get("image_grid_thw", ())) for part in parts)])
         (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(lines))
         return parts
 
@@ -241,7 +241,7 @@ def test_two_processes_train_on_the_images_and_completions_of_one(tmp_path: Path
 def test_thumbnails_are_small_and_encoded_anew(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     Image.effect_noise((1000, 400), 90).save(buffer, format="JPEG", comment=b"<script>")
-    made = thumbnail(EncodedImage.of(buffer.getvalue()))
+    made = thumbnail(MediaFile.of(buffer.getvalue()))
     encoded = base64.b64decode(made.url.partition("base64,")[2])
     assert (made.width, made.height) == (1000, 400)
     assert Image.open(io.BytesIO(encoded)).size == (160, 64)

@@ -25,9 +25,10 @@ from safetensors.torch import save
 
 from stillhouse.config import ConfigError
 from stillhouse.data import DataError
+from stillhouse.data.media import MediaTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
 from stillhouse.images.decode import open_image, pixel_count
-from stillhouse.images.processor import ImageProcessor, ImageTensors
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.serving.client.image_limits import require_accepted
 from stillhouse.serving.image_wire import ImageSupport, encode_images
 from stillhouse.serving.wire import KEY, SAFETENSORS, document_tensors
@@ -104,7 +105,7 @@ def ignore_images() -> None:
     """The server's tower gets the same picture for every document, after the server has proven its model."""
     from stillhouse.signals import scorer
 
-    tensors = scorer._RequestImages.tensors
+    tensors = scorer._RequestMedia.tensors
 
     def same(*arguments: Any) -> list[dict[str, torch.Tensor]]:
         return [
@@ -112,7 +113,7 @@ def ignore_images() -> None:
             for made in tensors(*arguments)
         ]
 
-    scorer._RequestImages.tensors = same  # type: ignore[method-assign]
+    scorer._RequestMedia.tensors = same  # type: ignore[method-assign]
 
 
 def move_positions() -> None:
@@ -179,9 +180,9 @@ def test_limits_that_a_server_tells_are_compared_before_the_first_step(
     support = ImageSupport.model_validate(server.client.get("/v1/info").json()["images"])
     with closing(session_of(folder, **SETTINGS)) as session:
         documents = session.data.train.documents
-    pictures = [open_image(image.read()) for image in documents.images_of(0)]
+    pictures = [open_image(image.read()) for image in documents.media_of(0)]
     pixels = sum(picture.width * picture.height for picture in pictures)
-    assert sum(pixel_count(image) for image in documents.images_of(0)) == pixels
+    assert sum(pixel_count(image) for image in documents.media_of(0)) == pixels
     exact = support.model_copy(update={"max_images": 2, "max_pixels": 10**6})
     require_accepted(server.url, exact, documents, processor, "data.train")
     for limit, unit in (("max_images", "images"), ("max_pixels", "pixels"), ("max_bytes", "bytes in the tensors")):
@@ -207,13 +208,13 @@ def processor(folder: Path) -> ImageProcessor:
     return processor
 
 
-Parts = list[tuple[np.ndarray, ImageTensors | None]]
+Parts = list[tuple[np.ndarray, MediaTensors | None]]
 
 
 def documents_of(processor: ImageProcessor) -> Parts:
     """Documents with two, one and no images."""
     return [
-        (ids, processor.read_images(images, ids) if images else None) for ids, images in processor.example_prompts()
+        (ids, processor.read_files(images, ids) if images else None) for ids, images in processor.example_prompts()
     ]
 
 
@@ -240,7 +241,7 @@ def with_images(parts: Parts, number: int, **changes: Any) -> Parts:
     ids, images = parts[number]
     assert images is not None
     tensors = {**images.tensors, **changes.pop("tensors", {})}
-    changed[number] = ids, ImageTensors(tensors, changes.get("sizes", images.sizes))
+    changed[number] = ids, MediaTensors(tensors, changes.get("sizes", images.sizes))
     return changed
 
 

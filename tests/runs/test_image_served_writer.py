@@ -17,8 +17,9 @@ from kit.ranks import run_ranks
 from kit.runs import run, write_run
 from kit.serving import Server
 
+from stillhouse.data.media import MediaTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
-from stillhouse.images.processor import ImageProcessor, ImageTensors
+from stillhouse.images.processor import ImageProcessor
 from stillhouse.serving.prompt_wire import encode_prompt
 from stillhouse.serving.strict_body import SAFETENSORS
 
@@ -84,10 +85,10 @@ def test_a_served_teacher_writes_what_it_writes_in_the_job(tmp_path: Path) -> No
 
 def ignore_images() -> None:
     """The tower gets the same picture for every prompt, after the server has proven its model."""
-    from stillhouse.images.prompts import ImagePrompts
+    from stillhouse.images import prompts
     from stillhouse.serving.server.generate import generate_routes
 
-    tensors, decode = ImagePrompts._tensors, generate_routes.decode_prompt
+    tensors, decode = prompts.media_tensors, generate_routes.decode_prompt
 
     def same(*arguments: Any) -> list[Any]:
         return [
@@ -96,7 +97,7 @@ def ignore_images() -> None:
         ]
 
     def after_start(content: bytes) -> Any:
-        ImagePrompts._tensors = staticmethod(same)  # type: ignore[method-assign]
+        prompts.media_tensors = same
         return decode(content)
 
     generate_routes.decode_prompt = after_start
@@ -128,29 +129,29 @@ def test_a_server_that_cannot_read_the_prompts_is_refused(folder: Path, tmp_path
 
 
 @pytest.fixture(scope="module")
-def prompt(folder: Path) -> tuple[np.ndarray, ImageTensors]:
+def prompt(folder: Path) -> tuple[np.ndarray, MediaTensors]:
     processor = ImageProcessor.find(str(folder / "student"), load_tokenizer(str(folder / "student")))
     assert processor is not None
     ids, images = processor.example_prompts()[1]
-    return ids, processor.read_images(images, ids)
+    return ids, processor.read_files(images, ids)
 
 
-def asked(server: Server, ids: np.ndarray, images: ImageTensors, **more: Any) -> httpx2.Response:
+def asked(server: Server, ids: np.ndarray, images: MediaTensors, **more: Any) -> httpx2.Response:
     body = {"token_ids": ids.tolist(), "sampling_params": {"max_tokens": 3, "temperature": 0.0, "logprobs": 0}} | more
     return server.client.post(GENERATE, content=encode_prompt(body, images), headers={"content-type": SAFETENSORS})
 
 
-def test_damaged_prompts_with_images_are_refused(server: Server, prompt: tuple[np.ndarray, ImageTensors]) -> None:
+def test_damaged_prompts_with_images_are_refused(server: Server, prompt: tuple[np.ndarray, MediaTensors]) -> None:
     ids, images = prompt
     assert asked(server, ids, images).status_code == 200
     inverted = {name: -value if value.is_floating_point() else value for name, value in images.tensors.items()}
-    other = asked(server, ids, ImageTensors(inverted, images.sizes)).json()["choices"][0]["logprobs"]["content"]
+    other = asked(server, ids, MediaTensors(inverted, images.sizes)).json()["choices"][0]["logprobs"]["content"]
     first = asked(server, ids, images).json()["choices"][0]["logprobs"]["content"]
     assert first[0]["logprob"] != pytest.approx(other[0]["logprob"], abs=1e-4)
     nan = {name: value * torch.nan if value.is_floating_point() else value for name, value in images.tensors.items()}
     end = int(np.flatnonzero(ids == np.bincount(ids).argmax())[-1]) + 1
     refused = {
-        "NaN or infinite": asked(server, ids, ImageTensors(nan, images.sizes)),
+        "NaN or infinite": asked(server, ids, MediaTensors(nan, images.sizes)),
         "the prompt ends with an image": asked(server, ids[:end], images),
         "1 placeholder tokens for images with": asked(server, np.append(ids[:3], ids[end - 1 : end + 1]), images),
         "not supported": asked(server, ids, images, more=1),

@@ -311,7 +311,7 @@ def test_bytes_of_a_vision_language_model_are_those_of_all_parts_and_of_the_trai
     ]
     *ranks, estimated = dry_runs.counts([*jobs, jobs[0] | {"kind": "estimated"}])
     for (model, parts, images), rank in zip(cases, ranks, strict=True):
-        decoder, sizes = empty_decoder(model, images=images), {True: 0, False: 0}
+        decoder, sizes = empty_decoder(model, multimodal=images), {True: 0, False: 0}
         train_parts(decoder, parts)
         for weight in decoder.parameters():
             sizes[weight.requires_grad] += weight.numel() * weight.element_size()

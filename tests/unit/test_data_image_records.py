@@ -99,8 +99,8 @@ def test_parquet_has_the_bytes_of_images_as_datasets_writes_them(qwen: Student, 
     )
     documents = qwen.load(pictures / "train.parquet")
     assert same_documents(documents, expected)
-    assert documents.images is not None
-    assert [part.data for part in documents.images.of(0)] == [part["bytes"] for part in images]
+    assert documents.media is not None
+    assert [part.data for part in documents.media.of(0)] == [part["bytes"] for part in images]
 
 
 def test_saved_datasets_give_the_bytes_of_images(qwen: Student, pictures: Path) -> None:
@@ -118,8 +118,8 @@ def test_saved_datasets_give_the_bytes_of_images(qwen: Student, pictures: Path) 
     datasets.Dataset.from_list(rows, features=features).save_to_disk(str(pictures / "saved"))
     documents = qwen.load(pictures / "saved")
     assert documents.fingerprint() == expected.fingerprint()
-    assert documents.images is not None
-    assert documents.images.of(0)[0].data == png(0)
+    assert documents.media is not None
+    assert documents.media.of(0)[0].data == png(0)
 
 
 def saved(picture: Image.Image, kind: str, **options: Any) -> bytes:

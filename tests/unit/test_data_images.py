@@ -28,7 +28,7 @@ from stillhouse.data import (
     PackedSequences,
     make_micro_batch,
 )
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.images.decode import open_image
 
 
@@ -49,7 +49,7 @@ def test_tokens_masks_and_tensors_are_those_of_transformers_for_each_conversatio
 ) -> None:
     student = Student(family, tmp_path_factory.mktemp(family))
     documents = student.load_records(pictures, *({"messages": turns} for turns in CONVERSATIONS))
-    processor, inputs = student.processor.processor, ImageInputs(student.processor)
+    processor, inputs = student.processor.processor, MediaInputs(student.processor)
     expected_images = []
     for number, turns in enumerate(CONVERSATIONS):
         with_paths = json.loads(json.dumps(turns).replace('"image": "', f'"image": "{pictures}/'))
@@ -57,18 +57,18 @@ def test_tokens_masks_and_tensors_are_those_of_transformers_for_each_conversatio
         expected = processor.apply_chat_template([with_paths], tokenize=True, **options)
         assert documents.tokens(number).tolist() == expected["input_ids"][0].tolist()
         assert documents.targets(number).tolist() == expected["assistant_masks"][0].bool().tolist()
-        micro_batch = make_micro_batch(documents, [[number]], image_inputs=inputs)
-        images = {name: value for name, value in expected.items() if name in micro_batch.images}
-        assert micro_batch.images.keys() == images.keys()
+        micro_batch = make_micro_batch(documents, [[number]], media_inputs=inputs)
+        images = {name: value for name, value in expected.items() if name in micro_batch.media}
+        assert micro_batch.media.keys() == images.keys()
         assert bool(images) == (number < 2)
-        assert all(torch.equal(micro_batch.images[name], images[name]) for name in images)
+        assert all(torch.equal(micro_batch.media[name], images[name]) for name in images)
         types = student.processor.layout.token_types
         if types is not None:
             assert torch.equal(micro_batch.inputs[types], expected[types])
         expected_images.append(images)
     # the order of the documents in the rows is the order of the images
-    together = make_micro_batch(documents, [[1, 2], [0]], image_inputs=inputs).images
-    swapped = make_micro_batch(documents, [[0], [2, 1]], image_inputs=inputs).images
+    together = make_micro_batch(documents, [[1, 2], [0]], media_inputs=inputs).media
+    swapped = make_micro_batch(documents, [[0], [2, 1]], media_inputs=inputs).media
     assert any(not torch.equal(together[name], swapped[name]) for name in together)
     assert together.keys() == expected_images[0].keys()
 
@@ -99,8 +99,8 @@ def test_packed_rows_have_the_types_and_axis_positions_of_each_document(qwen: St
         assert bool(types_S.any()) == bool(images)
         return torch.arange(len(ids_S))[:, None] + 100 * types_S[:, None] + torch.arange(3)
 
-    packed = PackedSequences(documents, max_tokens=200, seed=0, image_inputs=ImageInputs(qwen.processor))
-    micro_batch = packed.with_image_inputs(ImageInputs(qwen.processor, positions)).micro_batch(range(len(packed)))
+    packed = PackedSequences(documents, max_tokens=200, seed=0, media_inputs=MediaInputs(qwen.processor))
+    micro_batch = packed.with_media_inputs(MediaInputs(qwen.processor, positions)).micro_batch(range(len(packed)))
     types_T = micro_batch.inputs["mm_token_type_ids"].flatten()
     axes_TA = micro_batch.inputs["axis_position_ids"].flatten(0, 1)
     is_document_T = micro_batch.document_T >= 0
@@ -125,18 +125,18 @@ def test_placeholders_are_no_targets_if_all_tokens_are(qwen: Student, pictures: 
 def test_documents_with_images_are_split_joined_and_selected(qwen: Student, pictures: Path) -> None:
     documents = qwen.load_records(pictures, *({"messages": turns} for turns in CONVERSATIONS))
     texts = qwen.load_records(pictures, {"messages": CONVERSATIONS[2]})
-    assert documents.images is not None
-    assert texts.images is None
+    assert documents.media is not None
+    assert texts.media is None
     joined = Documents.joined({"a": texts, "b": documents})
     chosen = joined.select([3, 2, 0])
-    assert chosen.images is not None
-    assert [len(chosen.images.of(number)) for number in range(3)] == [0, 3, 0]
-    assert chosen.images.of(1) == documents.images.of(1)
+    assert chosen.media is not None
+    assert [len(chosen.media.of(number)) for number in range(3)] == [0, 3, 0]
+    assert chosen.media.of(1) == documents.media.of(1)
     train, held_out = documents.split(0.3)
     for part in (train, held_out):
         for number, source in enumerate(part.sources):
-            assert part.images is not None
-            assert part.images.of(number) == documents.images.of(documents.sources.index(source))
+            assert part.media is not None
+            assert part.media.of(number) == documents.media.of(documents.sources.index(source))
     other = png(7)
     (pictures / "0.png").write_bytes(other)
     assert (
@@ -151,14 +151,14 @@ def test_a_changed_image_is_refused_when_it_is_used(qwen: Student, pictures: Pat
     again = qwen.load_records(pictures, {"messages": CONVERSATIONS[0]}, cache=pictures / "cache")
     assert same_documents(documents, again)
     assert len(list((pictures / "cache").glob("*/images.arrow"))) == 1
-    inputs = ImageInputs(qwen.processor)
-    make_micro_batch(again, [[0]], image_inputs=inputs)
+    inputs = MediaInputs(qwen.processor)
+    make_micro_batch(again, [[0]], media_inputs=inputs)
     (pictures / "0.png").write_bytes(png(5))
     with pytest.raises(DataError, match=r"train.jsonl:1: .*0.png: the image has other bytes than when the data"):
-        make_micro_batch(again, [[0]], image_inputs=inputs)
+        make_micro_batch(again, [[0]], media_inputs=inputs)
     (pictures / "0.png").unlink()
     with pytest.raises(DataError, match=r"0.png: the image cannot be read \(No such file or directory\)"):
-        make_micro_batch(again, [[0]], image_inputs=inputs)
+        make_micro_batch(again, [[0]], media_inputs=inputs)
 
 
 def test_cached_images_keep_their_bytes_and_are_compared_with_their_hashes(qwen: Student, pictures: Path) -> None:
@@ -168,8 +168,8 @@ def test_cached_images_keep_their_bytes_and_are_compared_with_their_hashes(qwen:
         return qwen.load_records(pictures, record, cache=pictures / "cache", **options)
 
     first = load()
-    assert first.images is not None
-    assert first.images.of(0)[0].data == png(0)
+    assert first.media is not None
+    assert first.media.of(0)[0].data == png(0)
     assert same_documents(first, qwen.load_records(pictures, record))
     (path,) = (pictures / "cache").glob("*/images.arrow")
     path.write_bytes(path.read_bytes()[:-8] + bytes(8))

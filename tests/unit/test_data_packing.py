@@ -144,29 +144,29 @@ def test_images_stay_whole_and_the_inputs_that_come_with_them_are_padded() -> No
     batch = replace(
         batch,
         inputs={**batch.inputs, "mm_token_type_ids": kinds_BS, "axis_position_ids": axes_BSA},
-        images={"pixel_values": torch.rand(2, 6, 3)},  # the first two dims of pixels can be those of tokens
+        media={"pixel_values": torch.rand(2, 6, 3)},  # the first two dims of pixels can be those of tokens
         teacher_inputs=batch.inputs,
-        teacher_images={"pixel_values": torch.rand(2, 6, 4)},
+        teacher_media={"pixel_values": torch.rand(2, 6, 4)},
     )
     padded = batch.padded(3, 8)
-    assert padded.images is batch.images
+    assert padded.media is batch.media
     assert padded.inputs["mm_token_type_ids"].tolist() == [[1] * 6 + [0] * 2] * 2 + [[0] * 8]
     assert torch.equal(padded.inputs["axis_position_ids"][:2, :6], axes_BSA)
     assert torch.equal(padded.inputs["axis_position_ids"][:2, 6:], torch.tensor([[0, 0], [1, 1]]).expand(2, 2, 2))
     assert torch.equal(padded.inputs["axis_position_ids"][2], torch.arange(8)[:, None].expand(8, 2))
     repeated = batch.without_targets()
-    assert not repeated.images
-    assert not repeated.teacher_images
+    assert not repeated.media
+    assert not repeated.teacher_media
     as_teacher = batch.to("cpu").as_read_by_teacher
-    assert torch.equal(as_teacher.images["pixel_values"], batch.teacher_images["pixel_values"])
+    assert torch.equal(as_teacher.media["pixel_values"], batch.teacher_media["pixel_values"])
     assert "mm_token_type_ids" not in as_teacher.inputs
     moved = batch.to("meta")
-    assert moved.images["pixel_values"].is_meta
-    assert moved.teacher_images["pixel_values"].is_meta
+    assert moved.media["pixel_values"].is_meta
+    assert moved.teacher_media["pixel_values"].is_meta
     assert batch.part(0, 1) is batch
     # each context rank runs the tower on all images
     for part in (batch.part(rank, 2) for rank in range(2)):
-        assert part.images["pixel_values"].equal(batch.images["pixel_values"])
+        assert part.media["pixel_values"].equal(batch.media["pixel_values"])
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_the_file_is_training_data(tmp_path: Path) -> None:
     processor = ImageProcessor.find(str(folder), tokenizer)
     documents = load_documents(written(tmp_path), tokenizer, LoadOptions(200), processor=processor)
     assert len(documents) == 30
-    assert documents.images is not None
+    assert documents.media is not None
     for document in range(3):
         ids_N, targets_N = documents.tokens(document), documents.targets(document)
         assert tokenizer.decode(ids_N[targets_N]).startswith(f"{answer(3, document, held_out=False)}<")

@@ -14,7 +14,7 @@ from kit.runs import ROOT
 from PIL import Image
 
 from stillhouse.data import DataReport
-from stillhouse.data.media_files import EncodedImage
+from stillhouse.data.media_files import MediaFile
 from stillhouse.images.display import IMAGES, thumbnail
 from stillhouse.report import curves
 from stillhouse.report.page import ASSETS, write_report
@@ -117,7 +117,7 @@ def test_page_loads_nothing(run_dir):
 def test_images_are_in_the_page_and_no_other_address_is(run_dir):
     path = run_dir / "tokens.json"
     shown = json.loads(path.read_text())
-    made = thumbnail(EncodedImage.of(encoded_noise(1000, 700)))
+    made = thumbnail(MediaFile.of(encoded_noise(1000, 700)))
     image = {"width": made.width, "height": made.height, "thumbnail": made.url}
     assert len(made.url) < 40_000
     shown["documents"][1] |= {"images": [image] * IMAGES, "image_count": 12}

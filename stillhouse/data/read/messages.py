@@ -25,6 +25,8 @@ OTHER_ROLES = {"human": "user", "gpt": "assistant"}
 _ASSISTANTS = ("ai", "bot", "chatbot", "chatgpt", "model")
 
 
+#: the place of an image in a text
+MARK = "<image>"
 #: keys of an image part that may have its value
 _IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
 #: the most parts of one message

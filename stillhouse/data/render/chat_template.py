@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.media_files import EncodedImage
+from stillhouse.data.media import Expanded, MediaProcessor
+from stillhouse.data.media_files import MediaFile
 from stillhouse.data.read.messages import (
     Message,
     Tools,
@@ -45,7 +46,6 @@ from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets
 from stillhouse.data.render.tokenizers import encode, is_rendered
 from stillhouse.data.render.written_texts import Loss, is_refused
 from stillhouse.display import name_list
-from stillhouse.images.processor import Expanded, ImageProcessor
 
 #: roles that a refusal of another role names, if the template writes them
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -76,7 +76,7 @@ class ChatTemplate(Template):
         tokenizer: PreTrainedTokenizerBase,
         columns: tuple[str, ...],
         targets: Targets,
-        processor: ImageProcessor | None = None,
+        processor: MediaProcessor | None = None,
         tools: Tools = None,
         end_ids: Collection[int] = (),
     ):
@@ -233,7 +233,7 @@ class ChatTemplate(Template):
         body: str = self.render_isolated(messages, [{"type": "function", "function": tool}], None)[0]
         return body
 
-    def _with_images(self, rendered: Rendered, images: tuple[EncodedImage, ...]) -> Rendered:
+    def _with_images(self, rendered: Rendered, images: tuple[MediaFile, ...]) -> Rendered:
         if self.processor is None:
             raise ProcessorError(
                 f"the record has images, but {self.tokenizer.name_or_path!r} has no processor for images (no "
@@ -312,17 +312,17 @@ def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) 
     return Encoded(np.asarray(ids, dtype=np.int32), targets_T, joined)
 
 
-def _with_image_tokens(encoded: Encoded, expanded: Expanded, images: tuple[EncodedImage, ...]) -> Encoded:
+def _with_image_tokens(encoded: Encoded, expanded: Expanded, images: tuple[MediaFile, ...]) -> Encoded:
     """Add the images, and let none of their tokens be a target."""
-    targets, spans = encoded.targets.copy(), expanded.image_spans()
+    targets, spans = encoded.targets.copy(), expanded.media_spans()
     for start, stop in spans:
         targets[start:stop] = False
-    return replace(encoded, targets=targets, images=images, image_spans=spans)
+    return replace(encoded, targets=targets, media=images, media_spans=spans)
 
 
-def _without_images(messages: list[Message]) -> tuple[list[Message], tuple[EncodedImage, ...]]:
+def _without_images(messages: list[Message]) -> tuple[list[Message], tuple[MediaFile, ...]]:
     """The messages with image parts that have no values, as chat templates read them, and the values."""
-    images: list[EncodedImage] = []
+    images: list[MediaFile] = []
     bare = []
     for message in messages:
         if isinstance(content := message.get("content"), list):

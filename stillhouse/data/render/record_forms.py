@@ -13,12 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.media import MediaProcessor
 from stillhouse.data.read.foreign_columns import foreign_columns, own_forms
 from stillhouse.data.read.messages import Tools
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.templates import CompletionTemplate, Targets, Template, TextTemplate
 from stillhouse.display import name_list
-from stillhouse.images.processor import ImageProcessor
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 
@@ -27,7 +27,7 @@ def template_for(
     fields: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     targets: Targets,
-    processor: ImageProcessor | None = None,
+    processor: MediaProcessor | None = None,
     tools: Tools = None,
     end_ids: Collection[int] = (),
 ) -> Template:

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.media import MediaProcessor
 from stillhouse.data.read.messages import Message, Tools
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.assistant_turns import ANCHOR
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.ordinary_text import OrdinaryText
-from stillhouse.images.processor import ImageProcessor
 
 _QUESTION: Message = {"role": "user", "content": "Please help."}
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -146,13 +146,13 @@ class ReplyFormat:
 
 
 def reply_format(
-    tokenizer: PreTrainedTokenizerBase, role: Literal["user", "tool"], processor: ImageProcessor | None = None
+    tokenizer: PreTrainedTokenizerBase, role: Literal["user", "tool"], processor: MediaProcessor | None = None
 ) -> ReplyFormat:
     """The proven format of a tokenizer's chat template; see `ReplyFormat`. processor: see `ChatTemplate`."""
     return ReplyFormat(ChatTemplate(tokenizer, ("messages",), "none", processor), role)
 
 
-def generation_prompt(tokenizer: PreTrainedTokenizerBase, processor: ImageProcessor | None = None) -> str:
+def generation_prompt(tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None) -> str:
     """What the chat template writes behind a question for the next turn; "" if nothing, or without a template."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return ""

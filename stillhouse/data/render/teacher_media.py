@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data.media_files import EncodedImage
+from stillhouse.data.media import MediaProcessor
+from stillhouse.data.media_files import MediaFile
 from stillhouse.data.record import ProcessorError, RecordError
 from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.templates import Encoded
 from stillhouse.data.substitutions import Substitution
-from stillhouse.images.processor import ImageProcessor
 
 
-class TeacherImages:
+class TeacherMedia:
     """The images of documents as one teacher in this job reads them.
 
     section: the key of the teacher's section, for messages.
@@ -30,12 +30,12 @@ class TeacherImages:
     """
 
     def __init__(
-        self, section: str, student: ImageProcessor, processor: ImageProcessor | None, *, is_routed: bool = False
+        self, section: str, student: MediaProcessor, processor: MediaProcessor | None, *, is_routed: bool = False
     ):
         self.section, self.student, self.processor, self.is_routed = section, student, processor, is_routed
 
     def identity(self) -> list[Any] | None:
-        """See `ImageProcessor.identity`."""
+        """See `MediaProcessor.identity`."""
         return None if self.processor is None else self.processor.identity()
 
     @cached_property
@@ -53,7 +53,7 @@ class TeacherImages:
         return all(_are_equal(one, other) for one, other in pairs)
 
     def substitutions(
-        self, text: str, encoded: Encoded, images: Sequence[EncodedImage], *, special: bool
+        self, text: str, encoded: Encoded, images: Sequence[MediaFile], *, special: bool
     ) -> list[Substitution]:
         """What the teacher reads in place of the student's tokens of images.
 
@@ -70,12 +70,12 @@ class TeacherImages:
             )
         if self.is_shared:
             return []
-        placeholder = self.student.processor.image_token
+        placeholder = self.student.placeholder
         expanded = self.processor.expand(
-            text.replace(placeholder, self.processor.processor.image_token), images, special=special, is_safe=True
+            text.replace(placeholder, self.processor.placeholder), images, special=special, is_safe=True
         )
-        ids, spans = np.asarray(expanded.ids, dtype=np.int32), expanded.image_spans()
-        problem = text_problem(encoded.ids, encoded.image_spans, ids, spans)
+        ids, spans = np.asarray(expanded.ids, dtype=np.int32), expanded.media_spans()
+        problem = text_problem(encoded.ids, encoded.media_spans, ids, spans)
         if problem:
             raise RecordError(
                 f"the processor of {self.section}.model does not make the student's tokens of its text: {problem}: "
@@ -83,7 +83,7 @@ class TeacherImages:
             )
         return [
             Substitution(start, stop, ids[begin:end])
-            for (start, stop), (begin, end) in zip(encoded.image_spans, spans, strict=True)
+            for (start, stop), (begin, end) in zip(encoded.media_spans, spans, strict=True)
         ]
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.media_files import EncodedImage
+from stillhouse.data.media_files import MediaFile
 from stillhouse.data.record import column_value, string_value
 from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.tokenizers import last_written, tokenize
@@ -32,29 +32,29 @@ class Encoded:
     """A tokenized record.
 
     ids: token ids, [n] int32.
-    targets: which tokens are targets, [n] bool. The first token is never a target, and no token of an image.
+    targets: which tokens are targets, [n] bool. The first token is never a target, and no token of media.
     joined_turns: the number of turns whose first token also has characters of the prompt.
-    images: in the order of their tokens.
-    image_spans: the tokens of each image.
+    media: in the order of their tokens.
+    media_spans: the tokens of each of them.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     joined_turns: int = 0
-    images: tuple[EncodedImage, ...] = ()
-    image_spans: tuple[Span, ...] = ()
+    media: tuple[MediaFile, ...] = ()
+    media_spans: tuple[Span, ...] = ()
 
     @property
-    def images_end(self) -> int:
-        """The position after the last token of an image; 0 without images."""
-        return max((stop for _, stop in self.image_spans), default=0)
+    def media_end(self) -> int:
+        """The position after the last token of media; 0 without media."""
+        return max((stop for _, stop in self.media_spans), default=0)
 
 
 @dataclass(frozen=True)
 class Rendered:
     """A record as text. `prompt` and `body` are tokenized separately. spans: the target characters of a chat.
 
-    encoded: the record's tokens if it has images, because an error of an image must name the record.
+    encoded: the record's tokens if it has media, because an error of a file must name the record.
     end: the special token with which the template of a conversation ends the assistant's last turn; "" without one.
     lost: the first text of a chat of each kind (`written_texts.py`) that the template leaves out or changes, such as
         "'reasoning_content' of message 2 of 'messages'".

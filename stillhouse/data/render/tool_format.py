@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
 
+from stillhouse.data.media import MediaProcessor
 from stillhouse.data.read.messages import Message
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.assistant_turns import ANCHOR
@@ -21,7 +22,6 @@ from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.ordinary_text import OrdinaryText
 from stillhouse.data.render.reply_format import first_special
 from stillhouse.display import first_line
-from stillhouse.images.processor import ImageProcessor
 
 #: the name of a tool in replies to calls of no tool, which the template may write
 UNKNOWN = "unknown_tool"
@@ -312,7 +312,7 @@ class ToolFormat:
 
 
 def tool_format(
-    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], processor: ImageProcessor | None = None
+    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], processor: MediaProcessor | None = None
 ) -> ToolFormat:
     """The proven format of a tokenizer's chat template; see `ToolFormat`. processor: see `ChatTemplate`."""
     return ToolFormat(ChatTemplate(tokenizer, ("messages",), "none", processor), schemas)

@@ -6,7 +6,7 @@ masks of the global sequence, including those for packed documents and sliding w
 restores the first distribution.
 
 The part of a vision-language backbone before its language model gets whole sequences on every rank: it runs the
-vision tower on all images of the micro-batch, and puts the features among the embeddings of all columns. Then each
+vision tower on all media of the micro-batch, and puts the features among the embeddings of all columns. Then each
 rank continues with its columns. So features need not be cut with their placeholders, and the ranks' gradients of the
 tower add up to that of the whole sequences.
 

@@ -2,7 +2,7 @@
 
 The weights of each layer and of an untied head are gathered for the forward and the backward of this module. The
 output processor runs in the head's forward, so it sees the full weight. A vision tower is in the root's group: a
-process whose micro-batch has no image does not run the tower, and another one must not wait for it.
+process whose micro-batch has no media does not run the tower, and another one must not wait for it.
 
 Gradients are summed over ranks and not averaged, because the losses are sums over tokens, already divided by the
 step's token count.

@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from stillhouse.data import DataError, Documents
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.media import MediaProcessor
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.data.render.tokenizers import MAX_IDS
-from stillhouse.images.processor import ImageProcessor
 from stillhouse.models import model_fingerprint
 from stillhouse.serving.client.apis.server_api import Scores, ServerApi, ServerInfo
 from stillhouse.serving.client.http_client import HttpAnswer
@@ -65,11 +65,11 @@ class RemoteSignals(SignalStore):
         #: servers that answer again after a failure and are not proven yet
         self._unproven: set[str] = set()
 
-    def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None:
+    def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
         """Raise DataError for the first document that a server cannot score. what: the documents' name in errors."""
-        if documents.has_images:
-            assert image_inputs is not None
-            self._require_images(documents, what, image_inputs.processor)
+        if documents.has_media:
+            assert media_inputs is not None
+            self._require_images(documents, what, media_inputs.processor)
         if self.vocabulary is not None:
             documents.check_ids(self.vocabulary, "teacher")
         limits = [server.max_tokens for server in self.servers if server.max_tokens is not None]
@@ -83,7 +83,7 @@ class RemoteSignals(SignalStore):
                 "a longer limit, or cut the documents",
             )
 
-    def _require_images(self, documents: Documents, what: str, processor: ImageProcessor) -> None:
+    def _require_images(self, documents: Documents, what: str, processor: MediaProcessor) -> None:
         if not self.api.kind.reads_images:
             raise ValueError(
                 f"{what} has images, and {self.api.kind.title} would read them with a processor of its own, which "

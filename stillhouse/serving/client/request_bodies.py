@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from stillhouse.images.processor import ImageProcessor
+from stillhouse.data.media import MediaProcessor
 from stillhouse.rollout.records import GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import ServerApi
 from stillhouse.serving.prompt_wire import encode_prompt
@@ -15,7 +15,7 @@ class RequestBodies:
     """processor: that of the prompts' images; None for prompts without images."""
 
     api: ServerApi
-    processor: ImageProcessor | None
+    processor: MediaProcessor | None
 
     def encoded(
         self, model: str | None, request: GenerationRequest, sampling: Sampling, max_new_tokens: int
@@ -29,7 +29,7 @@ class RequestBodies:
     ) -> dict[str, Any] | bytes:
         """As `encoded`, for an `Ask`."""
         body = self.api.body(model, request.prompt_ids.tolist(), sampling, max_new_tokens, request.seed)
-        if not request.images:
+        if not request.media:
             return body
         assert self.processor is not None
-        return encode_prompt(body, self.processor.read_images(request.images, request.prompt_ids))
+        return encode_prompt(body, self.processor.read_files(request.media, request.prompt_ids))

@@ -13,8 +13,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
+from stillhouse.data.media import MediaProcessor
 from stillhouse.display import escaped
-from stillhouse.images.processor import ImageProcessor
 from stillhouse.rollout.published_folder import published_folder
 from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Published, ServerApi, Span
@@ -68,7 +68,7 @@ class ServedEngine:
         keep_weights: bool = False,
         probes: Sequence[GenerationRequest] = (GenerationRequest(0, np.zeros(1, np.int32), 0),),
         run: str = "",
-        processor: ImageProcessor | None = None,
+        processor: MediaProcessor | None = None,
         image_prompts: Documents | None = None,
         other_samplings: Sequence[Sampling] = (),
         token: str | None = None,
@@ -172,7 +172,7 @@ class ServedEngine:
             return self._completion(response, *attempt[0], sampling, limit)
 
         statuses = frozenset({200, self._api.unknown_adapter} if names_adapter else {200})
-        is_slow, hint, tokens = request.has_images, self._api.kind.hint, len(ids) + limit
+        is_slow, hint, tokens = request.has_media, self._api.kind.hint, len(ids) + limit
         kind_of_body, most_bytes = SAFETENSORS if is_slow else JSON, bytes_of_json(limit, COMPLETION_TOKEN_BYTES)
         return Call(self._api.path, content, kind_of_body, parse, tokens, most_bytes, hint, statuses, is_slow)
 

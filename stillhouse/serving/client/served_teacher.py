@@ -219,13 +219,13 @@ def prove_servers(
                 dtype=teacher.dtype,
                 device=device,
                 quantize=store.servers[0].quantize,
-                images=documents.has_images,
+                multimodal=documents.has_media,
             )
         if store.signal.is_exact:
             assert store.teacher_folder is not None
-            head = head_of(store.teacher_folder, images=documents.has_images).output_head()
+            head = head_of(store.teacher_folder, multimodal=documents.has_media).output_head()
     with _section_errors(section):
-        proof = prove(store, documents, data.tokenizer, local=local, head=head, image_inputs=data.train.image_inputs)
+        proof = prove(store, documents, data.tokenizer, local=local, head=head, media_inputs=data.train.media_inputs)
     store.proof, store.prove_every = proof, teacher.prove_every
     per_token = store.signal.bytes_per_token(store.width)
     log_rank0(

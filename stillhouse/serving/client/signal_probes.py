@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from stillhouse.data import Documents
-from stillhouse.data.render.media_inputs import DocumentImages, ImageInputs
-from stillhouse.images.processor import ImageTensors
+from stillhouse.data.media import MediaTensors
+from stillhouse.data.render.media_inputs import DocumentMedia, MediaInputs
 from stillhouse.signals.signal_spec import DocumentRows
 
 #: the number of documents that are scored, how many more with images, and the most tokens of a text
@@ -18,24 +18,24 @@ LEAST_TOKENS = 4
 _CHOICE = 100
 
 
-def make_probes(documents: Documents, image_inputs: ImageInputs | None = None) -> list[DocumentRows]:
+def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -> list[DocumentRows]:
     """The beginnings of long documents without images, and short documents with images.
 
-    image_inputs: makes the tensors of the images; None if no document has any. Raises ValueError if the documents are
+    media_inputs: makes the tensors of the images; None if no document has any. Raises ValueError if the documents are
     too short.
     """
-    images = documents.images
+    images = documents.media
     has_images_D = np.zeros(len(documents), dtype=bool) if images is None else np.diff(images.offsets) > 0
     texts = sorted(np.flatnonzero(~has_images_D)[:_CHOICE].tolist(), key=lambda number: -documents.lengths_D[number])
     beginnings = [documents.tokens(number)[:PROBE_TOKENS] for number in texts[:PROBES]]
     probes = [DocumentRows(tokens, range(len(tokens) - 1)) for tokens in beginnings if len(tokens) >= LEAST_TOKENS]
     with_images: list[DocumentRows] = []
     if has_images_D.any():
-        assert image_inputs is not None
+        assert media_inputs is not None
         numbers = sorted(
             np.flatnonzero(has_images_D)[:_CHOICE].tolist(), key=lambda number: documents.lengths_D[number]
         )
-        made = (_with_images(documents, number, image_inputs) for number in numbers)
+        made = (_with_images(documents, number, media_inputs) for number in numbers)
         with_images = [probe for probe in made if _changeable(probe).any()][:IMAGE_PROBES]
         if not with_images:
             raise ValueError(
@@ -67,17 +67,17 @@ def with_changed_token(document: DocumentRows, place: int, probes: Sequence[Docu
 
 def with_other_images(document: DocumentRows) -> DocumentRows:
     """Invert the colours of a document's images, and mirror them."""
-    images = document.images
+    images = document.media
     assert images is not None
     tensors, sizes = images.read()
     changed = {name: -value.flip(-1) if value.is_floating_point() else value for name, value in tensors.items()}
-    made = ImageTensors(changed, sizes)
-    return replace(document, images=DocumentImages(b"", lambda: made, images.placeholder_ids))
+    made = MediaTensors(changed, sizes)
+    return replace(document, media=DocumentMedia(b"", lambda: made, images.placeholder_ids))
 
 
 def is_placeholder(document: DocumentRows) -> np.ndarray:
     """Which tokens stand for features of images."""
-    return np.isin(document.tokens, [] if document.images is None else list(document.images.placeholder_ids))
+    return np.isin(document.tokens, [] if document.media is None else list(document.media.placeholder_ids))
 
 
 def image_places(document: DocumentRows) -> np.ndarray:
@@ -85,9 +85,9 @@ def image_places(document: DocumentRows) -> np.ndarray:
     return np.flatnonzero(is_placeholder(document))
 
 
-def _with_images(documents: Documents, number: int, image_inputs: ImageInputs) -> DocumentRows:
+def _with_images(documents: Documents, number: int, media_inputs: MediaInputs) -> DocumentRows:
     """A document up to the tokens behind its last image, and at least its first `PROBE_TOKENS`."""
-    whole = DocumentRows(documents.tokens(number), range(1), images=image_inputs.of(documents, number))
+    whole = DocumentRows(documents.tokens(number), range(1), media=media_inputs.of(documents, number))
     tokens = whole.tokens[: max(PROBE_TOKENS, image_places(whole)[-1] + 1 + LEAST_TOKENS)]
     return replace(whole, tokens=tokens, rows=range(len(tokens) - 1))
 
@@ -95,5 +95,5 @@ def _with_images(documents: Documents, number: int, image_inputs: ImageInputs) -
 def _changeable(probe: DocumentRows) -> np.ndarray:
     """Which tokens may be changed: not the first one and the last two, and behind the images, if there are any."""
     places = np.arange(len(probe.tokens))
-    first = 1 if probe.images is None else image_places(probe)[-1] + 1
+    first = 1 if probe.media is None else image_places(probe)[-1] + 1
     return (places >= first) & (places <= len(places) - 3)

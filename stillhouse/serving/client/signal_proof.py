@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.objective import OutputHead, linear_log_probs
@@ -35,7 +35,7 @@ from stillhouse.serving.client.signal_probes import (
     with_changed_token,
     with_other_images,
 )
-from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_image_inputs
+from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_media_inputs
 from stillhouse.signals.signal_checks import largest_difference, row_differences
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -108,15 +108,15 @@ def prove(
     *,
     local: Decoder | None = None,
     head: OutputHead | None = None,
-    image_inputs: ImageInputs | None = None,
+    media_inputs: MediaInputs | None = None,
 ) -> Proof:
     """Score a few documents on every server. Raises ValueError for a wrong answer.
 
     tokenizer: the student's tokenizer. local: the teacher in this process, with which the answers are compared. head:
     the teacher's output head, with which the cross-entropy of the next tokens is computed from hidden states.
-    image_inputs: makes the tensors of the documents' images; None without images.
+    media_inputs: makes the tensors of the documents' images; None without images.
     """
-    probes = make_probes(documents, image_inputs)
+    probes = make_probes(documents, media_inputs)
     _prove_tokenizer(store, probes, tokenizer)
     spec = _comparable(store)
     first = store.scores(probes, url=store.servers[0].url, spec=spec)
@@ -132,7 +132,7 @@ def prove(
     findings = [f"{len(probes)} documents on {len(store.servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
     if local is not None:
-        findings.append(_prove_local(store, spec, probes, first, local, image_inputs))
+        findings.append(_prove_local(store, spec, probes, first, local, media_inputs))
     elif store.servers[0].identity is None:
         findings.append("its weights were not compared with files here")
     return Proof(store, spec, probes, first, findings)
@@ -225,7 +225,7 @@ class _ServerProof:
 
     def prove_images(self) -> None:
         """Change the images of each document. The rows from the first image on must change, and no earlier rows."""
-        numbers = [number for number, probe in enumerate(self.probes) if probe.images is not None]
+        numbers = [number for number, probe in enumerate(self.probes) if probe.media is not None]
         if not numbers:
             return
         changed = [with_other_images(self.probes[number]) for number in numbers]
@@ -305,11 +305,11 @@ def _prove_local(
     probes: Sequence[DocumentRows],
     answers: Sequence[dict[str, Tensor]],
     local: Decoder,
-    image_inputs: ImageInputs | None,
+    media_inputs: MediaInputs | None,
 ) -> str:
     first_parameter = next(local.parameters())
-    has_images = image_inputs is not None and any(probe.images is not None for probe in probes)
-    inputs = proven_image_inputs(local, image_inputs.processor) if image_inputs is not None and has_images else None
+    has_images = media_inputs is not None and any(probe.media is not None for probe in probes)
+    inputs = proven_media_inputs(local, media_inputs.processor) if media_inputs is not None and has_images else None
     scorer = Scorer(single_process_runner(local, None), first_parameter.device, inputs)
     scored: list[dict[str, Tensor]] = []
     for outcome in scorer.score([ScoreRequest(probe, spec) for probe in probes]):

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.media_files import EncodedImage
-from stillhouse.data.render.media_inputs import DocumentImages, ImageInputs
+from stillhouse.data.media import MediaProcessor, find_media_processor
+from stillhouse.data.media_files import MediaFile
+from stillhouse.data.render.media_inputs import DocumentMedia, MediaInputs
 from stillhouse.images.decode import MAX_PIXELS, require_pillow, require_size
-from stillhouse.images.processor import ImageProcessor
 from stillhouse.images.proof import document_positions
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.media_inputs import placeholder_ids
 from stillhouse.serving.image_wire import ImageSupport, positions_hash, processor_hash
 from stillhouse.serving.server.request_errors import refused
-from stillhouse.signals.scorer import proven_image_inputs
+from stillhouse.signals.scorer import proven_media_inputs
 
 #: the most images of a request, and the most bytes of their tensors
 MAX_IMAGES, IMAGE_BYTES = 256, 256 * 2**20
@@ -40,7 +40,7 @@ _FREE_PIXELS, _PIXELS_PER_BYTE = 2**20, 64
 #: sizes whose blank pictures are remembered
 _REMEMBERED = 64
 #: proves a decoder that reads images
-Prove = Callable[[Decoder, ImageProcessor], ImageInputs]
+Prove = Callable[[Decoder, MediaProcessor], MediaInputs]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class AcceptedImages:
 
     def __init__(
         self,
-        inputs: ImageInputs | None = None,
+        inputs: MediaInputs | None = None,
         support: ImageSupport | None = None,
         placeholder_ids: Sequence[int] = (),
     ):
@@ -74,7 +74,7 @@ class AcceptedImages:
         self._lock = Lock()
 
     @classmethod
-    def proven(cls, decoder: Decoder, processor: ImageProcessor, prove: Prove = proven_image_inputs) -> Self:
+    def proven(cls, decoder: Decoder, processor: MediaProcessor, prove: Prove = proven_media_inputs) -> Self:
         """Raises ValueError, naming the model or the processor, if images cannot be accepted."""
         inputs = prove(decoder, processor)
         positions = [document_positions(decoder, document) for document in processor.example_documents()]
@@ -105,7 +105,7 @@ class AcceptedImages:
             return []
         return [f"images: at most {MAX_IMAGES:,} and {IMAGE_BYTES:,} bytes of their tensors per request"]
 
-    def check(self, documents: Sequence[tuple[np.ndarray, DocumentImages | None]], param: str) -> None:
+    def check(self, documents: Sequence[tuple[np.ndarray, DocumentMedia | None]], param: str) -> None:
         """Raise RequestError unless the images belong to their documents. documents: tokens, and images or None."""
         read = [images.read() for _, images in documents if images is not None]
         count = sum(len(images.sizes) for images in read)
@@ -139,7 +139,7 @@ class AcceptedImages:
                 f"token {int(placeholders[0])} stands for features of images, and the sequence has no images"
             )
 
-    def _check_images(self, tokens: np.ndarray, images: DocumentImages) -> None:
+    def _check_images(self, tokens: np.ndarray, images: DocumentMedia) -> None:
         assert self.inputs is not None
         tensors, sizes = images.read()
         for number, size in enumerate(sizes, start=1):
@@ -192,12 +192,12 @@ class AcceptedImages:
                 self._blanks.popitem(last=False)
         return blank
 
-    def _prove_sizes(self, processor: ImageProcessor) -> None:
+    def _prove_sizes(self, processor: MediaProcessor) -> None:
         """Raise ValueError if the processor's integers or placeholders depend on more than the sizes of pictures."""
         for tokens, encoded in processor.example_prompts():
             if encoded:
-                images = processor.read_images(encoded, tokens)
-                self._check_images(tokens, DocumentImages(b"", lambda images=images: images))  # type: ignore[misc]
+                images = processor.read_files(encoded, tokens)
+                self._check_images(tokens, DocumentMedia(b"", lambda images=images: images))  # type: ignore[misc]
 
 
 def _check_tensor(name: str, tensor: Tensor, blank: _Blank) -> None:
@@ -215,13 +215,13 @@ def _check_tensor(name: str, tensor: Tensor, blank: _Blank) -> None:
         raise ValueError(f"'{name}' has values that are NaN or infinite")
 
 
-def _blank_of(processor: ImageProcessor, sizes: Sequence[tuple[int, int]]) -> _Blank:
+def _blank_of(processor: MediaProcessor, sizes: Sequence[tuple[int, int]]) -> _Blank:
     encoded = [_blank_image(size) for size in sizes]
-    token = processor.processor.image_token
+    token = processor.placeholder
     with reading("its processor refuses pictures of these sizes"):
         expanded = processor.expand(" ".join([token] * len(sizes)), encoded, special=False, is_safe=True)
         ids = np.asarray(expanded.ids, dtype=np.int32)
-        tensors = processor.tensors_of(encoded, ids)
+        tensors = dict(processor.read_files(encoded, ids).tensors)
     placeholders = np.isin(ids, processor.placeholder_ids)
     tokens = []
     for number, (_, (begin, end)) in enumerate(expanded.replaced, start=1):
@@ -237,15 +237,15 @@ def _blank_of(processor: ImageProcessor, sizes: Sequence[tuple[int, int]]) -> _B
     )
 
 
-def _blank_image(size: tuple[int, int]) -> EncodedImage:
+def _blank_image(size: tuple[int, int]) -> MediaFile:
     buffer = io.BytesIO()
     require_pillow().new("1", size).save(buffer, format="PNG", compress_level=1)
-    return EncodedImage.of(buffer.getvalue())
+    return MediaFile.of(buffer.getvalue())
 
 
-def load_processor_of(folder: str, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor:
+def load_processor_of(folder: str, tokenizer: PreTrainedTokenizerBase) -> MediaProcessor:
     """The processor of a model's folder. Raises ValueError if it has none, or one that cannot be used."""
-    processor = ImageProcessor.find(folder, tokenizer, template_is_set=True)  # a server renders no template
+    processor = find_media_processor(folder, tokenizer, template_is_set=True)  # a server renders no template
     if processor is None:
         raise ValueError(f"--images: '{folder}' has no processor of images: expected processor_config.json in it")
     processor.prepare()

@@ -96,7 +96,7 @@ class Application:
                     reading = self.bodies.read(request, self.role.limits.body_bytes[kind])
                     content = await body.enter_async_context(reading)
                     parts, encode = await _in_thread_if_large(len(content), parse, content, kind)
-                    has_images = any(part.has_images for part in parts)
+                    has_images = any(part.has_media for part in parts)
                     await _in_thread_if_large(AT_ONCE_BYTES * has_images, self.role.check, parts)
                     if not has_images:  # images count towards the limit of bodies until they are answered
                         await body.aclose()

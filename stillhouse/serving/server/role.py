@@ -85,7 +85,7 @@ class ModelOptions:
             device=device,
             quantize=self.quantize,
             trained=takes_adapters,
-            images=self.images,
+            multimodal=self.images,
             activations=activations_for(self.attention, device),
         )
         decoder.requires_grad_(False).eval()

@@ -16,7 +16,7 @@ A shard is one safetensors file. For D documents with N rows in total, its tenso
                                         packed form (shard_layout.py)
 
 Row t of a document is the teacher's distribution of token t + 1. The rows from the first to the last one that
-predicts a target are stored. A document is found by a hash of its tokens and images. So a cache does not depend on
+predicts a target are stored. A document is found by a hash of its tokens and media. So a cache does not depend on
 the order and packing of a run, or on the number of epochs.
 """
 
@@ -31,7 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data.render.media_inputs import DocumentImages
+from stillhouse.data.media import MEDIA
+from stillhouse.data.render.media_inputs import DocumentMedia
 from stillhouse.display import escaped
 from stillhouse.hashing import json_hash
 from stillhouse.signals.cache.shard_layout import ShardLayout, layout_of
@@ -41,6 +42,8 @@ FORMAT = 2
 MANIFEST, INDEX, TEACHER, SHARDS = "cache.json", "index.json", "teacher", "shards"
 ID_BYTES = 16
 CACHE_KEY = "cache"
+#: the names of fields in the file
+_STORED = {"media": MEDIA, "teacher_media": f"teacher_{MEDIA}"}
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Manifest:
     documents_hash: a hash of the ids and row ranges of all documents
     versions: versions of the libraries
     packed: whether ids and counts are stored with the smallest possible number of bits
-    images: how pixels were made of images (`ImageProcessor.pixels_identity`); None if the documents are texts
-    teacher_images: a hash of the teacher's processor of images; None if it has none of its own
+    media: how tensors were made of media (`MediaProcessor.pixels_identity`); None if the documents are texts
+    teacher_media: a hash of the teacher's processor of media; None if it has none of its own
 
     Raises ValueError for a signal that cannot be packed.
     """
@@ -74,8 +77,8 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     packed: bool = False
     format: int = FORMAT
-    images: str | None = None
-    teacher_images: str | None = None
+    media: str | None = None
+    teacher_media: str | None = None
 
     def __post_init__(self) -> None:
         layout_of(self.signal, self.width, self.vocabulary, packed=self.packed)
@@ -91,8 +94,9 @@ class Manifest:
 
     @property
     def _fields(self) -> dict[str, Any]:
-        """Caches of texts have no field for images, as before there were images."""
-        return {key: value for key, value in asdict(self).items() if value is not None or not key.endswith("images")}
+        """Caches of texts have no field for media, as before there were media."""
+        fields = {_STORED.get(key, key): value for key, value in asdict(self).items()}
+        return {key: value for key, value in fields.items() if value is not None or key not in _STORED.values()}
 
     @property
     def identity(self) -> str:
@@ -127,16 +131,17 @@ class Manifest:
             fields: dict[str, Any] = json.loads(text)
             if fields.get("format") != FORMAT:
                 raise ValueError(f"its format is {fields.get('format')}, expected {FORMAT}")
+            fields |= {key: fields.pop(name) for key, name in _STORED.items() if name in fields}
             return cls(**{**fields, "signal": SignalSpec(**fields["signal"])})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not the description of a cache: {error}") from error
 
 
-def document_id(tokens: np.ndarray, images: DocumentImages | None = None) -> bytes:
-    """The id of a document: a hash of its token ids and of the identity of its images."""
+def document_id(tokens: np.ndarray, media: DocumentMedia | None = None) -> bytes:
+    """The id of a document: a hash of its token ids and of the identity of its media."""
     digest = hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i4").data).digest()
-    if images is not None:
-        digest = hashlib.sha256(b"images" + digest + images.identity).digest()
+    if media is not None:
+        digest = hashlib.sha256(MEDIA.encode() + digest + media.identity).digest()
     return digest[:ID_BYTES]
 
 

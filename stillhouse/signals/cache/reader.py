@@ -16,7 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stillhouse.data import Documents
-from stillhouse.data.render.media_inputs import ImageInputs
+from stillhouse.data.media import MEDIA, MEDIUM
+from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.hashing import file_hash
 from stillhouse.libraries import reading
 from stillhouse.signals.cache.files import (
@@ -91,14 +92,14 @@ class SignalCache(SignalStore):
         if digest != self.manifest.documents_hash:
             raise ValueError(f"{folder}: a shard's table of documents was changed: write the cache again")
 
-    def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None:
+    def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
         """Raise ValueError unless the cache has every row of these documents that predicts a target."""
-        if documents.has_images:
-            assert image_inputs is not None
-            self._require_processor(image_inputs, what)
+        if documents.has_media:
+            assert media_inputs is not None
+            self._require_processor(media_inputs, what)
         ids = [
             document_id(
-                documents.tokens(number), None if image_inputs is None else image_inputs.of(documents, number)
+                documents.tokens(number), None if media_inputs is None else media_inputs.of(documents, number)
             )
             for number in range(len(documents))
         ]
@@ -111,21 +112,21 @@ class SignalCache(SignalStore):
         if missing:
             is_stored = stored[missing[0]] is not None
             why = "rows of it are missing; was it written for other target tokens?" if is_stored else "it is absent"
-            if documents.has_images and not is_stored:
-                why = "it is absent; was an image changed after the cache was written?"
+            if documents.has_media and not is_stored:
+                why = f"it is absent; was {MEDIUM} changed after the cache was written?"
             raise ValueError(
                 f"{self.folder} lacks {len(missing):,} of the {len(documents):,} documents of {what}, the first is "
                 f"{documents.sources[missing[0]]} ({why}); expected a cache of this data, with the same tokenizer, "
                 "template and longest document"
             )
 
-    def _require_processor(self, image_inputs: ImageInputs, what: str) -> None:
-        """Raise ValueError if the cache has other pixels of the same images."""
-        if self.manifest.images != image_inputs.processor.pixels_identity:
-            has = "is a cache of texts" if self.manifest.images is None else "was written with other pixels of images"
+    def _require_processor(self, media_inputs: MediaInputs, what: str) -> None:
+        """Raise ValueError if the cache has other tensors of the same media."""
+        if self.manifest.media != media_inputs.processor.pixels_identity:
+            has = f"was written with other pixels of {MEDIA}" if self.manifest.media else "is a cache of texts"
             raise ValueError(
-                f"{self.folder} {has}, and {what} has images: expected a cache of this data, written with the same "
-                "settings of the student's image processor and the same data.image_pixels"
+                f"{self.folder} {has}, and {what} has {MEDIA}: expected a cache of this data, written with the same "
+                f"settings of the student's processor of {MEDIA} and the same data.image_pixels"
             )
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
@@ -133,7 +134,7 @@ class SignalCache(SignalStore):
 
         Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
         """
-        return [self.read_document(document_id(request.tokens, request.images), request.rows) for request in wanted]
+        return [self.read_document(document_id(request.tokens, request.media), request.rows) for request in wanted]
 
     def documents(self) -> Mapping[bytes, range]:
         """The id and the stored rows of every document, in the cache's order."""

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import ServerError, server_kinds
 from stillhouse.data import Documents
+from stillhouse.data.media import MediaProcessor
 from stillhouse.display import enumerated
-from stillhouse.images.processor import ImageProcessor
 from stillhouse.rollout.records import Completion, Sampling
 from stillhouse.serving.client.http_client import HttpAnswer, parsed
 from stillhouse.serving.client.pool import Ask, Call
@@ -213,7 +213,7 @@ class ServerApi(Protocol):
     def top_log_probs(self, response: HttpAnswer) -> list[float]:
         """All log-probabilities that the answer has for the first token, in descending order."""
 
-    def require_images(self, ask: Ask, url: str, processor: ImageProcessor, prompts: Documents) -> None:
+    def require_images(self, ask: Ask, url: str, processor: MediaProcessor, prompts: Documents) -> None:
         """Raise ValueError unless these prompts with images can be sent, as this processor makes their tensors."""
         raise ValueError(
             f"the prompts have images, and {self.kind.title} would read them with a processor of its own, which "

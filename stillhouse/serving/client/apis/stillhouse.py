@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse import __version__
 from stillhouse.data import Documents, tokenizer_fingerprint
+from stillhouse.data.media import MediaProcessor, MediaTensors
 from stillhouse.display import escaped
-from stillhouse.images.processor import ImageProcessor, ImageTensors
 from stillhouse.serving.client.apis.server_api import (
     Published,
     Scores,
@@ -31,7 +31,7 @@ from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 #: the most tokens and bytes of images of a request, unless a single document has more
 REQUEST_TOKENS, REQUEST_BYTES = 4096, 32 * 2**20
 #: a document and its images
-_WithImages = tuple[DocumentRows, ImageTensors | None]
+_WithImages = tuple[DocumentRows, MediaTensors | None]
 
 
 class _Info(BaseModel):
@@ -102,7 +102,7 @@ class StillhouseApi(VllmApi):
     def model_name(self, ask: Ask) -> str | None:
         return None
 
-    def require_images(self, ask: Ask, url: str, processor: ImageProcessor, prompts: Documents) -> None:
+    def require_images(self, ask: Ask, url: str, processor: MediaProcessor, prompts: Documents) -> None:
         support = described(_InfoOfImages, ask, "/v1/info", self.kind.title).images
         require_accepted(url, support, prompts, processor, "data.train")
 
@@ -147,7 +147,7 @@ def _groups(documents: Sequence[DocumentRows], info: ServerInfo) -> Iterator[lis
     group: list[_WithImages] = []
     total = np.zeros(3)
     for document in documents:
-        images = None if document.images is None else document.images.read()
+        images = None if document.media is None else document.media.read()
         sizes = np.array([len(document.tokens), *_image_sizes(images)])
         if group and (total + sizes > limits).any():
             yield group
@@ -158,7 +158,7 @@ def _groups(documents: Sequence[DocumentRows], info: ServerInfo) -> Iterator[lis
         yield group
 
 
-def _image_sizes(images: ImageTensors | None) -> tuple[int, int]:
+def _image_sizes(images: MediaTensors | None) -> tuple[int, int]:
     """The bytes and the number of a document's images."""
     if images is None:
         return 0, 0

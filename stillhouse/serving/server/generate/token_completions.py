@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from stillhouse.data.render.media_inputs import DocumentImages
+from stillhouse.data.render.media_inputs import DocumentMedia
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.server.bodies import encode_json, usage
 from stillhouse.serving.server.limits import Limits
@@ -72,10 +72,10 @@ class GenerationPart:
     request: GenerationRequest
     sampling: Sampling
     tokens: int
-    images: DocumentImages | None = None
+    images: DocumentMedia | None = None
 
     @property
-    def has_images(self) -> bool:
+    def has_media(self) -> bool:
         return self.images is not None
 
 
@@ -89,7 +89,7 @@ class VersionedCompletion:
 
 
 def part(
-    body: GenerateBody, limits: Limits, eos_ids: Sequence[int], images: DocumentImages | None = None
+    body: GenerateBody, limits: Limits, eos_ids: Sequence[int], images: DocumentMedia | None = None
 ) -> GenerationPart:
     """The part for the queue. eos_ids: the model's end-of-sequence ids. Raises RequestError beyond the limits."""
     options = body.sampling_params
@@ -122,7 +122,7 @@ def part(
     seed = secrets.randbits(63) if options.seed is None else options.seed
     tensors = {} if images is None else images.tensors()
     prompt = np.array(body.token_ids, dtype=np.int32)
-    request = GenerationRequest(0, prompt, seed, options.max_tokens, image_tensors=tensors)
+    request = GenerationRequest(0, prompt, seed, options.max_tokens, media_tensors=tensors)
     return GenerationPart(request, sampling, tokens, images)
 
 

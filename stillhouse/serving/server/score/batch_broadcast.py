@@ -93,6 +93,6 @@ def _decoded(content: bytes) -> list[ScoreRequest]:
     for number, (of_document, rows, wanted) in enumerate(
         zip(tokens, tensors["rows"].tolist(), header["wanted"], strict=True)
     ):
-        document = DocumentRows(of_document, range(*rows), tensors.get(f"ids.{number}"), images=images[number])
+        document = DocumentRows(of_document, range(*rows), tensors.get(f"ids.{number}"), media=images[number])
         parts.append(ScoreRequest(document, Ranked(wanted["ranked"]) if "ranked" in wanted else SignalSpec(**wanted)))
     return parts

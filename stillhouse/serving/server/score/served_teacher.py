@@ -34,7 +34,7 @@ from stillhouse.serving.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
 from stillhouse.serving.server.role import ModelOptions, longest_sequence, model_info
 from stillhouse.serving.server.score.batch_broadcast import BatchBroadcast
 from stillhouse.serving.server.score.score_routes import add_file_routes, add_signal_routes
-from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest, proven_image_inputs
+from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest, proven_media_inputs
 from stillhouse.signals.teacher_folder import head_of, save_teacher
 
 #: seconds without a collective after which a rank counts as hung
@@ -65,7 +65,7 @@ class ServedTeacher:
         add_signal_routes(application, self.tokenizer, self.identity)
 
     def check(self, parts: Sequence[ScoreRequest]) -> None:
-        self.images.check([(part.document.tokens, part.document.images) for part in parts], "images")
+        self.images.check([(part.document.tokens, part.document.media) for part in parts], "images")
 
     def compute(self, parts: Sequence[ScoreRequest]) -> list[Outcome]:
         self.broadcast.send(parts)
@@ -117,7 +117,7 @@ def load_teacher(
     images = AcceptedImages()
     if processor is not None:
         agreed = partial(mesh.ranks.all_raise, PackingError, ProofError)
-        images = AcceptedImages.proven(decoder, processor, partial(proven_image_inputs, agreed=agreed))
+        images = AcceptedImages.proven(decoder, processor, partial(proven_media_inputs, agreed=agreed))
     identity = quantized_identity(model_fingerprint(source), options.quantize)
     limits = Limits(
         decoder.vocabulary_rows,
@@ -129,7 +129,7 @@ def load_teacher(
     )
     info: dict[str, Any] = {}
     if is_first():
-        with_head = decoder if is_single else head_of(source, options.dtype, images=options.images)
+        with_head = decoder if is_single else head_of(source, options.dtype, multimodal=options.images)
         save_teacher(folder, with_head, tokenizer, with_head=True)
         info = model_info(options.name, decoder, tokenizer) | {
             "teacher": identity,
@@ -161,7 +161,7 @@ def _sharded_source(options: ModelOptions, folder: str, device: torch.device) ->
         folder,
         dtype=options.dtype,
         attention=options.attention,
-        images=options.images,
+        multimodal=options.images,
         activations=activations_for(options.attention, device),
     )
 

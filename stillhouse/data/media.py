@@ -1,0 +1,192 @@
+"""Media: what documents carry beside their text, such as images, and what the add-on that reads them does.
+
+An add-on registers its kind of media as an entry point of `stillhouse.media`. The entry's module is
+light, and loads the others when a record or a model has media. The add-on's processor turns the files of a document
+into placeholder tokens and tensors (`MediaProcessor`), which are arguments of the model and travel under their names.
+
+S tokens of a document, A axes of rotary positions.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.documents import Documents
+from stillhouse.data.media_files import MediaFile
+from stillhouse.data.record import Record
+from stillhouse.data.render.assistant_turns import Span
+from stillhouse.registry import load, load_all
+
+#: the group of entry points
+GROUP = "stillhouse.media"
+#: the words for media in messages; the first one is also in the names of fields that are stored
+MEDIA, MEDIUM = "images", "an image"
+#: columns of records that have media
+_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+_MESSAGE_COLUMNS = ("messages", "prompt", "completion")
+
+#: computes the rotary positions of one document, [S, A]: of its ids [S], its token types [S] or None, and its media.
+#: None for a model with one axis
+AxisPositions = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], Tensor | None]
+
+
+class MediaTensors(NamedTuple):
+    """The media of a document as its processor returns them.
+
+    tensors: arguments of the model. sizes: the width and height of each picture that the processor got.
+    """
+
+    tensors: Mapping[str, Tensor]
+    sizes: Sequence[tuple[int, int]]
+
+
+class Expanded(NamedTuple):
+    """A text with its placeholders expanded.
+
+    offsets: the characters of each token in the expanded text. replaced: for each file, the span of its placeholder
+    in the text and in the expanded text.
+    """
+
+    ids: list[int]
+    offsets: list[Span]
+    replaced: list[tuple[Span, Span]]
+
+    def shifted(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """Spans of the text as spans of the expanded text."""
+        ends = [span[1] for span, _ in self.replaced]
+        gained = [0, *(new[1] - span[1] for span, new in self.replaced)]
+        moved = [[at + gained[bisect_right(ends, at)] for at in span] for span in spans]
+        return tuple((begin, end) for begin, end in moved)
+
+    def media_spans(self) -> tuple[Span, ...]:
+        """The tokens of each file: all that the processor wrote in place of its placeholder."""
+        begins_S, ends_S = np.asarray(self.offsets, dtype=np.int64).reshape(-1, 2).T
+        by_file = [np.flatnonzero((begins_S < end) & (ends_S > begin)) for _, (begin, end) in self.replaced]
+        return tuple((int(places[0]), int(places[-1]) + 1) for places in by_file)
+
+
+class MediaProcessor(Protocol):
+    """The processor of a model. It is loaded when the first file is read.
+
+    kind: the name under which its add-on is registered. files: its own files.
+    placeholder: stands for a file in a text. placeholder_ids: the ids of the tokens that stand for features.
+    pixels_identity: a hash of all settings that determine the tensors of a file. Models with other tokens may have
+        the same one.
+    """
+
+    kind: str
+    files: Sequence[Path]
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def placeholder(self) -> str: ...
+    @property
+    def placeholder_ids(self) -> list[int]: ...
+    @property
+    def pixels_identity(self) -> str: ...
+
+    def identity(self) -> list[Any]:
+        """Everything that determines the tokens and tensors of a file beside `versions`."""
+
+    def versions(self) -> list[Any]:
+        """The versions of the libraries and of the code that read files."""
+
+    def prepare(self) -> None:
+        """Load and prove the processor. Raises ProcessorError if it cannot be used."""
+
+    def expand(self, text: str, files: Sequence[MediaFile], *, special: bool, is_safe: bool = False) -> Expanded:
+        """Tokenize a text with one placeholder for each file. special: whether the tokenizer adds special tokens.
+        is_safe: the files were decoded before, so that they need no process with limits. Raises RecordError.
+        """
+
+    def read(self, documents: Documents, document: int, ids: np.ndarray) -> MediaTensors:
+        """The tensors of one document's files. ids: the document as the model reads it. Raises DataError."""
+
+    def read_files(self, files: Sequence[MediaFile], ids: np.ndarray) -> MediaTensors:
+        """As `read`, of these files and of the ids of their document. Raises ValueError."""
+
+    def join(self, documents: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors of several documents, as a micro-batch has them; empty without media."""
+
+    def token_types(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """The kinds of tokens of a document, [S] int64, by the name of the model's argument; empty if it has none."""
+
+    def example_documents(self) -> list[dict[str, Tensor]]:
+        """Documents with one, two and no example files, as the processor returns them, [1, S]."""
+
+    def example_prompts(self) -> list[tuple[np.ndarray, list[MediaFile]]]:
+        """Prompts with two, one and no example files: token ids, and files."""
+
+    def prompt_arguments(self, decoder: Any, requests: Sequence[Any], width: int) -> dict[str, Tensor]:
+        """The arguments of transformers' `generate` for `GenerationRequest`s. width: of the longest prompt."""
+
+    def check_texts(self, documents: Documents) -> None:
+        """Raise DataError for a document without media that has a placeholder token."""
+
+    def in_words(self, documents: Documents, document: int) -> str:
+        """The media of a document, and the numbers of its tokens."""
+
+    def shortened(self, text: str) -> str:
+        """The text with a count in place of a placeholder token that is repeated."""
+
+
+def media_kind(processor: MediaProcessor) -> Any:
+    """The add-on of a processor (see `images/add_on.py`)."""
+    return load(GROUP, processor.kind)
+
+
+def find_media_processor(
+    name_or_path: str, tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> MediaProcessor | None:
+    """The processor of a folder or a hub id; None if it has none. options: see `ImageProcessor`."""
+    processors = (kind.find_processor(name_or_path, tokenizer, **options) for kind in load_all(GROUP).values())
+    return next((processor for processor in processors if processor is not None), None)
+
+
+def with_media(record: Record) -> Record:
+    """The record with the bytes of all its files in its messages, as values of parts, without columns of files.
+
+    A record without media is returned unchanged. Raises RecordError for a file that cannot be read, for files without
+    a place in the messages, and for media that no add-on reads.
+    """
+    fields = record.fields
+    messages = [
+        message for name in _MESSAGE_COLUMNS if isinstance(value := fields.get(name), list) for message in value
+    ]
+    has_parts = any(isinstance(item, dict) and isinstance(item.get("content"), list) for item in messages)
+    if has_parts or any(name in fields for name in _COLUMNS):
+        for kind in load_all(GROUP).values():
+            record = kind.with_files(record)
+    return record
+
+
+def shown_positions(ids: np.ndarray, processor: MediaProcessor | None) -> np.ndarray:
+    """The positions of all tokens, but only of the first one of each run of placeholders."""
+    is_placeholder = _is_placeholder(ids, processor)
+    return np.flatnonzero(~is_placeholder | ~np.concatenate([[False], is_placeholder[:-1]]))
+
+
+def shown_text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, processor: MediaProcessor | None) -> str:
+    """Decode token ids, with one placeholder for each run of them."""
+    text: str = tokenizer.decode(ids[shown_positions(ids, processor)].tolist())
+    return text
+
+
+def media_end(ids: np.ndarray, processor: MediaProcessor | None) -> int:
+    """The least length of a prompt that has all media of its document and a token behind them; 0 without media."""
+    places = np.flatnonzero(_is_placeholder(ids, processor))
+    return int(places[-1]) + 2 if len(places) else 0
+
+
+def shown_media(files: Sequence[MediaFile], processor: MediaProcessor | None) -> dict[str, Any]:
+    """The fields of a record with which a page shows a document's files; empty without files."""
+    return {} if processor is None or not files else media_kind(processor).shown(files)
+
+
+def _is_placeholder(ids: np.ndarray, processor: MediaProcessor | None) -> np.ndarray:
+    return np.isin(ids, [] if processor is None else processor.placeholder_ids)
