@@ -20,12 +20,13 @@ from stillhouse.config.sections.eval_section import EvalPromptsConfig
 from stillhouse.config.sections.rollout_section import RolloutConfig
 from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.sections.teacher_section import TeacherConfig
+from stillhouse.config.sections.train_section import OFFLOADED
 from stillhouse.config.servers import GROUP, TOKEN_VARIABLE
 from stillhouse.config.source_kinds import WEIGHT_KEYS, source_kinds
 from stillhouse.config.student_rules import RULES_OF_STUDENT
 from stillhouse.display import enumerated, name_list
 from stillhouse.objective.expression import expression_fields
-from stillhouse.registry import load_all, registered
+from stillhouse.registry import load, load_all, registered
 
 
 def check_rules(config: RunConfig) -> None:
@@ -346,7 +347,11 @@ RULES: tuple[Rule, ...] = (
         )
         for key in ("train.micro_batch_tokens", "train.tokens_per_step", "eval.micro_batch_tokens")
     ),
-    excludes("train.optimizer", "parallel.offload"),
+    Rule(
+        ("train.optimizer", "parallel.offload"),
+        lambda name, offload: bool(offload) and OFFLOADED not in load("stillhouse.optimizers", name).capabilities,
+        "adamw",
+    ),
     *RULES_OF_LAYERS,
     # not supported with multi-token prediction
     *(

@@ -1,14 +1,12 @@
-"""The optimizers: AdamW, Muon, Adafactor and AdamW with 8-bit moments; and their state as plain tensors.
+"""The step of an optimizer, its groups of parameters, and its state as plain tensors.
 
-Muon (https://kellerjordan.github.io/posts/muon/) changes a matrix by its orthogonalized momentum. With `muon`, AdamW
-still trains the embedding, the head and all parameters that are not matrices. Muon's steps are scaled so that Muon
-can use the learning rates of AdamW (arXiv:2502.16982, section 2.2). What is a matrix is decided by the module that
+What is a matrix is decided by the module that
 owns a parameter (`weight_kinds`): the biases of stacked experts and the A of a state-space layer have two dims, too.
 """
 
-import importlib.util
 import re
 import sys
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -18,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 
-from stillhouse.config import ConfigError, TrainConfig
+from stillhouse.config import ConfigError, TrainConfig, as_config_error
+from stillhouse.config.sections.train_section import SHARDED
 from stillhouse.display import first_line
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import gathered_tensor, local, shard_slices
 from stillhouse.parallel import Layout
+from stillhouse.registry import load, load_all
 
-#: the optimizers whose result is the same for a sharded and for an unsharded matrix
-_OF_SHARDED_WEIGHTS = ("adamw", "muon")
 _KEY = "train.optimizer"
 
 WeightKind = Literal["matrix", "table", "vector"]
@@ -38,21 +36,16 @@ _VECTOR = re.compile(r"(\w+_)?(bias|ape|A_log|D|scale)")
 
 def require_optimizer(train: TrainConfig, layout: Layout) -> None:
     """Raise ConfigError for an optimizer that this layout does not allow, or whose library is not installed."""
-    degrees, kind = layout.degrees, train.optimizer
-    if degrees.processes > degrees.pipeline and kind not in _OF_SHARDED_WEIGHTS:
+    degrees, kinds = layout.degrees, load_all("stillhouse.optimizers")
+    if degrees.processes > degrees.pipeline and SHARDED not in kinds[train.optimizer].capabilities:
         raise ConfigError(
             _KEY,
-            f"got {kind} under {layout}, which divides single weights over processes: expected "
-            f"{' or '.join(_OF_SHARDED_WEIGHTS)}, or pipeline stages alone",
+            f"got {train.optimizer} under {layout}, which divides single weights over processes: expected "
+            f"{' or '.join(name for name, kind in kinds.items() if SHARDED in kind.capabilities)}, or pipeline "
+            "stages alone",
         )
-    if kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(_KEY, "torchao is not installed; pip install 'stillhouse[low-bit]'")
-    if kind == "adamw_8bit" and torch._dynamo.config.disable:
-        raise ConfigError(
-            _KEY,
-            "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1), and torchao compiles its step: "
-            "expected adamw, or compiling",
-        )
+    with as_config_error(_KEY):
+        kinds[train.optimizer].require()
 
 
 def weight_kinds(models: Iterable[nn.Module]) -> dict[nn.Parameter, WeightKind]:
@@ -95,19 +88,19 @@ def stacked_vectors(models: Iterable[nn.Module]) -> list[str]:
 def make_optimizer(models: Iterable[nn.Module], train: TrainConfig) -> torch.optim.Optimizer:
     """Return the optimizer of those parameters of the models that require a gradient (see `weight_kinds`)."""
     kinds = {weight: kind for weight, kind in weight_kinds(models).items() if weight.requires_grad}
-    if train.optimizer == "adafactor":
-        return torch.optim.Adafactor(_groups(kinds, train), lr=train.learning_rate)
-    if train.optimizer == "muon":
-        by_muon = [weight for weight, kind in kinds.items() if kind == "matrix"]
-        by_adamw: dict[nn.Parameter, WeightKind] = {w: kind for w, kind in kinds.items() if kind != "matrix"}
-        parts: list[torch.optim.Optimizer] = []
-        if by_muon:
-            parts.append(Muon(by_muon, train.learning_rate, train.weight_decay, train.momentum))
-        return CombinedOptimizer(parts + [_adamw(by_adamw, train)] if by_adamw else parts)
-    return _adamw(kinds, train)
+    optimizer: torch.optim.Optimizer = load("stillhouse.optimizers", train.optimizer).make(kinds, train)
+    return optimizer
 
 
-class Muon(torch.optim.Optimizer):
+class KnownState(torch.optim.Optimizer):
+    """An optimizer that knows its state before the first step, which a checkpoint is read into."""
+
+    @abstractmethod
+    def empty_state(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter before the first step: zeros."""
+
+
+class ShardedMuon(KnownState):
     """torch's Muon with Nesterov momentum, also for sharded matrices and for each matrix of a stack.
 
     The momentum is sharded like the matrix. Each process gathers the full momentum of one matrix or stack at a time,
@@ -126,7 +119,7 @@ class Muon(torch.optim.Optimizer):
                     continue
                 state, momentum = self.state[matrix], group["momentum"]
                 if not state:
-                    state |= empty_state(self, matrix)
+                    state |= self.empty_state(matrix)
                 state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
                 update = matrix.grad.lerp(state["momentum_buffer"], momentum)
                 if _has_full_matrices(update):
@@ -135,8 +128,11 @@ class Muon(torch.optim.Optimizer):
                     change = _orthogonal_step(gathered_tensor(update), group["lr"])[shard_slices(matrix)]
                 local(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
+    def empty_state(self, parameter: Tensor) -> dict[str, Any]:
+        return {"momentum_buffer": torch.zeros_like(parameter)}
 
-class CombinedOptimizer(torch.optim.Optimizer):
+
+class CombinedOptimizer(KnownState):
     """Several optimizers with different parameters, combined into one with a common state and list of groups."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
@@ -149,12 +145,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for part in self.parts:
             part.step()
 
-    def part_of(self, parameter: Tensor) -> torch.optim.Optimizer:
-        """Return the optimizer that trains this parameter."""
-        owners = {
-            id(parameter): part for part in self.parts for group in part.param_groups for parameter in group["params"]
-        }
-        return owners[id(parameter)]
+    def empty_state(self, parameter: Tensor) -> dict[str, Any]:
+        owners = {id(other): part for part in self.parts for group in part.param_groups for other in group["params"]}
+        return empty_state(owners[id(parameter)], parameter)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -200,10 +193,8 @@ def make_step(optimizer: torch.optim.Optimizer, rate: float, skipped: Tensor | N
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return the state that the optimizer has for a parameter before its first step: all zeros."""
-    if isinstance(optimizer, CombinedOptimizer):
-        optimizer = optimizer.part_of(parameter)
-    if isinstance(optimizer, Muon):
-        return {"momentum_buffer": torch.zeros_like(parameter)}
+    if isinstance(optimizer, KnownState):
+        return optimizer.empty_state(parameter)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     state = {"step": torch.zeros((), device=parameter.device if is_fused else None)}
     if isinstance(optimizer, torch.optim.Adafactor):
@@ -232,18 +223,8 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-def _adamw(kinds: Mapping[nn.Parameter, WeightKind], train: TrainConfig) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
-    groups = _groups(kinds, train)
-    if train.optimizer != "adamw_8bit":
-        # on a CPU, the fused kernel rounds in another way
-        return torch.optim.AdamW(groups, fused=all(weight.is_cuda for weight in kinds) or None, **options)
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(groups, **options)
-
-
-def _groups(kinds: Mapping[nn.Parameter, WeightKind], train: TrainConfig) -> list[dict[str, Any]]:
+def parameter_groups(kinds: Mapping[nn.Parameter, WeightKind], train: TrainConfig) -> list[dict[str, Any]]:
+    """Return the groups of parameters, with the weight decay of each."""
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter, kind in kinds.items():
         # the foreach implementation of AdamW needs all tensors of a group on one mesh

@@ -370,8 +370,8 @@ def read_objective(
     """`parse_objective`, where the text may name these divergences."""
     fields, divergences = expression_fields(text, kinds)
     if divergences:
-        others = {one.name: kinds[one.name] for one in divergences if one.name not in DIVERGENCES}
-        total = weighted_sum(divergences, DIVERGENCES | {name: kind.divergence() for name, kind in others.items()})
+        foreign = {one.name: kinds[one.name] for one in divergences if one.name not in DIVERGENCES}
+        total = weighted_sum(divergences, DIVERGENCES | {name: kind.divergence() for name, kind in foreign.items()})
         (scale, first), *others = weighted_parts(total)
         # a single divergence keeps its coefficient as the scale, so that its reported value is unscaled
         fields |= {"divergence": total} if others else {"divergence": first, "divergence_scale": scale}

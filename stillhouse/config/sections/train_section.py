@@ -5,7 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from stillhouse.config.section import Section, Share
+from stillhouse.config.section import Registered, Section, Share
+
+#: capabilities of optimizers (see `OptimizerKind`)
+SHARDED, OFFLOADED = "sharded weights", "parallel.offload"
 
 
 def _checked_warmup(warmup: float) -> float:
@@ -26,7 +29,7 @@ class TrainConfig(Section):
     """Passes over the data; may be fractional. null if steps is given."""
     steps: int | None = Field(default=None, ge=1)
     """Optimizer steps, instead of epochs. null: as many as epochs needs."""
-    optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit"] = "adamw"
+    optimizer: Annotated[str, Registered("stillhouse.optimizers")] = "adamw"
     """muon: Muon for the matrices inside the layers (MTP layers and projectors too), AdamW for all other weights.
     adafactor: half of AdamW's memory or less. adamw_8bit: AdamW with moments of 8 bits (needs stillhouse[low-bit]).
     The last two work in one process and under pipeline stages."""

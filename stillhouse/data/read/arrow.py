@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stillhouse.data.read.open_files import require_regular
+from stillhouse.data.read.open_files import Reader, require_regular
 from stillhouse.data.record import NoSourceError, Record
 from stillhouse.display import name_list
 from stillhouse.libraries import reading
@@ -20,23 +20,25 @@ _BATCH = 1024  # rows that are converted at once
 _CONVERSATIONS = {"messages", "prompt", "completion", "tools", "conversations"}
 
 
-def read_parquet(path: Path) -> Iterator[Record]:
-    import pyarrow.parquet
+class Parquet(Reader):
+    @classmethod
+    def read(cls, path: Path) -> Iterator[Record]:
+        import pyarrow.parquet
 
-    number = 0
-    with reading(f"{path}: not a readable Parquet file"):
-        file = pyarrow.parquet.ParquetFile(path)
-    with file:
-        batches = file.iter_batches(batch_size=_BATCH)
-        while True:
-            with reading(f"{path}: not a readable Parquet file{f' after row {number}' if number else ''}"):
-                batch = next(batches, None)
-                rows = [] if batch is None else _rows(batch)
-            if batch is None:
-                return
-            for fields in rows:
-                number += 1
-                yield Record(f"{path}:{number}", fields)
+        number = 0
+        with reading(f"{path}: not a readable Parquet file"):
+            file = pyarrow.parquet.ParquetFile(path)
+        with file:
+            batches = file.iter_batches(batch_size=_BATCH)
+            while True:
+                with reading(f"{path}: not a readable Parquet file{f' after row {number}' if number else ''}"):
+                    batch = next(batches, None)
+                    rows = [] if batch is None else _rows(batch)
+                if batch is None:
+                    return
+                for fields in rows:
+                    number += 1
+                    yield Record(f"{path}:{number}", fields)
 
 
 def is_saved(folder: Path) -> bool:

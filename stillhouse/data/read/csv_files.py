@@ -5,31 +5,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from stillhouse.data.read.open_files import MAX_BYTES, format_of, open_bytes
+from stillhouse.data.read.open_files import DECOMPRESSES, MAX_BYTES, Reader, format_of, open_bytes
 from stillhouse.data.record import DataError, Record
 
 
-def read_csv(path: Path, delimiter: str) -> Iterator[Record]:
-    """The records of a UTF-8 file. The first line is the header. All values are strings. Empty lines are skipped.
+class Csv(Reader):
+    capabilities, delimiter = (DECOMPRESSES,), ","
 
-    Raises DataError for a missing or invalid header and for damaged quotes.
-    """
-    csv.field_size_limit(MAX_BYTES)  # changes the limit of the process; the default is 128 KiB
-    with open_bytes(path) as file:
-        rows = csv.reader(_lines(file), delimiter=delimiter, strict=True)
-        names: list[str] | None = None
-        while True:
-            where = f"{path}:{rows.line_num + 1}"
-            try:
-                values = next(rows, None)
-            except csv.Error as error:
-                raise DataError(where, f"not valid {format_of(path)[1:].upper()}: {error}") from error
-            if values is None:
-                return
-            if values and names is not None:
-                yield _record(where, names, values)
-            elif values:
-                names = _header(where, values)
+    @classmethod
+    def read(cls, path: Path) -> Iterator[Record]:
+        """The records of a UTF-8 file. The first line is the header. All values are strings. Empty lines are skipped.
+
+        Raises DataError for a missing or invalid header and for damaged quotes.
+        """
+        csv.field_size_limit(MAX_BYTES)  # changes the limit of the process; the default is 128 KiB
+        with open_bytes(path) as file:
+            rows = csv.reader(_lines(file), delimiter=cls.delimiter, strict=True)
+            names: list[str] | None = None
+            while True:
+                where = f"{path}:{rows.line_num + 1}"
+                try:
+                    values = next(rows, None)
+                except csv.Error as error:
+                    raise DataError(where, f"not valid {format_of(path)[1:].upper()}: {error}") from error
+                if values is None:
+                    return
+                if values and names is not None:
+                    yield _record(where, names, values)
+                elif values:
+                    names = _header(where, values)
+
+
+class Tsv(Csv):
+    delimiter = "\t"
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:

@@ -7,25 +7,14 @@ problem, and the caller decides whether to raise an error.
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
-from stillhouse.data.read.arrow import is_saved, read_hub, read_parquet, read_saved, saved_files
-from stillhouse.data.read.csv_files import read_csv
-from stillhouse.data.read.json_records import read_json
-from stillhouse.data.read.open_files import COMPRESSED, format_of, kind_of, require_regular
+from stillhouse.data.read.arrow import is_saved, read_hub, read_saved, saved_files
+from stillhouse.data.read.open_files import COMPRESSED, DECOMPRESSES, format_of, kind_of, require_regular
 from stillhouse.data.record import NoSourceError, Record
+from stillhouse.registry import load, registered
 
-#: readers of text files by the suffix of the file's name; in a name, a suffix of `COMPRESSED` may follow
-TEXT_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
-    ".jsonl": read_json,
-    ".json": read_json,
-    ".csv": partial(read_csv, delimiter=","),
-    ".tsv": partial(read_csv, delimiter="\t"),
-}
-READERS = TEXT_READERS | {".parquet": read_parquet}
-_EXPECTED = f"{', '.join(READERS)}, or of a text file with {' or '.join(COMPRESSED)} behind it"
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
 
 
@@ -94,7 +83,7 @@ def _files_of(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.iterdir() if _is_readable(path))
     if not files:
         raise ValueError(
-            f"{folder}: neither a saved dataset nor a folder with files ending in {_EXPECTED} (subfolders are not "
+            f"{folder}: neither a saved dataset nor a folder with files ending in {_suffixes()} (subfolders are not "
             f"searched; a glob such as '{folder}/**/*.jsonl' does that)"
         )
     twice = next((path for path in files if path.suffix in COMPRESSED and path.with_suffix("") in files), None)
@@ -104,10 +93,19 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _is_readable(path: Path) -> bool:
-    return format_of(path) in (TEXT_READERS if path.suffix in COMPRESSED else READERS)
+    name = format_of(path).removeprefix(".")
+    if name not in registered("stillhouse.readers"):
+        return False
+    return path.suffix not in COMPRESSED or DECOMPRESSES in load("stillhouse.readers", name).capabilities
 
 
 def _read_file(path: Path) -> Iterator[Record]:
     if not _is_readable(path):
-        raise ValueError(f"{path}: its format is not known; expected a name that ends in {_EXPECTED}")
-    return READERS[format_of(path)](path)
+        raise ValueError(f"{path}: its format is not known; expected a name that ends in {_suffixes()}")
+    records: Iterator[Record] = load("stillhouse.readers", format_of(path).removeprefix(".")).read(path)
+    return records
+
+
+def _suffixes() -> str:
+    names = ", ".join(f".{name}" for name in registered("stillhouse.readers"))
+    return f"{names}, or of a text file with {' or '.join(COMPRESSED)} behind it"

@@ -9,22 +9,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from stillhouse.data.read.open_files import MAX_BYTES, format_of, open_bytes
+from stillhouse.data.read.open_files import DECOMPRESSES, MAX_BYTES, Reader, format_of, open_bytes
 from stillhouse.data.record import DataError, Record, describe, parsed_json, unique_keys
 from stillhouse.display import first_line
 
 
-def read_json(path: Path) -> Iterator[Record]:
-    """The records of a JSON Lines file; a file named .json may also contain one array."""
-    if format_of(path) == ".json" and _is_array(path):
-        yield from _read_array(path)
-        return
-    with open_bytes(path) as file:  # bytes, so that only \n ends a line and a wrong encoding affects one line
-        for number, line in enumerate(_lines(file), start=1):
-            if len(line) > MAX_BYTES:
-                yield Record(f"{path}:{number}", problem=f"longer than {MAX_BYTES:,} bytes; expected shorter records")
-            elif line.strip():
-                yield _parse_line(f"{path}:{number}", line)
+class Json(Reader):
+    capabilities = (DECOMPRESSES,)
+
+    @classmethod
+    def read(cls, path: Path) -> Iterator[Record]:
+        """The records of a JSON Lines file; a file named .json may also contain one array."""
+        if format_of(path) == ".json" and _is_array(path):
+            yield from _read_array(path)
+            return
+        with open_bytes(path) as file:  # bytes, so that only \n ends a line and a wrong encoding affects one line
+            for number, line in enumerate(_lines(file), start=1):
+                if len(line) > MAX_BYTES:
+                    yield Record(
+                        f"{path}:{number}", problem=f"longer than {MAX_BYTES:,} bytes; expected shorter records"
+                    )
+                elif line.strip():
+                    yield _parse_line(f"{path}:{number}", line)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

@@ -10,9 +10,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, ClassVar, Protocol, cast
+
+from stillhouse.data.record import Record
 
 COMPRESSED = (".gz", ".zst")
+#: the capability of a reader that opens its files with `open_bytes`; a suffix of `COMPRESSED` may follow their names
+DECOMPRESSES = f"also {' and '.join(COMPRESSED)}"
 #: the most bytes of a line of JSON or CSV, and of a field of CSV
 MAX_BYTES = 32 * 2**20
 _KINDS = {
@@ -22,6 +26,17 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
 }
+
+
+class Reader(Protocol):
+    """Reads files whose names end in the name of its entry in the group `stillhouse.readers`, such as jsonl."""
+
+    capabilities: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Iterator[Record]:
+        """The records of a file. A record that cannot be read has a problem. Raises ValueError for a damaged file."""
+        ...
 
 
 def require_regular(paths: list[Path]) -> list[Path]:
