@@ -52,19 +52,15 @@ def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) ->
     counted = [parameter for parameter in held if parameter.grad is not None]
     if not counted:
         return ranks.sum(torch.zeros(())).sqrt()
-    squares = _sums_of_squares([local(parameter.grad) for parameter in counted])
-    shares = torch._foreach_div(squares, [float(copies(parameter, processes)) for parameter in counted])
-    return ranks.sum(torch.stack(shares).sum()).sqrt()
-
-
-def _sums_of_squares(gradients: list[Tensor]) -> list[Tensor]:
-    """Return the sum of squares of each gradient, in float32."""
+    gradients = [local(parameter.grad) for parameter in counted]
     # a kernel for many gradients instead of two for each one; torch's norm does not narrow float64
     if all(gradient.is_cuda and gradient.dtype != torch.float64 for gradient in gradients):
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        return list(torch._foreach_mul(norms, norms))
-    # on a CPU, that norm adds up in another order, and the results there must stay the same to the bit
-    return [gradient.float().square().sum() for gradient in gradients]
+        squares = list(torch._foreach_mul(norms, norms))
+    else:  # on a CPU, that norm adds up in another order, and the results there must stay the same to the bit
+        squares = [gradient.float().square().sum() for gradient in gradients]
+    shares = torch._foreach_div(squares, [float(copies(parameter, processes)) for parameter in counted])
+    return ranks.sum(torch.stack(shares).sum()).sqrt()
 
 
 def copies(parameter: nn.Parameter, processes: int) -> int:

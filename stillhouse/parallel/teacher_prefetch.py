@@ -100,8 +100,14 @@ class TeacherPrefetch:
         self.teacher_forward, self.plan, self.device = teacher_forward, plan, mesh.device
         self.group, self.backward_group = mesh.pipelines
         self.ranks, self.rank = self.group.size(), self.group.rank()
-        for messages in mesh.pipelines:
-            self._connect(messages)
+        # NCCL connects two ranks at their first message, and blocks the sender until the receiver receives. In a
+        # step, the receiver could then be waiting for another message of this sender, and the ranks would deadlock
+        token = torch.zeros(1, device=self.device)
+        for group in mesh.pipelines:
+            if self.rank:
+                dist.recv(token, group=group, group_src=self.rank - 1)
+            if self.rank + 1 < self.ranks:
+                dist.send(token, group=group, group_dst=self.rank + 1)
         #: the announced micro-batches of later steps by request number, in the order of the steps
         self.announced: dict[int, Sequence[MicroBatch]] = {}
         self._numbers = itertools.count()
@@ -170,18 +176,6 @@ class TeacherPrefetch:
         hidden_BSE = self.plan.teacher.empty(micro_batch.shape_BS, self.device)
         dist.recv(hidden_BSE, group=self.group, group_src=self.rank - 1)
         return hidden_BSE
-
-    def _connect(self, group: ProcessGroup) -> None:
-        """Exchange a first message with the neighbouring ranks.
-
-        NCCL connects two ranks at their first message, and blocks the sender until the receiver receives. In a step,
-        the receiver could then be waiting for another message of this sender, and the ranks would deadlock.
-        """
-        token = torch.zeros(1, device=self.device)
-        if self.rank:
-            dist.recv(token, group=group, group_src=self.rank - 1)
-        if self.rank + 1 < self.ranks:
-            dist.send(token, group=group, group_dst=self.rank + 1)
 
 
 class _Message(NamedTuple):

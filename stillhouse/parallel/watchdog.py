@@ -169,10 +169,22 @@ class Watchdog:
     def _fault(self, now: float) -> tuple[str, set[int]] | None:
         """Return an error message and the ranks that cannot print it; None if there is no fault."""
         if now - self._store_answered > self.seconds:
-            return _no_store(self._limit)
+            held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            holder, silent_ranks = ("torchrun", set[int]()) if held_by_torchrun else ("rank 0", {0})
+            where = os.environ["MASTER_ADDR"]
+            return (
+                f"{holder} on {where}, which holds the job's store, has not answered for {self._limit}",
+                silent_ranks,
+            )
         silent = [rank for rank, peer in self._peers.items() if now - peer.since > self.seconds]
         if silent:
-            return " and ".join(self._silence(rank) for rank in silent), set(silent)
+            lines = [
+                f"{self._name(rank)} has sent no heartbeat for {self._limit}, last seen at {self._peers[rank].phase}"
+                if self._peers[rank].process
+                else f"rank {rank} has not joined the others within {self._limit}"
+                for rank in silent
+            ]
+            return " and ".join(lines), set(silent)
         state = self.state
         # the limit is longer than for heartbeats, so that a suspended process is reported as silent
         if not state.timed or now - state.since <= self.seconds + 3 * self._interval:
@@ -197,11 +209,6 @@ class Watchdog:
             self._stopped.wait(SECONDS_FOR_FIRST)
         end_process(FAILED, error_line(f"{message}; a run continues from its last checkpoint"))
 
-    def _silence(self, rank: int) -> str:
-        if not self._peers[rank].process:
-            return f"rank {rank} has not joined the others within {self._limit}"
-        return f"{self._name(rank)} has sent no heartbeat for {self._limit}, last seen at {self._peers[rank].phase}"
-
     @property
     def _limit(self) -> str:
         return f"{self.seconds:g} s (train.timeout)"
@@ -212,11 +219,3 @@ class Watchdog:
 
 def _key(rank: int) -> str:
     return f"heartbeat of rank {rank}"
-
-
-def _no_store(limit: str) -> tuple[str, set[int]]:
-    """Return `_fault`'s result for a store that does not answer."""
-    held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    holder, silent = ("torchrun", set()) if held_by_torchrun else ("rank 0", {0})
-    where = os.environ["MASTER_ADDR"]
-    return f"{holder} on {where}, which holds the job's store, has not answered for {limit}", silent

@@ -16,8 +16,7 @@ from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.models import Decoder, check_document_length
 from stillhouse.parallel import single_process_runner
 from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_media_inputs
-from stillhouse.signals.signal_checks import problem_in
-from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec, problem_in
 from stillhouse.signals.signal_store import SignalStore
 
 

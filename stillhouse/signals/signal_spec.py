@@ -13,6 +13,7 @@ teacher's distribution of token t + 1. The tensors of a signal, in memory, in a 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -28,6 +29,8 @@ SignalKind = Literal["hidden", "top_k", "chosen", "sampled"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: the maximum number of draws per token, because a count has one byte
 MAX_SAMPLES = 255
+#: the largest allowed difference between 1 and the total mass of a row, by the dtype of the log-probabilities
+MASS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 
 
 @dataclass(frozen=True)
@@ -135,3 +138,40 @@ class DocumentRows:
     ids_NK: Tensor | None = None
     source: str = ""
     media: DocumentMedia | None = None
+
+
+def problem_in(spec: SignalSpec, vocabulary: int, tensors: Mapping[str, Tensor]) -> str:
+    """Describe the first value that no teacher can give; "" if there is none. vocabulary: the teacher's head rows"""
+    if spec.kind == "hidden":
+        return "" if tensors["hidden"].isfinite().all() else "'hidden' is not finite"
+    if spec.kind == "sampled":
+        return _problem_of_draws(tensors["ids"], tensors["counts"], spec.entries, vocabulary)
+    return _problem_of_ids(spec, vocabulary, tensors["ids"], tensors["log_probs"], tensors["tail_log_prob"])
+
+
+def _problem_of_draws(ids_NM: Tensor, counts_NM: Tensor, draws: int, vocabulary: int) -> str:
+    if (ids_NM >= vocabulary).any() or (ids_NM < -1).any():
+        return f"'ids' has an id that is not in the vocabulary of {vocabulary}"
+    if ((ids_NM >= 0) != (counts_NM > 0)).any() or (ids_NM[:, 1:] >= 0)[ids_NM[:, :-1] < 0].any():
+        return "'ids' and 'counts' do not fit each other"
+    if ((ids_NM[:, 1:] <= ids_NM[:, :-1]) & (ids_NM[:, 1:] >= 0)).any():
+        return "'ids' has an id twice in a row, or not in ascending order"
+    if (counts_NM.sum(1, dtype=torch.int64) != draws).any():
+        return f"'counts' of a row do not add up to {draws} draws"
+    return ""
+
+
+def _problem_of_ids(spec: SignalSpec, vocabulary: int, ids_NK: Tensor, log_probs_NK: Tensor, tail_N: Tensor) -> str:
+    if (ids_NK >= vocabulary).any() or (ids_NK < -1).any():
+        return f"'ids' has an id that is not in the vocabulary of {vocabulary}"
+    if log_probs_NK.isnan().any() or tail_N.isnan().any():
+        return "'log_probs' or 'tail_log_prob' has NaN"
+    if (log_probs_NK > 0).any() or (tail_N > MASS_TOLERANCE["float32"]).any():
+        return "'log_probs' or 'tail_log_prob' has a positive number"
+    ordered_NK = ids_NK.sort(1).values
+    if ((ordered_NK[:, 1:] == ordered_NK[:, :-1]) & (ordered_NK[:, 1:] >= 0)).any():
+        return "'ids' has an id twice in a row"
+    mass_N = log_probs_NK.double().exp().masked_fill(ids_NK < 0, 0.0).sum(1) + tail_N.double().exp()
+    if spec.kind == "top_k" and ((mass_N - 1).abs() > MASS_TOLERANCE[spec.dtype]).any():
+        return "'log_probs' and 'tail_log_prob' of a row do not add up to 1"
+    return ""

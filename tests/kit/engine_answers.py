@@ -17,8 +17,7 @@ from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.served_engine import token_versions
 from stillhouse.serving.wire import encode_answer
-from stillhouse.signals.signal_checks import problem_in
-from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec, problem_in
 
 Read = Callable[[HttpAnswer], object]
 VOCABULARY, WIDTH, TOP = 300, 4, 2

@@ -21,8 +21,7 @@ from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.image_limits import require_accepted
 from stillhouse.serving.client.pool import Call, ServerPool
 from stillhouse.serving.image_wire import positions_hash
-from stillhouse.signals.signal_checks import problem_in
-from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec, problem_in
 from stillhouse.signals.signal_store import SignalStore
 
 if TYPE_CHECKING:

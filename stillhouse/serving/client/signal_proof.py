@@ -25,6 +25,14 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.objective import OutputHead, linear_log_probs
 from stillhouse.parallel import single_process_runner
+from stillhouse.proofs.servers import (
+    SAME,
+    require_aligned,
+    require_informed,
+    require_near,
+    require_temperature,
+    row_differences,
+)
 from stillhouse.serving.client.apis.server_api import NeedsModelError, UnknownTokenizerError
 from stillhouse.serving.client.remote_signals import RemoteSignals
 from stillhouse.serving.client.signal_probes import (
@@ -36,13 +44,10 @@ from stillhouse.serving.client.signal_probes import (
     with_other_images,
 )
 from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_media_inputs
-from stillhouse.signals.signal_checks import largest_difference, row_differences
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: seconds for a repeated proof of one server
 REPEAT_SECONDS = 5.0
-#: the largest allowed difference of two answers to one request: batches, kernels and half precision change rounding
-SAME = 0.05
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Proof:
         save_file(named, path)
 
     def _require_same(self, other: Sequence[dict[str, Tensor]], what: str) -> None:
-        _require_near(self.answers, other, what, "were its weights changed?")
+        require_near(self.answers, other, what, "were its weights changed?")
 
 
 def prove(
@@ -122,12 +127,12 @@ def prove(
     first = store.scores(probes, url=store.servers[0].url, spec=spec)
     for server in store.servers:
         proof = _ServerProof(store, spec, probes, server.url, store.scores(probes, url=server.url, spec=spec))
-        proof.prove_informed()
+        require_informed(server.url, proof.answers, store.vocabulary)
         proof.prove_alignment()
         proof.prove_images()
         proof.prove_temperature()
         both = f"{server.url} and {store.servers[0].url} give different signals for the same tokens"
-        _require_near(proof.answers, first, both, "expected servers of the same teacher")
+        require_near(proof.answers, first, both, "expected servers of the same teacher")
         proof.prove_signal_of_run()
     findings = [f"{len(probes)} documents on {len(store.servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
@@ -176,29 +181,6 @@ class _ServerProof:
     url: str
     answers: Sequence[dict[str, Tensor]]
 
-    def prove_informed(self) -> None:
-        """Refuse uniform distributions and equal hidden states (lost weights), and normalised hidden states."""
-        url, vocabulary = self.url, self.store.vocabulary
-        if "hidden" in self.answers[0]:
-            hidden_NE = torch.cat([answer["hidden"] for answer in self.answers]).float()
-            spread = (hidden_NE - hidden_NE[0]).norm() / hidden_NE.norm().clamp_min(1e-30)
-            if not spread > 1e-6:
-                raise ValueError(
-                    f"{url} gives the same hidden state for every token: it has lost the teacher's weights"
-                )
-            if ((hidden_NE.norm(dim=1) - 1).abs() < 5e-3).all():
-                raise ValueError(
-                    f"{url} gives hidden states of length 1: expected a server that does not normalise them"
-                )
-            return
-        log_probs_NK = torch.cat([answer["log_probs"] for answer in self.answers]).float()
-        if (log_probs_NK.amax(1) - log_probs_NK.amin(1)).max() < 1e-4 and log_probs_NK.shape[1] > 1:
-            uniform = "" if vocabulary is None else f" (−ln {vocabulary} is {-math.log(vocabulary):.4f})"
-            raise ValueError(
-                f"{url} gives every id the log-probability {float(log_probs_NK.mean()):.4f}{uniform}: the teacher is "
-                "uniform; it has lost its weights"
-            )
-
     def prove_alignment(self) -> None:
         """Change one token of each document. Its row and later rows must change, and earlier rows must not."""
         places = [changed_place(probe) for probe in self.probes]
@@ -206,22 +188,7 @@ class _ServerProof:
             with_changed_token(probe, place, self.probes) for probe, place in zip(self.probes, places, strict=True)
         ]
         others = self.store.scores(changed, url=self.url, spec=self.spec)
-        before = at_token = after = 0.0
-        for place, answer, other in zip(places, self.answers, others, strict=True):
-            differences_N = row_differences(answer, other)
-            before += float(differences_N[:place].max())
-            at_token += float(differences_N[place])
-            after += float(differences_N[place + 1 :].max())
-        if not at_token > 5 * before or not at_token > 0:
-            raise ValueError(
-                f"{self.url}: after one token was changed, the rows before it changed by {before:.2g} and its own "
-                f"row by {at_token:.2g}. The rows are shifted, or the model is not causal; row t must be the "
-                "distribution of token t + 1"
-            )
-        if not after > before:
-            raise ValueError(
-                f"{self.url}: no row depends on an earlier token: the server has lost the teacher's layers"
-            )
+        require_aligned(self.url, places, self.answers, others)
 
     def prove_images(self) -> None:
         """Change the images of each document. The rows from the first image on must change, and no earlier rows."""
@@ -246,15 +213,7 @@ class _ServerProof:
         if temperature is None or temperature == 1.0:
             return
         at_1 = self.store.scores(self.probes, url=self.url, spec=replace(self.spec, temperature=1.0))
-        gap, gap_at_1 = (
-            sum(float((answer["log_probs"][:, 0] - answer["log_probs"][:, -1]).double().sum()) for answer in answers)
-            for answers in (self.answers, at_1)
-        )
-        if not abs(gap * temperature - gap_at_1) <= 0.01 * abs(gap_at_1):
-            raise ValueError(
-                f"{self.url} ignores the temperature {temperature:g}: the gaps between log-probabilities add up to "
-                f"{gap:.4g}, and to {gap_at_1:.4g} at temperature 1"
-            )
+        require_temperature(self.url, temperature, self.answers, at_1)
 
     def prove_signal_of_run(self) -> None:
         """If `spec` is not the run's signal, request the run's signal. If that is "chosen", compare both answers."""
@@ -267,7 +226,7 @@ class _ServerProof:
         again = self.store.scores(with_ids if is_chosen else self.probes, url=self.url)
         if is_chosen:
             what = f"{self.url} scores chosen ids otherwise than the same ids as its top ids"
-            _require_near(again, self.answers, what, "expected the same rows and temperature")
+            require_near(again, self.answers, what, "expected the same rows and temperature")
 
 
 def _cross_entropy(
@@ -319,19 +278,5 @@ def _prove_local(
     # a server that does not report its dtype may compute in half precision
     is_float32 = {store.servers[0].dtype, spec.dtype, str(first_parameter.dtype)[6:]} == {"float32"}
     both = f"{store.name} and the model in this process give different signals for the same tokens"
-    worst = _require_near(answers, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
+    worst = require_near(answers, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
     return f"it differs from the same model in this process by at most {worst:.1e}"
-
-
-def _require_near(
-    answers: Sequence[dict[str, Tensor]],
-    expected: Sequence[dict[str, Tensor]],
-    what: str,
-    fix: str,
-    tolerance: float = SAME,
-) -> float:
-    """Return the largest difference. Raises ValueError with `what` and `fix` if it is not below the tolerance."""
-    worst = largest_difference(answers, expected)
-    if not worst < tolerance:
-        raise ValueError(f"{what} (they differ by {worst:.2g}): {fix}")
-    return worst

@@ -34,8 +34,7 @@ from stillhouse.signals.cache.files import (
     target_rows,
 )
 from stillhouse.signals.cache.shard_layout import StoredRows
-from stillhouse.signals.signal_checks import problem_in
-from stillhouse.signals.signal_spec import DocumentRows
+from stillhouse.signals.signal_spec import DocumentRows, problem_in
 from stillhouse.signals.signal_store import SignalStore
 
 _DAMAGED = "is damaged: write the cache again"
