@@ -25,7 +25,7 @@ from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import run_config, student_settings
 from stillhouse.config import RunConfig
 from stillhouse.data import MicroBatch, PackedSequences
-from stillhouse.loops.held_out_metrics import evaluate
+from stillhouse.loops.held_out_metrics import held_out_metrics
 from stillhouse.models import Decoder
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare
@@ -98,7 +98,7 @@ def figures_of(folder: Path, seed: int, steps: int, caches: dict[str, dict[str, 
         session = prepare(evaluation, announce=False)
         held_out = session.data.evaluation
         assert held_out is not None
-        figures = evaluate(session.models, held_out, session.loss.spec, session.schedule.held_out_tokens)
+        figures = held_out_metrics(session.models, held_out, session.loss.spec, session.schedule.held_out_tokens)
         results[name] = {key: figures[f"eval/{key}"] for key in ("cross_entropy", "forward_kl", "agreement")}
         results[name]["calibration_error"] = calibration_error(session.models.student, held_out)
     return results

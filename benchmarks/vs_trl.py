@@ -41,7 +41,7 @@ from benchmarks.peers import Products, Sizes, make_inputs
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import LOSS, run_config, values_of
 from stillhouse.config import RunConfig
-from stillhouse.loops.held_out_metrics import evaluate
+from stillhouse.loops.held_out_metrics import held_out_metrics
 from stillhouse.models import Decoder
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare
@@ -330,7 +330,7 @@ def held_out(task: Task, out: Path) -> dict[str, float]:
     session = prepare(task.config(task.folder / "unused", out / "model"), announce=False)
     documents = session.data.evaluation
     assert documents is not None
-    return evaluate(session.models, documents, session.loss.spec, session.schedule.held_out_tokens)
+    return held_out_metrics(session.models, documents, session.loss.spec, session.schedule.held_out_tokens)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -31,7 +31,7 @@ AVERAGE = "average."
 MUONS = ".momentum_buffer"
 
 
-def write_state(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
+def write_tensors(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     """Write tensors, which may be shards, to a folder that all ranks share."""
     writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
     with without_distributed_warning():

@@ -10,7 +10,7 @@ from torch import Tensor
 from stillhouse.data import MicroBatch
 from stillhouse.engine.engine import Engine, SavedTensors, StepOutput, named_metrics
 from stillhouse.engine.optimizer import make_optimizer, make_step, skips_by_flag
-from stillhouse.engine.state_folder import write_state
+from stillhouse.engine.state_folder import write_tensors
 from stillhouse.engine.torch_state import TorchState
 from stillhouse.models import NotFiniteError
 from stillhouse.models.dtensors import gathered_tensor, local
@@ -104,7 +104,7 @@ class TorchEngine(Engine):
 
     def save(self, folder: Path) -> SavedTensors:
         state = self._state
-        write_state(folder, state.tensors(), self.student.ranks)
+        write_tensors(folder, state.tensors(), self.student.ranks)
         return SavedTensors(state.element_count(), state.parameters_without_moments())
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:

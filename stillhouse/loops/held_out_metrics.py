@@ -14,7 +14,7 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import watchdog
 
 
-def evaluate(
+def held_out_metrics(
     models: Models,
     sequences: PackedSequences,
     spec: ObjectiveSpec,

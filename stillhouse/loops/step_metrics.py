@@ -43,7 +43,7 @@ def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec, parts: Seq
     metrics = {"loss/total_nats_per_token": sums["loss"]}
     keys = _STEP_KEYS | {name: term.metric for part in parts for name, term in part.terms.items()}
     temperatures = {share.temperature or objective.temperature for share in objective.teachers.values()}
-    for depth, sums_of_depth in by_depth(sums).items():
+    for depth, sums_of_depth in split_by_depth(sums).items():
         for name, mean in means(sums_of_depth, objective, mixes_temperatures=len(temperatures) > 1).items():
             kind, slash, teacher = name.partition("/")
             if kind.partition("#")[0] in _OF_SAMPLED_TOKENS:
@@ -57,7 +57,7 @@ def evaluation_metrics(
     sums: Mapping[str, float], objective: ObjectiveSpec, temperatures: Collection[float]
 ) -> dict[str, float]:
     """Return the metrics of some held-out documents. temperatures: the temperatures of the teachers' signals."""
-    sums_by_depth = by_depth(sums)
+    sums_by_depth = split_by_depth(sums)
     averages = means(sums_by_depth[0], objective, mixes_temperatures=len(temperatures) > 1)
     metrics: dict[str, float] = {}
     for suffix in ("", *(f"/{teacher}" for teacher in objective.teachers)):
@@ -106,7 +106,7 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
     return {name: value / (weights.get(name) or 1.0) for name, value in averages.items()} | teacher_means
 
 
-def by_depth(sums: Mapping[str, float]) -> dict[int, dict[str, float]]:
+def split_by_depth(sums: Mapping[str, float]) -> dict[int, dict[str, float]]:
     """Return the sums of each depth of multi-token prediction, without the prefixes of the depths."""
     sums_by_depth: dict[int, dict[str, float]] = {0: {}}
     for name, value in sums.items():

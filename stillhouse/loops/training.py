@@ -16,7 +16,7 @@ from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.loops.completion_calls import warn
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
-from stillhouse.loops.held_out_metrics import evaluate
+from stillhouse.loops.held_out_metrics import held_out_metrics
 from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import PROMPTS
 from stillhouse.loops.session import RolloutPlan, Session
@@ -156,7 +156,7 @@ class Training:
             return
         if held_out is not None:
             budget, with_teacher = session.schedule.held_out_tokens, self._teacher_metrics is None
-            metrics = evaluate(session.models, held_out, session.loss.spec, budget, with_teacher=with_teacher)
+            metrics = held_out_metrics(session.models, held_out, session.loss.spec, budget, with_teacher=with_teacher)
         if self._teacher_metrics is None:  # they do not change during a run
             self._teacher_metrics = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
         metrics |= self._teacher_metrics

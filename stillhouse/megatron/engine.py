@@ -21,7 +21,7 @@ from stillhouse.engine.engine import DEFAULT_TRAIN, Engine, SavedTensors, StepOu
 from stillhouse.engine.optimizer import weight_kinds
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
-from stillhouse.engine.state_folder import write_state
+from stillhouse.engine.state_folder import write_tensors
 from stillhouse.megatron.state import MegatronState
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.megatron.trained import require_partition, trained_parameters
@@ -185,7 +185,7 @@ class MegatronEngine(Engine):
 
     def save(self, folder: Path) -> SavedTensors:
         state = self._state
-        write_state(folder, state.tensors(), self.student.ranks)
+        write_tensors(folder, state.tensors(), self.student.ranks)
         return SavedTensors(state.element_count(), state.parameters_without_moments())
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:

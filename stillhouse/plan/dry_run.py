@@ -19,7 +19,7 @@ from stillhouse.plan.devices import DEVICES
 from stillhouse.plan.rank_counts import LayoutSize, RankCounts
 from stillhouse.plan.rank_step import rank_steps
 from stillhouse.run.preflight import require_adapters
-from stillhouse.run.setup import layout_of, require_sharing
+from stillhouse.run.setup import configured_layout, require_sharing
 
 
 def whole(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def whole(job: Mapping[str, Any]) -> dict[str, Any]:
 def planned(job: Mapping[str, Any]) -> tuple[RunConfig, Layout]:
     """Return the configuration with all degrees of its layout. Raises ConfigError for an impossible layout."""
     config = load_config(None, settings=job["config"])
-    layout = layout_of(config.parallel, job["ranks"])
+    layout = configured_layout(config.parallel, job["ranks"])
     parallel = config.parallel.model_copy(update={"fsdp": layout.degrees.fsdp})
     config = config.model_copy(update={"parallel": parallel})
     require_sharing(layout, torch.device("cuda"))

@@ -82,10 +82,11 @@ def _report_complete(folder: RunFolder) -> Path:
 
 def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None) -> None:
     models, data = session.models, session.data
-    reports = data_reports(data, session.schedule.step_schedule)
+    schedule = session.schedule.step_schedule
+    reports = data_reports(data, schedule)
     for split, report in reports.items():
         log_rank0(f"{split}: {report.summary()}")
-    log_rank0(f"steps: {steps_in_words(session)}")
+    log_rank0(f"steps: {steps_in_words(schedule, data.train.max_tokens, session.rollout)}")
     for warning in session.warnings:
         log_rank0(f"warning: {warning}")
     if models.ranks.size > 1:

@@ -210,19 +210,19 @@ def _add_trained_ends(session: Session) -> None:
         add_end_ids(decoder, ends)
 
 
-def steps_in_words(session: Session) -> str:
-    """The number of steps, and what a step has."""
-    steps, rollout = session.schedule.step_schedule, session.rollout
+def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan | None) -> str:
+    """The number of steps, and what a step has. max_tokens: of a packed sequence"""
     if rollout is None:
         return (
-            f"{steps.steps:,} of {steps.sequences_per_step} sequences (at most "
-            f"{session.data.train.max_tokens:,} tokens each), {steps.rows_per_micro_batch} per micro-batch"
+            f"{schedule.steps:,} of {schedule.sequences_per_step} sequences (at most {max_tokens:,} tokens each), "
+            f"{schedule.rows_per_micro_batch} per micro-batch"
         )
     shares = sorted({source.share for source in rollout.prompts.sources})
     share = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))
     return (
-        f"{steps.steps:,}; in each of them, prompts: {rollout.prompts.prompts_per_step} (rollout.prompts_per_step), "
-        f"completions: {steps.sequences_per_step}, {share} written by the {rollout.config.writer}"
+        f"{schedule.steps:,}; in each of them, prompts: {rollout.prompts.prompts_per_step} "
+        f"(rollout.prompts_per_step), completions: {schedule.sequences_per_step}, {share} written by the "
+        f"{rollout.config.writer}"
     )
 
 

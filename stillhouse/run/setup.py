@@ -74,7 +74,7 @@ class RunSetup:
     @cached_property
     def layout(self) -> Layout:
         """The layout of the student. Raises ConfigError if it is impossible with the job's number of processes."""
-        train, layout = self.config.train, layout_of(self.config.parallel, process_count())
+        train, layout = self.config.train, configured_layout(self.config.parallel, process_count())
         residual_dtype = None if train.residual_dtype is None else torch.bfloat16
         changed = replace(layout, residual_dtype=residual_dtype, compile=train.compile)
         return replace(changed, autocast=self._autocast, recompute=train.activation_checkpointing)
@@ -85,7 +85,7 @@ class RunSetup:
         layouts: dict[str, Layout] = {}
         for section, teacher in self.teachers.items():
             if teacher.parallel is not None:
-                layout = layout_of(teacher.parallel, process_count(), f"{section}.parallel")
+                layout = configured_layout(teacher.parallel, process_count(), f"{section}.parallel")
                 offload = self.config.parallel.offload or teacher.offload
                 layouts[section] = replace(layout, offload=offload, compile=self.config.train.compile)
         return layouts
@@ -209,7 +209,7 @@ def device_of(name: str) -> torch.device:
         return choose_device(name)
 
 
-def layout_of(parallel: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
+def configured_layout(parallel: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
     """The layout that a section describes. key: the section's key, for error messages
 
     Raises ConfigError for an impossible layout (see `ParallelConfig.degrees`).

@@ -6,7 +6,7 @@ changes no weight and writes no file.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.checkpoint.save import require_room
@@ -27,7 +28,7 @@ from stillhouse.engine.engine import Engine
 from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
 from stillhouse.loops.rollouts import first_rollouts
-from stillhouse.loops.session import Data, Session
+from stillhouse.loops.session import Data, Models, RolloutPlan, Schedule, Session
 from stillhouse.loops.training import no_targets_in_words
 from stillhouse.models import Decoder, element_count
 from stillhouse.models.dtensors import local
@@ -57,76 +58,85 @@ def check(config: RunConfig) -> None:
     """Print the findings. Raises the errors of the run; an error about the run's folder is raised last."""
     folder = RunFolder(Path(config.out))
     with closing(prepare(config, announce=is_first())) as session:
+        models, data, schedule, rollout = session.models, session.data, session.schedule, session.rollout
         occupied: ValueError | None = None
         try:
-            state = _state(session, folder)
+            newest = next(iter(candidates(folder, config.checkpoint.resume, session.values)), None)
+            if newest is not None and folder.owns(newest):
+                require_unchanged_sources(newest, read_state(newest).progress, session.identity)
+            state = "contains this run, which is complete"
+            if not folder.complete:
+                gib = require_room(folder.checkpoints, models.engine) / 2**30
+                state = f"{f'resumes from {newest.name}' if newest else 'a new run'}; a checkpoint has {gib:.2f} GiB"
         except ValueError as error:
             state, occupied = "cannot be used, see the error below", error
-        for line in _lines(session, folder, state):
-            if is_first():
-                print_escaped(line)
+        _print(_model_lines(models, data.tokenizer, session.identity.models["tokenizer"]))
+        _print(_row("warning", warning) for warning in session.warnings)
+        _print(_data_lines(data, schedule, rollout))
+        if rollout is not None and (prompts := config.eval.prompts) is not None:
+            warning = shared_prompts(session, held_out_prompts(session, prompts))
+            _print([] if warning is None else [_row("warning", warning)])
+        _print([_row("device", f"{models.device}, {schedule.train_config.precision}")])
+        _print([_row("run folder", f"{session.values['out']}: {state}")])
+        _print(_sample_lines(data, on_policy=rollout is not None))
+        _print(_step_lines(session, folder))
+        _print(_row(*row) for row in function_rows(session))
         if occupied is not None:
             raise occupied
 
 
-def _state(session: Session, folder: RunFolder) -> str:
-    """Describe the state of the run's folder. Raises ValueError if the run may not use the folder."""
-    newest = next(iter(candidates(folder, session.schedule.checkpoint_config.resume, session.values)), None)
-    if newest is not None and folder.owns(newest):
-        require_unchanged_sources(newest, read_state(newest).progress, session.identity)
-    if folder.complete:
-        return "contains this run, which is complete"
-    size = require_room(folder.checkpoints, session.models.engine)
-    return f"{f'resumes from {newest.name}' if newest else 'a new run'}; a checkpoint has {size / 2**30:.2f} GiB"
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:  # some of them are collectives
+        if is_first():
+            print_escaped(line)
 
 
-def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
-    student = session.models.student_config
-    yield _row("student", _model_line(session.models.student))
-    for section, teacher in session.models.teachers.items():
+def _model_lines(models: Models, tokenizer: PreTrainedTokenizerBase, tokenizer_hash: str) -> Iterator[str]:
+    yield _row("student", _model_line(models.student))
+    for section, teacher in models.teachers.items():
         yield _row(section.removeprefix("teachers."), _model_line(teacher))
-    for section, store in session.models.stores.items():
+    for section, store in models.stores.items():
         name = "signals" if section == "teacher" else section.removeprefix("teachers.")
         yield _row(name, f"{store.signal}, from {store.name}")
-    for section, words in session.models.packing_in_words.items():
+    for section, words in models.packing_in_words.items():
         yield _row("documents", f"of {section}: {words}")
-    for part in session.models.engine.parts:
-        yield from (_row(*row) for row in part.check_rows(session.models.student, student).items())
-    if session.models.adapter_in_words is not None:
-        yield _row("adapter", session.models.adapter_in_words)
-    teachers = session.models.teacher_configs
-    same = ""
+    for part in models.engine.parts:
+        yield from (_row(*row) for row in part.check_rows(models.student, models.student_config).items())
+    if models.adapter_in_words is not None:
+        yield _row("adapter", models.adapter_in_words)
+    teachers, same = models.teacher_configs, ""
     if teachers and all(teacher.source_kind.compares_tokenizer for teacher in teachers.values()):
         same = f", the same for {'both' if 'teacher' in teachers else 'all'}"
-    tokenizer_hash = session.identity.models["tokenizer"]
-    yield _row("tokenizer", f"{len(session.data.tokenizer):,} tokens, hash {tokenizer_hash[:12]}{same}")
-    yield from (_row("warning", warning) for warning in session.warnings)
-    for which, report in data_reports(session.data, session.schedule.step_schedule).items():
+    yield _row("tokenizer", f"{len(tokenizer):,} tokens, hash {tokenizer_hash[:12]}{same}")
+
+
+def _data_lines(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> Iterator[str]:
+    for which, report in data_reports(data, schedule.step_schedule).items():
         yield _row(f"data {which}", report.summary())
-    if session.data.evaluation is None:
+    if data.evaluation is None:
         yield _row("data eval", "no data is held out, so there will be no held-out metrics")
-    if session.rollout is None:
-        if session.data.by_length:
-            filling = f"each of similar lengths, {session.data.train.padding_share:.1%} padding in rows"
-        else:
-            filling = f"{session.data.train.filled_share:.0%} full"
-        yield _row("packing", f"{len(session.data.train):,} sequences, {filling}")
-    yield _row("steps", steps_in_words(session))
-    if session.rollout is not None:
-        yield from (_row(*row) for row in prompt_rows(session.rollout, session.schedule.steps))
-        if (prompts := session.schedule.eval_config.prompts) is not None:
-            warning = shared_prompts(session, held_out_prompts(session, prompts))
-            yield from () if warning is None else (_row("warning", warning),)
-    yield _row("device", f"{session.models.device}, {session.schedule.train_config.precision}")
-    yield _row("run folder", f"{session.values['out']}: {state}")
-    if session.rollout is None:
-        yield _row("sample", f"{session.data.train.documents.sources[0]}, the tokens to predict are in ⟦ ⟧:")
-    else:
-        yield _row("prompt", f"{session.data.train.documents.sources[0]}, the completion follows it:")
-    yield _sample(session.data, session.data.train.documents)
-    yield from _media_lines(session.data)
-    yield from _step_lines(session, folder)
-    yield from (_row(*row) for row in function_rows(session))
+    if rollout is None:
+        filling = f"{data.train.filled_share:.0%} full"
+        if data.by_length:
+            filling = f"each of similar lengths, {data.train.padding_share:.1%} padding in rows"
+        yield _row("packing", f"{len(data.train):,} sequences, {filling}")
+    yield _row("steps", steps_in_words(schedule.step_schedule, data.train.max_tokens, rollout))
+    if rollout is not None:
+        yield from (_row(*row) for row in prompt_rows(rollout, schedule.steps))
+
+
+def _sample_lines(data: Data, *, on_policy: bool) -> Iterator[str]:
+    """Show the first document, describe the first documents with media, and show those that have not been shown."""
+    documents, processor = data.train.documents, data.processor
+    words = "the completion follows it" if on_policy else "the tokens to predict are in ⟦ ⟧"
+    yield _row("prompt" if on_policy else "sample", f"{documents.sources[0]}, {words}:")
+    yield _sample(data, documents)
+    if documents.media is None or processor is None:
+        return
+    for document in np.flatnonzero(np.diff(documents.media.offsets))[:_MEDIA_SAMPLES].tolist():
+        yield _row(processor.kind, processor.in_words(documents, document))
+        if document:
+            yield _sample(data, documents, document)
 
 
 def _model_line(decoder: Decoder) -> str:
@@ -137,17 +147,6 @@ def _model_line(decoder: Decoder) -> str:
         f"{type(decoder.pretrained).__name__}, {parameters:,} parameters, {dtype}, "
         f"head of {decoder.vocabulary_rows:,} rows{tied}"
     )
-
-
-def _media_lines(data: Data) -> Iterator[str]:
-    """Describe the first documents with media, and show the texts that have not been shown."""
-    documents, processor = data.train.documents, data.processor
-    if documents.media is None or processor is None:
-        return
-    for document in np.flatnonzero(np.diff(documents.media.offsets))[:_MEDIA_SAMPLES].tolist():
-        yield _row(processor.kind, processor.in_words(documents, document))
-        if document:  # the first document is the sample above
-            yield _sample(data, documents, document)
 
 
 def _sample(data: Data, documents: Documents, document: int = 0) -> str:

@@ -14,7 +14,7 @@ from kit.shard_ranks import Rank
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
-from stillhouse.engine.state_folder import WEIGHT, write_state
+from stillhouse.engine.state_folder import WEIGHT, write_tensors
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.models.dtensors import local
@@ -54,7 +54,7 @@ def export_under(rank: Rank, job: tuple[Path, Path, Degrees]) -> None:
         if rank.number == 0:
             resume.mkdir(parents=True)
             (folder / "export").mkdir()
-    write_state(resume, {f"{WEIGHT}{name}": value for name, value in part.state_dict().items()}, runner.ranks)
+    write_tensors(resume, {f"{WEIGHT}{name}": value for name, value in part.state_dict().items()}, runner.ranks)
     if rank.number == 0:
         save_from_checkpoint(folder / "export", part, resume)
     publish(runner, folder / "weights", 7)

@@ -32,7 +32,7 @@ from stillhouse import cli
 from stillhouse.config import RunConfig, dump_config, load_config
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import StepOutput
-from stillhouse.loops import held_out_metrics
+from stillhouse.loops.held_out_metrics import held_out_metrics
 from stillhouse.loops.session import Session
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import WRITER
@@ -182,7 +182,7 @@ def evaluate(session: Session, *, with_teacher: bool = False) -> dict[str, float
     """Return the metrics of the session's held-out documents."""
     held_out, tokens = session.data.evaluation, session.schedule.held_out_tokens
     assert held_out is not None
-    return held_out_metrics.evaluate(session.models, held_out, session.loss.spec, tokens, with_teacher=with_teacher)
+    return held_out_metrics(session.models, held_out, session.loss.spec, tokens, with_teacher=with_teacher)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

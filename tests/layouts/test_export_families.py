@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForImageTextToText, PreTrainedModel
 
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
-from stillhouse.engine.state_folder import WEIGHT, write_state
+from stillhouse.engine.state_folder import WEIGHT, write_tensors
 from stillhouse.models import Decoder
 from stillhouse.models.families import HEAD_NAMES
 from stillhouse.parallel import Degrees, empty_decoder, load_weights, single_process_runner
@@ -96,7 +96,9 @@ def test_weights_are_read_and_written_as_by_transformers(tmp_path: Path, family:
         require_same(tensors(export), tensors(model))
     require_readable(export, loaded)
     (tmp_path / "resume").mkdir()
-    write_state(tmp_path / "resume", {WEIGHT + key: value for key, value in loaded.state_dict().items()}, ONE_PROCESS)
+    write_tensors(
+        tmp_path / "resume", {WEIGHT + key: value for key, value in loaded.state_dict().items()}, ONE_PROCESS
+    )
     save_from_checkpoint(tmp_path, sharded, tmp_path / "resume")
     require_same(tensors(tmp_path), tensors(export))
 

@@ -21,7 +21,7 @@ from stillhouse.plan.prediction import bubble_share, message_seconds, predict, r
 from stillhouse.plan.rank_counts import LayoutSize, RankCounts, planned_ranks
 from stillhouse.plan.table import does_not_fit, lines, two_digits
 from stillhouse.rollout import PromptSource
-from stillhouse.run.setup import layout_of
+from stillhouse.run.setup import configured_layout
 
 H100 = DEVICES["h100"]
 ONE = {"pipeline": 1, "replicate": 1, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}
@@ -243,7 +243,7 @@ def test_a_step_on_completions_has_the_micro_batches_of_a_run(
     planned = load_config(None, settings=job["config"])
     length = job["document_tokens"]
     assert length == min(64, prompt + 20)
-    layout = layout_of(config.parallel, ranks)
+    layout = configured_layout(config.parallel, ranks)
     assert config.rollout is not None
     sources = [PromptSource(9, config.rollout.samples_per_prompt)]
     schedule, _ = make_on_policy_schedule(config.train, config.rollout, sources, 64, 0)

@@ -44,7 +44,7 @@ from stillhouse.data.render.conversations import Conversations
 from stillhouse.data.render.isolated_process import IsolatedJson, LimitError
 from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets, Template
 from stillhouse.data.render.tokenizers import encode, is_rendered
-from stillhouse.data.render.written_texts import Loss, is_refused
+from stillhouse.data.render.written_texts import Lost, is_refused
 from stillhouse.display import name_list
 
 #: roles that a refusal of another role names, if the template writes them
@@ -244,7 +244,7 @@ class ChatTemplate(Template):
         encoded = _with_targets(expanded.ids, expanded.offsets, expanded.shifted(rendered.spans))
         return replace(rendered, encoded=_with_image_tokens(encoded, expanded, images))
 
-    def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[Rendered, list[Loss]]:
+    def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[Rendered, list[Lost]]:
         """The conversation as text, and the losses of its texts."""
         if self.needs_parts:
             messages = [with_parts(message) for message in messages]
@@ -259,9 +259,9 @@ class ChatTemplate(Template):
         if problem:
             raise RecordError(problem)
         rendered = Rendered(body, spans=tuple((start, stop) for start, stop in spans), end=end)
-        return rendered, [Loss(*loss) for loss in lost]
+        return rendered, [Lost(*loss) for loss in lost]
 
-    def _require_written(self, messages: list[Message], tools: Tools, first: int, lost: list[Loss]) -> None:
+    def _require_written(self, messages: list[Message], tools: Tools, first: int, lost: list[Lost]) -> None:
         """Raise RecordError if a target or an instruction is lost."""
         loss = next(filter(is_refused, lost), None)
         if loss is None:
@@ -294,7 +294,7 @@ class ChatTemplate(Template):
         body = self._text_or_none([*messages[:index], message, *messages[index + 1 :]], tools, None)
         return body is not None and ANCHOR in body
 
-    def _name_of(self, loss: Loss, first: int) -> str:
+    def _name_of(self, loss: Lost, first: int) -> str:
         """The name of a lost text: the number of its message is that within its column."""
         is_last = loss.message >= first and self.targets != "none"
         column, number = self.columns[-1 if is_last else 0], loss.message + 1 - (first if is_last else 0)

@@ -18,7 +18,7 @@ from stillhouse.data.read.messages import Message, Tools, with_joined_parts, wit
 from stillhouse.data.record import require_length
 from stillhouse.data.render.assistant_turns import Span, Turns
 from stillhouse.data.render.templates import Targets
-from stillhouse.data.render.written_texts import Loss, is_refused, losses
+from stillhouse.data.render.written_texts import Lost, is_refused, losses
 from stillhouse.display import first_line
 from stillhouse.libraries import reading
 
@@ -44,7 +44,7 @@ class Conversations:
 
     def answer(
         self, messages: list[Message], tools: Tools, first: int | None
-    ) -> tuple[str, list[Span], str, list[Loss], str, bool]:
+    ) -> tuple[str, list[Span], str, list[Lost], str, bool]:
         """The text, its target ranges from message `first` on, the token that ends the assistant's last turn (see
         `Rendered.end`), the messages' texts that are not in it, the error ("" if there is none), and whether it is an
         error of the template's syntax. Such an error is written as what follows the words "a chat template that".
@@ -62,7 +62,7 @@ class Conversations:
 
     def _in_a_form(
         self, messages: list[Message], tools: Tools, first: int | None
-    ) -> tuple[str, list[Span], str, list[Loss]]:
+    ) -> tuple[str, list[Span], str, list[Lost]]:
         """The conversation in the first of these forms in which the template writes all texts: with its contents as
         they are, with all as strings (parts joined, "" for a call without content), with all as parts.
         """
@@ -92,7 +92,7 @@ class Conversations:
 
     def _with_losses(
         self, messages: list[Message], tools: Tools, first: int | None
-    ) -> tuple[str, list[Span], str, list[Loss]]:
+    ) -> tuple[str, list[Span], str, list[Lost]]:
         prompt = self.targets == "none" and first is not None
         lost = partial(losses, partial(self._text, tools, prompt=prompt), messages, template=self._source(tools))
         try:

@@ -45,7 +45,7 @@ KEYS = ("role", "content", "tool_calls", "function_call", "tool_call_id", *MASKS
 Kind = Literal["text", "thought", "changed", "object", "key"]
 
 
-class Loss(NamedTuple):
+class Lost(NamedTuple):
     """A text that is not written. message: its index. what: its name within the message."""
 
     message: int
@@ -53,7 +53,7 @@ class Loss(NamedTuple):
     kind: Kind
 
 
-def is_refused(loss: Loss) -> bool:
+def is_refused(loss: Lost) -> bool:
     """Whether a record with this loss is refused, because a target or an instruction is lost."""
     return loss.kind in ("text", "object")
 
@@ -66,18 +66,18 @@ class _Text(NamedTuple):
 
     text: str
     half: int
-    loss: Loss
+    loss: Lost
     is_value: bool = False
 
 
-def losses(render: Callable[[list[Message]], str], messages: list[Message], body: str, template: str) -> list[Loss]:
+def losses(render: Callable[[list[Message]], str], messages: list[Message], body: str, template: str) -> list[Lost]:
     """The texts of the messages that are not in their rendering, one loss for each name of a text.
 
     render: renders messages. body: a text that begins with the rendering of these ones. template: its source. A key
     of a message without a text is lost if the source does not have its name.
     """
     unread = [
-        Loss(index, f"'{key}'", "key")
+        Lost(index, f"'{key}'", "key")
         for index, message in enumerate(messages)
         for key, value in message.items()
         if key not in KEYS and not isinstance(value, str) and key not in template
@@ -85,7 +85,7 @@ def losses(render: Callable[[list[Message]], str], messages: list[Message], body
     return list(dict.fromkeys([*_lost_texts(render, messages, body), *unread]))
 
 
-def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message], body: str) -> Iterable[Loss]:
+def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message], body: str) -> Iterable[Lost]:
     marked = _Marked()
     try:
         copies = [marked.message(index, message) for index, message in enumerate(messages)]
@@ -96,7 +96,7 @@ def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message],
     except ValueError:  # the template refuses the marks
         return _counted(marked.texts, body, set(range(len(marked.texts))))
     if match := _WITH_PART_KEY.search(rendered):
-        return [Loss(int(match[1]), "'content'", "object")]
+        return [Lost(int(match[1]), "'content'", "object")]
     # by turns a text, the number in the mark of a text (or None), and that in the mark of a value (or None)
     pieces = _MARKED.split(rendered)
     between, of_values = pieces[::3], pieces[2::3]
@@ -107,7 +107,7 @@ def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message],
 
 def _compared(
     between: list[str], numbers: list[int], of_values: list[str | None], texts: list[_Text], body: str
-) -> Iterator[Loss] | None:
+) -> Iterator[Lost] | None:
     """The losses of a rendering with marks; None if `body` does not begin with it."""
     if any(number >= len(texts) for number in numbers) or not body.startswith(between[0]):
         return None
@@ -150,12 +150,12 @@ def _as_strings(text: str) -> Iterator[str]:
     yield repr(text)[1:-1]
 
 
-def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Loss]:
+def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Lost]:
     """The losses of texts that occur in the body less often than in the conversation.
 
     marked: the numbers of the marks that the template writes. A value is lost without its mark.
     """
-    by_text: dict[str, list[Loss]] = {}
+    by_text: dict[str, list[Lost]] = {}
     for number, text in enumerate(texts):
         if text.is_value and number not in marked:
             yield text.loss
@@ -182,7 +182,7 @@ class _Marked:
         marked = dict(message)
         content, is_assistant = message.get("content"), message["role"] == "assistant"
         if isinstance(content, str):
-            marked["content"] = self._content(content, Loss(index, "'content'", "text"), is_assistant)
+            marked["content"] = self._content(content, Lost(index, "'content'", "text"), is_assistant)
         elif isinstance(content, list):
             marked["content"] = [
                 self._part(part, _loss_of_part(index, number, content), is_assistant)
@@ -191,33 +191,33 @@ class _Marked:
         for key, value in message.items():
             if isinstance(value, str) and key not in KEYS and (key != "name" or message["role"] != "tool"):
                 kind: Kind = "thought" if key in THOUGHTS else "key"
-                marked[key] = self._segment(value, Loss(index, f"'{key}'", kind))
+                marked[key] = self._segment(value, Lost(index, f"'{key}'", kind))
         if isinstance(of_call := message.get("tool_call_id"), str):
             marked["tool_call_id"] = self.ids.get(of_call, of_call)
         if calls := message.get("tool_calls"):
             marked["tool_calls"] = self._calls(calls, index)
         if call := message.get("function_call"):
-            marked["function_call"] = self._call(call, Loss(index, "'function_call'", "text"))
+            marked["function_call"] = self._call(call, Lost(index, "'function_call'", "text"))
         return marked
 
-    def _part(self, part: dict[str, Any], loss: Loss, is_assistant: bool) -> dict[str, Any]:
+    def _part(self, part: dict[str, Any], loss: Lost, is_assistant: bool) -> dict[str, Any]:
         if part["type"] != "text":
             return part
         return {**part, "text": self._content(part["text"], loss, is_assistant), _PART_KEY.format(loss.message): ""}
 
-    def _content(self, text: str, loss: Loss, is_assistant: bool) -> str:
+    def _content(self, text: str, loss: Lost, is_assistant: bool) -> str:
         """A content with marks. Between the marks of thoughts, the losses of an assistant's texts are thoughts."""
         pieces = _MARKS.split(text)
         of_thoughts = [mark if _OPENS.fullmatch(mark) or _CLOSES.fullmatch(mark) else "" for mark in pieces[1::2]]
         before = accumulate(of_thoughts, _latest, initial="")
         behind = list(accumulate(of_thoughts[::-1], _latest, initial=""))[::-1]
-        thoughts = Loss(loss.message, f"the thoughts in {loss.what}", "thought")
+        thoughts = Lost(loss.message, f"the thoughts in {loss.what}", "thought")
         for number, (last, coming) in enumerate(zip(before, behind, strict=True)):
             is_thought = is_assistant and bool(_OPENS.fullmatch(last) or _CLOSES.fullmatch(coming))
             pieces[2 * number] = self._segment(pieces[2 * number], thoughts if is_thought else loss)
         return "".join(pieces)
 
-    def _segment(self, text: str, loss: Loss) -> str:
+    def _segment(self, text: str, loss: Lost) -> str:
         """The text with a mark in the middle of what is left without white space around it."""
         if not (core := text.strip()):
             return text
@@ -228,13 +228,13 @@ class _Marked:
 
     def _calls(self, calls: Any, index: int) -> Any:
         if not isinstance(calls, list):
-            return self._value(calls, Loss(index, "'tool_calls'", "text"))
+            return self._value(calls, Lost(index, "'tool_calls'", "text"))
         return [
-            self._call(call, Loss(index, f"call {number} of 'tool_calls'" if calls[1:] else "'tool_calls'", "text"))
+            self._call(call, Lost(index, f"call {number} of 'tool_calls'" if calls[1:] else "'tool_calls'", "text"))
             for number, call in enumerate(calls, start=1)
         ]
 
-    def _call(self, call: Any, loss: Loss) -> Any:
+    def _call(self, call: Any, loss: Lost) -> Any:
         """A call with marks in its name and in its arguments."""
         if not isinstance(call, dict):
             return self._value(call, loss)
@@ -246,7 +246,7 @@ class _Marked:
                 self.ids[of_call] = marked["id"] = of_call.replace(name, marked["function"]["name"])
         return marked
 
-    def _arguments(self, arguments: Any, loss: Loss) -> Any:
+    def _arguments(self, arguments: Any, loss: Lost) -> Any:
         if not isinstance(arguments, dict):
             return self._value(arguments, loss)
         marked = {}
@@ -255,7 +255,7 @@ class _Marked:
             marked[self._name(name, of_name)] = self._value(value, of_name)
         return marked
 
-    def _value(self, value: Any, loss: Loss) -> Any:
+    def _value(self, value: Any, loss: Lost) -> Any:
         """A JSON value with marks in its texts, behind the names in its objects, and in place of its other values."""
         if isinstance(value, str):
             return self._segment(value, loss)
@@ -267,15 +267,15 @@ class _Marked:
         self.texts.append(_Text(text, 0, loss, is_value=True))
         return _NUMBER + len(self.texts) - 1 + (0.5 if isinstance(value, float) else 0)
 
-    def _name(self, name: str, loss: Loss) -> str:
+    def _name(self, name: str, loss: Lost) -> str:
         if not name.strip():
             return name
         self.texts.append(_Text(name, len(name), loss))
         return name + _MARK.format(len(self.texts) - 1)
 
 
-def _loss_of_part(index: int, number: int, parts: list[Any]) -> Loss:
-    return Loss(index, f"part {number} of 'content'" if parts[1:] else "'content'", "text")
+def _loss_of_part(index: int, number: int, parts: list[Any]) -> Lost:
+    return Lost(index, f"part {number} of 'content'" if parts[1:] else "'content'", "text")
 
 
 def _latest(mark: str, other: str) -> str:

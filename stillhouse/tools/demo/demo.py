@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from stillhouse.config import RunConfig, load_config
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.loops.held_out_metrics import evaluate
+from stillhouse.loops.held_out_metrics import held_out_metrics
 from stillhouse.parallel import single_process_runner
 from stillhouse.registry import load
 from stillhouse.run.run import distill
@@ -84,7 +84,7 @@ def _teacher_row(config: RunConfig) -> Row:
     runner = single_process_runner(models.teacher, models.teacher)
     engine = TorchEngine(runner, spec, autocast=models.engine.autocast)
     models = replace(models, engine=engine, source=InStageTeacher(runner))
-    figures = evaluate(models, held_out, spec, session.schedule.held_out_tokens)
+    figures = held_out_metrics(models, held_out, spec, session.schedule.held_out_tokens)
     return _row("teacher", TEACHER, figures, tokens=0, seconds=0.0)
 
 
