@@ -56,7 +56,9 @@ def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
     steps = _parts(job, config, layout)
     base = steps["base"]
     total = added(base, (student, difference(steps["student"], base)), (teacher, difference(steps["teacher"], base)))
-    return replace(total, model_operations=base.tokens * operations_per_token(config)).as_json()
+    return replace(
+        total, model_operations=base.tokens * operations_per_token(config.student, config.teacher_sections)
+    ).as_json()
 
 
 def difference(left: RankCounts, right: RankCounts) -> dict[str, Any]:

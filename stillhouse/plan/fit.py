@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stillhouse.config import RunConfig, load_config
+from stillhouse.config import ParallelConfig, RunConfig, load_config
 from stillhouse.plan.devices import LAUNCH, LINKS, PRODUCTS, TRAFFIC, Device
 from stillhouse.plan.layout_plan import DryRuns, Job, Machine, Plan, has_tower, planned_job, successful
 from stillhouse.plan.prediction import bubble_share, predict
@@ -54,10 +54,10 @@ class Candidate:
         degrees = {"pipeline": self.pipeline, "fsdp": self.fsdp, "context": self.context, "tensor": self.tensor}
         return degrees | {"replicate": 1, "expert": 1, "schedule": "1f1b"}
 
-    def overrides(self, config: RunConfig) -> list[str]:
-        """The candidate as arguments of a command that reads this configuration from a file."""
-        values = {key: value for key, value in self.parallel.items() if value != getattr(config.parallel, key)}
-        tokens = f"train.micro_batch_tokens={self.rows * config.data.max_tokens}"
+    def overrides(self, parallel: ParallelConfig, max_tokens: int) -> list[str]:
+        """The candidate as arguments of a command that reads a configuration with these values from a file."""
+        values = {key: value for key, value in self.parallel.items() if value != getattr(parallel, key)}
+        tokens = f"train.micro_batch_tokens={self.rows * max_tokens}"
         recompute = f"train.activation_checkpointing={str(self.recompute).lower()}"
         return [*(f"parallel.{key}={value}" for key, value in values.items()), tokens, recompute]
 
@@ -83,20 +83,23 @@ def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Fit]:
     job = planned_job(config, machine, document_tokens)
     planned = load_config(None, settings=job["config"])  # an on-policy run has other sequences
     with DryRuns() as runs:
-        rough = _measured(job, planned, runs)
-        candidates = _candidates(planned, machine, rough)
+        rough = _measured(job, planned.data.max_tokens, runs)
+        candidates = _candidates(planned.data.max_tokens, planned.train.tokens_per_step, machine, rough)
         ranked = sorted((rough.seconds(candidate, machine), number) for number, candidate in enumerate(candidates))
         limit = _ROUGH * machine.device.usable
         chosen = [candidates[number] for _, number in ranked if rough.memory(candidates[number]) <= limit]
         plans = list(_estimated(job, chosen[:TRIED], machine, runs))
-    fits = [Fit(candidate.overrides(config), plan) for candidate, plan in plans if plan.fits]
+    fits = [
+        Fit(candidate.overrides(config.parallel, config.data.max_tokens), plan)
+        for candidate, plan in plans
+        if plan.fits
+    ]
     return sorted(fits, key=lambda fit: fit.plan.prediction.seconds)[:BEST]
 
 
-def _candidates(config: RunConfig, machine: Machine, rough: "Rough") -> list[Candidate]:
+def _candidates(max_tokens: int, tokens_per_step: int, machine: Machine, rough: "Rough") -> list[Candidate]:
     """Return all candidates whose degrees divide the ranks, and whose micro-batches suffice for the pipeline."""
-    max_tokens = config.data.max_tokens
-    sequences = max(1, config.train.tokens_per_step // max_tokens)
+    sequences = max(1, tokens_per_step // max_tokens)
     contexts = _divisors(machine.gpus_per_node) if max_tokens >= LONG else [1]
     candidates = []
     for pipeline in _divisors(machine.ranks):
@@ -115,20 +118,19 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _measured(job: Job, config: RunConfig, runs: DryRuns) -> "Rough":
-    """Run short steps on one device, with and without recomputation."""
+def _measured(job: Job, tokens: int, runs: DryRuns) -> "Rough":
+    """Run short steps on one device, with and without recomputation. tokens: of a sequence."""
     values = job["config"]
     of_one = dict.fromkeys(("pipeline", "fsdp", "context", "tensor", "replicate", "expert"), 1)
     parallel = values["parallel"] | of_one | {"gather_dtype": None, "offload": False, "schedule": "1f1b"}
     jobs = []
     for recompute in (False, True):
-        tokens = config.data.max_tokens
         train = {"micro_batch_tokens": tokens, "tokens_per_step": 2 * tokens, "activation_checkpointing": recompute}
         settings = values | {"parallel": parallel, "train": values["train"] | train}
         jobs.append(job | {"kind": "parts", "ranks": 1, "config": settings})
     *steps, shapes = [successful(answer) for answer in runs.answers([*jobs, jobs[0] | {"kind": "shapes"}])]
     counts = [{name: RankCounts.from_json(part) for name, part in answer.items()} for answer in steps]
-    return Rough(counts[0], counts[1], shapes, config.data.max_tokens)
+    return Rough(counts[0], counts[1], shapes, tokens)
 
 
 def _estimated(

@@ -56,7 +56,11 @@ def planned_micro_batches(
     train = config.train.model_copy(update={"tokens_per_step": tokens_per_step})
     max_tokens = config.data.max_tokens
     rows = max(1, train.tokens_per_step // max_tokens)
-    packed = PackedSequences(_documents(config, rows, document_tokens), max_tokens=max_tokens, seed=0)
+    packed = PackedSequences(
+        _documents(max_tokens, rows, document_tokens, on_policy=config.rollout is not None),
+        max_tokens=max_tokens,
+        seed=0,
+    )
     schedule = make_step_schedule(train, len(packed), max_tokens, layout.degrees.data, layout.stages)
     return planned_shards(schedule.micro_batches(packed, 0), mesh, uniform_shapes=layout.stages > 1)
 
@@ -69,9 +73,8 @@ def planned_shards(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool =
     return ShardedMicroBatches(moved, step, uniform_shapes=uniform_shapes, on_cpu=list(on_cpu))
 
 
-def _documents(config: RunConfig, rows: int, document_tokens: int) -> Documents:
+def _documents(max_tokens: int, rows: int, document_tokens: int, *, on_policy: bool) -> Documents:
     """Return documents that fill packed rows; the last document of a row is shorter if necessary."""
-    max_tokens = config.data.max_tokens
     lengths = [document_tokens] * (max_tokens // document_tokens)
     if rest := max_tokens % document_tokens:
         lengths.append(rest)
@@ -84,7 +87,7 @@ def _documents(config: RunConfig, rows: int, document_tokens: int) -> Documents:
     documents = Documents(
         tokens_N, targets_N, starts, np.arange(count, dtype=np.uint64), sources, DataReport("planned")
     )
-    if config.rollout is None:
+    if not on_policy:
         return documents
     zeros_N = np.zeros(starts[-1], dtype=np.float32)
     columns = (ADVANTAGES, OLD_LOG_PROBS, IS_SAMPLED, POLICY_VERSION, SAMPLING)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
+from stillhouse.config import ParallelConfig, RunConfig, StudentConfig, TeacherConfig
 from stillhouse.dry_run import dry_run
 from stillhouse.engine.engine import Engine
 from stillhouse.models import Decoder
@@ -68,7 +68,7 @@ def rank_steps(
 
     Raises the errors of a run whose models do not fit their layout.
     """
-    processes = _degrees(config).processes
+    processes = _degrees(config.parallel).processes
     with dry_run(_ANSWERS), fake_cuda(properties), _fake_processes(rank, processes):
         setup = _PlannedSetup(with_precision(config))
         layout = setup.layout
@@ -264,8 +264,7 @@ def _axes(mesh: Mesh) -> dict[str, str]:
     return {group: "/".join(names) for group, names in axes.items() if names}
 
 
-def _degrees(config: RunConfig) -> Degrees:
-    parallel = config.parallel
+def _degrees(parallel: ParallelConfig) -> Degrees:
     return Degrees(
         parallel.pipeline, parallel.replicate, parallel.fsdp or 1, parallel.context, parallel.tensor, parallel.expert
     )
