@@ -1,7 +1,8 @@
 """Loads the tokenizers and the data of a run, before the models."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from stillhouse.config import (
     ObjectiveConfig,
     RolloutConfig,
     RunConfig,
+    StudentConfig,
+    TeacherConfig,
     TeachersConfig,
     as_config_error,
 )
@@ -54,35 +57,29 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     for name, teacher in config.several.items():
         with as_config_error(f"teachers.{name}.prefix"):
             PrefixTemplate(name, teacher.prefix or "")  # raises ValueError for a malformed prefix
-    chat_template = config.data.chat_template
-    tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, chat_template, stores)
-    processor = _processor(config, tokenizer)
-    readers = {} if processor is None else _teacher_media(config, processor, stores)
-    sections = config.data, config.objective, tokenizer, config.teachers
-    source_tools = _proven_tools(config, tokenizer, processor)
-    _prove_replies(config, tokenizer, processor)
-    options: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
-    options["tools"] = tool_schemas(config.rollout)
-    options["end_ids"] = end_ids_of(config.student)
-    train, held_out = load_data(*sections, config.rollouts, source_tools=source_tools, **options)
-    dataset = None
-    if not all(rollout.is_on_student_alone for rollout in config.rollouts):
-        of_dataset = [not rollout.is_on_student_alone for rollout in config.rollouts]
-        source_tools = list(compress(source_tools, of_dataset))
-        data = _of_sources(config.data, of_dataset)
-        dataset, _ = load_data(data, *sections[1:], source_tools=source_tools, **options)
+    template = config.data.chat_template
+    tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, template, stores)
+    is_set = template is not None
+    processor = _media_processor("student", config.student, tokenizer, config.data, template_is_set=is_set)
     route = None if config.teachers is None else config.teachers.route
-    if route is not None and (unused := [name for name in config.several if name not in train.columns[route]]):
-        raise ConfigError(
-            f"teachers.{unused[0]}", f"no document of data.train has {unused[0]!r} in its column '{route}'"
-        )
-    all_splits = {"train": train, "dataset": dataset, "eval": held_out}
-    splits = {which: documents for which, documents in all_splits.items() if documents is not None}
+    in_job = {section: teacher for section, teacher in config.teacher_sections.items() if section not in stores}
+    readers: dict[str, TeacherMedia] = {}
+    for section, teacher in in_job.items() if processor is not None else ():
+        if teacher.model is not None and not teacher.is_base_of(config.student):
+            assert processor is not None
+            other = _media_processor(section, teacher, processor.tokenizer, config.data, template_is_set=True)
+            reader = TeacherMedia(section, processor, other, is_routed=route is not None)
+            readers[section.partition(".")[2]] = reader
+    splits = _load_splits(config, tokenizer, processor, readers, fits_teachers=fits_teachers)
+    train, held_out = splits["train"], splits.get("eval")
     for documents in splits.values():
         warnings = warnings + documents.report.warnings
     hashes = {which: documents.fingerprint() for which, documents in splits.items()}
-    media_inputs, readers = _media_inputs(config, processor, readers, splits.values())
-    if processor is not None and media_inputs is not None:
+    media_inputs, processors = None, dict[str, str]()
+    if processor is not None and any(documents.media is not None for documents in splits.values()):
+        media_kind(processor).require_support(config)
+        media_inputs, processors = _media_inputs(processor, readers, splits.values())
+        readers = {name: reader for name, reader in readers.items() if not reader.is_shared}
         # the tensors depend on it
         identity = [processor.identity(), *([name, reader.identity()] for name, reader in readers.items())]
         hashes = {which: json_hash([digest, identity]) for which, digest in hashes.items()}
@@ -91,130 +88,117 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
             "held-out metrics will look better than they are"
         )
-    gaps = _teachers_in_job(config, stores) if fits_teachers else []
+    # packed rows have gaps for what teachers in this job read; with rollouts, weights are shares of the prompts
+    weights = [source.weight for source in config.data.weighted_sources] if config.rollout is None else []
+    packed = partial(
+        PackedSequences,
+        max_tokens=config.data.max_tokens,
+        seed=config.seed,
+        gaps=[section.partition(".")[2] for section in in_job] if fits_teachers else [],
+        together=route,
+        media_inputs=media_inputs,
+    )
     return Data(
         tokenizer,
-        _packed(config, train, gaps, media_inputs, shuffle=True),
-        None if held_out is None else _packed(config, held_out, gaps, media_inputs, shuffle=False),
+        packed(train, shuffle=True, weights=weights or None),
+        None if held_out is None else packed(held_out, shuffle=False),
         hashes,
         warnings,
-        dataset,
+        splits.get("dataset"),
         processor,
-        readers,
-        {} if media_inputs is None else _processor_hashes(processor, readers),
+        readers if media_inputs is not None else {},
+        processors,
     )
+
+
+def _load_splits(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: MediaProcessor | None,
+    readers: Mapping[str, TeacherMedia],
+    *,
+    fits_teachers: bool,
+) -> dict[str, Documents]:
+    """The documents by split: train, eval if there are held-out ones, dataset if rollouts take a share from it."""
+    sections = config.data, config.objective, tokenizer, config.teachers
+    source_tools = _proven_tools(config.rollouts, config.rollout_key, tokenizer, processor)
+    options: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
+    options["tools"] = tool_schemas(config.rollout)
+    options["end_ids"] = end_ids_of(config.student)
+    train, held_out = load_data(*sections, config.rollouts, source_tools=source_tools, **options)
+    dataset = None
+    if any(are_used := [not rollout.is_on_student_alone for rollout in config.rollouts]):
+        used = list(compress(config.data.weighted_sources, are_used))
+        data = config.data.model_copy(update={"train": used}) if used else config.data
+        dataset, _ = load_data(data, *sections[1:], source_tools=list(compress(source_tools, are_used)), **options)
+    route = None if config.teachers is None else config.teachers.route
+    if route is not None and (unused := [name for name in config.several if name not in train.columns[route]]):
+        raise ConfigError(
+            f"teachers.{unused[0]}", f"no document of data.train has {unused[0]!r} in its column '{route}'"
+        )
+    splits = {"train": train, "dataset": dataset, "eval": held_out}
+    return {which: documents for which, documents in splits.items() if documents is not None}
 
 
 def _proven_tools(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None
+    rollouts: Sequence[RolloutConfig],
+    rollout_key: Callable[[int, str], str],
+    tokenizer: PreTrainedTokenizerBase,
+    processor: MediaProcessor | None,
 ) -> list[ToolSchemas]:
-    """The schemas of the tools of each source of prompts.
+    """The schemas of the tools of each source of prompts. rollout_key: see `RunConfig.rollout_key`
 
-    Raises ConfigError for tools that cannot be used, and for a chat template whose calls cannot be parsed.
+    Raises ConfigError for tools that cannot be used, and for a chat template whose calls cannot be parsed, or which
+    cannot write the replies of environments as turns.
     """
     by_paths: dict[tuple[str, ...], ToolSchemas] = {}
-    for number, rollout in enumerate(config.rollouts):
-        if (paths := tuple(rollout.tool_paths)) in by_paths:
-            continue
-        key = config.rollout_key(number, "tools")
-        by_paths[paths] = schemas = tool_schemas(rollout, key)
-        if schemas is not None:
-            with as_config_error(key):
-                tool_format(tokenizer, schemas, processor)
-    return [by_paths[tuple(rollout.tool_paths)] for rollout in config.rollouts]
-
-
-def _prove_replies(config: RunConfig, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None) -> None:
-    """Raise ConfigError for a chat template that cannot write the replies of environments as turns."""
-    for number, rollout in enumerate(config.rollouts):
+    for number, rollout in enumerate(rollouts):
+        if (paths := tuple(rollout.tool_paths)) not in by_paths:
+            key = rollout_key(number, "tools")
+            by_paths[paths] = schemas = tool_schemas(rollout, key)
+            if schemas is not None:
+                with as_config_error(key):
+                    tool_format(tokenizer, schemas, processor)
+    for number, rollout in enumerate(rollouts):
         if (role := rollout.reply_role) is not None:
-            with as_config_error(config.rollout_key(number, "reply")):
+            with as_config_error(rollout_key(number, "reply")):
                 reply_format(tokenizer, role, processor)
-
-
-def _packed(
-    config: RunConfig, documents: Documents, gaps: Sequence[str], media_inputs: MediaInputs | None, *, shuffle: bool
-) -> PackedSequences:
-    """gaps: the names of teachers for whose tokens sequences have room"""
-    # with rollouts, weights are shares of the prompts
-    weights = [source.weight for source in config.data.weighted_sources] if config.rollout is None else []
-    return PackedSequences(
-        documents,
-        max_tokens=config.data.max_tokens,
-        seed=config.seed,
-        shuffle=shuffle,
-        gaps=gaps,
-        together=None if config.teachers is None else config.teachers.route,
-        weights=weights or None if shuffle else None,
-        media_inputs=media_inputs,
-    )
+    return [by_paths[tuple(rollout.tool_paths)] for rollout in rollouts]
 
 
 def _media_inputs(
-    config: RunConfig,
-    processor: MediaProcessor | None,
-    readers: Mapping[str, TeacherMedia],
-    splits: Collection[Documents],
-) -> tuple[MediaInputs | None, dict[str, TeacherMedia]]:
-    """The inputs from media (None without media), and the readers that do not share the student's processor."""
-    if processor is None or all(documents.media is None for documents in splits):
-        return None, {}
-    media_kind(processor).require_support(config)
+    processor: MediaProcessor, readers: Mapping[str, TeacherMedia], splits: Collection[Documents]
+) -> tuple[MediaInputs, dict[str, str]]:
+    """The inputs from media, and a hash of each model's processor of media, by the models' sections."""
     for documents in splits:
         processor.check_texts(documents)
-    readers = {name: reader for name, reader in readers.items() if not reader.is_shared}
-    of_teachers = {
-        name: None if reader.processor is None else MediaInputs(reader.processor) for name, reader in readers.items()
-    }
-    return MediaInputs(processor, teachers=of_teachers), readers
+    teachers, identities = dict[str, MediaInputs | None](), {"student": processor.identity()}
+    for name, reader in readers.items():
+        if not reader.is_shared:
+            teachers[name] = None if reader.processor is None else MediaInputs(reader.processor)
+            identities |= {reader.section: parts} if (parts := reader.identity()) else {}
+    hashes = {section: json_hash(parts) for section, parts in identities.items()}
+    return MediaInputs(processor, teachers=teachers), hashes
 
 
-def _processor_hashes(student: MediaProcessor | None, readers: Mapping[str, TeacherMedia]) -> dict[str, str]:
-    """A hash of each model's processor of media, by the models' sections."""
-    identities = {} if student is None else {"student": student.identity()}
-    identities |= {reader.section: parts for reader in readers.values() if (parts := reader.identity())}
-    return {section: json_hash(parts) for section, parts in identities.items()}
-
-
-def _processor(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> MediaProcessor | None:
-    """The student's processor of media; None if it has none."""
-    student = config.student
-    with as_config_error("student.model"):
+def _media_processor(
+    section: str,
+    model: StudentConfig | TeacherConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    *,
+    template_is_set: bool,
+) -> MediaProcessor | None:
+    """A model's processor of media; None if it has none. template_is_set: whether another chat template is used"""
+    with as_config_error(f"{section}.model"):
         return find_media_processor(
-            str(student.model),
+            str(model.model),
             tokenizer,
-            revision=student.revision,
-            trust_remote_code=student.trust_remote_code,
-            most_pixels=config.data.image_pixels,
-            template_is_set=config.data.chat_template is not None,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            most_pixels=data.image_pixels,
+            template_is_set=template_is_set,
         )
-
-
-def _teachers_in_job(config: RunConfig, stores: Mapping[str, SignalStore]) -> list[str]:
-    """The names of the teachers in this job. The student's packed rows have gaps for what they read."""
-    return [section.partition(".")[2] for section in config.teacher_sections if section not in stores]
-
-
-def _teacher_media(
-    config: RunConfig, student: MediaProcessor, stores: Mapping[str, SignalStore]
-) -> dict[str, TeacherMedia]:
-    """How the models of teachers in this job read media, by the teachers' names. student: the student's processor"""
-    is_routed = config.teachers is not None and config.teachers.route is not None
-    readers = {}
-    for section, teacher in config.teacher_sections.items():
-        if section in stores or teacher.model is None or teacher.is_base_of(config.student):
-            continue
-        with as_config_error(f"{section}.model"):
-            processor = find_media_processor(
-                str(teacher.model),
-                student.tokenizer,
-                revision=teacher.revision,
-                trust_remote_code=teacher.trust_remote_code,
-                most_pixels=config.data.image_pixels,
-                template_is_set=True,  # the student's is used
-            )
-        readers[section.partition(".")[2]] = TeacherMedia(section, student, processor, is_routed=is_routed)
-    return readers
 
 
 def load_data(
@@ -313,12 +297,6 @@ def _load_options(
         prompts=rollout is not None,
         keep_records=rollout is not None,
     )
-
-
-def _of_sources(data: DataConfig, are_kept: Sequence[bool]) -> DataConfig:
-    """The section with only some of the weighted sources."""
-    sources = data.weighted_sources
-    return data.model_copy(update={"train": list(compress(sources, are_kept))}) if sources else data
 
 
 def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:
