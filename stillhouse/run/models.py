@@ -1,7 +1,7 @@
 """The models of a run: identifies their files, loads the models, and prepares the student for training.
 
-With `student.init`, the student begins with some of the teacher's layers, or with random weights. Each process reads or
-computes its own shard of them; the values are the same under every layout.
+With `student.init`, the student begins with some of the teacher's layers, or with random weights. Each process reads
+or computes its own shard of them; the values are the same under every layout.
 """
 
 import os
