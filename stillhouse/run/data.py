@@ -54,9 +54,9 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """
-    for name, teacher in config.several.items():
+    for name, named in config.several.items():
         with as_config_error(f"teachers.{name}.prefix"):
-            PrefixTemplate(name, teacher.prefix or "")  # raises ValueError for a malformed prefix
+            PrefixTemplate(name, named.prefix or "")  # raises ValueError for a malformed prefix
     template = config.data.chat_template
     tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, template, stores)
     is_set = template is not None
