@@ -30,6 +30,7 @@ TOGETHER = {
     "test_gathering": "ranks of parity",
     "test_objective_shards": "ranks of shards",
     "test_objective_shards_layout": "ranks of shards",
+    "test_objective_shards_refused": "ranks of shards",
     "test_exchange": "ranks of shards",
     "test_megatron": "ranks of megatron",
     "test_megatron_weights": "ranks of megatron",

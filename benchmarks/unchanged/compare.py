@@ -20,13 +20,16 @@ TOLERANCES = (
 )
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each difference between the cases of two recordings."""
+def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float = 0.0) -> Iterator[str]:
+    """Yield a line for each difference between the cases of two recordings. tolerance: of all cases, at least."""
     for name in sorted(before.keys() | after.keys()):
         if name not in after or name not in before:
             yield f"{name}: only in the {'first' if name in before else 'second'} file"
             continue
-        yield from (f"{name}: {line}" for line in differences(before[name], after[name], CASES[name].tolerance))
+        yield from (
+            f"{name}: {line}"
+            for line in differences(before[name], after[name], max(CASES[name].tolerance, tolerance))
+        )
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float) -> Iterator[str]:

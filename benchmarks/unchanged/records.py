@@ -1,5 +1,6 @@
 """Result files of these measurements: a header, then the cases, each value of a case in one line."""
 
+import hashlib
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ def header(**values: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
+        "machine": machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **values,
     }
@@ -28,6 +30,14 @@ def header(**values: Any) -> dict[str, Any]:
 
 def dated(name: str) -> Path:
     return RESULTS / f"{name}-{datetime.now(UTC).date().isoformat()}.json"
+
+
+def machine() -> dict[str, str]:
+    """Return the processor and the torch version, because the rounding of sums depends on them."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
+    decisive = sorted({line for line in lines if line.startswith(("vendor_id", "model", "stepping", "flags"))})
+    return {"torch": version("torch"), "cpu": hashlib.sha256("\n".join(decisive).encode()).hexdigest()[:16]}
 
 
 def cpu_name() -> str:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.golden_runs import machine
 from kit.runs import metrics, run, write_texts
 from kit.serving import Server
 from kit.toy_tokenizer import toy_backend, toy_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 import stillhouse
+from benchmarks.unchanged.records import machine
 from stillhouse.serving.wire import JSON, SAFETENSORS, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 

@@ -1,5 +1,6 @@
-"""Mistakes in configurations, and functions that load a configuration from overrides or from the text of a file."""
+"""Calls and configurations that are refused, with their messages, as data; and functions that load configurations."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,21 @@ from stillhouse.config import ConfigError, RunConfig, load_config
 
 #: the keys that every configuration needs
 LEAST = {"student": {"model": "s"}, "data": {"train": "d.jsonl"}, "out": "o"}
-MISTAKES = YAML(typ="safe").load(Path(__file__).with_name("config_errors.yaml").read_text(encoding="utf-8"))
+MISTAKES, MESSAGES = (
+    YAML(typ="safe").load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    for name in ("config_errors.yaml", "messages.yaml")
+)
+
+
+def refused_calls(subject: str) -> list[Any]:
+    """Return the parameters of a test: each call of a list in messages.yaml, and a part of its message."""
+    return [pytest.param(case["call"], case["error"], id=case["error"]) for case in MESSAGES[subject]]
+
+
+def assert_refused(call: str, text: str, names: dict[str, Any], error: type[Exception] = ValueError) -> None:
+    """names: those that the call may use."""
+    with pytest.raises(error, match=re.escape(text)):
+        eval(call, names)
 
 
 def load(*overrides: str, file: Path | None = None) -> RunConfig:

@@ -6,10 +6,10 @@ T tokens, V vocabulary.
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from kit import shard_jobs as jobs
 from kit import shard_problems as problems
 from kit import slow
 from kit.objective_cases import (
@@ -30,17 +30,49 @@ from kit.shard_cases import (
     Borders,
     Case,
     Layout,
+    Outcome,
     check,
     complaints,
     cut,
+    local_leaves,
     on_shards,
     oracle,
     over,
+    shard_of,
 )
 from kit.shard_problems import FOUR, NARROW, ONE_ROUND, OTHER_TERMS, SHARDS, TWO_ROUNDS
-from kit.shard_ranks import GATHER, Failure, RankPool, shared_pool
+from kit.shard_ranks import GATHER, Failure, Rank, RankPool, shared_pool
+from torch import Tensor
 
-from stillhouse.objective import linear_objective
+from stillhouse.objective import (
+    OutputHead,
+    linear_log_probs,
+    linear_objective,
+)
+from stillhouse.objective.tile import chunks
+
+
+def in_small_tiles(rank: Rank, case: Case) -> Outcome | None:
+    """Run the case with a memory budget of one token's logits, so that tiles have their smallest size."""
+    with patch.dict(chunks.TILE_BYTES, cpu=V * 4):
+        return on_shards(rank, case)
+
+
+def log_probs(rank: Rank, case: Case) -> dict[str, Tensor] | None:
+    """Return the labels' log-probabilities, the entropies, and the gradients of an objective over all tokens."""
+    if rank.number >= len(case.layout.student):
+        return None
+    problem = case.problem()
+    leaves = local_leaves(rank, case.layout, problem)
+    shard = shard_of(rank, case.layout.student, case.layout.reduce_hidden_grad)
+    head = OutputHead(leaves["weight"], leaves["bias"], shard=shard, **problem.head)
+    log_q_T, entropy_T = linear_log_probs(leaves["hidden"], head, make_labels(), temperature=1.3)
+    over_all_tokens(log_q_T, entropy_T).backward()
+    return {"log_q": log_q_T.detach(), "entropy": entropy_T.detach()} | {n: each.grad for n, each in leaves.items()}
+
+
+def over_all_tokens(log_q_T: Tensor, entropy_T: Tensor) -> Tensor:
+    return (log_q_T.mean() * entropy_T.sum() / 50).tanh() + log_q_T.square().sum()
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +235,7 @@ def test_ranks_that_would_choose_different_chunk_sizes(pool: RankPool, borders: 
     """By its memory budget, a rank with few rows of the head could choose larger chunks than the others."""
     problem = partial(problems.of_tokens, 150)
     case = Case("small tiles", problem, Layout(borders), chunk_tokens=None, counts_collectives=True)
-    outcomes = pool.call(jobs.in_small_tiles, case)[: len(borders)]
+    outcomes = pool.call(in_small_tiles, case)[: len(borders)]
     assert complaints(case.layout, outcomes, problem(), oracle(problem())) == []
     assert outcomes[0].forward[GATHER] > 2
 
@@ -324,7 +356,7 @@ def test_shards_of_which_some_are_compiled(pool: RankPool, expression: str) -> N
 def test_log_probs_are_those_of_one_process(pool: RankPool, borders: Borders) -> None:
     """The gradient of an objective over all tokens with respect to the hidden states is summed once."""
     problem = partial(problems.distillation, "forward_kl", "full")
-    actual = pool.call(jobs.log_probs, Case("log probs", problem, Layout(borders)))
+    actual = pool.call(log_probs, Case("log probs", problem, Layout(borders)))
     leaves = problem().leaves
     assert isinstance(leaves, Leaves)
     whole = {name: leaf.double().requires_grad_() for name, leaf in vars(leaves).items()}
@@ -332,7 +364,7 @@ def test_log_probs_are_those_of_one_process(pool: RankPool, borders: Borders) ->
     labels_T = make_labels()
     log_q_T = log_q_TV.gather(1, labels_T.clamp_min(0)[:, None])[:, 0] * (labels_T >= 0)
     entropy_T = -(log_q_TV.exp() * log_q_TV).sum(1)
-    jobs.over_all_tokens(log_q_T, entropy_T).backward()
+    over_all_tokens(log_q_T, entropy_T).backward()
     for rank, (start, stop) in enumerate(borders):
         expected = {"log_q": log_q_T, "entropy": entropy_T, "hidden": whole["hidden"].grad}
         expected |= {name: whole[name].grad[start:stop] for name in ("weight", "bias")}

@@ -1,8 +1,9 @@
-"""Vocabulary shards inside a layout: gradients are summed once, collectives are counted, mistakes are refused.
+"""Vocabulary shards inside a layout: gradients are summed once, and collectives are counted.
 
 T tokens, D student width, V vocabulary.
 """
 
+import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit import shard_jobs as jobs
+import torch.distributed as dist
 from kit import shard_problems as problems
 from kit.objective_cases import (
+    D,
     Leaves,
     Result,
     V,
@@ -27,14 +29,131 @@ from kit.shard_cases import (
     check,
     complaints,
     cut,
+    engine,
+    local_leaves,
+    one_pass,
     oracle,
     over,
     plain,
+    prepared,
 )
 from kit.shard_problems import FOUR, ONE_ROUND, OTHER_TERMS, SHARDS, TOKENS, TWO_ROUNDS
-from kit.shard_ranks import EXCHANGE, GATHER, SUM, Failure, RankPool, shared_pool
+from kit.shard_ranks import EXCHANGE, GATHER, SUM, Collectives, Failure, Rank, RankPool, shared_pool
+from torch import Tensor
 
-from stillhouse.objective import VocabShard, linear_objective
+from stillhouse.objective import (
+    VocabShard,
+    linear_objective,
+)
+
+
+def two_passes(rank: Rank, case: Case) -> tuple[Outcome, Outcome] | None:
+    """Run two passes. As in a run's second step, the second pass has the same shards and teacher heads."""
+    if rank.number >= len(case.layout.student):
+        return None
+    ready = prepared(rank, case)
+    return one_pass(rank, case, *ready), one_pass(rank, case, *ready)
+
+
+def after_writing(rank: Rank, case: Case) -> Outcome:
+    """Run a pass, double the teacher heads in place, and return the outcome of another pass."""
+    problem, terms = prepared(rank, case)
+    one_pass(rank, case, problem, terms)
+    double_teachers(terms)
+    return one_pass(rank, case, problem, terms)
+
+
+def double_teachers(terms: list[Any]) -> None:
+    heads = [head for term in terms for signal in term.signals() for head in signal.heads()]
+    for weight_VD in {id(head.weight_VD): head.weight_VD for head in heads}.values():
+        weight_VD.mul_(2)
+
+
+def values_only(rank: Rank, case: Case) -> tuple[Outcome, Outcome] | None:
+    with torch.no_grad():
+        return two_passes(rank, case)
+
+
+def two_backwards(rank: Rank, case: Case) -> list[dict[str, Tensor]]:
+    """Return the gradients of two backward passes through the same graph."""
+    problem, terms = prepared(rank, case)
+    leaves = local_leaves(rank, case.layout, problem)
+    loss = engine(rank, case, problem, leaves, terms).loss
+    names, inputs = zip(*leaves.items(), strict=True)
+    passes = [torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2)]
+    return [dict(zip(names, gradients, strict=True)) for gradients in passes]
+
+
+class GatherTokens(torch.autograd.Function):
+    """Gather the tokens of all ranks, as sequence parallelism does.
+
+    Backward sums the gradient over the ranks and returns the part of this rank's tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.rows = group, own.shape[0]
+        everyone = own.new_empty(own.shape[0] * group.size(), own.shape[1])
+        dist.all_gather_into_tensor(everyone, own.contiguous(), group=group)
+        return everyone
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[ctx.rows * ctx.group.rank() :][: ctx.rows], None
+
+
+def layer_below_head(rank: Rank, case: Case) -> dict[str, Tensor] | None:
+    """Return this rank's gradients of a linear layer below the head: of its input and of its weight.
+
+    Without `reduce_hidden_grad` the layer sees only this rank's tokens, and its weight's gradient is their sum.
+    """
+    if rank.number >= len(case.layout.student):
+        return None
+    problem, terms = prepared(rank, case)
+    leaves = local_leaves(rank, case.layout, problem)
+    tokens_here = tokens_of(rank.number, case)
+    input_TD = problem.leaves.hidden[tokens_here].clone().requires_grad_()
+    layer_DD = make_layer().requires_grad_()
+    hidden_TD = input_TD @ layer_DD
+    if not case.layout.reduce_hidden_grad:
+        hidden_TD = GatherTokens.apply(hidden_TD, rank.groups[len(case.layout.student)])
+    engine(rank, case, problem, leaves | {"hidden": hidden_TD}, terms).loss.backward()
+    return {"input": input_TD.grad, "layer": layer_DD.grad, "weight": leaves["weight"].grad}
+
+
+def make_layer() -> Tensor:
+    return make_leaves(D, V, D, dtype=torch.float32, seed=21).hidden / D**0.5
+
+
+def tokens_of(number: int, case: Case) -> slice:
+    """Return the tokens of a rank: all tokens if the layout replicates them, a part under sequence parallelism."""
+    tokens, ranks = len(case.problem().leaves.hidden), len(case.layout.student)
+    assert tokens % ranks == 0
+    return slice(None) if case.layout.reduce_hidden_grad else slice(*(tokens // ranks * (number + n) for n in (0, 1)))
+
+
+def some_collectives(rank: Rank, _: None) -> tuple[dict[str, int], int]:
+    """Test the counter: call four collectives, one of them in a backward pass."""
+    with Collectives() as collectives:
+        own = torch.ones(3, requires_grad=True)
+        GatherTokens.apply(own[:, None], rank.groups[4]).sum().backward()
+        dist.broadcast(torch.zeros(2), 0)
+        dist.all_gather([torch.zeros(2) for _ in range(4)], torch.zeros(2))
+        dist.all_to_all_single(torch.zeros(4), torch.zeros(4))
+    return dict(collectives.counts), collectives.largest
+
+
+def failing_on_one_rank(rank: Rank, how: str) -> float:
+    """A job that fails on one rank, while the others wait in a collective."""
+    if how == "raises" and rank.number == 2:
+        raise ValueError("the second rank's own words")
+    if how == "waits" and rank.number == 1:
+        time.sleep(1000)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +183,16 @@ def test_a_layer_below_the_head(pool: RankPool, reduce_hidden_grad: bool, ranks:
     gradients is the whole one.
     """
     case = Case("below", partial(problems.of_tokens, 36), Layout(SHARDS[ranks], None, reduce_hidden_grad))
-    answers = pool.call(jobs.layer_below_head, case)[:ranks]
+    answers = pool.call(layer_below_head, case)[:ranks]
     problem = case.problem()
     assert isinstance(problem.leaves, Leaves)
-    input_TD, layer_DD = problem.leaves.hidden, jobs.make_layer()
+    input_TD, layer_DD = problem.leaves.hidden, make_layer()
     hidden_grad_TD = oracle(replace(problem, leaves=replace(problem.leaves, hidden=input_TD @ layer_DD))).gradients[
         "hidden"
     ]
     input_grad_TD, layer_grad_DD = hidden_grad_TD @ layer_DD.double().t(), input_TD.double().t() @ hidden_grad_TD
     for number, answer in enumerate(answers):
-        assert distance(answer["input"], input_grad_TD[jobs.tokens_of(number, case)]) < 2e-5
+        assert distance(answer["input"], input_grad_TD[tokens_of(number, case)]) < 2e-5
         if reduce_hidden_grad:
             assert distance(answer["layer"], layer_grad_DD) < 2e-5
     if not reduce_hidden_grad:
@@ -83,7 +202,7 @@ def test_a_layer_below_the_head(pool: RankPool, reduce_hidden_grad: bool, ranks:
 @pytest.mark.parametrize("reduce_hidden_grad", [True, False])
 def test_a_second_backward_gives_the_same(pool: RankPool, reduce_hidden_grad: bool) -> None:
     case = Case("twice", partial(problems.of_tokens, 10), Layout(FOUR, None, reduce_hidden_grad))
-    for first, second in pool.call(jobs.two_backwards, case):
+    for first, second in pool.call(two_backwards, case):
         assert first.keys() == second.keys() == {"hidden", "weight", "bias"}
         for name, gradient in first.items():
             assert torch.equal(gradient, second[name]), name
@@ -102,7 +221,7 @@ def test_frozen_leaves_and_an_incoming_gradient(pool: RankPool) -> None:
 # collectives
 
 
-def counted_passes(pool: RankPool, named: dict[str, Any], job: Any = jobs.two_passes) -> dict[str, list[Outcome]]:
+def counted_passes(pool: RankPool, named: dict[str, Any], job: Any = two_passes) -> dict[str, list[Outcome]]:
     """Return the second pass of the first rank, in one chunk and in two."""
     options = [{"counts_collectives": True, "chunk_tokens": tokens} for tokens in (TOKENS, TOKENS // 2)]
     cases = [case for option in options for case in over(Layout(FOUR), named, **option)]
@@ -147,7 +266,7 @@ def test_two_collectives_per_chunk(pool: RankPool) -> None:
 @pytest.mark.slow
 def test_values_alone_need_no_more_collectives(pool: RankPool) -> None:
     named = {name: partial(problems.counted, name) for name in ("forward_kl on full", "all")}
-    outcomes = counted_passes(pool, named, jobs.values_only)
+    outcomes = counted_passes(pool, named, values_only)
     for gathers, (in_one, in_two) in enumerate(outcomes.values(), start=1):
         assert in_one.forward == Counter({GATHER: gathers})
         assert in_two.forward == Counter({GATHER: 2 * gathers})
@@ -160,7 +279,7 @@ def test_a_teachers_rows_are_sent_once(pool: RankPool, teacher: Any) -> None:
     """The first pass exchanges the borders and moves the rows; the second pass reuses both."""
     layout = Layout(cut(0, 9, 99, 199, V), teacher)
     case = Case("teacher", partial(problems.heads_of, V, V, None, None), layout, None, True)
-    for first, second in pool.call(jobs.two_passes, case):
+    for first, second in pool.call(two_passes, case):
         assert second.forward.keys() == {GATHER}
         assert second.forward[GATHER] <= 2
         once = first.forward - second.forward
@@ -172,36 +291,9 @@ def test_a_teachers_rows_are_sent_once(pool: RankPool, teacher: Any) -> None:
 
 def test_the_rows_of_a_changed_teacher_are_sent_again(pool: RankPool) -> None:
     case = Case("written to", partial(problems.heads_of, V, V, None, None), Layout(FOUR, cut(0, 1, 64, 200, V)))
-    outcomes, problem = pool.call(jobs.after_writing, case), case.problem()
-    jobs.double_teachers(problem.terms)
+    outcomes, problem = pool.call(after_writing, case), case.problem()
+    double_teachers(problem.terms)
     assert complaints(case.layout, outcomes, problem, oracle(problem)) == []
-
-
-# mistakes
-
-
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        ("gap", "20"),
-        ("overlap", "19"),
-        ("not from 0", "1:10"),
-        ("all rows on every rank", "0:40"),
-        ("rows that are not the shard's", "11"),
-        ("vocab_size beyond all rows", "41"),
-        ("label beyond all rows", "40"),
-        ("label in the padding", "25"),
-        ("teacher on another group", "group"),
-        ("teacher with a gap", "10"),
-        ("sharded teacher, whole student", "all rows"),
-        ("teacher's columns", "13"),
-        ("columns that are not the shard's", "11"),
-    ],
-)
-def test_mistakes_are_refused_on_every_rank(pool: RankPool, mistake: str, message: str) -> None:
-    for answer in pool.call(jobs.refusal, mistake, limit=20.0):
-        assert answer.startswith("ValueError")
-        assert message in answer
 
 
 @pytest.mark.parametrize("rows", [V, 240])
@@ -268,13 +360,13 @@ def test_other_mistakes_are_noticed() -> None:
 
 
 def test_collectives_are_counted_wherever_they_come_from(pool: RankPool) -> None:
-    for counts, largest in pool.call(jobs.some_collectives):
+    for counts, largest in pool.call(some_collectives):
         assert counts == {GATHER: 1, SUM: 1, "broadcast_": 1, "allgather_": 1, EXCHANGE: 1}
         assert largest == 12
 
 
 def test_a_rank_that_fails_or_hangs_fails_only_its_job(pool: RankPool) -> None:
-    good, raised, hung, again = pool.run(jobs.failing_on_one_rank, ["not", "raises", "waits", "not"], limit=4.0)
+    good, raised, hung, again = pool.run(failing_on_one_rank, ["not", "raises", "waits", "not"], limit=4.0)
     assert good == again == [4.0] * 4
     assert isinstance(raised, Failure)
     assert "rank 2: Traceback" in raised.text

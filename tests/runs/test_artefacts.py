@@ -14,13 +14,13 @@ import pytest
 import torch
 from artefacts.write_artefacts import ARTEFACTS, DOCUMENTS, FROM_CACHE, REQUESTS, computed
 from kit import slow
-from kit.golden_runs import machine
 from kit.runs import ROOT, run
 from kit.serving import Server
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 import stillhouse
+from benchmarks.unchanged.records import machine
 from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.hashing import json_hash
