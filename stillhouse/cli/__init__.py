@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from inspect import cleandoc
 from pathlib import Path
 
 import click
@@ -31,10 +32,11 @@ from stillhouse.display import message as brief
 from stillhouse.display import print_escaped
 from stillhouse.preemption import Preempted, handling
 from stillhouse.process_exit import end_with_launcher, end_without_threads, error_line
-from stillhouse.registry import load_all
 
 FAILED, USAGE = 1, 2
 COMMANDS = "stillhouse.commands"
+#: kinds of media in documents, each of which has a demo
+MEDIA = registry.load_all("stillhouse.media")
 #: ranks other than 0 wait so many seconds before they print an error, because rank 0 may print the same error
 SECONDS_FOR_FIRST = 10.0
 
@@ -242,11 +244,14 @@ def verify(run_dir: Path) -> None:
 @cli.command()
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the demo's runs. [default: runs/demo, or runs/image_demo with --write images]",
+    help="Folder for the demo's runs. [default: runs/demo"
+    + "".join(f", or {kind.demo_folder} with --write {name}" for name, kind in MEDIA.items())
+    + "]",
 )  # fmt: skip
 @click.option(
-    "--write", type=click.Choice(["text", "images"]),
-    help="Only write models, data and a run.yaml to edit, and train nothing. images: for vision-language models.",
+    "--write", type=click.Choice(["text", *MEDIA]),
+    help="Only write models, data and a run.yaml to edit, and train nothing."
+    + "".join(f" {name}: {kind.demo_words}." for name, kind in MEDIA.items()),
 )  # fmt: skip
 def demo(out: Path | None, write: str | None) -> None:
     """Distill a small model in a few minutes.
@@ -257,10 +262,9 @@ def demo(out: Path | None, write: str | None) -> None:
     \b
     stillhouse demo
     stillhouse demo --write text --out runs/demo
-    stillhouse demo --write images --out runs/image_demo
     """
     quiet_libraries()
-    folder = out or Path("runs/image_demo" if write == "images" else "runs/demo")
+    folder = out or Path(MEDIA[write].demo_folder if write in MEDIA else "runs/demo")
     if write is None:
         from stillhouse.tools.demo.demo import demo
 
@@ -268,11 +272,14 @@ def demo(out: Path | None, write: str | None) -> None:
         return
     from stillhouse.tools.demo.run_files import write_text_run
 
-    kinds = load_all("stillhouse.media")
-    configurations = kinds[write].write_demo(folder) if write in kinds else [write_text_run(folder)]
+    configurations = MEDIA[write].write_demo(folder) if write in MEDIA else [write_text_run(folder)]
     print_escaped(
         "\n".join([f"{folder} has models, data and:", *(f"  stillhouse distill {path}" for path in configurations)])
     )
+
+
+_media_demos = [f"stillhouse demo --write {name} --out {kind.demo_folder}" for name, kind in MEDIA.items()]
+demo.help = "\n".join([cleandoc(demo.help or ""), *_media_demos])
 
 
 def _usage(error: click.ClickException) -> str:

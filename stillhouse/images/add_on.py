@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 class Images:
-    """What the core calls: functions of this package, and the processor of a model, if it has one."""
+    """What the core calls: functions of this package, and the processor of a model, if it has one.
+
+    demo_folder, demo_words: the default folder of the demo, and what it is for.
+    """
+
+    demo_folder, demo_words = "runs/image_demo", "for vision-language models"
 
     def find_processor(
         self, name_or_path: str, tokenizer: "PreTrainedTokenizerBase", *, revision: str | None = None, **options: Any
