@@ -1,4 +1,4 @@
-"""A student of the tiny Qwen3-VL models of `stillhouse.images.digit_models`, and the exact match of a model."""
+"""A student of the tiny Qwen3-VL models of `stillhouse.images.digits_demo`, and the exact match of a model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +8,7 @@ import torch
 from PIL import Image
 from transformers import Qwen3VLForConditionalGeneration
 
-from stillhouse.images.digit_models import STUDENT, new_model
-from stillhouse.images.digit_strips import LENGTHS, QUESTION, answer, strip
+from stillhouse.images.digits_demo import LENGTHS, QUESTION, STUDENT, answer, new_model, strip
 from stillhouse.images.load_processor import load_processor
 from stillhouse.tasks import RandomNumbers
 

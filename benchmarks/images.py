@@ -26,8 +26,8 @@ import torch
 from benchmarks.digit_models import exact_matches, new_student, parameters
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import run_config
-from stillhouse.images import digit_models
-from stillhouse.images.digit_strips import parquet_file
+from stillhouse.images import digits_demo
+from stillhouse.images.digits_demo import parquet_file
 from stillhouse.run.run import distill
 
 TEACHER_PICTURES, STUDENT_PICTURES, HELD_OUT = 16_000, 4_000, 600
@@ -62,7 +62,7 @@ def train_teacher(folder: Path) -> Path:
     """Train a new model on all its parts by cross-entropy, and return its folder."""
     start = folder / "new-teacher"
     if not start.exists():
-        digit_models.save(digit_models.new_model(*digit_models.TEACHER, 0), start)
+        digits_demo.save(digits_demo.new_model(*digits_demo.TEACHER, 0), start)
     settings = {
         "student.model": str(start),
         "student.train": ["language", "projector", "vision"],
@@ -78,7 +78,7 @@ def train_students(folder: Path, teacher: Path, seed: int) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     start = folder / "new-student"
     if not start.exists():
-        digit_models.save(new_student(teacher, seed), start)
+        digits_demo.save(new_student(teacher, seed), start)
     settings = {
         "student.model": str(start),
         "student.train": ["language", "projector"],

@@ -38,8 +38,8 @@ from benchmarks.measure import MAP_BLOCKS, in_fresh_process, resident_bytes
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import LOSS, run_config, values_of
 from benchmarks.vs_trl import COUNTED, WARM, Run, difference, ratios, timed_updates
-from stillhouse.images import digit_models
-from stillhouse.images.digit_strips import parquet_file, record
+from stillhouse.images import digits_demo
+from stillhouse.images.digits_demo import parquet_file, record
 from stillhouse.images.load_processor import load_processor
 from stillhouse.run.run import distill
 
@@ -64,9 +64,9 @@ class Task:
     def write(cls, folder: Path, vocabulary: int, steps: int) -> "Task":
         folder.mkdir()
         for seed, (name, sizes) in enumerate({"student": STUDENT, "teacher": TEACHER}.items()):
-            model = digit_models.new_model(*sizes, seed)
+            model = digits_demo.new_model(*sizes, seed)
             model.resize_token_embeddings(vocabulary, mean_resizing=False)
-            digit_models.save(model, folder / name)
+            digits_demo.save(model, folder / name)
         (folder / "train.parquet").write_bytes(parquet_file(0, DOCUMENTS, held_out=False, lengths=DIGITS))
         return cls(folder, steps)
 

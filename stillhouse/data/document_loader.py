@@ -18,7 +18,6 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport, piece_source
-from stillhouse.data.document_pieces import of_piece, split_into_pieces
 from stillhouse.data.document_writer import DocumentWriter
 from stillhouse.data.documents import Documents
 from stillhouse.data.media import MediaProcessor, with_media
@@ -39,14 +38,14 @@ from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.record_forms import template_for
 from stillhouse.data.render.teacher_media import TeacherMedia, not_read
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
-from stillhouse.data.substitutions import Substitution
+from stillhouse.data.substitutions import Substitution, piece_substitutions
 from stillhouse.data.text_warnings import TextWarnings, TrainedEnds
 from stillhouse.data.token_cache import cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the most errors that a report keeps
-_BYTES_PER_CHARACTER = 200  # bytes of images that wait count like the memory that a tokenizer takes
+_BYTES_PER_CHARACTER = 200  # bytes of media that wait count like the memory that a tokenizer takes
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class LoadOptions:
     keep_records: keep the records in `Documents.records`.
     tools: the JSON schemas of the tools that the model of a run may call. Conversations are written with them, or
         with those of their column `tools`, which must be among them.
-    fits_teachers: whether `max_tokens` is the limit for what teachers read, too, if their tokens of images are more.
+    fits_teachers: whether `max_tokens` is the limit for what teachers read, too, if their tokens of media are more.
     end_ids: the end-of-sequence ids of the student beside that of the tokenizer.
 
     Raises ValueError if `max_tokens` is less than 2.
@@ -104,8 +103,8 @@ def load_documents(
 ) -> Documents:
     """Read and tokenize a dataset. source: as in `read_records`.
 
-    processor: that of the student, for images; None if the student has none.
-    teachers: how teachers in this job read images, by their names; all others read them as the student.
+    processor: that of the student, for media; None if the student has none.
+    teachers: how teachers in this job read media, by their names; all others read them as the student.
     cache: a folder of tokenized datasets, which are memory-mapped (`token_cache.py`). It has no effect for a hub id,
         a slow tokenizer, or `keep_records`.
 
@@ -133,8 +132,8 @@ def load_documents(
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A record that is not tokenized yet. values: those of the kept columns. prefixes: one text per teacher. images:
-    what teachers read in place of the student's tokens of images, by their names.
+    """A record that is not tokenized yet. values: those of the kept columns. prefixes: one text per teacher. media:
+    what teachers read in place of the student's tokens of media, by their names.
     """
 
     rendered: Rendered
@@ -142,15 +141,15 @@ class _Waiting:
     key: int
     values: list[Any]
     prefixes: list[str]
-    images: dict[str, list[Substitution]]
+    media: dict[str, list[Substitution]]
     record: dict[str, Any] | None
 
     @property
     def characters(self) -> int:
         encoded = self.rendered.encoded
-        image_bytes = 0 if encoded is None else sum(len(image.data or b"") for image in encoded.media)
+        media_bytes = 0 if encoded is None else sum(len(file.data or b"") for file in encoded.media)
         texts = (self.rendered.prompt, self.rendered.body, *self.prefixes)
-        return sum(map(len, texts)) + image_bytes // _BYTES_PER_CHARACTER
+        return sum(map(len, texts)) + media_bytes // _BYTES_PER_CHARACTER
 
 
 class _Loader:
@@ -241,7 +240,7 @@ class _Loader:
         return self.template
 
     def _converted(self, record: Record) -> Record:
-        """The record in Stillhouse's columns, with the bytes of its images."""
+        """The record in Stillhouse's columns, with the bytes of its media."""
         return with_media(
             record if self.foreign is None else replace(record, fields=self.foreign.convert(record.fields))
         )
@@ -260,14 +259,14 @@ class _Loader:
                 prefix.render(fields, template) if options.reader is None or fields[options.reader] == name else ""
                 for name, prefix in self.prefix_templates.items()
             ],
-            self._images_of_teachers(rendered, template, fields),
+            self._media_of_teachers(rendered, template, fields),
             own_fields if options.keep_records else None,
         )
 
-    def _images_of_teachers(
+    def _media_of_teachers(
         self, rendered: Rendered, template: Template, fields: dict[str, Any]
     ) -> dict[str, list[Substitution]]:
-        """What teachers read in place of a document's images, by name. Raises RecordError and ProcessorError."""
+        """What teachers read in place of a document's media, by name. Raises RecordError and ProcessorError."""
         encoded, reader = rendered.encoded, self.options.reader
         if encoded is None or not encoded.media:
             return {}
@@ -275,10 +274,10 @@ class _Loader:
         for name, teacher in self.teachers.items():
             if reader is None or fields[reader] == name:
                 special = template.adds_special
-                of_teacher = teacher.substitutions(rendered.body, encoded, encoded.media, special=special)
+                replaced = teacher.substitutions(rendered.body, encoded, encoded.media, special=special)
             else:
-                of_teacher = [] if teacher.is_shared else not_read(encoded)
-            substitutions[name] = of_teacher
+                replaced = [] if teacher.is_shared else not_read(encoded)
+            substitutions[name] = replaced
         return substitutions
 
     def _reject(self, error: DataError) -> None:
@@ -311,12 +310,14 @@ class _Loader:
                     self._encode_together(template, [record])
             return
         for number, (encoded, record) in enumerate(zip(batch, records, strict=True)):
-            prefixes = dict(zip(self.prefix_templates, (of_batch[number] for of_batch in by_teacher), strict=True))
+            prefixes = dict(
+                zip(self.prefix_templates, (batch_prefixes[number] for batch_prefixes in by_teacher), strict=True)
+            )
             self._keep(encoded, record, prefixes, template.splits)
 
     def _keep(self, encoded: Encoded, waiting: _Waiting, prefixes: dict[str, Substitution], splits: bool) -> None:
         gains = {name: prefix.gain for name, prefix in prefixes.items()}
-        for name, substitutions in waiting.images.items() if self.options.fits_teachers else ():
+        for name, substitutions in waiting.media.items() if self.options.fits_teachers else ():
             gains[name] = gains.get(name, 0) + sum(substitution.gain for substitution in substitutions)
         room = self.options.max_tokens - max([0, *gains.values()])
         problem = self._problem(encoded, gains, room)
@@ -334,8 +335,8 @@ class _Loader:
             self.trained_ends.add(encoded, sum(len(piece.ids) for piece in pieces), waiting.rendered.end)
         for number, piece in enumerate(pieces):
             source = piece_source(waiting.where, number, len(pieces))
-            of_teachers = of_piece(prefixes, waiting.images, len(piece.ids), is_first=not number)
-            self.writer.add(piece, source, waiting.key, waiting.values, of_teachers, waiting.record)
+            by_teacher = piece_substitutions(prefixes, waiting.media, len(piece.ids), is_first=not number)
+            self.writer.add(piece, source, waiting.key, waiting.values, by_teacher, waiting.record)
 
     def _problem(self, encoded: Encoded, gains: dict[str, int], room: int) -> str:
         """The error of a document; "" if there is none. gains: how many tokens more each teacher reads. room: how
@@ -375,14 +376,14 @@ class _Loader:
             return [encoded]
         if splits:
             self.report.split_documents += 1
-            return split_into_pieces(encoded, max_tokens)
+            return encoded.pieces(max_tokens)
         self.report.cut_documents += 1
         self.report.cut_tokens += excess
         return [replace(encoded, ids=encoded.ids[:max_tokens], targets=encoded.targets[:max_tokens])]
 
 
 def _as_json(value: Any) -> str:
-    """The text that stands for a value without a JSON type: an image counts as its bytes, and not as its path."""
+    """The text that stands for a value without a JSON type: a file counts as its bytes, and not as its path."""
     return value.sha256.hex() if isinstance(value, MediaFile) else str(value)
 
 

@@ -22,14 +22,14 @@ from stillhouse.data.token_cache import IMAGES, TARGETS, TOKENS
 class DocumentWriter:
     """Collects the documents of one source.
 
-    folder: for the files of tokens, targets and images; None: they stay in memory.
+    folder: for the files of tokens, targets and media; None: they stay in memory.
     """
 
     def __init__(self, folder: Path | None):
         self._files: list[BinaryIO] = [
             io.BytesIO() if folder is None else (folder / f"{name}.bin").open("wb") for name in (TOKENS, TARGETS)
         ]
-        self._images = MediaWriter(None if folder is None else folder / IMAGES)
+        self._media = MediaWriter(None if folder is None else folder / IMAGES)
         # one entry per document
         self.sources: list[str] = []
         self._lengths: list[int] = []
@@ -52,7 +52,7 @@ class DocumentWriter:
         """
         for file, array in zip(self._files, (document.ids, document.targets), strict=True):
             file.write(array.tobytes())
-        self._images.add(document.media)
+        self._media.add(document.media)
         self.sources.append(source)
         self._lengths.append(len(document.ids))
         self._keys.append(key)
@@ -70,10 +70,10 @@ class DocumentWriter:
     ) -> Documents:
         """All documents. columns: the names of the kept columns.
 
-        prefixes: the names of teachers with a prefix. teachers: those that may have other tokens of images.
+        prefixes: the names of teachers with a prefix. teachers: those that may have other tokens of media.
         """
         values = map(list, zip(*self._values, strict=True))
-        images = self._images.finish()
+        media = self._media.finish()
         return Documents(
             *self.arrays(),
             offsets_of(self._lengths),
@@ -83,24 +83,20 @@ class DocumentWriter:
             dict(zip(columns, values, strict=True)),
             self._by_teacher(prefixes, teachers),
             self._records,
-            media=images if len(images.table) else None,
+            media=media if len(media.table) else None,
         )
 
     def close(self) -> None:
-        self._images.close()
+        self._media.close()
         for file in self._files:
             if not isinstance(file, io.BytesIO):  # the arrays use the buffer of a BytesIO
                 file.close()
 
     def _by_teacher(self, prefixes: Collection[str], teachers: Iterable[str]) -> dict[str, Substitutions]:
-        """The substitutions of each teacher that has a prefix or other tokens of images."""
+        """The substitutions of each teacher that has a prefix or other tokens of media."""
         names = dict.fromkeys([*prefixes, *teachers])
-        of_teachers = {name: [of_document.get(name, []) for of_document in self._substitutions] for name in names}
-        return {
-            name: Substitutions.of(of_documents)
-            for name, of_documents in of_teachers.items()
-            if name in prefixes or any(of_documents)
-        }
+        by_name = {name: [by_teacher.get(name, []) for by_teacher in self._substitutions] for name in names}
+        return {name: Substitutions.of(lists) for name, lists in by_name.items() if name in prefixes or any(lists)}
 
     def _array(self, number: int, dtype: type[np.generic]) -> np.ndarray:
         file = self._files[number]

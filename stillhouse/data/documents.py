@@ -137,8 +137,8 @@ class Documents:
 
     def widths(self, chosen: np.ndarray, teachers: Sequence[str]) -> np.ndarray:
         """The columns of each chosen document: its gap for these teachers, and its tokens."""
-        of_teachers = [self.substitutions[name].gains_D[chosen] for name in teachers if name in self.substitutions]
-        return part_lengths(self.offsets, chosen) + np.max([np.zeros(len(chosen), np.int64), *of_teachers], axis=0)
+        by_teacher = [self.substitutions[name].gains_D[chosen] for name in teachers if name in self.substitutions]
+        return part_lengths(self.offsets, chosen) + np.max([np.zeros(len(chosen), np.int64), *by_teacher], axis=0)
 
     def gaps_D(self, teachers: Sequence[str]) -> np.ndarray:
         """The most tokens of each document that one of these teachers reads more than the student, int64; maybe 0."""
@@ -153,8 +153,8 @@ class Documents:
         tokens = [substitutions.tokens(document, self.tokens(document)) for document in range(len(self))]
         targets = [np.zeros(len(ids), dtype=bool) for ids in tokens]
         for document, targets_S in enumerate(targets):
-            of_student = self.targets(document)
-            targets_S[substitutions.places(document, len(of_student))[of_student]] = True
+            student_targets = self.targets(document)
+            targets_S[substitutions.places(document, len(student_targets))[student_targets]] = True
         return replace(
             self,
             tokens_N=np.concatenate(tokens),
@@ -169,8 +169,8 @@ class Documents:
         it."""
         digest = hashlib.sha256()
         arrays = [self.tokens_N, self.targets_N, self.offsets]
-        for of_teacher in (self.substitutions[name] for name in sorted(self.substitutions)):
-            arrays += [of_teacher.tokens_N, of_teacher.offsets, of_teacher.spans_P2, of_teacher.parts]
+        for substitutions in (self.substitutions[name] for name in sorted(self.substitutions)):
+            arrays += [substitutions.tokens_N, substitutions.offsets, substitutions.spans_P2, substitutions.parts]
         if self.set_D is not None:
             arrays.append(self.set_D)
         if self.media is not None:
@@ -196,7 +196,7 @@ class Documents:
             [self.sources[document] for document in chosen],
             self._counted(self.report, chosen),
             {name: [values[document] for document in chosen] for name, values in self.columns.items()},
-            {name: of_teacher.select(chosen) for name, of_teacher in self.substitutions.items()},
+            {name: substitutions.select(chosen) for name, substitutions in self.substitutions.items()},
             [self.records[document] for document in chosen] if self.records else (),
             {name: values_N[index_N] for name, values_N in self.per_token.items()},
             None if self.weights_N is None else self.weights_N[index_N],
@@ -249,19 +249,19 @@ class Documents:
         substitutions = {name: self.substitutions[name] for name in teachers if name in self.substitutions}
         is_beyond_N = self.tokens_N >= rows
         if substitutions and is_beyond_N.any():
-            of_teachers = [of_teacher.is_substituted(self.offsets) for of_teacher in substitutions.values()]
-            is_beyond_N &= ~np.logical_and.reduce(of_teachers)
+            by_teacher = [replaced.is_substituted(self.offsets) for replaced in substitutions.values()]
+            is_beyond_N &= ~np.logical_and.reduce(by_teacher)
         beyond = [
             (int(np.searchsorted(self.offsets, at, side="right")) - 1, self.tokens_N[at], "")
             for at in np.flatnonzero(is_beyond_N)[:1]
         ]
-        for name, of_teacher in substitutions.items():
-            for at in np.flatnonzero(of_teacher.tokens_N >= rows)[:1]:
-                part = np.searchsorted(of_teacher.offsets, at, side="right") - 1
-                document = int(np.searchsorted(of_teacher.parts, part, side="right")) - 1
-                what = "images" if np.diff(of_teacher.spans_P2[part]) else "prefix"
+        for name, replaced in substitutions.items():
+            for at in np.flatnonzero(replaced.tokens_N >= rows)[:1]:
+                part = np.searchsorted(replaced.offsets, at, side="right") - 1
+                document = int(np.searchsorted(replaced.parts, part, side="right")) - 1
+                what = "images" if np.diff(replaced.spans_P2[part]) else "prefix"
                 where = f" of the {what} of teacher {name!r}" if name else f" of the teacher's {what}"
-                beyond.append((document, of_teacher.tokens_N[at], where))
+                beyond.append((document, replaced.tokens_N[at], where))
         for document, token, where in beyond[:1]:
             reason = f"token id {token}{where} has no row in the {which}'s head of {rows} rows"
             raise DataError(self.sources[document], reason)

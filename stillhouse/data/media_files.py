@@ -25,7 +25,7 @@ _SCHEMA = pyarrow.schema(
 
 @dataclass(frozen=True)
 class MediaFile:
-    """An image as it is encoded in its file.
+    """A file, such as an encoded image.
 
     data: the bytes; None if they are read from `path` when they are used.
     sha256: the hash of the bytes when the data was loaded.
@@ -45,7 +45,7 @@ class MediaFile:
 
     @property
     def as_stored(self) -> "MediaFile":
-        """The image without bytes that its file has."""
+        """The same without the bytes that are in a file."""
         return self if self.path is None else MediaFile(self.sha256, self.path, None)
 
     def as_json(self) -> list[str | None]:
@@ -79,11 +79,11 @@ class MediaFile:
 
 @dataclass(frozen=True)
 class MediaFiles:
-    """The images of D documents.
+    """The media of D documents.
 
     table: columns path, sha256 and data; maybe memory-mapped.
-    rows_I: the row of each image in the table, int64.
-    offsets: [D+1] int64, the images of document d are `offsets[d]:offsets[d+1]`.
+    rows_I: the row of each one in the table, int64.
+    offsets: [D+1] int64, those of document d are `offsets[d]:offsets[d+1]`.
     """
 
     table: pyarrow.Table
@@ -92,12 +92,12 @@ class MediaFiles:
 
     @classmethod
     def stored(cls, table: pyarrow.Table, offsets: np.ndarray) -> "MediaFiles":
-        """The images of a table, in its order."""
+        """The media of a table, in its order."""
         return cls(table, np.arange(offsets[-1]), offsets)
 
     @classmethod
     def joined(cls, parts: Sequence["MediaFiles"]) -> "MediaFiles":
-        """Concatenate the images of several sets of documents."""
+        """Concatenate the media of several sets of documents."""
         starts = offsets_of([len(part.table) for part in parts])
         return cls(
             pyarrow.concat_tables([part.table for part in parts]),
@@ -107,29 +107,29 @@ class MediaFiles:
 
     @classmethod
     def none(cls, documents: int) -> "MediaFiles":
-        """No images for this number of documents."""
+        """No media for this number of documents."""
         return cls(_SCHEMA.empty_table(), np.empty(0, dtype=np.int64), np.zeros(documents + 1, dtype=np.int64))
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> "MediaFiles":
-        """The images of the chosen documents, in the given order."""
+        """The media of the chosen documents, in the given order."""
         offsets, index_I = chosen_tokens(self.offsets, chosen)
         return MediaFiles(self.table, self.rows_I[index_I], offsets)
 
     def of(self, document: int) -> list[MediaFile]:
-        """The images of one document."""
-        return [self._image(int(row)) for row in self.rows_I[self.offsets[document] : self.offsets[document + 1]]]
+        """The media of one document."""
+        return [self._file(int(row)) for row in self.rows_I[self.offsets[document] : self.offsets[document + 1]]]
 
     def hashes(self) -> bytes:
-        """The hashes of all images in the order of the documents."""
+        """The hashes of all media in the order of the documents."""
         return b"".join(self.table.column("sha256")[int(row)].as_py() for row in self.rows_I)
 
-    def _image(self, row: int) -> MediaFile:
+    def _file(self, row: int) -> MediaFile:
         path, sha256, data = (self.table.column(name)[row].as_py() for name in _SCHEMA.names)
         return MediaFile(sha256, path, data)
 
 
 class MediaWriter:
-    """Writes images to an Arrow file, or to memory. path: None for memory."""
+    """Writes media to an Arrow file, or to memory. path: None for memory."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -138,17 +138,17 @@ class MediaWriter:
         self.counts: list[int] = []  # of each document
         self._closed = False
 
-    def add(self, images: Sequence[MediaFile]) -> None:
-        """Write the images of the next document."""
-        self.counts.append(len(images))
-        if images:
-            stored = [image.as_stored for image in images]
-            columns = [[getattr(image, name) for image in stored] for name in _SCHEMA.names]
+    def add(self, files: Sequence[MediaFile]) -> None:
+        """Write the media of the next document."""
+        self.counts.append(len(files))
+        if files:
+            stored = [file.as_stored for file in files]
+            columns = [[getattr(file, name) for file in stored] for name in _SCHEMA.names]
             arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, _SCHEMA.types, strict=True)]
             self._writer.write_batch(pyarrow.record_batch(arrays, schema=_SCHEMA))
 
     def finish(self) -> MediaFiles:
-        """Read back all images."""
+        """Read back all media."""
         self.close()
         source = pyarrow.BufferReader(self._sink.getvalue()) if self.path is None else self.path
         return MediaFiles.stored(media_table(source), offsets_of(self.counts))
@@ -163,6 +163,6 @@ class MediaWriter:
 
 
 def media_table(source: Path | pyarrow.BufferReader) -> pyarrow.Table:
-    """The table of an Arrow file of images. A file on disk is memory-mapped."""
+    """The table of an Arrow file of media. A file on disk is memory-mapped."""
     file = pyarrow.memory_map(str(source)) if isinstance(source, Path) else source
     return pyarrow.ipc.open_file(file).read_all()

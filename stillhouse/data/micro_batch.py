@@ -264,5 +264,5 @@ def _with_padding_positions(positions: Tensor, index_BS: Tensor) -> Tensor:
     """
     tokens_B1 = (index_BS >= 0).sum(1, keepdim=True)
     count_BS = torch.arange(index_BS.shape[1]).expand_as(index_BS) - tokens_B1
-    of_axes = index_BS.shape + (1,) * (positions.dim() - 2)
-    return torch.where(index_BS.view(of_axes) < 0, count_BS.reshape(of_axes), positions)
+    shape = index_BS.shape + (1,) * (positions.dim() - 2)
+    return torch.where(index_BS.view(shape) < 0, count_BS.reshape(shape), positions)

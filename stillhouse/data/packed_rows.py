@@ -4,11 +4,11 @@ Labels are shifted only here: row t of the flattened micro-batch predicts the to
 document's last row predicts nothing, and the row of a prompt's last token predicts the first token of the completion.
 
 A teacher with substitutions reads another number of tokens than the student: more with a prefix, more or fewer with
-its own tokens of images. Each document has as many columns as its longest reader among the student and the named
+its own tokens of media. Each document has as many columns as its longest reader among the student and the named
 teachers needs, and ends in the last of them for all readers. In the gap before it, a reader of fewer tokens has
 padding, as a separate document. So behind a document's last substitution, and for prefixes everywhere, a token has
 the same row number for student and teacher, as layouts with stages or context ranks require. Before and between
-images, the rows are mapped (`MicroBatch.teacher_shift_T`). A teacher that does not read a document has padding alone.
+media, the rows are mapped (`MicroBatch.teacher_shift_T`). A teacher that does not read a document has padding alone.
 
 B rows, S columns per row (the longest of the micro-batch), T = B·S; M documents with N tokens in all, P of which rows
 predict.
@@ -40,9 +40,9 @@ def make_micro_batch(
     rows: for each row, the numbers of its documents, in order.
     gaps: names of teachers. Their tokens fit into the columns of a document, too.
     teacher: one of `gaps`, the teacher of the `teacher_inputs`.
-    media_inputs: makes the tensors of images. Only documents without images can be packed without it.
+    media_inputs: makes the tensors of media. Only documents without media can be packed without it.
 
-    Raises ValueError if there is no row, or a row without a document, and if an image's file has changed.
+    Raises ValueError if there is no row, or a row without a document, and if a file has changed.
     """
     if documents.media is not None and media_inputs is None:
         raise ValueError(f"{documents.report.source} has images, which are not supported here: expected texts")
@@ -63,10 +63,10 @@ def make_micro_batch(
     }
     members = places.document_M.tolist()
     ids_M = [documents.tokens(member) for member in members]
-    inputs, images_M = _packed_inputs(places, ids_N, lengths_M, ids_N[0]), list[dict[str, Tensor]]()
+    inputs, media_M = _packed_inputs(places, ids_N, lengths_M, ids_N[0]), list[dict[str, Tensor]]()
     if media_inputs is not None:
-        images_M = media_inputs.tensors(documents, members, ids_M)
-        inputs |= _media_inputs(places, inputs, ids_M, images_M, media_inputs)
+        media_M = media_inputs.tensors(documents, members, ids_M)
+        inputs |= _media_inputs(places, inputs, ids_M, media_M, media_inputs)
     return MicroBatch(
         inputs=inputs,
         labels_T=torch.from_numpy(labels_T),
@@ -74,8 +74,8 @@ def make_micro_batch(
         document_T=torch.from_numpy(places.filled(-1, np.int64, row_N, document_N)),
         valid_index=torch.from_numpy(np.flatnonzero(labels_T >= 0)),
         per_token={name: torch.from_numpy(values_T) for name, values_T in per_token.items()},
-        media={} if media_inputs is None else media_inputs.processor.join(images_M),
-        **({} if teacher is None else _teacher_tensors(documents, places, teacher, media_inputs, images_M)),
+        media={} if media_inputs is None else media_inputs.processor.join(media_M),
+        **({} if teacher is None else _teacher_tensors(documents, places, teacher, media_inputs, media_M)),
     )
 
 
@@ -84,19 +84,19 @@ def _teacher_tensors(
     places: "_Places",
     teacher: str,
     media_inputs: MediaInputs | None,
-    images_M: Sequence[dict[str, Tensor]],
+    media_M: Sequence[dict[str, Tensor]],
 ) -> dict[str, Any]:
-    """The fields of a micro-batch for a teacher with substitutions. images_M: those of the student"""
+    """The fields of a micro-batch for a teacher with substitutions. media_M: those of the student"""
     substitutions, members = documents.substitutions_of(teacher), places.document_M.tolist()
     ids_M = [substitutions.tokens(member, documents.tokens(member)) for member in members]
     lengths_M, ids_N = np.asarray([len(ids) for ids in ids_M]), np.concatenate(ids_M)
     inputs = _packed_inputs(places, ids_N, lengths_M, [*ids_N[:1], documents.tokens(members[0])[0]][0])
-    images: dict[str, Tensor] = {}
-    if media_inputs is not None and (of_teacher := media_inputs.of_teacher(teacher)) is not None:
-        if of_teacher is not media_inputs:
-            images_M = of_teacher.tensors(documents, members, ids_M, may_skip=True)
-        images = of_teacher.processor.join(images_M)
-        inputs |= _media_inputs(places, inputs, ids_M, images_M, of_teacher)
+    media: dict[str, Tensor] = {}
+    if media_inputs is not None and (teacher_media := media_inputs.teacher_inputs(teacher)) is not None:
+        if teacher_media is not media_inputs:
+            media_M = teacher_media.tensors(documents, members, ids_M, may_skip=True)
+        media = teacher_media.processor.join(media_M)
+        inputs |= _media_inputs(places, inputs, ids_M, media_M, teacher_media)
     shifts_M = []
     for member, length in zip(members, lengths_M.tolist(), strict=True):
         row_S = substitutions.rows(member, len(documents.tokens(member)))
@@ -106,7 +106,7 @@ def _teacher_tensors(
     document_T = places.filled(-1, np.int64, places.rows(lengths_M), np.repeat(places.document_M, lengths_M))
     return {
         "teacher_inputs": inputs,
-        "teacher_media": images,
+        "teacher_media": media,
         "teacher_document_T": torch.from_numpy(document_T),
         "teacher_shift_T": shift_T if shift_N.any() else None,
     }
@@ -164,13 +164,13 @@ def _media_inputs(
     places: _Places,
     inputs: Mapping[str, Tensor],
     ids_M: Sequence[np.ndarray],
-    images_M: Sequence[Mapping[str, Tensor]],
+    media_M: Sequence[Mapping[str, Tensor]],
     media_inputs: MediaInputs,
 ) -> dict[str, Tensor]:
-    """The further inputs per token of models that read images. ids_M, images_M: of each document."""
+    """The further inputs per token of models that read media. ids_M, media_M: of each document."""
     made: dict[str, Tensor] = {}
-    for ids, images, stop in zip(ids_M, images_M, places.stop_M.tolist(), strict=True):
-        for name, values in media_inputs.per_token(ids, images).items():
+    for ids, media, stop in zip(ids_M, media_M, places.stop_M.tolist(), strict=True):
+        for name, values in media_inputs.per_token(ids, media).items():
             if name not in made:
                 zeros = torch.zeros(*inputs["input_ids"].shape, *values.shape[1:], dtype=torch.int64)
                 made[name] = zeros if values.ndim == 1 else zeros + inputs["position_ids"][..., None]

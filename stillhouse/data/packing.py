@@ -79,9 +79,9 @@ class PackedSequences:
         sequence_D = np.empty(len(widths_D), dtype=np.int64)
         opened, fit = 0, similar_fit if by_length else best_fit
         for group in np.unique(group_D):
-            of_group = order_D[group_D[order_D] == group]
-            sequence_D[of_group] = opened + fit(widths_D[of_group], max_tokens)
-            opened = int(sequence_D[of_group].max()) + 1
+            members = order_D[group_D[order_D] == group]
+            sequence_D[members] = opened + fit(widths_D[members], max_tokens)
+            opened = int(sequence_D[members].max()) + 1
         self._members = np.argsort(sequence_D, kind="stable")
         self._borders = offsets_of(np.bincount(sequence_D))
         first_S = self._members[self._borders[:-1]]
@@ -103,7 +103,7 @@ class PackedSequences:
         )
 
     def with_media_inputs(self, media_inputs: MediaInputs) -> "PackedSequences":
-        """The same sequences, whose micro-batches have these inputs of images."""
+        """The same sequences, whose micro-batches have these inputs of media."""
         other = copy(self)
         other.media_inputs = media_inputs
         return other
@@ -154,9 +154,9 @@ class PackedSequences:
         return PackedMicroBatches(self, rows, self.teacher_with_inputs(SINGLE))
 
     def teacher_with_inputs(self, name: str) -> str | None:
-        """The name, if it is that of a teacher in this job that reads other tokens or images than the student."""
-        has_images = self.media_inputs is not None and name in self.media_inputs.teachers
-        return name if name in self.gaps and (has_images or name in self.documents.substitutions) else None
+        """The name, if it is that of a teacher in this job that reads other tokens or media than the student."""
+        has_media = self.media_inputs is not None and name in self.media_inputs.teachers
+        return name if name in self.gaps and (has_media or name in self.documents.substitutions) else None
 
     def order(self, epoch: int) -> np.ndarray:
         """The numbers of the sequences in the order of one epoch."""

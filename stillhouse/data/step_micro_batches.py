@@ -60,7 +60,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
         raise ValueError(f"no micro-batch of this step has document {document}")
 
     def document_media(self, document: int) -> DocumentMedia | None:
-        """The images of a document, by its number in `MicroBatch.document_T`; None without images."""
+        """The media of a document, by its number in `MicroBatch.document_T`; None without media."""
         if any(micro_batch.media for micro_batch in self._micro_batches):
             raise ValueError(f"the images of document {document} are not known: these are only tensors")
         return None

@@ -1,7 +1,7 @@
 """Substitutions: tokens that one teacher reads in place of spans of a document. The student does not read them.
 
 There are two kinds. A prefix is privileged context, such as the answer to a question. It stands for an empty span in
-front of the document; if the document begins with a BOS, behind the BOS. The tokens of an image, as the processor of
+front of the document; if the document begins with a BOS, behind the BOS. The tokens of media, as the processor of
 a teacher with another vision tower makes them, stand for those of the student's processor.
 
 All other tokens are the same for student and teacher. So before each of them, both predict the same next token.
@@ -9,8 +9,8 @@ All other tokens are the same for student and teacher. So before each of them, b
 D documents; P substitutions of all documents; N tokens of all substitutions; S tokens of one document.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -33,6 +33,17 @@ class Substitution:
         return len(self.ids) - (self.stop - self.start)
 
 
+def piece_substitutions(
+    prefixes: Mapping[str, Substitution], media: Mapping[str, Sequence[Substitution]], length: int, *, is_first: bool
+) -> dict[str, list[Substitution]]:
+    """The substitutions by teacher of a piece of a document. length: its tokens. Only the first piece has the BOS."""
+    substitutions = {name: [item] if is_first else [Substitution(0, 0, item.ids)] for name, item in prefixes.items()}
+    for name, items in media.items():
+        within = [replace(item, stop=min(item.stop, length)) for item in items]
+        substitutions[name] = [*substitutions.get(name, []), *within]
+    return {name: [item for item in items if item.gain or len(item.ids)] for name, items in substitutions.items()}
+
+
 @dataclass(frozen=True)
 class Substitutions:
     """One teacher's substitutions in D documents, concatenated; those of a document are in ascending order.
@@ -51,12 +62,12 @@ class Substitutions:
     @classmethod
     def of(cls, documents: Sequence[Sequence[Substitution]]) -> Self:
         """Concatenate the substitutions of documents."""
-        every = [substitution for of_document in documents for substitution in of_document]
+        every = [substitution for items in documents for substitution in items]
         return cls(
             np.concatenate([np.empty(0, np.int32), *(substitution.ids for substitution in every)]),
             offsets_of([len(substitution.ids) for substitution in every]),
             np.asarray([(item.start, item.stop) for item in every], dtype=np.int64).reshape(-1, 2),
-            offsets_of([len(of_document) for of_document in documents]),
+            offsets_of([len(items) for items in documents]),
         )
 
     @classmethod
@@ -82,7 +93,7 @@ class Substitutions:
         sums = offsets_of(gains_P)
         return sums[self.parts[1:]] - sums[self.parts[:-1]]
 
-    def of_document(self, document: int) -> list[Substitution]:
+    def items(self, document: int) -> list[Substitution]:
         """The substitutions of one document."""
         return [
             Substitution(
@@ -96,7 +107,7 @@ class Substitutions:
     def tokens(self, document: int, ids_S: np.ndarray) -> np.ndarray:
         """All ids that the teacher reads of a document. ids_S: those of the student."""
         pieces, done = [], 0
-        for substitution in self.of_document(document):
+        for substitution in self.items(document):
             pieces += [ids_S[done : substitution.start], substitution.ids]
             done = substitution.stop
         return np.concatenate([*pieces, ids_S[done:]])
@@ -104,9 +115,9 @@ class Substitutions:
     def places(self, document: int, length: int) -> np.ndarray:
         """For each of a document's S tokens, its place among the teacher's, [S] int64; -1 where it is substituted."""
         place_S = np.arange(length)
-        for substitution in self.of_document(document):
+        for substitution in self.items(document):
             place_S[substitution.stop :] += substitution.gain
-        for substitution in self.of_document(document):
+        for substitution in self.items(document):
             place_S[substitution.start : substitution.stop] = -1
         return place_S
 

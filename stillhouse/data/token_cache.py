@@ -134,8 +134,8 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
         if not is_unchanged():
             raise ValueError(f"{documents.report.source}: a file changed while it was read: start again")
         arrays = {"offsets": documents.offsets, "keys": documents.keys_D}
-        for number, of_teacher in enumerate(documents.substitutions.values()):
-            values = (of_teacher.tokens_N, of_teacher.offsets, of_teacher.spans_P2, of_teacher.parts)
+        for number, substitutions in enumerate(documents.substitutions.values()):
+            values = (substitutions.tokens_N, substitutions.offsets, substitutions.spans_P2, substitutions.parts)
             arrays |= zip((f"{part}-{number}" for part in _SUBSTITUTIONS), values, strict=True)
         if documents.media is None:
             (partial / IMAGES).unlink(missing_ok=True)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from stillhouse.run.setup import RunSetup
     from stillhouse.signals import SignalSource, SignalStore
 
+#: the most images of a document that a page shows, because each one adds up to 30 kB to it
+SHOWN = 8
+
 
 class Images:
     """What the core calls: functions of this package, and the processor of a model, if it has one.
@@ -45,9 +48,9 @@ class Images:
         return with_images(record)
 
     def shown(self, files: "Sequence[MediaFile]") -> dict[str, Any]:
-        from stillhouse.images.display import shown_images
+        from stillhouse.images.decode import thumbnail
 
-        return {"images": shown_images(files), "image_count": len(files)}
+        return {"images": [thumbnail(image) for image in files[:SHOWN]], "image_count": len(files)}
 
     def prove(
         self,
@@ -81,7 +84,7 @@ class Images:
         return with_images_proven(data, engine, source, stores)
 
     def write_demo(self, folder: Path) -> tuple[Path, ...]:
-        from stillhouse.images.demo import write_image_run
+        from stillhouse.images.digits_demo import write_image_run
 
         return write_image_run(folder)
 

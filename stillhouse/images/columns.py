@@ -53,7 +53,7 @@ def with_images(record: Record) -> Record:
     messages = {column: messages_of(fields, column) for column in columns}
     if listed:
         messages = _with_listed(messages, listed)
-    images = [part for of_column in messages.values() for part in _image_parts(of_column)]
+    images = [part for turns in messages.values() for part in _image_parts(turns)]
     if len(images) > MAX_IMAGES:
         raise RecordError(f"the record has {len(images):,} images: expected at most {MAX_IMAGES:,}")
     folder = _folder(record.where)
@@ -100,13 +100,13 @@ def _image_parts(messages: list[Message]) -> list[dict[str, Any]]:
 
 def _with_listed(messages: dict[str, list[Message]], images: list[Any]) -> dict[str, list[Message]]:
     """Put the images of a column into the messages. The images are the parts' values in the order of the marks."""
-    marked = {column: [_with_marks(message) for message in of_column] for column, of_column in messages.items()}
-    parts = [part for of_column in marked.values() for part in _image_parts(of_column)]
+    marked = {column: [_with_marks(message) for message in turns] for column, turns in messages.items()}
+    parts = [part for turns in marked.values() for part in _image_parts(turns)]
     if any("image" in part for part in parts):
         raise RecordError("a column of images and an image part with a value: expected one of them")
     if not parts:
         parts = [{"type": "image"} for _ in images]
-        user = next((turn for of_column in marked.values() for turn in of_column if turn["role"] == "user"), None)
+        user = next((turn for turns in marked.values() for turn in turns if turn["role"] == "user"), None)
         if user is None or "content" not in user:
             raise RecordError("the record has images, but no turn of the user before which they could be put")
         user["content"] = [*parts, *user["content"]]

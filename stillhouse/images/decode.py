@@ -1,5 +1,6 @@
-"""Decodes images: with limits of their size, and in a process with limits of time and memory."""
+"""Decodes images, with limits of their size and in a process with limits of time and memory, and makes thumbnails."""
 
+import base64
 import io
 import json
 import math
@@ -14,6 +15,7 @@ from stillhouse.data.media_files import MediaFile
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.isolated_process import Isolated, LimitError
 from stillhouse.libraries import imported, reading
+from stillhouse.output.records import HeldOutImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,6 +27,8 @@ MAX_PIXELS = 1024**3 // 4 // 3
 MAX_ASPECT_RATIO = 200
 #: limits of processor time and memory for decoding one image
 IMAGE_SECONDS, IMAGE_BYTES = 30.0, 2**32
+#: the longest side of a thumbnail, in pixels
+THUMBNAIL_SIDE = 160
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 
 
@@ -163,3 +167,18 @@ def pillow_version() -> str | None:
         return version("pillow")
     except PackageNotFoundError:
         return None
+
+
+def thumbnail(image: MediaFile) -> HeldOutImage:
+    """A small copy for a page: the decoded picture is encoded anew, so that nothing else of its file gets there.
+
+    Raises ValueError if the image cannot be read, or has other bytes than when the data was loaded.
+    """
+    picture = open_image(image.read())
+    width, height = picture.size
+    picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    # of an image that it has read, Pillow would write its comment again
+    picture = require_pillow().fromarray(np.asarray(picture))
+    buffer = io.BytesIO()
+    picture.save(buffer, format="JPEG", quality=85)
+    return HeldOutImage(width, height, f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}")

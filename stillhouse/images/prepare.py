@@ -94,13 +94,13 @@ def with_images_proven(
     teachers = dict(inputs.teachers)
     for section, model in _models(engine, source):
         name, decoder = section.partition(".")[2], model.decoders[0]
-        of_model = inputs if section == "student" else inputs.of_teacher(name)
-        if of_model is None:  # it reads no images
+        inputs_of_model = inputs if section == "student" else inputs.teacher_inputs(name)
+        if inputs_of_model is None:  # it reads no images
             continue
         examples = documents
-        if of_model is not inputs:
-            examples = of_model.processor.example_documents()
-            teachers[name] = MediaInputs(of_model.processor, decoder.axis_positions)
+        if inputs_of_model is not inputs:
+            examples = inputs_of_model.processor.example_documents()
+            teachers[name] = MediaInputs(inputs_of_model.processor, decoder.axis_positions)
         elif not all(map(_is_equal, positions, (document_positions(decoder, document) for document in documents))):
             raise ProofError(
                 f"{section}: its rotary positions of images are not those of the student, whose processor it has: "
@@ -108,7 +108,7 @@ def with_images_proven(
             )
         agreed = partial(student.ranks.all_raise, PackingError, ProofError)
         with prefixed(section, ProofError):
-            prove_image_model(model, examples, of_model.processor.join, agreed)
+            prove_image_model(model, examples, inputs_of_model.processor.join, agreed)
         for part in model.decoders:
             reshard(part)  # no backward follows; the optimizer must get the sharded weights
     for section, store in (stores or {}).items():

@@ -148,10 +148,10 @@ class ImageProcessor:
                 and separate[0][name].dim() > 1
                 and [tensors[name].shape[1] for tensors in separate] != [separate[0][name].shape[1]] * 2
             )
-            made, of_one = self._tensors([one, two]), self._tensors([together])
+            made, together_tensors = self._tensors([one, two]), self._tensors([together])
             kinds = self._call([one], [self.placeholder])
         for name, tensor in concatenated(separate, stacked).items():
-            expected = of_one[name] if name in stacked else made[name]
+            expected = together_tensors[name] if name in stacked else made[name]
             if tensor.shape != expected.shape or not torch.equal(tensor, expected):
                 raise ValueError(
                     f"the processor of {self.name!r} ({type(self.processor).__name__}) makes another {name!r} of the "
@@ -324,7 +324,7 @@ class ImageProcessor:
         return self.processor(text=texts, images=pictures, padding=len(texts) > 1, return_tensors="pt")
 
     def _tensors(self, pictures: list[list[Any]]) -> dict[str, Tensor]:
-        out = self._call(pictures, [self.placeholder * len(of_document) for of_document in pictures])
+        out = self._call(pictures, [self.placeholder * len(document_pictures) for document_pictures in pictures])
         return {name: out[name] for name in out if name not in _PER_TOKEN}
 
     def _token_types(self, out: Mapping[str, Any]) -> str | None:

@@ -47,11 +47,11 @@ class ImageDocument:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "ImageDocument":
         """tensors: [1, S] for tokens."""
-        of_tokens = {"input_ids", "attention_mask", *TOKEN_TYPES}
+        per_token = {"input_ids", "attention_mask", *TOKEN_TYPES}
         return cls(
             tensors["input_ids"][0],
             {name: tensors[name][0] for name in TOKEN_TYPES if name in tensors},
-            {name: value for name, value in tensors.items() if name not in of_tokens},
+            {name: value for name, value in tensors.items() if name not in per_token},
         )
 
     def with_other_images(self) -> "ImageDocument":

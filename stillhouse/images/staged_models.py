@@ -208,9 +208,9 @@ def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> di
         unique[id(tensor)] = tensor
         return str(list(unique).index(id(tensor)))
 
-    for number, of_layer in arguments.items():
+    for number, layer_arguments in arguments.items():
         places[number] = {}
-        for name, value in of_layer.items():
+        for name, value in layer_arguments.items():
             if value is None or isinstance(value, Tensor):
                 places[number][name] = None if value is None else place_of(value)
             elif isinstance(value, list | tuple) and all(isinstance(member, Tensor) for member in value):

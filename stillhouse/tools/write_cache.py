@@ -100,9 +100,8 @@ class _Reader:
     @classmethod
     def of(cls, data: Data) -> Self:
         inputs = data.train.media_inputs
-        return cls(
-            [(split, split.as_read_by(SINGLE)) for split in data_splits(data)], inputs and inputs.of_teacher(SINGLE)
-        )
+        teacher_inputs = None if inputs is None else inputs.teacher_inputs(SINGLE)
+        return cls([(split, split.as_read_by(SINGLE)) for split in data_splits(data)], teacher_inputs)
 
     def read(self, store: SignalStore, entries: Sequence[CacheEntry]) -> list[dict[str, Tensor]]:
         requests: list[DocumentRows] = []
@@ -137,7 +136,7 @@ def _local_teacher(
     processor = None
     if inputs is not None:
         media_kind(inputs.processor).require_layout(setup, inputs)
-        of_teacher = inputs.of_teacher(SINGLE)
+        of_teacher = inputs.teacher_inputs(SINGLE)
         assert of_teacher is not None, "only a routed teacher reads no media"
         processor = of_teacher.processor
     options = setup.ranks.device, setup.config.data.packing, None, processor is not None

@@ -29,8 +29,7 @@ from stillhouse.config import ConfigError
 from stillhouse.data import PackedMicroBatches
 from stillhouse.data.media_files import MediaFile
 from stillhouse.data.render.tokenizers import load_tokenizer
-from stillhouse.images.decode import open_image
-from stillhouse.images.display import thumbnail
+from stillhouse.images.decode import open_image, thumbnail
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.rollouts import Rollouts, first_rollouts
 from stillhouse.models import Decoder
@@ -242,7 +241,7 @@ def test_thumbnails_are_small_and_encoded_anew(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     Image.effect_noise((1000, 400), 90).save(buffer, format="JPEG", comment=b"<script>")
     made = thumbnail(MediaFile.of(buffer.getvalue()))
-    encoded = base64.b64decode(made.url.partition("base64,")[2])
+    encoded = base64.b64decode(made.thumbnail.partition("base64,")[2])
     assert (made.width, made.height) == (1000, 400)
     assert Image.open(io.BytesIO(encoded)).size == (160, 64)
     assert b"<script>" in buffer.getvalue()

@@ -20,7 +20,7 @@ TURN = "<|im_start|>system\nYou know the answer: four. <|im_end|>\n"
 
 
 def prefix_of(documents: Documents, teacher: str = "one") -> list[int]:
-    return [token for item in documents.substitutions[teacher].of_document(0) for token in item.ids.tolist()]
+    return [token for item in documents.substitutions[teacher].items(0) for token in item.ids.tolist()]
 
 
 def read_by(documents: Documents, teacher: str, document: int = 0) -> list[int]:

@@ -11,7 +11,7 @@ from kit.image_models import write_image_model
 from PIL import Image as Pictures
 
 from stillhouse.data import LoadOptions, load_documents, load_tokenizer
-from stillhouse.images.digit_strips import QUESTION, SIDE, answer, parquet_file, record, strip
+from stillhouse.images.digits_demo import QUESTION, SIDE, answer, parquet_file, record, strip
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.tasks import RandomNumbers, exact_match, is_held_out
 
@@ -96,6 +96,6 @@ def test_a_picture_has_its_digits_from_left_to_right() -> None:
 
 
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillhouse.images.digit_strips.find_spec", lambda name: None)
+    monkeypatch.setattr("stillhouse.images.digits_demo.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^pillow not installed; pip install 'stillhouse\[images\]'$"):
         parquet_file(0, 5, held_out=False)

@@ -15,7 +15,8 @@ from PIL import Image
 
 from stillhouse.data import DataReport
 from stillhouse.data.media_files import MediaFile
-from stillhouse.images.display import IMAGES, thumbnail
+from stillhouse.images.add_on import SHOWN
+from stillhouse.images.decode import thumbnail
 from stillhouse.report import curves
 from stillhouse.report.page import ASSETS, write_report
 from stillhouse.report.token_text import SHADES, shade
@@ -118,14 +119,14 @@ def test_images_are_in_the_page_and_no_other_address_is(run_dir):
     path = run_dir / "tokens.json"
     shown = json.loads(path.read_text())
     made = thumbnail(MediaFile.of(encoded_noise(1000, 700)))
-    image = {"width": made.width, "height": made.height, "thumbnail": made.url}
-    assert len(made.url) < 40_000
-    shown["documents"][1] |= {"images": [image] * IMAGES, "image_count": 12}
+    image = {"width": made.width, "height": made.height, "thumbnail": made.thumbnail}
+    assert len(made.thumbnail) < 40_000
+    shown["documents"][1] |= {"images": [image] * SHOWN, "image_count": 12}
     path.write_text(json.dumps(shown))
     sample = EVAL_SAMPLE | {"images": [image], "image_count": 1}
     (run_dir / "eval_samples.jsonl").write_text(json.dumps(sample) + "\n")
     page = page_of(run_dir)
-    assert [attributes["src"] for attributes in page.all("img")] == [made.url] * (IMAGES + 1)
+    assert [attributes["src"] for attributes in page.all("img")] == [made.thumbnail] * (SHOWN + 1)
     assert [attributes["alt"] for attributes in page.all("img")][:2] == ["image 1 of 1", "image 1 of 12"]
     assert page.text.count("The first 8 of 12 images.") == 1
     assert not page.all("b")

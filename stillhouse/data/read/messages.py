@@ -214,9 +214,9 @@ def tools_of(fields: dict[str, Any]) -> Tools:
     return tools or None
 
 
-def require_among(tools: list[dict[str, Any]], of_run: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def require_among(tools: list[dict[str, Any]], tools_in_run: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a record's tools. Raises RecordError for one that the run lacks, or has with other parameters."""
-    parameters = {tool["function"]["name"]: _parameters(tool) for tool in of_run}
+    parameters = {tool["function"]["name"]: _parameters(tool) for tool in tools_in_run}
     for tool in tools:
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, dict) else None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.media import Expanded, MediaProcessor
+from stillhouse.data.media import MediaProcessor
 from stillhouse.data.media_files import MediaFile
 from stillhouse.data.read.messages import (
     Message,
@@ -61,7 +61,7 @@ class ChatTemplate(Template):
     A prefix is a system turn. Without targets, the assistant's turns at the end of the conversation are dropped, and
     the generation prompt follows.
 
-    processor: that of a model that reads images. As transformers does with such a processor, the tokenizer then adds
+    processor: that of a model that reads media. As transformers does with such a processor, the tokenizer then adds
     its special tokens to a text that the template does not begin with a BOS. If the template only writes contents
     that are lists of parts, all contents become such lists.
 
@@ -111,13 +111,13 @@ class ChatTemplate(Template):
         else:
             by_column = [messages_of(fields, column) for column in self.columns]
             require_targets(by_column[-1], self.columns[-1])
-            messages = [message for of_column in by_column for message in of_column]
+            messages = [message for column_messages in by_column for message in column_messages]
             first = len(messages) - len(by_column[-1])  # the first message that may be a target
         tools = tools_of(fields)
         if self.tools is not None:
             tools = self.tools if tools is None else require_among(tools, self.tools)
         require_length(sum(len(text_of(message)) for message in messages), " and ".join(self.columns))
-        messages, images = _without_images(messages)
+        messages, media = _without_media(messages)
         rendered, lost = self._rendered(messages, tools, first)
         if self.targets == "none":
             self._prompt_example = self._prompt_example or (messages, tools)
@@ -127,7 +127,7 @@ class ChatTemplate(Template):
         if lost:
             self._require_written(messages, tools, first, lost)
             rendered = replace(rendered, lost={loss.kind: self._name_of(loss, first) for loss in reversed(lost)})
-        return self._with_images(rendered, images) if images else rendered
+        return self._with_media(rendered, media) if media else rendered
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         texts = [record for record in rendered if record.encoded is None]
@@ -216,8 +216,8 @@ class ChatTemplate(Template):
         (DeepSeek-V3), or writes an object as Python does.
         """
         arguments = {"a": ANCHOR}
-        of_object, of_text = (self._call_example(form) for form in (arguments, json.dumps(arguments)))
-        return (ANCHOR not in of_object or str(arguments) in of_object) and json.dumps(arguments) in of_text
+        as_object, as_text = (self._call_example(form) for form in (arguments, json.dumps(arguments)))
+        return (ANCHOR not in as_object or str(arguments) in as_object) and json.dumps(arguments) in as_text
 
     def _call_example(self, arguments: Any) -> str:
         """How the template writes a call with these arguments; "" if it refuses it."""
@@ -233,16 +233,20 @@ class ChatTemplate(Template):
         body: str = self.render_isolated(messages, [{"type": "function", "function": tool}], None)[0]
         return body
 
-    def _with_images(self, rendered: Rendered, images: tuple[MediaFile, ...]) -> Rendered:
+    def _with_media(self, rendered: Rendered, media: tuple[MediaFile, ...]) -> Rendered:
+        """The record with its tokens. No token of media is a target."""
         if self.processor is None:
             raise ProcessorError(
                 f"the record has images, but {self.tokenizer.name_or_path!r} has no processor for images (no "
                 "processor_config.json or preprocessor_config.json): expected a student that reads images"
             )
         self.processor.prepare()
-        expanded = self.processor.expand(rendered.body, images, special=self.adds_special)
+        expanded = self.processor.expand(rendered.body, media, special=self.adds_special)
         encoded = _with_targets(expanded.ids, expanded.offsets, expanded.shifted(rendered.spans))
-        return replace(rendered, encoded=_with_image_tokens(encoded, expanded, images))
+        spans = expanded.media_spans()
+        for start, stop in spans:
+            encoded.targets[start:stop] = False
+        return replace(rendered, encoded=replace(encoded, media=media, media_spans=spans))
 
     def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[Rendered, list[Lost]]:
         """The conversation as text, and the losses of its texts."""
@@ -312,22 +316,14 @@ def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) 
     return Encoded(np.asarray(ids, dtype=np.int32), targets_T, joined)
 
 
-def _with_image_tokens(encoded: Encoded, expanded: Expanded, images: tuple[MediaFile, ...]) -> Encoded:
-    """Add the images, and let none of their tokens be a target."""
-    targets, spans = encoded.targets.copy(), expanded.media_spans()
-    for start, stop in spans:
-        targets[start:stop] = False
-    return replace(encoded, targets=targets, media=images, media_spans=spans)
-
-
-def _without_images(messages: list[Message]) -> tuple[list[Message], tuple[MediaFile, ...]]:
-    """The messages with image parts that have no values, as chat templates read them, and the values."""
-    images: list[MediaFile] = []
+def _without_media(messages: list[Message]) -> tuple[list[Message], tuple[MediaFile, ...]]:
+    """The messages whose parts with media have no values, as chat templates read them, and the values."""
+    media: list[MediaFile] = []
     bare = []
     for message in messages:
         if isinstance(content := message.get("content"), list):
-            images += [part["image"] for part in content if part["type"] == "image"]
-            parts = [part if part["type"] == "text" else {"type": "image"} for part in content]
+            media += [part[part["type"]] for part in content if part["type"] != "text"]
+            parts = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
             message = message | {"content": parts}
         bare.append(message)
-    return bare, tuple(images)
+    return bare, tuple(media)

@@ -50,7 +50,7 @@ class MediaInputs:
     ):
         self.processor, self.axis_positions, self.teachers = processor, axis_positions, dict(teachers or {})
 
-    def of_teacher(self, name: str) -> "MediaInputs | None":
+    def teacher_inputs(self, name: str) -> "MediaInputs | None":
         """The inputs of a teacher: these, unless `teachers` has others for it; None if it reads no media."""
         return self.teachers.get(name, self)
 

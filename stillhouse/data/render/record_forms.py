@@ -31,7 +31,7 @@ def template_for(
     tools: Tools = None,
     end_ids: Collection[int] = (),
 ) -> Template:
-    """The template for a dataset whose first record has these columns. processor: that of the student for images.
+    """The template for a dataset whose first record has these columns. processor: that of the student for media.
     tools: those of the run, which only conversations can have. end_ids: the end-of-sequence ids of the student.
 
     Raises ValueError if the columns match none or several of the forms, or if the tokenizer lacks something that the

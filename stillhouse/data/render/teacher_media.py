@@ -99,7 +99,7 @@ def text_problem(ids: np.ndarray, spans: Sequence[Span], other_ids: np.ndarray, 
     """
     if len(spans) != len(other_spans):
         return f"{len(other_spans)} images, not {len(spans)}"
-    parts = [_between(values, of_images) for values, of_images in ((ids, spans), (other_ids, other_spans))]
+    parts = [_between(values, media_spans) for values, media_spans in ((ids, spans), (other_ids, other_spans))]
     for number, (one, other) in enumerate(zip(*parts, strict=True)):
         place = f"behind {number} images" if number else "before the first image"
         if len(one) != len(other):

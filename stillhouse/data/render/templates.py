@@ -49,6 +49,18 @@ class Encoded:
         """The position after the last token of media; 0 without media."""
         return max((stop for _, stop in self.media_spans), default=0)
 
+    def pieces(self, max_tokens: int) -> "list[Encoded]":
+        """Split a long text into pieces of at most `max_tokens`. Each begins with the last token of the previous one.
+
+        This token is not a target of the later piece. So every token except the first is predicted once.
+        """
+        split = []
+        for start in range(0, len(self.ids) - 1, max_tokens - 1):
+            targets = self.targets[start : start + max_tokens].copy()
+            targets[:1] = False
+            split.append(Encoded(self.ids[start : start + max_tokens], targets))
+        return split
+
 
 @dataclass(frozen=True)
 class Rendered:
@@ -126,7 +138,7 @@ class _StringTemplate(Template):
     def without_eos(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids with the tokenizer's special tokens, except an EOS that it appends. An EOS in a text stays."""
         ids = tokenize(self.tokenizer, texts, special=True)
-        return [of_text[:-1] for of_text in ids] if self.framed[-1] == self.eos else ids
+        return [text_ids[:-1] for text_ids in ids] if self.framed[-1] == self.eos else ids
 
     def with_eos(self, ids: list[int], text: str) -> list[int]:
         """Append an EOS unless the text ends with an end-of-sequence token, or with one and white space."""

@@ -259,7 +259,7 @@ def _no_token(tokenizer: PreTrainedTokenizerBase, character: str) -> str:
 def save_tokenizer(
     tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str], processor_files: Sequence[Path] = ()
 ) -> None:
-    """Write a tokenizer's files, and copy the files of the model's processor for images. Raises OSError if writing
+    """Write a tokenizer's files, and copy the files of the model's processor of media. Raises OSError if writing
     fails, for example on a full disk.
     """
     with writing(folder):
