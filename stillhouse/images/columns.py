@@ -43,7 +43,11 @@ def with_images(record: Record) -> Record:
             raise RecordError(f"'{column}' is not empty: expected only text and images")
     if not listed:
         _require_no_marks(fields, columns)
-    if not listed and not any(_has_parts(fields[column]) for column in columns):
+    if not listed and not any(
+        isinstance(message, dict) and isinstance(message.get("content"), list)
+        for column in columns
+        for message in fields[column]
+    ):
         return record
     if listed and not columns:
         raise RecordError(
@@ -87,10 +91,6 @@ def _texts(content: Any) -> list[str]:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     return [text for text in texts if isinstance(text, str)]
-
-
-def _has_parts(messages: list[Any]) -> bool:
-    return any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages)
 
 
 def _image_parts(messages: list[Message]) -> list[dict[str, Any]]:

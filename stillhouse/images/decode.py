@@ -69,7 +69,8 @@ def _decoded(image: "Image", most_pixels: int | None) -> "Image":
         raise RecordError(f"has 32 bits per pixel (mode {image.mode}): expected 8 or 16 per channel")
     image = image.convert("RGB")
     if most_pixels is not None:
-        image = _scaled_down(image, most_pixels)
+        if (size := _bounded(image.size, most_pixels)) != image.size:
+            image = image.resize(size, resample=require_pillow().Resampling.BICUBIC)
         require_size(*image.size)  # the sides were rounded
     return image
 
@@ -132,11 +133,6 @@ def pixel_count(image: MediaFile, most_pixels: int | None = None) -> int:
     with reading(f"{image.path or 'an image'}: it cannot be read"), require_pillow().open(source) as opened:
         size = opened.size
     return math.prod(size if most_pixels is None else _bounded(size, most_pixels))
-
-
-def _scaled_down(image: "Image", most_pixels: int) -> "Image":
-    size = _bounded(image.size, most_pixels)
-    return image if size == image.size else image.resize(size, resample=require_pillow().Resampling.BICUBIC)
 
 
 def _bounded(size: tuple[int, int], most_pixels: int) -> tuple[int, int]:

@@ -157,7 +157,9 @@ class ImageProcessor:
                     f"the processor of {self.name!r} ({type(self.processor).__name__}) makes another {name!r} of the "
                     "images of two documents together than of each document: such models cannot be trained on images"
                 )
-        return _Layout(self._token_types(kinds), stacked)
+        # the name of the token types that are not zero for the placeholders of an image
+        types = next((name for name in _TOKEN_TYPES if name in kinds and kinds[name].any()), None)
+        return _Layout(types, stacked)
 
     def prepare(self) -> None:
         """Load and prove the processor. Raises ProcessorError if it cannot be used."""
@@ -326,10 +328,6 @@ class ImageProcessor:
     def _tensors(self, pictures: list[list[Any]]) -> dict[str, Tensor]:
         out = self._call(pictures, [self.placeholder * len(document_pictures) for document_pictures in pictures])
         return {name: out[name] for name in out if name not in _PER_TOKEN}
-
-    def _token_types(self, out: Mapping[str, Any]) -> str | None:
-        """The name of the token types that are not zero for the placeholders of an image."""
-        return next((name for name in _TOKEN_TYPES if name in out and out[name].any()), None)
 
 
 def _random_pictures() -> list[Any]:
