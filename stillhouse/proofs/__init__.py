@@ -1,1 +1,4 @@
-"""Proves that models compute in a layout what they compute alone (`models/load_proof.py` proves one model alone)."""
+"""Proofs: what layers, layouts and servers compute is compared with what they must compute.
+
+`models/load_proof.py` has the comparison, the probe, and the proof of a single model, which `Decoder` runs.
+"""

@@ -86,7 +86,7 @@ def same_weights(
     log-probabilities of equal ids must differ by less than `most` nats.
     """
     gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
-    return len(before) == len(now) and 2 * len(gaps) > len(now) and max(gaps) < most
+    return len(before) == len(now) and 2 * len(gaps) > len(now) and all(gap < most for gap in gaps)
 
 
 class InJobEngine:
