@@ -87,14 +87,14 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
         count = len(arrays["tokens_R"])
         parts_R = _checked_parts(groups.get("reward_parts", [[]] * count), arrays)
         calls_R = _checked_calls(groups.get("tool_calls", [[0, 0]] * count), count)
-        of_objects_R = _checked_of_objects(groups.get("object_rewards", [None] * count), count)
+        object_rewards_R = _checked_object_rewards(groups.get("object_rewards", [None] * count), count)
         samples = [
             replace(
                 _sample(arrays, number, slice(*tokens)),
                 reward_parts=parts_R[number],
                 tool_calls=calls_R[number][0],
                 tool_errors=calls_R[number][1],
-                object_reward=of_objects_R[number],
+                object_reward=object_rewards_R[number],
             )
             for number, tokens in enumerate(ends)
         ]
@@ -123,12 +123,12 @@ def _is_count_of_calls(pair: Any) -> bool:
     return is_pair and 0 <= pair[1] <= pair[0]
 
 
-def _checked_of_objects(of_objects_R: Any, samples: int) -> list[float | None]:
+def _checked_object_rewards(values: Any, samples: int) -> list[float | None]:
     """The rewards that objects give. Raises ValueError unless there is a finite number or None for each sample."""
-    is_list = isinstance(of_objects_R, list) and len(of_objects_R) == samples
-    if not is_list or not all(number is None or _is_finite(number) for number in of_objects_R):
-        raise ValueError(f"object_rewards {str(of_objects_R)[:80]}: expected a finite number or null for each sample")
-    return [None if number is None else float(number) for number in of_objects_R]
+    is_list = isinstance(values, list) and len(values) == samples
+    if not is_list or not all(number is None or _is_finite(number) for number in values):
+        raise ValueError(f"object_rewards {str(values)[:80]}: expected a finite number or null for each sample")
+    return [None if number is None else float(number) for number in values]
 
 
 def _is_finite(number: Any) -> bool:

@@ -79,8 +79,8 @@ def require_on_hub(models: Mapping[str, tuple[str, str | None]]) -> None:
                 hf_hub_download(name, CONFIG, revision=revision)
         except ValueError as error:
             if isinstance(error.__cause__, refusals):
-                of_revision = "" if revision is None else f" with revision {revision}"
-                raise ConfigError(key, f"got {name}{of_revision}: there is no such folder, and {expected}") from error
+                at_revision = "" if revision is None else f" with revision {revision}"
+                raise ConfigError(key, f"got {name}{at_revision}: there is no such folder, and {expected}") from error
 
 
 def _address() -> tuple[str, int]:

@@ -79,9 +79,9 @@ def _parent(key: str) -> str:
 def _unknown(key: str, value: Any, model: type[Section]) -> Iterator[ConfigError]:
     """The errors for an unknown key or section. For a section of another tool, one error per key that is known."""
     keys = [inner for inner in _leaves(key, value) if inner != key]
-    of_peers = [inner for inner in keys if peer_hint(inner)]
-    yield from (unknown_key(inner, model) for inner in of_peers or [key])
-    if of_peers and (others := [inner.removeprefix(f"{key}.") for inner in keys if inner not in of_peers]):
+    peer_keys = [inner for inner in keys if peer_hint(inner)]
+    yield from (unknown_key(inner, model) for inner in peer_keys or [key])
+    if peer_keys and (others := [inner.removeprefix(f"{key}.") for inner in keys if inner not in peer_keys]):
         yield ConfigError(key, f"unknown section; nothing is known here of its {name_list(others)}")
 
 
@@ -265,5 +265,5 @@ def _similarity(key: str, candidate: str) -> tuple[float, float]:
         return difflib.SequenceMatcher(None, a, b).ratio()
 
     section, _, name = key.rpartition(".")
-    of_path, of_name = ratio(key, candidate), ratio(name, candidate.rpartition(".")[2])
-    return (of_name, of_path) if section else (max(of_name, of_path), 0.0)
+    path_ratio, name_ratio = ratio(key, candidate), ratio(name, candidate.rpartition(".")[2])
+    return (name_ratio, path_ratio) if section else (max(name_ratio, path_ratio), 0.0)

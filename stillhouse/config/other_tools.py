@@ -116,5 +116,5 @@ def _same(spelling: str, name: str) -> bool:
 
 def _fitting(keys: Sequence[str], spelling: str) -> Sequence[str]:
     """The keys whose section is the beginning of `spelling`; all keys if there are none."""
-    of_section = [key for key in keys if spelling.startswith(key.partition(".")[0])]
-    return of_section or keys
+    section_keys = [key for key in keys if spelling.startswith(key.partition(".")[0])]
+    return section_keys or keys

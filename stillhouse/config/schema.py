@@ -27,7 +27,7 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 def item_section(field: FieldInfo) -> type[Section] | None:
     """The class of the items if a field is or may be a list of sections, otherwise None."""
     lists = [kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is list]
-    kinds = [kind for of_list in lists for kind in get_args(of_list)]
+    kinds = [kind for annotation in lists for kind in get_args(annotation)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 

@@ -94,9 +94,9 @@ class StepLoss:
         masks, weights_T = origin_masks(targets.labels_T, targets.per_token), targets.weights_T.detach()
         counts: dict[str, Tensor] = {}
         for origin in self.objective.by_origin:
-            of_origin_T = weights_T.to(output.loss) * masks[origin]
-            counts[f"{WEIGHTS}/{origin}"] = of_origin_T.sum()
-            counts[f"tokens/{origin}"] = (of_origin_T != 0).to(output.loss).sum()
+            origin_weights_T = weights_T.to(output.loss) * masks[origin]
+            counts[f"{WEIGHTS}/{origin}"] = origin_weights_T.sum()
+            counts[f"tokens/{origin}"] = (origin_weights_T != 0).to(output.loss).sum()
         return counts
 
     def _routed_terms(
@@ -158,11 +158,11 @@ def _with_teacher_cross_entropy(
 ) -> ObjectiveOutput:
     (signal,) = signals.values()
     assert isinstance(signal, FullVocab)
-    of_teacher = linear_objective(
+    teacher = linear_objective(
         signal.hidden_TE,
         signal.head,
         [CrossEntropy(targets.labels_T)],
         weights_T=targets.weights_T,
         valid_index=targets.valid_index,
     )
-    return replace(output, metrics=output.metrics | {"teacher_cross_entropy": of_teacher.metrics["cross_entropy"]})
+    return replace(output, metrics=output.metrics | {"teacher_cross_entropy": teacher.metrics["cross_entropy"]})

@@ -62,9 +62,7 @@ class SeveralTeachers(SignalSource):
         ]
         if rows is None:
             return by_micro_batch
-        return [
-            self._routed(signals, of_batch) for signals, of_batch in zip(by_micro_batch, rows.on_device, strict=True)
-        ]
+        return [self._routed(signals, batch) for signals, batch in zip(by_micro_batch, rows.on_device, strict=True)]
 
     def _signals_of(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
         """Compute the signals of a teacher with `steps_ahead` = 0. view: the result of `_view` for this teacher"""

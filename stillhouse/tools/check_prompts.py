@@ -46,16 +46,16 @@ def prompt_rows(rollout: RolloutPlan, steps: int) -> Iterator[tuple[str, str]]:
     """Yield the title and the text of the rows about each of several sources, and about the dataset's share."""
     plan, sources = rollout.prompts, rollout.prompts.sources
     weights = sum(source.weight for source in sources)
-    for settings, source, of_rollout in zip(rollout.sources, sources, rollout.configs, strict=False):
+    for settings, source, source_rollout in zip(rollout.sources, sources, rollout.configs, strict=False):
         share = source.weight / weights
         generated = steps * plan.prompts_per_step * share * source.share
         words = [
             f"{share:.1%} of the prompts",
             f"{generated:,.0f} with completions of the {rollout.config.writer}: "
             f"{generated / source.prompts:.2f} passes over {source.prompts:,}",
-            f"temperature {of_rollout.temperature:g}",
-            *([] if of_rollout.reward is None else [f"reward {of_rollout.reward}"]),
-            *([] if of_rollout.environment is None else [f"environment {of_rollout.environment}"]),
+            f"temperature {source_rollout.temperature:g}",
+            *([] if source_rollout.reward is None else [f"reward {source_rollout.reward}"]),
+            *([] if source_rollout.environment is None else [f"environment {source_rollout.environment}"]),
         ]
         yield (f"  {settings.shown_name} ", escaped(", ".join(words)))
     has_both = all(plan.prompts_per_step * min(source.share, 1 - source.share) >= 1 - 1e-6 for source in sources)
@@ -127,10 +127,10 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
 def _reward_of_stand_in(session: Session, rollout: RolloutConfig, prompts: Documents) -> float | None:
     """Call the functions of a source of prompts with one completion, which is `STAND_IN`."""
     engine = _StandIn(session.data.tokenizer, eos_ids(session.data.tokenizer, session.models.student))
-    of_one = rollout.model_copy(update={"workers": min(rollout.workers, 1)})
+    one_worker = rollout.model_copy(update={"workers": min(rollout.workers, 1)})
 
     def call() -> float | None:
-        return completed(session, of_one, prompts, engine, rollout.max_new_tokens, REWARD)[0].reward
+        return completed(session, one_worker, prompts, engine, rollout.max_new_tokens, REWARD)[0].reward
 
     try:
         return session.models.ranks.on_first(call, UserFunctionError, ValueError, OverdueError, ServerError)

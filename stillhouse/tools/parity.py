@@ -156,8 +156,8 @@ def parity(config: RunConfig) -> Iterator[Row]:
             except ValueError as error:
                 row = Row(str(layout), refused=str(error))
             else:
-                of_this_rank = worst(differences(engine, gradients, 1e-3 * total))
-                parameter, gradient = worst(mesh.ranks.gather(of_this_rank))
+                worst_here = worst(differences(engine, gradients, 1e-3 * total))
+                parameter, gradient = worst(mesh.ranks.gather(worst_here))
                 row = Row(str(layout), abs(loss / expected - 1), gradient, parameter)
                 del engine, source
         yield row

@@ -32,15 +32,15 @@ class CallQueue:
 
     def __init__(self, workers: int):
         self._changed, self._is_closed = threading.Condition(), False
-        self._of_any: deque[Call] = deque()
-        self._of_worker: list[deque[Call]] = [deque() for _ in range(workers)]
+        self._any_worker: deque[Call] = deque()
+        self._by_worker: list[deque[Call]] = [deque() for _ in range(workers)]
         # by the number of a sample; its remainder would not do, because all samples of a source may have the same
         self._worker_of: dict[int, int] = {}
         self._next_worker = cycle(range(workers))
 
     def put(self, call: Call) -> None:
         with self._changed:
-            waiting = self._of_any if call.episode is None else self._of_worker[self._worker(call.episode)]
+            waiting = self._any_worker if call.episode is None else self._by_worker[self._worker(call.episode)]
             waiting.append(call)
             self._changed.notify_all()
 
@@ -55,7 +55,7 @@ class CallQueue:
         """Wait for a call for this worker; None if the queue is closed."""
         with self._changed:
             while not self._is_closed:
-                for waiting in (self._of_worker[worker], self._of_any):
+                for waiting in (self._by_worker[worker], self._any_worker):
                     if waiting:
                         return waiting.popleft()
                 self._changed.wait()

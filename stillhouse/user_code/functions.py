@@ -177,7 +177,7 @@ def load_class(of: UserFunction, methods: Mapping[str, tuple[str, ...]]) -> User
             continue
         if not callable(method):
             expected = " and ".join(
-                f"{method}({', '.join(of_method)})" for method, of_method in methods.items() if method != "close"
+                f"{method}({', '.join(names)})" for method, names in methods.items() if method != "close"
             )
             raise ValueError(f"got {path!r}, a class without the method {name}: expected a class with {expected}")
         require_synchronous(f"{path}.{name}", method)

@@ -117,8 +117,8 @@ class _SampleTools:
         ]
 
     def reward(self, about: str) -> float:
-        (of_reward,) = ((of, made) for of, made in self._objects if gives_reward(of))
-        return reward_of(*of_reward, about)
+        (rewarded,) = ((of, made) for of, made in self._objects if gives_reward(of))
+        return reward_of(*rewarded, about)
 
     def close(self, about: str) -> None:
         for of, made in self._objects:

@@ -232,8 +232,8 @@ class Worker:
                 f"({first_line(error)}): expected texts, numbers, lists and the like, or rollout.workers=0"
             ) from error
         calls = self._calls(episode_of(arguments))
-        of_calls = f" for each of {calls} calls" if calls > 1 else ""
-        late = f"does not return within {{:g}} s, the value of rollout.worker_timeout{of_calls},"
+        each_call = f" for each of {calls} calls" if calls > 1 else ""
+        late = f"does not return within {{:g}} s, the value of rollout.worker_timeout{each_call},"
         return self._answer(request, seconds * calls, late)
 
     def _calls(self, episode: Episode | None) -> int:

@@ -214,7 +214,7 @@ class Side:
         parts: list[LossPart] = []
         if case.mtp:
             of_student = case.mtp != "teacher"
-            parts.append(MtpLoss(case.spec, 2, 0.7, of_student=of_student))
+            parts.append(MtpLoss(case.spec, 2, 0.7, from_student=of_student))
         elif case.family == "qwen3_moe":
             parts.append(RouterBalancing(0.5))
         if case.hidden:

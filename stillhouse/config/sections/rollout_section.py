@@ -162,7 +162,7 @@ class RolloutConfig(PromptConfig):
     def urls(self) -> list[str]:
         return url_list(self.url)
 
-    def of_source(self, source: SourceRolloutConfig | None) -> "RolloutConfig":
+    def for_source(self, source: SourceRolloutConfig | None) -> "RolloutConfig":
         """The section with the keys that a source of prompts sets."""
         if source is None:
             return self

@@ -62,8 +62,8 @@ class RunConfig(Section):
         """The section rollout for the prompts of each source of data.train; empty without this section."""
         if self.rollout is None:
             return []
-        of_sources = [self.rollout.of_source(source.rollout) for source in self.data.weighted_sources]
-        return of_sources or [self.rollout]
+        by_source = [self.rollout.for_source(source.rollout) for source in self.data.weighted_sources]
+        return by_source or [self.rollout]
 
     def rollout_key(self, source: int, name: str) -> str:
         """The full key that sets a key of rollout for the prompts of a source of data.train, from 0."""

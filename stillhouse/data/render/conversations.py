@@ -68,7 +68,7 @@ class Conversations:
         """
         strings = [with_joined_parts(message) for message in messages]
         parts = [with_parts(message) for message in strings]
-        answers, of_parts, problems = [], None, []
+        answers, parts_answer, problems = [], None, []
         for form in (messages, *([strings] if strings != messages else []), *([parts] if parts != messages else [])):
             try:
                 answer = self._with_losses(form, tools, first)
@@ -78,7 +78,7 @@ class Conversations:
             if not any(map(is_refused, answer[-1])):
                 return answer
             if form is parts:
-                of_parts = answer  # the losses of another form are those of the record
+                parts_answer = answer  # the losses of another form are those of the record
             else:
                 answers.append(answer)
         if answers:
@@ -86,8 +86,8 @@ class Conversations:
                 answers, key=lambda answer: (any(loss.kind == "object" for loss in answer[-1]), len(answer[-1]))
             )
         problem = min(problems, key=_concerns_form)
-        if of_parts and _concerns_form(problem) and not any(loss.kind == "object" for loss in of_parts[-1]):
-            return of_parts
+        if parts_answer and _concerns_form(problem) and not any(loss.kind == "object" for loss in parts_answer[-1]):
+            return parts_answer
         raise problem
 
     def _with_losses(

@@ -55,8 +55,8 @@ class OrdinaryText:
         ids = list[int]()
         for number, piece in enumerate(re.split(f"{salt}([0-9]+)z", written)):
             ids += self._without_token(texts[int(piece)]) if number % 2 else self.template_ids(piece)
-        of_template = self.template_ids(write(["a"] * len(replies)))
-        if self._added_among(ids) != self._added_among(of_template):
+        short_ids = self.template_ids(write(["a"] * len(replies)))
+        if self._added_among(ids) != self._added_among(short_ids):
             raise ValueError(
                 f"{self.key}: the reply {replies[0][:80]!r} would have special tokens of the tokenizer, which cannot "
                 "be tokenized as ordinary text"

@@ -56,8 +56,8 @@ def template_for(
 def are_conversations(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes the prompts of a dataset. fields: those of its first usable record."""
     foreign = foreign_columns(dict(fields), tokenizer, prompts=True)
-    of_record = dict(fields) if foreign is None else foreign.convert(dict(fields))
-    return _has_messages(own_forms(of_record, prompts=True)[0], of_record)
+    native = dict(fields) if foreign is None else foreign.convert(dict(fields))
+    return _has_messages(own_forms(native, prompts=True)[0], native)
 
 
 def _has_messages(columns: tuple[str, ...], fields: Mapping[str, Any]) -> bool:

@@ -99,20 +99,20 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
     transformers has one rule, whatever the file says.
     """
     with reading(f"{path} cannot be read"):
-        of_file = Tokenizer.from_file(path)
-    of_file.no_truncation()
-    of_file.no_padding()
-    for text in () if getattr(of_file.model, "dropout", None) else PROBES:  # with dropout, ids are random
+        file_tokenizer = Tokenizer.from_file(path)
+    file_tokenizer.no_truncation()
+    file_tokenizer.no_padding()
+    for text in () if getattr(file_tokenizer.model, "dropout", None) else PROBES:  # with dropout, ids are random
         expected = None
         with suppress(ValueError), reading("the vocabulary lacks characters of the probe"):
-            expected = of_file.encode(text, add_special_tokens=False).ids
+            expected = file_tokenizer.encode(text, add_special_tokens=False).ids
         if expected is None:
             continue
         with reading(f"{what} cannot be used"):
             # without `tokenize`, which refuses characters that both may leave out
             actual = tokenizer(text, add_special_tokens=False)["input_ids"]
-        decoded = of_file.decode(expected).strip()
-        is_same_text = of_file.decode(actual).strip() == decoded
+        decoded = file_tokenizer.decode(expected).strip()
+        is_same_text = file_tokenizer.decode(actual).strip() == decoded
         if is_same_text and tokenizer.backend_tokenizer.decode(expected).strip() == decoded:
             after_prefix = min(len(actual), len(expected)) - 3
             if actual[-after_prefix:] != expected[-after_prefix:]:
@@ -143,8 +143,8 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, specia
     if not special or not (prefix := _added_before(tokenizer)):
         return ids
     return [
-        of_text[len(prefix) :] if _begins_with(of_text[len(prefix) :], prefix, tokenizer) else of_text
-        for of_text in ids
+        text_ids[len(prefix) :] if _begins_with(text_ids[len(prefix) :], prefix, tokenizer) else text_ids
+        for text_ids in ids
     ]
 
 

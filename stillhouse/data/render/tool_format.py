@@ -322,11 +322,11 @@ _QUESTION: Message = {"role": "user", "content": "Please help."}
 
 
 def _calling(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
-    of_message = [
+    message_calls = [
         {"id": _call_id(number), "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
         for number, (name, arguments) in enumerate(calls)
     ]
-    return {"role": "assistant", "content": "", "tool_calls": of_message}
+    return {"role": "assistant", "content": "", "tool_calls": message_calls}
 
 
 def _call_id(number: int) -> str:

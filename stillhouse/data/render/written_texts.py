@@ -99,20 +99,20 @@ def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message],
         return [Lost(int(match[1]), "'content'", "object")]
     # by turns a text, the number in the mark of a text (or None), and that in the mark of a value (or None)
     pieces = _MARKED.split(rendered)
-    between, of_values = pieces[::3], pieces[2::3]
-    numbers = [int(text or value) for text, value in zip(pieces[1::3], of_values, strict=True)]
-    lost = _compared(between, numbers, of_values, marked.texts, body)
+    between, argument_values = pieces[::3], pieces[2::3]
+    numbers = [int(text or value) for text, value in zip(pieces[1::3], argument_values, strict=True)]
+    lost = _compared(between, numbers, argument_values, marked.texts, body)
     return _counted(marked.texts, body, set(numbers)) if lost is None else lost
 
 
 def _compared(
-    between: list[str], numbers: list[int], of_values: list[str | None], texts: list[_Text], body: str
+    between: list[str], numbers: list[int], argument_values: list[str | None], texts: list[_Text], body: str
 ) -> Iterator[Lost] | None:
     """The losses of a rendering with marks; None if `body` does not begin with it."""
     if any(number >= len(texts) for number in numbers) or not body.startswith(between[0]):
         return None
     at = len(between[0])
-    for number, is_value, behind in zip(numbers, of_values, between[1:], strict=True):
+    for number, is_value, behind in zip(numbers, argument_values, between[1:], strict=True):
         text = texts[number].text if is_value else ""
         if not body.startswith(text, at):
             text = _OF_PYTHON.get(text, text)
@@ -120,7 +120,7 @@ def _compared(
             return None
         at += len(text) + len(behind)
     is_whole: dict[int, bool] = {}
-    for number, is_value, before, behind in zip(numbers, of_values, between[:-1], between[1:], strict=True):
+    for number, is_value, before, behind in zip(numbers, argument_values, between[:-1], between[1:], strict=True):
         is_whole[number] = is_whole.get(number, False) or bool(is_value) or _is_around(texts[number], before, behind)
     return (
         text.loss._replace(kind="changed") if number in is_whole else text.loss
@@ -143,10 +143,10 @@ def _is_around(text: _Text, before: str, behind: str) -> bool:
 
 def _as_strings(text: str) -> Iterator[str]:
     """The text as a string of JSON (also twice, and in ASCII) and of Python, without the quotes."""
-    of_json = json.dumps(text, ensure_ascii=False)
-    yield of_json[1:-1]
+    escaped_text = json.dumps(text, ensure_ascii=False)
+    yield escaped_text[1:-1]
     yield json.dumps(text)[1:-1]
-    yield json.dumps(of_json, ensure_ascii=False)[3:-3]
+    yield json.dumps(escaped_text, ensure_ascii=False)[3:-3]
     yield repr(text)[1:-1]
 
 
@@ -162,9 +162,9 @@ def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Lost]:
         else:
             loss = text.loss._replace(kind="changed") if text.is_value else text.loss
             by_text.setdefault(text.text, []).append(loss)
-    for written, of_text in by_text.items():
+    for written, text_losses in by_text.items():
         occurrences = max(map(body.count, (written, *_as_strings(written), _OF_PYTHON.get(written, written))))
-        yield from of_text[: max(0, len(of_text) - occurrences)]
+        yield from text_losses[: max(0, len(text_losses) - occurrences)]
 
 
 @dataclass
@@ -192,8 +192,8 @@ class _Marked:
             if isinstance(value, str) and key not in KEYS and (key != "name" or message["role"] != "tool"):
                 kind: Kind = "thought" if key in THOUGHTS else "key"
                 marked[key] = self._segment(value, Lost(index, f"'{key}'", kind))
-        if isinstance(of_call := message.get("tool_call_id"), str):
-            marked["tool_call_id"] = self.ids.get(of_call, of_call)
+        if isinstance(call_id := message.get("tool_call_id"), str):
+            marked["tool_call_id"] = self.ids.get(call_id, call_id)
         if calls := message.get("tool_calls"):
             marked["tool_calls"] = self._calls(calls, index)
         if call := message.get("function_call"):
@@ -208,9 +208,9 @@ class _Marked:
     def _content(self, text: str, loss: Lost, is_assistant: bool) -> str:
         """A content with marks. Between the marks of thoughts, the losses of an assistant's texts are thoughts."""
         pieces = _MARKS.split(text)
-        of_thoughts = [mark if _OPENS.fullmatch(mark) or _CLOSES.fullmatch(mark) else "" for mark in pieces[1::2]]
-        before = accumulate(of_thoughts, _latest, initial="")
-        behind = list(accumulate(of_thoughts[::-1], _latest, initial=""))[::-1]
+        thought_marks = [mark if _OPENS.fullmatch(mark) or _CLOSES.fullmatch(mark) else "" for mark in pieces[1::2]]
+        before = accumulate(thought_marks, _latest, initial="")
+        behind = list(accumulate(thought_marks[::-1], _latest, initial=""))[::-1]
         thoughts = Lost(loss.message, f"the thoughts in {loss.what}", "thought")
         for number, (last, coming) in enumerate(zip(before, behind, strict=True)):
             is_thought = is_assistant and bool(_OPENS.fullmatch(last) or _CLOSES.fullmatch(coming))
@@ -241,9 +241,9 @@ class _Marked:
         marked = call | {key: self._arguments(call[key], loss) for key in _OF_CALLS if call.get(key) is not None}
         if function := call.get("function"):
             marked["function"] = self._call(function, loss)
-            name, of_call = function.get("name") if isinstance(function, dict) else None, call.get("id")
-            if isinstance(name, str) and isinstance(of_call, str) and name and name in of_call:
-                self.ids[of_call] = marked["id"] = of_call.replace(name, marked["function"]["name"])
+            name, call_id = function.get("name") if isinstance(function, dict) else None, call.get("id")
+            if isinstance(name, str) and isinstance(call_id, str) and name and name in call_id:
+                self.ids[call_id] = marked["id"] = call_id.replace(name, marked["function"]["name"])
         return marked
 
     def _arguments(self, arguments: Any, loss: Lost) -> Any:
@@ -251,8 +251,8 @@ class _Marked:
             return self._value(arguments, loss)
         marked = {}
         for name, value in arguments.items():
-            of_name = loss._replace(what=f"the argument {name[:40]!r} of {loss.what}")
-            marked[self._name(name, of_name)] = self._value(value, of_name)
+            name_loss = loss._replace(what=f"the argument {name[:40]!r} of {loss.what}")
+            marked[self._name(name, name_loss)] = self._value(value, name_loss)
         return marked
 
     def _value(self, value: Any, loss: Lost) -> Any:

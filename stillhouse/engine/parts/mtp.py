@@ -44,7 +44,7 @@ class MtpLoss(LossPart):
     """The objective at the MTP depths.
 
     scale: the factor of the depths' loss in the step's loss.
-    of_student: True: the signal is the student's own distribution of the same token at depth 0, without gradients.
+    from_student: True: the signal is the student's own distribution of the same token at depth 0, without gradients.
         False: it is the teacher's distribution.
     group: the context ranks, over which sequences are sharded; None: this process has full sequences.
 
@@ -54,14 +54,14 @@ class MtpLoss(LossPart):
     objective: ObjectiveSpec
     depths: int = 1
     scale: float = 0.3
-    of_student: bool = False
+    from_student: bool = False
     group: ProcessGroup | None = None
 
     key = "student.mtp"
 
     @property
     def needs_teacher(self) -> bool:
-        return self.objective.needs_teacher and not self.of_student
+        return self.objective.needs_teacher and not self.from_student
 
     @classmethod
     def from_config(cls, sections: LossSections) -> Self | None:
@@ -80,7 +80,7 @@ class MtpLoss(LossPart):
         if mtp.signal == "student":
             if spec.divergence is None:
                 raise ConfigError("student.mtp.signal", f"got student, but '{spec.in_words()}' has no divergence")
-            return cls(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, of_student=True)
+            return cls(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, from_student=True)
         if spec.needs_teacher and not sections.has_teacher:
             raise ConfigError(
                 "student.mtp.objective",
@@ -104,7 +104,7 @@ class MtpLoss(LossPart):
         if decoder.mtp is not None:
             parameters = sum(parameter.numel() for parameter in decoder.mtp.parameters())
             count = f"{parameters:,} parameters, {'new' if decoder.mtp.is_new else 'from the checkpoint'}"
-        signal = " from the student itself" if self.of_student else ""
+        signal = " from the student itself" if self.from_student else ""
         trained = "with the student" if mtp.train == "all" else "alone, the student is frozen"
         objective = f"{mtp.scale:g} × ({self.objective.in_words()}){signal}"
         return {"mtp": f"{_tokens(mtp)}, {count}; minimise {objective}, trained {trained}"}
@@ -143,14 +143,14 @@ class MtpLoss(LossPart):
         context: DistillTargets,
     ) -> ObjectiveOutput:
         first_BSD, *later = hidden_by_depth
-        if self.of_student:
+        if self.from_student:
             signal = full_vocab(hidden_states=first_BSD, head=head, context=None)
             context = replace(context, signals={TEACHER: signal})
         shifted = self._shifted(context, len(later))
-        of_depth = replace(loss, objective=self.objective, parts=(), with_teacher_cross_entropy=False)
+        depth_loss = replace(loss, objective=self.objective, parts=(), with_teacher_cross_entropy=False)
         total, metrics, per_token = output.loss, dict(output.metrics), dict(output.per_token)
         for depth, hidden_BSD in enumerate(later, start=1):
-            result = of_depth(hidden_states=hidden_BSD, head=head, context=shifted, depth=depth)
+            result = depth_loss(hidden_states=hidden_BSD, head=head, context=shifted, depth=depth)
             total = total + self.scale * result.loss
             named = {name: value for name, value in result.metrics.items() if name != CHUNK_TOKENS}
             metrics |= {f"{PREFIX}{depth}/{name}": value for name, value in named.items()}
@@ -158,7 +158,7 @@ class MtpLoss(LossPart):
         return ObjectiveOutput(total, metrics, per_token)
 
     def held_out(self) -> Self:
-        return replace(self, objective=ACCEPTANCE, scale=1.0, of_student=True)
+        return replace(self, objective=ACCEPTANCE, scale=1.0, from_student=True)
 
     def silent(self) -> Self:
         return replace(self, scale=0.0)
