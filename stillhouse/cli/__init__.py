@@ -26,7 +26,6 @@ from stillhouse.cli.cache import cache
 from stillhouse.cli.evaluate import evaluate
 from stillhouse.cli.export import export
 from stillhouse.cli.info import info
-from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
 from stillhouse.display import message as brief
 from stillhouse.display import print_escaped
@@ -146,7 +145,6 @@ cli.add_command(cache)
 cli.add_command(evaluate)
 cli.add_command(export)
 cli.add_command(info)
-cli.add_command(serve)
 cli.add_command(task)
 
 

@@ -5,6 +5,11 @@
 
 So the pixels of a served model are those that the run makes for its own models, to the bit, and a server decodes no
 image files. `server/accepted_images.py` says what a server proves of them.
+
+The body of `POST /inference/v1/generate` for a prompt with images is a safetensors file with these tensors for one
+document, the prompt. The value of `generate` in its header is the JSON of a request without images, with `images`.
+
+D documents.
 """
 
 import hashlib
@@ -15,15 +20,17 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from safetensors.torch import load
+from safetensors.torch import load, save
 from torch import Tensor
 
+from stillhouse.data import DataError, Documents
 from stillhouse.data.media import MediaProcessor, MediaTensors
 from stillhouse.data.render.media_inputs import DocumentMedia
 from stillhouse.hashing import json_hash
+from stillhouse.images.decode import MAX_PIXELS, pixel_count
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.libraries import reading
-from stillhouse.serving.strict_body import FirstWrong, StrictBody, first_problem
+from stillhouse.serving.strict_body import FirstWrong, StrictBody, TokenId, first_problem
 
 #: the key of the list in the header, and the beginning of the tensors' names
 IMAGES, _PREFIX = "images", "image."
@@ -163,10 +170,10 @@ def decode_images(
         str(number): {} for number, entry in enumerate(entries) if entry is not None
     }
     for name, tensor in tensors.items():
-        owner, _, of_model = name.removeprefix(_PREFIX).partition(".")
-        if owner not in by_document or not of_model:
+        owner, _, tensor_name = name.removeprefix(_PREFIX).partition(".")
+        if owner not in by_document or not tensor_name:
             raise ValueError(f"a tensor '{name}', which belongs to no sequence with images")
-        by_document[owner][of_model] = tensor
+        by_document[owner][tensor_name] = tensor
     images: list[DocumentMedia | None] = []
     for number, (tokens, entry) in enumerate(zip(documents, entries, strict=True)):
         if entry is None:
@@ -184,3 +191,67 @@ def decode_images(
 
 def _is_exact(tensor: Tensor) -> bool:
     return not tensor.is_floating_point()
+
+
+_KEY = "generate"
+_IDS: TypeAdapter[list[int]] = TypeAdapter(FirstWrong[TokenId])
+
+
+def encode_prompt(body: dict[str, Any], images: MediaTensors) -> bytes:
+    """body: a request as JSON; its `token_ids` are the prompt"""
+    tensors, sent = encode_images([(np.array(body["token_ids"], dtype=np.int32), images)])
+    return save(tensors, {_KEY: json.dumps(body | sent)})
+
+
+def decode_prompt(content: bytes) -> tuple[bytes, DocumentMedia | None]:
+    """The request as JSON, and the images of its prompt. Raises ValueError for another body."""
+    body, tensors = decode_body(content, _KEY, "the request")
+    images = take_images(body, tensors)
+    if tensors:
+        raise ValueError(f"tensors {sorted(tensors)}: expected those of images alone")
+    try:
+        ids = _IDS.validate_python(body.get("token_ids"), strict=True)
+    except ValidationError as error:
+        raise ValueError(f"token_ids: {first_problem(error)}") from error
+    [prompt_images] = decode_images(*images, [np.array(ids, dtype=np.int32)])
+    return json.dumps(body).encode(), prompt_images
+
+
+def require_accepted(
+    url: str, support: ImageSupport | None, documents: Documents, processor: MediaProcessor, what: str
+) -> None:
+    """Raise ValueError unless the server accepts images and has this processor, and DataError for the first document
+    with more images or pixels than it accepts in a request.
+
+    documents: some have images. what: their name in errors.
+
+    The bytes of tensors are known only when the processor has made them. So only the document with the most
+    placeholder tokens is compared with that limit.
+    """
+    require_processor(url, support, processor, what)
+    assert support is not None
+    assert isinstance(processor, ImageProcessor), "media that servers do not read"
+    assert documents.media is not None
+
+    def require(document: int, size: int, limit: int, unit: str) -> None:
+        if size > limit:
+            raise DataError(
+                documents.sources[document],
+                f"{size:,} {unit} of {what}, but {url} accepts at most {limit:,} in a request: expected fewer "
+                "images, or data.image_pixels, which scales them down",
+            )
+
+    counts_D = np.diff(documents.media.offsets)
+    for document in np.flatnonzero(counts_D > support.max_images).tolist():
+        require(document, int(counts_D[document]), support.max_images, "images")
+    if support.max_pixels is not None:
+        largest_pixels = MAX_PIXELS if processor.most_pixels is None else processor.most_pixels
+        # files are opened only where the number of images does not decide
+        for document in np.flatnonzero(counts_D * largest_pixels > support.max_pixels).tolist():
+            pixels = sum(pixel_count(image, processor.most_pixels) for image in documents.media.of(document))
+            require(document, pixels, support.max_pixels, "pixels in the images")
+    tokens = {at: processor.count_placeholders(documents.tokens(at)) for at in np.flatnonzero(counts_D).tolist()}
+    heaviest = max(tokens, key=lambda document: tokens[document])
+    tensors = processor.read(documents, heaviest, documents.tokens(heaviest)).tensors
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    require(heaviest, size, support.max_bytes, "bytes in the tensors of the images")

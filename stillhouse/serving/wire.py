@@ -69,13 +69,13 @@ def encode_request(
     if images is None:
         images = read_images(documents)
     tensors = document_tensors(documents)
-    of_images, sent = encode_images(
+    image_tensors, sent = encode_images(
         [(document.tokens, read) for document, read in zip(documents, images, strict=True)]
     )
     chosen = [document.ids_NK for document in documents if document.ids_NK is not None]
     if chosen:
         tensors["ids"] = torch.cat(chosen).to(torch.int32)
-    return save(tensors | of_images, {KEY: json.dumps(_options(signal) | sent)})
+    return save(tensors | image_tensors, {KEY: json.dumps(_options(signal) | sent)})
 
 
 def read_images(documents: Sequence[DocumentRows]) -> list[MediaTensors | None]:

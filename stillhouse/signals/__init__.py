@@ -14,8 +14,7 @@ from stillhouse.signals.signal_source import (
     SignalSource,
 )
 from stillhouse.signals.signal_spec import SignalSpec
-from stillhouse.signals.signal_store import SignalsLostError, SignalStore, StoredTeacher
-from stillhouse.signals.student_top_k import ChosenTeacher
+from stillhouse.signals.signal_store import ChosenTeacher, SignalsLostError, SignalStore, StoredTeacher
 from stillhouse.signals.weight_average import WeightAverage
 
 __all__ = [

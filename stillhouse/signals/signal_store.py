@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +24,8 @@ from torch import Tensor
 from stillhouse.data import Documents, MicroBatch
 from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.dry_run import replaceable
-from stillhouse.objective import TEACHER, Signals
+from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.objective import TEACHER, OutputHead, Signals
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import (
     DistributedStudent,
@@ -34,6 +36,8 @@ from stillhouse.parallel import (
     watchdog,
 )
 from stillhouse.preemption import requested
+from stillhouse.signals.id_log_probs import top_k_log_probs
+from stillhouse.signals.in_stage_teachers import student_forward
 from stillhouse.signals.signal_source import DeferredSignals, SignalSource
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -244,3 +248,46 @@ class StoredTeacher(SignalSource):
             return {TEACHER: self.store.signal.as_signal(tensors, self._tail)}
         assert self._head is not None
         return {TEACHER: TeacherHidden(tensors["hidden"], self._head)}
+
+
+class ChosenTeacher(StoredTeacher):
+    """Requests the teacher's log-probabilities of the student's top-k ids, except ids that the teacher's head lacks.
+
+    autocast: the dtype of the student's matrix products; None: the dtype of its weights
+    """
+
+    steps_ahead = 0
+
+    def __init__(
+        self,
+        store: SignalStore,
+        student: DistributedStudent,
+        autocast: torch.dtype | None,
+        tail: Tail = "bucket",
+        name: str = "",
+    ):
+        super().__init__(store, student, tail, name)
+        assert store.vocabulary is not None
+        self._vocabulary = store.vocabulary
+        self._processor = _TopKOfStudent(store.signal.entries)
+        self._autocast = autocast
+
+    def _ids(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
+        """The student's top-k ids at the rows with a non-zero weight; empty on processes that do not read."""
+        top_k = student_forward(self._student, micro_batches, self._processor, self._autocast)
+        if not self._student.has_results:
+            return []
+        return [tensors["ids"].masked_fill(tensors["ids"] >= self._vocabulary, -1) for tensors in top_k]
+
+
+@dataclass(frozen=True)
+class _TopKOfStudent:
+    """An output processor that returns the student's top-k ids at the rows with a non-zero weight."""
+
+    k: int
+
+    def __call__(
+        self, *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
+    ) -> dict[str, Tensor]:
+        assert context.valid_index is not None
+        return top_k_log_probs(hidden_states.flatten(0, -2)[context.valid_index], head, self.k, 1.0)

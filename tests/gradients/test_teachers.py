@@ -28,7 +28,7 @@ from stillhouse.parallel import (
     single_process_runner,
 )
 from stillhouse.signals import ReadySignals, RequestedSteps, SignalSource
-from stillhouse.signals.routing import MicroBatchShape, route
+from stillhouse.signals.separate_teacher import MicroBatchShape, route
 
 DEGREES = st.builds(
     Degrees, replicate=st.integers(1, 2), fsdp=st.integers(1, 2), context=st.integers(1, 3), tensor=st.integers(1, 2)

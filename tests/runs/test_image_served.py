@@ -29,8 +29,7 @@ from stillhouse.data.media import MediaTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
 from stillhouse.images.decode import open_image, pixel_count
 from stillhouse.images.processor import ImageProcessor
-from stillhouse.serving.client.image_limits import require_accepted
-from stillhouse.serving.image_wire import ImageSupport, encode_images
+from stillhouse.serving.image_wire import ImageSupport, encode_images, require_accepted
 from stillhouse.serving.wire import KEY, SAFETENSORS, document_tensors
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from stillhouse.config import ConfigError
 from stillhouse.objective import DenseLogits, Distill, OutputHead, Signal, linear_objective, parse_divergence
 from stillhouse.signals import SignalCache
-from stillhouse.signals.sampled_ids import draw, uniform_numbers
+from stillhouse.signals.extract import draw, uniform_numbers
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.tools.write_cache import write_cache
 

@@ -34,7 +34,7 @@ from stillhouse.serving.image_wire import header_of
 from stillhouse.serving.wire import KEY
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.cache.files import document_id
-from stillhouse.signals.sampled_ids import draw, uniform_numbers
+from stillhouse.signals.extract import draw, uniform_numbers
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: requests of the proof at the start of a run

@@ -4,6 +4,7 @@ The layers themselves are checked by `lint-imports` in `make lint`.
 """
 
 import ast
+import re
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -72,6 +73,13 @@ def test_nothing_imports_a_module_of_tests(folder: str) -> None:
         if any(part.startswith("test_") for name in imported_modules(path) for part in name.split("."))
     }
     assert not importing
+
+
+def test_only_entry_points_name_objects_of_modules_by_text() -> None:
+    """The registry loads what pyproject.toml and other distributions name; no other text stands for an object."""
+    for path in PACKAGE.rglob("*.py"):
+        texts = [node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        assert not [text for text in texts if re.fullmatch(r"stillhouse(\.\w+)+:\w[\w.]*", text)], path
 
 
 def test_no_two_modules_of_tests_have_the_same_name() -> None:

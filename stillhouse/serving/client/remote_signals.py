@@ -18,9 +18,8 @@ from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.models import model_fingerprint
 from stillhouse.serving.client.apis.server_api import Scores, ServerApi, ServerInfo
 from stillhouse.serving.client.http_client import HttpAnswer
-from stillhouse.serving.client.image_limits import require_accepted
 from stillhouse.serving.client.pool import Call, ServerPool
-from stillhouse.serving.image_wire import positions_hash
+from stillhouse.serving.image_wire import positions_hash, require_accepted
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec, problem_in
 from stillhouse.signals.signal_store import SignalStore
 

@@ -17,10 +17,9 @@ from stillhouse.data.media import MediaProcessor
 from stillhouse.display import escaped
 from stillhouse.rollout.published_folder import published_folder
 from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
-from stillhouse.serving.client.apis.server_api import Published, ServerApi, Span
+from stillhouse.serving.client.apis.server_api import Published, RequestBodies, ServerApi, Span
 from stillhouse.serving.client.http_client import HttpAnswer, bytes_of_json
 from stillhouse.serving.client.pool import AskAgainError, Call, RefusedError, ServerPool
-from stillhouse.serving.client.request_bodies import RequestBodies
 from stillhouse.serving.client.served_weights import UNKNOWN_WEIGHTS, ServedWeights, ServerState
 from stillhouse.serving.wire import JSON, SAFETENSORS
 

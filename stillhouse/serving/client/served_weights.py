@@ -19,7 +19,7 @@ import numpy as np
 from stillhouse.config.servers import ServerError
 from stillhouse.rollout.engines import same_weights
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
-from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, require
+from stillhouse.serving.client.apis.server_api import Answer, Published, RequestBodies, ServerApi, require
 from stillhouse.serving.client.engine_proof import (
     PROMPTS,
     TOP,
@@ -30,7 +30,6 @@ from stillhouse.serving.client.engine_proof import (
 )
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import Ask, Server, ServerPool, UnreachableError
-from stillhouse.serving.client.request_bodies import RequestBodies
 
 T = TypeVar("T")
 #: seconds that an update waits for a server that cannot be reached, before the run goes on with the other servers

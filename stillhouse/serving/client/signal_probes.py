@@ -59,8 +59,8 @@ def changed_place(probe: DocumentRows) -> int:
 def with_changed_token(document: DocumentRows, place: int, probes: Sequence[DocumentRows]) -> DocumentRows:
     """Replace the token at `place` by another token of the probes' texts."""
     tokens = document.tokens.copy()
-    of_texts = np.unique(np.concatenate([probe.tokens[~is_placeholder(probe)] for probe in probes]))
-    others = of_texts[of_texts != tokens[place]]
+    text_tokens = np.unique(np.concatenate([probe.tokens[~is_placeholder(probe)] for probe in probes]))
+    others = text_tokens[text_tokens != tokens[place]]
     tokens[place] = others[place % len(others)] if len(others) else int(tokens[place] == 0)
     return replace(document, tokens=tokens)
 

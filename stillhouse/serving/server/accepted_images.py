@@ -28,7 +28,7 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.media_inputs import placeholder_ids
 from stillhouse.serving.image_wire import ImageSupport, positions_hash, processor_hash
-from stillhouse.serving.server.request_errors import refused
+from stillhouse.serving.server.bodies import refused
 from stillhouse.signals.scorer import proven_media_inputs
 
 #: the most images of a request, and the most bytes of their tensors
@@ -175,9 +175,9 @@ class AcceptedImages:
                 f"{len(places)} placeholder tokens for images with {sum(counts)} features: expected as many"
             )
         starts = np.cumsum([0, *counts[:-1]])
-        for number, (start, of_picture) in enumerate(zip(starts, expected, strict=True), start=1):
+        for number, (start, picture_ids) in enumerate(zip(starts, expected, strict=True), start=1):
             first = places[start]
-            if not np.array_equal(tokens[first : first + len(of_picture)], of_picture):
+            if not np.array_equal(tokens[first : first + len(picture_ids)], picture_ids):
                 raise ValueError(
                     f"the placeholder tokens of picture {number} are not those that its processor makes of this size"
                 )

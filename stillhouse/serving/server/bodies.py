@@ -1,11 +1,13 @@
-"""Parses JSON requests and encodes JSON answers, for both roles."""
+"""Parses JSON requests, and encodes JSON answers and errors, which have the format of the OpenAI API as in vLLM."""
 
+from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
-from stillhouse.serving.server.request_errors import refused
+from stillhouse.display import message as brief
 from stillhouse.serving.strict_body import require_few_lists
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -39,3 +41,49 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:
         "prompt_tokens_details": None,
         "completion_tokens_details": None,
     }
+
+
+ENDING = "the server is about to end"
+
+
+class RequestError(Exception):
+    """An error that is sent as the answer to a request. param: the invalid field, if the error concerns one field."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.headers = status, message, param, headers
+
+    def response(self) -> JSONResponse:
+        """The HTTP response. The message is shortened and escaped, because it may quote the request."""
+        error = {
+            "message": brief(self.message),
+            "type": error_type(self.status),
+            "param": self.param,
+            "code": int(self.status),
+        }
+        return JSONResponse({"error": error}, self.status, headers=self.headers)
+
+
+def error_type(status: int) -> str:
+    words = HTTPStatus(status).phrase.replace("-", " ").removesuffix(" Error").split()
+    return "".join(word.capitalize() for word in words) + "Error"
+
+
+def refused(message: str, param: str | None = None) -> RequestError:
+    """The error for an invalid request. param: the invalid field."""
+    return RequestError(HTTPStatus.BAD_REQUEST, message, param=param)
+
+
+def busy(message: str, seconds: int = 1, headers: Mapping[str, str] | None = None) -> RequestError:
+    """The error of a server that is at one of its limits. seconds: when the client may try again."""
+    return RequestError(
+        HTTPStatus.TOO_MANY_REQUESTS, message, headers={"Retry-After": str(seconds), **(headers or {})}
+    )
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI descriptions of the errors with these statuses."""
+    content = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
+    return {status: {"description": error_type(status), "content": content} for status in statuses}

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stillhouse.serving.server.request_errors import RequestError
+from stillhouse.serving.server.bodies import RequestError
 
 #: routes that need no bearer token and are never refused by `Room`, for the probes of an orchestrator
 OPEN_PATHS = ("/healthz",)

@@ -17,8 +17,8 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stillhouse.serving.server.bodies import RequestError, busy
 from stillhouse.serving.server.connection import OPEN_PATHS
-from stillhouse.serving.server.request_errors import RequestError, busy
 
 #: seconds that a client has for sending a body, and for reading each piece of an answer
 BODY_SECONDS, SEND_SECONDS = 120.0, 120.0
@@ -56,13 +56,13 @@ class LocalNames:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and (error := _of_others(scope)) is not None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and (error := _host_error(scope)) is not None:
             await error.response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
 
-def _of_others(scope: Scope) -> RequestError | None:
+def _host_error(scope: Scope) -> RequestError | None:
     instead = "start it with a token (STILLHOUSE_TOKEN) for clients that use another name"
     for name, value in scope["headers"]:
         if name == b"host" and not is_loopback(_host(b"//" + value)):

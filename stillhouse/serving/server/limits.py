@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stillhouse.serving.server.request_errors import refused
+from stillhouse.serving.server.bodies import refused
 from stillhouse.serving.wire import JSON, SAFETENSORS
 from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec

@@ -15,7 +15,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from stillhouse.serving.server.request_errors import ENDING, RequestError, busy
+from stillhouse.serving.server.bodies import ENDING, RequestError, busy
 
 
 class Part(Protocol):

@@ -15,10 +15,10 @@ from stillhouse.config.servers import ServerError, server_kinds
 from stillhouse.data import Documents
 from stillhouse.data.media import MediaProcessor
 from stillhouse.display import enumerated
-from stillhouse.rollout.records import Completion, Sampling
+from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.http_client import HttpAnswer, parsed
 from stillhouse.serving.client.pool import Ask, Call
-from stillhouse.serving.image_wire import ImageSupport
+from stillhouse.serving.image_wire import ImageSupport, encode_prompt
 from stillhouse.serving.wire import JSON
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -299,3 +299,28 @@ def require(response: HttpAnswer, what: str, hint: str = "") -> Any:
 
 def refuse(response: HttpAnswer, what: str, why: str, hint: str = "") -> NoReturn:
     raise ServerError(f"{response.url}: {what} failed: {why}{f'; {hint}' if hint else ''}")
+
+
+@dataclass(frozen=True)
+class RequestBodies:
+    """processor: that of the prompts' images; None for prompts without images."""
+
+    api: ServerApi
+    processor: MediaProcessor | None
+
+    def encoded(
+        self, model: str | None, request: GenerationRequest, sampling: Sampling, max_new_tokens: int
+    ) -> bytes:
+        """Raises ValueError for an image whose file has changed since the data was loaded."""
+        body = self.for_ask(model, request, sampling, max_new_tokens)
+        return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    def for_ask(
+        self, model: str | None, request: GenerationRequest, sampling: Sampling, max_new_tokens: int
+    ) -> dict[str, Any] | bytes:
+        """As `encoded`, for an `Ask`."""
+        body = self.api.body(model, request.prompt_ids.tolist(), sampling, max_new_tokens, request.seed)
+        if not request.media:
+            return body
+        assert self.processor is not None
+        return encode_prompt(body, self.processor.read_files(request.media, request.prompt_ids))

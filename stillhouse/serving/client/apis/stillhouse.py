@@ -22,9 +22,8 @@ from stillhouse.serving.client.apis.server_api import (
 )
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer, Size, parsed
-from stillhouse.serving.client.image_limits import require_accepted
 from stillhouse.serving.client.pool import Ask, Call, RefusedError
-from stillhouse.serving.image_wire import ImageSupport
+from stillhouse.serving.image_wire import ImageSupport, require_accepted
 from stillhouse.serving.wire import SAFETENSORS, WIRE_FORMAT, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 

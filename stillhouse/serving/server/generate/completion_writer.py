@@ -17,11 +17,15 @@ from stillhouse.rollout.records import Completion, Sampling
 from stillhouse.rollout.sampler import stop_texts
 from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
 from stillhouse.serving.server.application import Application
-from stillhouse.serving.server.generate.generate_routes import add_generate_route, add_weights_route
-from stillhouse.serving.server.generate.token_completions import GenerationPart, VersionedCompletion
+from stillhouse.serving.server.bodies import refused
+from stillhouse.serving.server.generate.generate_routes import (
+    GenerationPart,
+    VersionedCompletion,
+    add_generate_route,
+    add_weights_route,
+)
 from stillhouse.serving.server.generate.weight_updates import FIRST_VERSION, WeightUpdates
 from stillhouse.serving.server.limits import Limits
-from stillhouse.serving.server.request_errors import refused
 from stillhouse.serving.server.role import ModelOptions, longest_sequence, model_info
 
 

@@ -51,10 +51,10 @@ class ModelReader:
         if (key := names.get(name)) is not None:
             return stored[key]
         if parts := parts_of_stack(self._decoder, name):
-            of_experts = ([part.replace("*", str(number)) for part in parts] for number in range(experts))
+            expert_parts = ([part.replace("*", str(number)) for part in parts] for number in range(experts))
             # `pop` frees the experts' tensors, so that the host memory never has all experts twice
             return torch.stack(
-                [torch.cat([stored.pop(names.get(part) or part) for part in expert]) for expert in of_experts]
+                [torch.cat([stored.pop(names.get(part) or part) for part in expert]) for expert in expert_parts]
             )
         converted = names.converted(name, stored.__getitem__)
         assert converted is not None, name

@@ -26,8 +26,8 @@ from stillhouse.models import Decoder, add_lora
 from stillhouse.models.adapter import LoraOptions, is_lora
 from stillhouse.parallel import log_rank0
 from stillhouse.rollout.published_folder import AdapterBase, NoVersionError, published_folder
+from stillhouse.serving.server.bodies import ENDING, RequestError
 from stillhouse.serving.server.generate.published_tensors import AdapterReader, ModelReader
-from stillhouse.serving.server.request_errors import ENDING, RequestError
 
 #: the version of the weights that the server was started with; vLLM has the same name for it
 FIRST_VERSION = "default"

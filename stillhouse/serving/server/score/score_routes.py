@@ -1,20 +1,34 @@
-"""The routes of a teacher: for its signals, its output head and the other files of its folder."""
+"""The routes of a teacher: for its signals, its output head and the other files of its folder.
 
+`POST /v1/completions` is that of the OpenAI API, with vLLM's `prompt_logprobs`. A teacher scores text and does not
+generate it. So `max_tokens` is 0 or 1, and the only token of an answer is the most probable token, whatever the
+temperature. As in vLLM, prompt log-probabilities are those at temperature 1. A request with an unknown or unsupported
+field is refused.
+"""
+
+import time
+import uuid
 from collections.abc import Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 from fastapi.responses import FileResponse
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.serving.server.application import BINARY, Application, Parsed
-from stillhouse.serving.server.request_errors import RequestError, errors, refused
-from stillhouse.serving.server.score import completions
-from stillhouse.serving.server.score.completions import CompletionBody
+from stillhouse.serving.server.bodies import RequestError, encode_json, errors, parse_json, refused, usage
+from stillhouse.serving.server.limits import Limits
+from stillhouse.serving.strict_body import FirstWrong, StrictBody, TokenId
 from stillhouse.serving.wire import HEAD_FILE, JSON, SAFETENSORS, ScoreBody, decode_request, encode_answer
+from stillhouse.signals.extract import Ranked
+from stillhouse.signals.scorer import ScoreRequest
+from stillhouse.signals.signal_spec import DocumentRows
 
 
 def add_file_routes(application: Application, folder: Path) -> None:
@@ -57,10 +71,10 @@ def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBa
     @application.operation("/v1/completions", {JSON: CompletionBody.model_json_schema()}, _tensor_bytes)
     def complete(content: bytes, _: str) -> Parsed:
         """Prompt log-probabilities in vLLM's format."""
-        body = completions.parse(content)
+        body = parse_completion(content)
         application.require_model(body.model)
-        parts = completions.parts(body, tokenizer, limits)
-        return parts, partial(completions.answer, body, role.name, parts, tokenizer)
+        parts = completion_parts(body, tokenizer, limits)
+        return parts, partial(completion_answer, body, role.name, parts, tokenizer)
 
 
 def _tensor_bytes(results: Sequence[dict[str, Tensor]]) -> int:
@@ -69,3 +83,165 @@ def _tensor_bytes(results: Sequence[dict[str, Tensor]]) -> int:
 
 def _file(description: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": description, "content": {SAFETENSORS: {"schema": BINARY}}}}
+
+
+#: JSON has no infinity; vLLM clips log-probabilities to the same number
+LOWEST = -9999.0
+
+
+class CompletionBody(StrictBody):
+    """The request. Fields with one allowed value exist for clients that always send them."""
+
+    model: str | None = Field(default=None, description="the name of this server's teacher, if given")
+    prompt: str | FirstWrong[str] | FirstWrong[TokenId] | FirstWrong[FirstWrong[TokenId]]
+    max_tokens: int = Field(default=16, description="0 or 1 here; 1 gives the top token")
+    prompt_logprobs: int | None = Field(default=None, ge=0, description="the top ids per token of the prompt")
+    logprobs: int | None = Field(default=None, ge=0, description="the top ids at the one token of the answer")
+    temperature: float | None = Field(
+        default=None, ge=0, description="no effect: the answer's token is the top one, log-probs are at temperature 1"
+    )
+    add_special_tokens: bool = Field(default=True, description="of a prompt that is text")
+    return_token_ids: bool = Field(default=False)
+    return_tokens_as_token_ids: bool = Field(default=False, description="token_id:5 in place of text in logprobs")
+    n: Literal[1] = 1
+    echo: Literal[False] = False
+    stream: Literal[False] = False
+    seed: int | None = Field(default=None, description="no effect: nothing is sampled")
+    user: str | None = Field(default=None, description="no effect")
+
+
+def parse_completion(content: bytes) -> CompletionBody:
+    """Raises RequestError for an invalid body."""
+    body = parse_json(content, CompletionBody, named=1)
+    if body.max_tokens not in (0, 1):
+        raise refused(
+            f"max_tokens={body.max_tokens}: expected 0 or 1, because this server scores text and generates none",
+            "max_tokens",
+        )
+    if body.logprobs is not None and body.max_tokens == 0:
+        raise refused("logprobs with max_tokens=0: expected max_tokens=1, or prompt_logprobs", "logprobs")
+    return body
+
+
+def completion_parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[ScoreRequest]:
+    """The parts of a request, one for each prompt. Raises RequestError if the request exceeds a limit."""
+    most = limits.most_ids
+    for name, count in (("prompt_logprobs", body.prompt_logprobs), ("logprobs", body.logprobs)):
+        if count is not None and count > most:
+            what = "prompt logprobs" if name == "prompt_logprobs" else "sample logprobs"
+            raise refused(
+                f"Requested {what} of {count}, which is greater than max allowed: {most} (parameter={name}, "
+                f"value={count})",
+                name,
+            )
+    if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
+        limits.check_count(len(body.prompt), "prompt")  # checked before millions of texts are tokenized
+    prompts = _prompts(body, tokenizer)
+    if not prompts:
+        raise refused("prompt: expected one prompt or more", "prompt")
+    limits.check_documents(prompts, "prompt")
+    wanted = Ranked(max(body.prompt_logprobs or 0, body.logprobs or 0, body.max_tokens))
+    # without prompt_logprobs, only the last row is needed
+    starts = [0 if body.prompt_logprobs is not None else len(prompt) - 1 for prompt in prompts]
+    return [
+        ScoreRequest(DocumentRows(np.array(prompt, dtype=np.int32), range(start, len(prompt))), wanted)
+        for prompt, start in zip(prompts, starts, strict=True)
+    ]
+
+
+def completion_answer(
+    body: CompletionBody,
+    model: str,
+    parts: Sequence[ScoreRequest],
+    tokenizer: PreTrainedTokenizerBase,
+    results: Sequence[dict[str, Tensor]],
+) -> bytes:
+    """The answer as JSON. results: the tensors of each part."""
+    choices = [
+        _choice(index, body, part, tensors, tokenizer)
+        for index, (part, tensors) in enumerate(zip(parts, results, strict=True))
+    ]
+    content = {
+        "id": f"cmpl-{uuid.uuid4().hex[:16]}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "service_tier": None,
+        "system_fingerprint": None,
+        "usage": usage(sum(part.tokens for part in parts), len(parts) * body.max_tokens),
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+        "metrics": None,
+    }
+    return encode_json(content)
+
+
+def _prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        texts = [prompt]
+    elif prompt and isinstance(prompt[0], str):
+        texts = [str(text) for text in prompt]
+    elif prompt and isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    else:
+        return [tokens for tokens in prompt if isinstance(tokens, list)]
+    try:
+        return tokenize(tokenizer, texts, special=body.add_special_tokens)
+    except ValueError as error:
+        raise refused(str(error), "prompt") from error
+
+
+def _choice(
+    index: int,
+    body: CompletionBody,
+    part: ScoreRequest,
+    tensors: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    tokens = part.document.tokens.tolist()
+    generated = tensors["ids"][-1, :1].tolist() if body.max_tokens else []
+    return {
+        "index": index,
+        "text": tokenizer.decode(generated) if generated else "",
+        "logprobs": None if body.logprobs is None else _logprobs(body, tensors, tokenizer),
+        "finish_reason": "length",
+        "stop_reason": None,
+        "token_ids": generated if body.return_token_ids else None,
+        "prompt_logprobs": _prompt_logprobs(body.prompt_logprobs, tokens, tensors),
+        "prompt_token_ids": tokens if body.return_token_ids else None,
+        "routed_experts": None,
+    }
+
+
+def _prompt_logprobs(
+    count: int | None, tokens: Sequence[int], tensors: dict[str, Tensor]
+) -> list[dict[str, dict[str, Any]] | None] | None:
+    """For each prompt token, the entries of the token and of the top ids. None for the first: no row predicts it."""
+    if count is None:
+        return None
+    entries: list[dict[str, dict[str, Any]] | None] = [None]
+    rows = zip(
+        tokens[1:],
+        *(tensors[name][:-1].tolist() for name in ("log_prob", "rank")),
+        *(tensors[name][:-1, :count].tolist() for name in ("ids", "log_probs")),
+        strict=True,
+    )
+    for token, log_prob, rank, top_ids, top_log_probs in rows:
+        entry = {str(token): _entry(log_prob, rank)}
+        for top_rank, (top_id, top_log_prob) in enumerate(zip(top_ids, top_log_probs, strict=True), start=1):
+            entry.setdefault(str(top_id), _entry(top_log_prob, top_rank))
+        entries.append(entry)
+    return entries
+
+
+def _entry(log_prob: float, rank: int) -> dict[str, Any]:
+    return {"logprob": max(log_prob, LOWEST), "rank": rank, "decoded_token": None}
+
+
+def _logprobs(body: CompletionBody, tensors: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    ids, log_probs = tensors["ids"][-1].tolist(), tensors["log_probs"][-1].clamp_min(LOWEST).tolist()
+    names = [f"token_id:{token}" if body.return_tokens_as_token_ids else tokenizer.decode([token]) for token in ids]
+    top = dict(zip(names[: max(body.logprobs or 0, 1)], log_probs, strict=False))
+    return {"text_offset": [0], "token_logprobs": log_probs[:1], "tokens": names[:1], "top_logprobs": [top]}
