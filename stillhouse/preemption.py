@@ -248,12 +248,19 @@ class _Listener:
         while True:
             if self._received:
                 self._end_function()
-            self._name_function()
+            entered_at, late = self._entered_at, self._late
+            is_due = late and self._function is not None and time.monotonic() - entered_at > SECONDS_UNTIL_NAMED
+            if is_due and entered_at == self._entered_at:  # otherwise, another call has begun meanwhile
+                self._late = ""
+                print_line(f"warning: {late}")
             looks = _MILLISECONDS_BETWEEN_LOOKS if self._received else 1000 * SECONDS_BETWEEN_LOOKS
             for descriptor, _ in self._poll.poll(looks):
                 if descriptor in _OUTPUTS:
                     self._poll.unregister(descriptor)
-                    _discard(descriptor)
+                    # redirect a descriptor to the null device, because its reader has ended
+                    null = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, descriptor)
+                    os.close(null)
                     continue
                 numbers = self._inbox.recv(64)
                 if not numbers:  # closed
@@ -280,14 +287,6 @@ class _Listener:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, _INTERRUPT)
-
-    def _name_function(self) -> None:
-        """Print the line about the running function if it is due."""
-        entered_at, late = self._entered_at, self._late
-        is_due = late and self._function is not None and time.monotonic() - entered_at > SECONDS_UNTIL_NAMED
-        if is_due and entered_at == self._entered_at:  # otherwise, another call has begun meanwhile
-            self._late = ""
-            print_line(f"warning: {late}")
 
     def _receive(self, number: int) -> None:
         now, finishing = time.monotonic(), self.finishing
@@ -320,10 +319,3 @@ def _set_timer(seconds: float) -> None:
 
 def _is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _discard(descriptor: int) -> None:
-    """Redirect a descriptor to the null device, because its reader has ended."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, descriptor)
-    os.close(null)

@@ -99,7 +99,9 @@ def _run(arguments: Sequence[str]) -> int:
         first = str(error).partition("\n")[0]
         if type(error).__name__ == "OutOfMemoryError":  # torch's; compared by name to avoid the import
             return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
-        if _is_lost_contact(error):
+        # whether torch.distributed raised this error because another process is lost
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error)):
             what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source location and advice
             again = f"{_same_command(arguments)} {_effect_of_repeating(arguments)}"
             return _report(error, f"{LOST_CONTACT} ({what}); {again}", FAILED)
@@ -300,12 +302,6 @@ def _unknown_option(error: click.NoSuchOption) -> str:
 
         return f"{message}{override_hint(error.option_name, RunConfig)}"
     return message
-
-
-def _is_lost_contact(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised this error because another process is lost. gloo raises RuntimeError."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error))
 
 
 def _stopped_at_once(number: int, arguments: Sequence[str]) -> str:

@@ -31,7 +31,12 @@ def settle_offline(names: Iterable[str | None]) -> None:
         return
     host = "the hub"
     try:
-        host, port = _address()
+        endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+        proxies = urllib.request.getproxies()
+        proxy = proxies.get(endpoint.scheme) or proxies.get("all")
+        if proxy and not urllib.request.proxy_bypass(endpoint.hostname or ""):
+            endpoint = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        host, port = endpoint.hostname or "", endpoint.port or _PORTS.get(endpoint.scheme, 1080)
         socket.create_connection((host, port), timeout=SECONDS).close()
     except ValueError as error:  # also for an invalid host name
         variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)  # a proxy's may be secret
@@ -81,13 +86,3 @@ def require_on_hub(models: Mapping[str, tuple[str, str | None]]) -> None:
             if isinstance(error.__cause__, refusals):
                 at_revision = "" if revision is None else f" with revision {revision}"
                 raise ConfigError(key, f"got {name}{at_revision}: there is no such folder, and {expected}") from error
-
-
-def _address() -> tuple[str, int]:
-    """Host and port of the hub, or of the proxy to it."""
-    endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    proxies = urllib.request.getproxies()
-    proxy = proxies.get(endpoint.scheme) or proxies.get("all")
-    if proxy and not urllib.request.proxy_bypass(endpoint.hostname or ""):
-        endpoint = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    return endpoint.hostname or "", endpoint.port or _PORTS.get(endpoint.scheme, 1080)

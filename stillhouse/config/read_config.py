@@ -36,7 +36,9 @@ def load_config(
     merged: Layer = {}
     for layer in (defaults or {}, _read_file(path), settings or {}, _read_overrides(overrides)):
         merged = _merge(_without_rival(merged, layer), layer)
-    content = _without_empty_sections(merged)
+    # remove empty sections (null in YAML), so that they get their defaults
+    required = {name for name, field in RunConfig.model_fields.items() if section_of(field) is field.annotation}
+    content = {name: value for name, value in merged.items() if value is not None or name not in required}
     try:
         config = RunConfig.model_validate(content)
     except ValidationError as error:
@@ -159,9 +161,3 @@ def _without_rival(below: Layer, above: Layer) -> Layer:
         if train_above.get(name) is not None and rival not in train_above
     }
     return {**below, "train": {name: value for name, value in train_below.items() if name not in decided}}
-
-
-def _without_empty_sections(content: Layer) -> Layer:
-    """Remove empty sections (null in YAML), so that they get their defaults. `teacher: null` is kept: no teacher."""
-    required = {name for name, field in RunConfig.model_fields.items() if section_of(field) is field.annotation}
-    return {name: value for name, value in content.items() if value is not None or name not in required}

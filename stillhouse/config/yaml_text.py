@@ -44,7 +44,8 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(None, f"{source}: {len(text):,} characters; expected at most {MAX_CHARACTERS:,} of YAML")
-    if _depth(text) > MAX_DEPTH:
+    steps = (1 if character in "[{" else -1 for character in text if character in "[{]}")
+    if max(itertools.accumulate(steps), default=0) > MAX_DEPTH:
         raise ConfigError(None, f"{source}: not valid YAML: more than {MAX_DEPTH} nested brackets")
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
@@ -65,12 +66,6 @@ def write_yaml(data: dict[str, Any]) -> str:
     stream = io.StringIO()
     yaml.dump(data, stream)
     return stream.getvalue()
-
-
-def _depth(text: str) -> int:
-    """The depth of nested brackets, including brackets in quoted text."""
-    steps = (1 if character in "[{" else -1 for character in text if character in "[{]}")
-    return max(itertools.accumulate(steps), default=0)
 
 
 def _line(error: Exception, text: str) -> str:

@@ -204,7 +204,12 @@ class MicroBatch:
                 padding = int(value[0, 0]) if name == "input_ids" else 0
                 chosen[name] = take(value.flatten(0, 1), index_BS.flatten(), padding).unflatten(0, index_BS.shape)
         for name in _POSITIONS & chosen.keys():
-            chosen[name] = _with_padding_positions(chosen[name], index_BS)
+            # let the positions of a row's padding begin at 0, because the padding is a separate document
+            positions = chosen[name]
+            tokens_B1 = (index_BS >= 0).sum(1, keepdim=True)
+            count_BS = torch.arange(index_BS.shape[1]).expand_as(index_BS) - tokens_B1
+            shape = index_BS.shape + (1,) * (positions.dim() - 2)
+            chosen[name] = torch.where(index_BS.view(shape) < 0, count_BS.reshape(shape), positions)
         return chosen
 
 
@@ -255,14 +260,3 @@ def _views(buffer: Tensor, tensors: Iterable[Tensor], ends: Sequence[int]) -> li
         buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip([0, *ends], tensors, strict=False)
     ]
-
-
-def _with_padding_positions(positions: Tensor, index_BS: Tensor) -> Tensor:
-    """Let the positions of a row's padding begin at 0, because the padding is a separate document.
-
-    positions: [B, S], or [B, S, A] for A axes.
-    """
-    tokens_B1 = (index_BS >= 0).sum(1, keepdim=True)
-    count_BS = torch.arange(index_BS.shape[1]).expand_as(index_BS) - tokens_B1
-    shape = index_BS.shape + (1,) * (positions.dim() - 2)
-    return torch.where(index_BS.view(shape) < 0, count_BS.reshape(shape), positions)

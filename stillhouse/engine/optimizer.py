@@ -122,7 +122,8 @@ class ShardedMuon(KnownState):
                     state |= self.empty_state(matrix)
                 state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
                 update = matrix.grad.lerp(state["momentum_buffer"], momentum)
-                if _has_full_matrices(update):
+                placements: Sequence[Any] = update.placements if isinstance(update, DTensor) else ()
+                if all(placement.is_replicate() or placement.dim < update.dim() - 2 for placement in placements):
                     change = _orthogonal_step(local(update), group["lr"])
                 else:
                     change = _orthogonal_step(gathered_tensor(update), group["lr"])[shard_slices(matrix)]
@@ -232,12 +233,6 @@ def parameter_groups(kinds: Mapping[nn.Parameter, WeightKind], train: TrainConfi
         groups[kind != "vector", mesh].append(parameter)
     decay = {True: train.weight_decay, False: 0.0}
     return [{"params": held, "weight_decay": decay[has_decay]} for (has_decay, _), held in groups.items()]
-
-
-def _has_full_matrices(tensor: Tensor) -> bool:
-    """Whether this process has each matrix of a stack completely or not at all, or has the full tensor."""
-    placements: Sequence[Any] = tensor.placements if isinstance(tensor, DTensor) else ()
-    return all(placement.is_replicate() or placement.dim < tensor.dim() - 2 for placement in placements)
 
 
 def _orthogonal_step(momentum: Tensor, rate: float) -> Tensor:

@@ -223,10 +223,6 @@ def rotary_frequencies(config: PreTrainedConfig, layer_type: str = "full_attenti
     return frequencies_C, float(factor)
 
 
-def _expert_width(config: PreTrainedConfig) -> int:
-    return int(getattr(config, "moe_intermediate_size", config.intermediate_size))
-
-
 def gelu_tanh(input_: Tensor) -> Tensor:
     """The activation that transformers calls gelu_pytorch_tanh."""
     return F.gelu(input_, approximate="tanh")
@@ -255,7 +251,7 @@ def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
     if family.experts is not None:
         values |= family.experts(config) | {
             "num_moe_experts": config.num_local_experts,
-            "moe_ffn_hidden_size": _expert_width(config),
+            "moe_ffn_hidden_size": int(getattr(config, "moe_intermediate_size", config.intermediate_size)),
             "moe_router_topk": config.num_experts_per_tok,
         }
     return values

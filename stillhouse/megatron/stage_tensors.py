@@ -57,7 +57,9 @@ class StageTensor:
                 target = full[index]
                 part = flat[start : start + target.numel()].view(target.shape)
                 start += target.numel()
-                if (key := index_key(index)) in seen and not _same_bytes(target, part):
+                if (key := index_key(index)) in seen and not torch.equal(
+                    *(tensor.contiguous().flatten().view(torch.uint8) for tensor in (target, part))
+                ):
                     raise ValueError(
                         f"tensor '{self.name}': the copies of its part {index} differ between ranks; expected equal "
                         "weights, so start the run again from its last checkpoint"
@@ -104,8 +106,3 @@ def stage_weights(
         tensor.name: StageWeight(tensor.empty, partial(tensor.gathered, parts[tensor.name], device))
         for tensor in tensors
     }
-
-
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal to the bit; a NaN equals itself."""
-    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)))

@@ -51,7 +51,12 @@ def teacher_log_probs(
     signal.require_temperature(temperature)
     match signal:
         case FullVocab():
-            return _hidden_log_probs(signal, labels_T, temperature, vocabulary, valid_index)
+            head = signal.head if vocabulary is None else replace(signal.head, vocab_size=vocabulary)
+            terms, weights_T = [LogProb(labels_T, temperature)], _has_label(labels_T)
+            # the teacher's matrix products use the teacher's own dtype, even if autocast is on for the student
+            with torch.autocast(signal.hidden_TE.device.type, enabled=False):
+                output = linear_objective(signal.hidden_TE, head, terms, weights_T=weights_T, valid_index=valid_index)
+            return output.per_token["log_prob"]
         case DenseLogits():
             return _logits_log_probs(signal.logits_TV, labels_T, temperature, vocabulary, shard)
         case Mixture():
@@ -68,17 +73,6 @@ def teacher_log_probs(
         "a Mixture of them, or TopK or Chosen with the sampled token among the ids; sampled_kl and "
         "policy_gradient(teacher_kl=…) need it, a divergence or uld does not"
     )
-
-
-def _hidden_log_probs(
-    signal: FullVocab, labels_T: Tensor, temperature: float, vocabulary: int | None, valid_index: Tensor | None
-) -> Tensor:
-    head = signal.head if vocabulary is None else replace(signal.head, vocab_size=vocabulary)
-    terms, weights_T = [LogProb(labels_T, temperature)], _has_label(labels_T)
-    # the teacher's matrix products use the teacher's own dtype, even if autocast is on for the student
-    with torch.autocast(signal.hidden_TE.device.type, enabled=False):
-        output = linear_objective(signal.hidden_TE, head, terms, weights_T=weights_T, valid_index=valid_index)
-    return output.per_token["log_prob"]
 
 
 def _logits_log_probs(

@@ -7,8 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from io import FileIO
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -82,7 +80,12 @@ class RunLog:
         self._path = folder.metrics
         # before lines are removed from the log: they show which steps the trackers already have
         self._trackers = open_trackers(folder, track, progress, values or {}, self.print_line)
-        self._file, self._digest = _continue_file(self._path, progress.log_bytes)
+        with explained_write_errors(self._path):
+            # unbuffered, so that closing the file does not repeat a failed write
+            file = self._path.open("r+b" if progress.log_bytes else "w+b", buffering=0)
+            beginning = file.read(progress.log_bytes)
+            file.truncate(progress.log_bytes)
+        self._file, self._digest = file, hashlib.sha256(beginning)
         self._seconds_before, self._started = progress.seconds, time.monotonic()
         self._first, self._steps = progress.step, steps
         self._bar = tqdm(
@@ -173,16 +176,3 @@ class RunLog:
         self._bar.close()
         self._file.close()
         self._trackers.close(complete=kind is None)
-
-
-def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
-    """Remove all lines newer than the checkpoint and open the log for appending; also return its sha256.
-
-    length: the length of the file when the checkpoint was written; `open_checkpoint` has verified these bytes.
-    """
-    with explained_write_errors(path):
-        # unbuffered, so that closing the file does not repeat a failed write
-        file = path.open("r+b" if length else "w+b", buffering=0)
-        beginning = file.read(length)
-        file.truncate(length)
-    return file, hashlib.sha256(beginning)

@@ -128,7 +128,10 @@ class DeviceCounts(TorchDispatchMode):
         elif name == "_grouped_mm":
             outputs = _grouped_mm(operation, args, options)
         elif name in ("addmm", "mm") and operation._overloadname in ("dtype", "dtype_out"):
-            outputs = _product_of_dtype(args, options)
+            left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+            dtype = next(arg for arg in (*args, *options.values()) if isinstance(arg, torch.dtype))
+            out: Tensor | None = options.get("out")
+            outputs = left.new_empty(left.shape[0], right.shape[1], dtype=dtype) if out is None else out
         else:
             outputs = operation(*args, **options)
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and self._is_counted(leaf)]
@@ -264,14 +267,6 @@ class DeviceCounts(TorchDispatchMode):
 
 def _is_on_device(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"  # a fake tensor dispatches an operation to answer `is_cuda`
-
-
-def _product_of_dtype(args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Return a product whose result has another dtype. Torch before 2.13 has no rule for it with fake tensors."""
-    left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
-    dtype = next(arg for arg in (*args, *options.values()) if isinstance(arg, torch.dtype))
-    out: Tensor | None = options.get("out")
-    return left.new_empty(left.shape[0], right.shape[1], dtype=dtype) if out is None else out
 
 
 def _grouped_mm(operation: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:

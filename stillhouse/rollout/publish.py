@@ -88,7 +88,11 @@ def publish(
             if final.exists():  # published before the run resumed from an earlier checkpoint
                 shutil.rmtree(final)
             os.rename(partial, final)
-            _remove_others(folder, version)
+            numbered = {path.name.removeprefix(VERSION_PREFIX): path for path in folder.glob(f"{VERSION_PREFIX}*")}
+            versions = {int(number): path for number, path in numbered.items() if number.isdecimal()}
+            kept = sorted(number for number in versions if number <= version)[-KEPT:]
+            for number in versions.keys() - set(kept):
+                shutil.rmtree(versions[number])
     return final
 
 
@@ -271,14 +275,6 @@ def _write_manifest(
     )
     text = manifest.model_dump_json(indent=1, exclude={"base"} if base is None else None)
     (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")
-
-
-def _remove_others(folder: Path, version: int) -> None:
-    numbered = {path.name.removeprefix(VERSION_PREFIX): path for path in folder.glob(f"{VERSION_PREFIX}*")}
-    versions = {int(number): path for number, path in numbered.items() if number.isdecimal()}
-    kept = sorted(number for number in versions if number <= version)[-KEPT:]
-    for number in versions.keys() - set(kept):
-        shutil.rmtree(versions[number])
 
 
 @contextmanager

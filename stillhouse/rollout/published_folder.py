@@ -91,7 +91,9 @@ class PublishedFolder:
         except ValueError as error:
             raise NoVersionError(str(error)) from error
         self.sha256 = hashlib.sha256(content).hexdigest()
-        self._require_number()
+        numbered = re.fullmatch(rf"{VERSION_PREFIX}(\d+)", self.path.name)
+        if numbered is not None and int(numbered[1]) != self.manifest.version:
+            raise ValueError(f"{self.path} holds version {self.manifest.version}: {_AGAIN}")
         self._require_files(names)
 
     def read(self, name: str, most_bytes: int) -> bytes:
@@ -124,12 +126,6 @@ class PublishedFolder:
                 yield file
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from error
-
-    def _require_number(self) -> None:
-        """Raise ValueError if the manifest has another version than the folder's name."""
-        numbered = re.fullmatch(rf"{VERSION_PREFIX}(\d+)", self.path.name)
-        if numbered is not None and int(numbered[1]) != self.manifest.version:
-            raise ValueError(f"{self.path} holds version {self.manifest.version}: {_AGAIN}")
 
     def _require_files(self, names: set[str]) -> None:
         manifest = self.manifest

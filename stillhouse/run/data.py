@@ -236,8 +236,12 @@ def load_data(
             documents = load_documents(source, tokenizer, options, cache, processor, readers)
         except NoSourceError as error:
             raise ConfigError(key, str(error)) from error
-        if rollout is not None and rollout.reply_role:
-            _require_conversations(documents, source, rollout, tokenizer)
+        if rollout is not None and rollout.reply_role and not are_conversations(documents.records[0], tokenizer):
+            raise ConfigError(
+                "rollout.reply",
+                f"got {rollout.reply}, but the prompts of {source} are strings: expected raw, or conversations "
+                "('messages', or 'prompt' as a list of messages)",
+            )
         return documents
 
     def load_train(rollouts: Sequence[RolloutConfig] = ()) -> Documents:
@@ -267,18 +271,6 @@ def load_data(
             f" with completions ({error})",
         ) from error
     return _split(train, data.eval)[0], _split(documents, data.eval)[1]
-
-
-def _require_conversations(
-    prompts: Documents, source: str, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise ConfigError unless the chat template writes the prompts of a source, as it writes replies."""
-    if not are_conversations(prompts.records[0], tokenizer):
-        raise ConfigError(
-            "rollout.reply",
-            f"got {rollout.reply}, but the prompts of {source} are strings: expected raw, or conversations "
-            "('messages', or 'prompt' as a list of messages)",
-        )
 
 
 def _load_options(

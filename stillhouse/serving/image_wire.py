@@ -72,7 +72,7 @@ def processor_hash(processor: MediaProcessor) -> str:
     """
     documents = [
         {
-            name: tensor.tolist() if _is_exact(tensor) else [list(tensor.shape), str(tensor.dtype)]
+            name: tensor.tolist() if not tensor.is_floating_point() else [list(tensor.shape), str(tensor.dtype)]
             for name, tensor in document.items()
         }
         for document in processor.example_documents()
@@ -187,10 +187,6 @@ def decode_images(
             )
         images.append(DocumentMedia(bytes.fromhex(entry.sha256), lambda made=made: made))  # type: ignore[misc]
     return images
-
-
-def _is_exact(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point()
 
 
 _KEY = "generate"

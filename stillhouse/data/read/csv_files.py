@@ -33,7 +33,14 @@ class Csv(Reader):
                 if values and names is not None:
                     yield _record(where, names, values)
                 elif values:
-                    names = _header(where, values)
+                    twice = next((name for name in values if values.count(name) > 1), None)
+                    if twice is not None:
+                        raise DataError(
+                            where, f"the header names the column {twice!r} twice; expected different names"
+                        )
+                    if any(map(_damaged, values)):
+                        raise DataError(where, "the header is not UTF-8 text")
+                    names = values
 
 
 class Tsv(Csv):
@@ -48,15 +55,6 @@ def _lines(file: BinaryIO) -> Iterator[str]:
             raise csv.Error(f"a line is longer than {MAX_BYTES:,} bytes; expected shorter records")
         yield line.decode(encoding, "surrogateescape")
         encoding = "utf-8"
-
-
-def _header(where: str, names: list[str]) -> list[str]:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(where, f"the header names the column {twice!r} twice; expected different names")
-    if any(map(_damaged, names)):
-        raise DataError(where, "the header is not UTF-8 text")
-    return names
 
 
 def _damaged(text: str) -> bool:

@@ -164,17 +164,14 @@ class Aligner:
                 ids += [aligned.teacher_tokens for aligned in self.align([documents.tokens(at) for at in batch])]
             except ValueError:
                 for number in batch:
-                    self._require_alignment(documents, number)
+                    try:
+                        self.align([documents.tokens(number)])
+                    except ValueError as error:
+                        raise DataError(documents.sources[number], str(error)) from error
                 raise
         tokens_N, offsets = np.concatenate(ids), offsets_of([len(teacher_ids) for teacher_ids in ids])
         targets_N = np.zeros(len(tokens_N), dtype=bool)
         return Documents(tokens_N, targets_N, offsets, documents.keys_D, documents.sources, documents.report)
-
-    def _require_alignment(self, documents: Documents, number: int) -> None:
-        try:
-            self.align([documents.tokens(number)])
-        except ValueError as error:
-            raise DataError(documents.sources[number], str(error)) from error
 
     def _translated(self, index: int, *, inner: bool) -> list[int]:
         """The teacher's ids for a special token of the student. inner: whether text precedes the token."""

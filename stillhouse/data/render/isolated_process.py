@@ -131,7 +131,10 @@ def _serve(
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it; the child ends with the parent
-        _close_all_but(connection)
+        # if another thread was starting a program at the fork, it waits until the pipe of this start is closed in all
+        # processes, which here would be until the child ends
+        os.closerange(3, connection.fileno())
+        os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         limit_memory(memory_bytes)
         messages = Messages(connection)
         while True:
@@ -142,16 +145,6 @@ def _serve(
             messages.send(answer)
     finally:
         os._exit(1)
-
-
-def _close_all_but(connection: socket.socket) -> None:
-    """Close all files but the standard ones and the connection.
-
-    If another thread was starting a program at the fork, it waits until the pipe of this start is closed in all
-    processes, which here would be until the child ends.
-    """
-    os.closerange(3, connection.fileno())
-    os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def _placeholder(value: Any) -> str:

@@ -47,7 +47,11 @@ class ReplyFormat:
         self.marker_id: int = self.tokenizer.convert_tokens_to_ids(self.marker)
         self._prove_text()
         self._prove_histories()
-        self._prove_tokens()
+        reply = _REPLIES[1]
+        complete = self._conversation([_QUESTION], reply)
+        head = complete.removesuffix(self._suffix([_QUESTION], reply))
+        if self._text.template_ids(complete) != self._text.template_ids(head) + self.reply_ids(reply):
+            raise self._error("writes replies of which the first token also has characters of the turn before")
 
     def reply_ids(self, reply: str, *, ends: bool = False) -> list[int]:
         """The tokens between the end of a turn and the beginning of the next turn.
@@ -107,13 +111,6 @@ class ReplyFormat:
                 continue  # the template refuses such prompts
             if (suffix := self._suffix(history, "a", tools)) != expected:
                 raise self._error(f"writes a reply as {suffix!r:.200} after {name}, and as {expected!r:.200} without")
-
-    def _prove_tokens(self) -> None:
-        reply = _REPLIES[1]
-        complete = self._conversation([_QUESTION], reply)
-        head = complete.removesuffix(self._suffix([_QUESTION], reply))
-        if self._text.template_ids(complete) != self._text.template_ids(head) + self.reply_ids(reply):
-            raise self._error("writes replies of which the first token also has characters of the turn before")
 
     def _suffix(self, history: Sequence[Message], reply: str, tools: Tools = None) -> str:
         """What the template writes between the end of a turn behind these messages and the next turn."""

@@ -54,7 +54,7 @@ class TokenBytes:
         if not tokenizer.is_fast:
             raise ValueError(f"the tokenizer {name!r} has no exact bytes of its tokens: expected a fast tokenizer")
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
-        self._is_byte_level = _has(decoder, "ByteLevel")
+        self._is_byte_level = any(part["type"] == "ByteLevel" for part in _parts(decoder))
         if not self._is_byte_level and not _writes_spaces(decoder):
             kind = "no decoder" if decoder is None else f"the decoder {decoder['type']}"
             raise ValueError(
@@ -150,10 +150,6 @@ def _parts(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if decoder is None:
         return []
     return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-
-
-def _has(decoder: dict[str, Any] | None, kind: str) -> bool:
-    return any(part["type"] == kind for part in _parts(decoder))
 
 
 def _without_added_space(part: dict[str, Any] | None) -> dict[str, Any] | None:

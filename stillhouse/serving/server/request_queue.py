@@ -110,7 +110,9 @@ class RequestQueue:
                     headers={"Connection": "close"},
                 )
             if self._held and self._held + ticket.tokens > self.queue_tokens:
-                seconds = self._seconds_until_room(ticket.tokens)
+                too_many = self._held + ticket.tokens - self.queue_tokens
+                speed = self._tokens_per_second or float(self.batch_tokens)
+                seconds = max(1, min(60, round(too_many / speed)))
                 raise busy(f"the queue is full: try again in {seconds} s", seconds)
             self._held += ticket.tokens
             self._items.extend((ticket, number) for number in range(len(parts)))
@@ -164,8 +166,3 @@ class RequestQueue:
             for ticket, _ in self._items:
                 ticket.fail(error)
             self._items.clear()
-
-    def _seconds_until_room(self, tokens: int) -> int:
-        too_many = self._held + tokens - self.queue_tokens
-        speed = self._tokens_per_second or float(self.batch_tokens)
-        return max(1, min(60, round(too_many / speed)))

@@ -205,7 +205,9 @@ class ModelLoop:
             self._failures += not is_memory
             if not self._role.survives_failures or self._failures >= MAX_FAILURES:
                 raise
-            _free_memory()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             return
         self._failures = 0
         seconds = time.monotonic() - started
@@ -220,9 +222,3 @@ class ModelLoop:
 
 def _failure(problem: str) -> RequestError:
     return RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, problem)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -187,7 +187,8 @@ def bytes_for(numbers: Count, width: int) -> Count:
 
 def read_bits(string: np.ndarray, positions: np.ndarray, width: int) -> np.ndarray:
     """The integers of `width` bits at these positions of a string, uint64; the most significant bit is first."""
-    _require_width(width)
+    if not 1 <= width <= _WIDEST:
+        raise ValueError(f"integers of {width} bits: expected 1 to {_WIDEST}")
     padded = np.concatenate([string, np.zeros(_REACH, dtype=np.uint8)])
     values = np.zeros(positions.shape, dtype=np.uint64)
     for at in range(_REACH):
@@ -204,8 +205,3 @@ def unpack_rows(strings: np.ndarray, numbers: int, width: int) -> np.ndarray:
 def _places(rows: int, numbers: int, width: int) -> np.ndarray:
     starts = np.arange(rows, dtype=np.int64)[:, None] * (8 * bytes_for(numbers, width))
     return starts + np.arange(numbers, dtype=np.int64) * width
-
-
-def _require_width(width: int) -> None:
-    if not 1 <= width <= _WIDEST:
-        raise ValueError(f"integers of {width} bits: expected 1 to {_WIDEST}")
