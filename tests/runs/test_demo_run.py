@@ -62,8 +62,8 @@ def test_the_distilled_student_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_the_runs_of_the_image_demo_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its teacher trains from the written files alone, and its student from that teacher; here one step of each."""
-    monkeypatch.setattr("stillhouse.tools.demo.run_files.PICTURES", 40)
-    monkeypatch.setattr("stillhouse.tools.demo.run_files.HELD_OUT_PICTURES", 8)
+    monkeypatch.setattr("stillhouse.images.digits_demo.PICTURES", 40)
+    monkeypatch.setattr("stillhouse.images.digits_demo.HELD_OUT_PICTURES", 8)
     assert cli.run(["demo", "--write", "images", "--out", str(tmp_path / "images")]) == 0
     for name in ("teacher", "run"):
         assert cli.run(["distill", str(tmp_path / "images" / f"{name}.yaml"), "train.steps=1"]) == 0
