@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kit import slow
+from kit.config_cases import MESSAGES
 from kit.mutations import assert_survives, from_the_openapi_document
 from kit.serving import Server, load_weights
 from safetensors.torch import save
@@ -125,76 +126,7 @@ def test_requests_made_from_the_openapi_document_are_no_server_errors(
 
 
 #: changes of the smallest body of a route, and the message; of sampling, the field alone if it is enough
-BEYOND: list[tuple[str, dict[str, Any], str]] = [
-    (SCORE, {"token_ids": [[400]]}, "sequence 0 has the token id 400: expected 0 to 399"),
-    (SCORE, {"token_ids": [[1], [2**31 - 1]]}, "sequence 1 has the token id 2147483647"),
-    (SCORE, {"token_ids": [[-1]]}, "sequence 0 has the token id -1: expected 0 to 399"),
-    (SCORE, {"token_ids": [[2**70]]}, "token_ids"),
-    (SCORE, {"token_ids": [[]]}, "expected one token or more per document"),
-    (SCORE, {"token_ids": []}, "token_ids"),
-    (SCORE, {"token_ids": [[1] * 129]}, "sequence 0 has 129 tokens: expected 1 to 128"),
-    (SCORE, {"token_ids": [[1] * 128] * 513}, "65664 tokens: expected at most 65536 per request"),
-    (SCORE, {"token_ids": [[1]] * 4097}, "4097 sequences: expected at most 4096"),
-    (SCORE, {"rows": [[0, 3]]}, "rows 0 to 3 of a document of 2 tokens"),
-    (SCORE, {"rows": []}, "rows of shape [0]: expected [1, 2]"),
-    (SCORE, {"signal": "top_k", "top_k": 257}, "top_k=257: expected at most 256"),
-    (SCORE, {"signal": "sampled", "top_k": 256}, "top_k=256 draws per token: expected at most 255"),
-    (SCORE, {"signal": "chosen", "top_k": 1, "ids": [[[400], [1]]]}, "ids: got 400"),
-    (SCORE, {"signal": "chosen", "top_k": 1, "ids": [[[-2], [1]]]}, "ids: got -2"),
-    (SCORE, {"signal": "chosen", "top_k": 2, "ids": [[[1], [1]]]}, "ids of shape [2, 1]"),
-    (SCORE, {"more": 1}, "more: Extra inputs are not permitted"),
-    (SCORE, {"token_ids": [[True]]}, "token_ids"),
-    (COMPLETE, {"prompt_logprobs": 257}, "Requested prompt logprobs of 257, which is greater than max allowed: 256"),
-    (COMPLETE, {"max_tokens": 2}, "max_tokens=2: expected 0 or 1"),
-    (COMPLETE, {"stream": True}, "stream: Input should be False"),
-    (COMPLETE, {"top_p": 0.5}, "top_p: is not supported by this server"),
-    (COMPLETE, {"model": "gpt-4"}, "The model `gpt-4` does not exist."),
-    (COMPLETE, {"prompt": []}, "expected one prompt or more"),
-    (COMPLETE, {"prompt": [[]]}, "sequence 0 has 0 tokens"),
-    (COMPLETE, {"prompt": [400]}, "token id 400: expected 0 to 399"),
-    (COMPLETE, {"prompt": [1] * 129}, "sequence 0 has 129 tokens: expected 1 to 128"),
-    (COMPLETE, {"temperature": -1}, "temperature"),
-    (COMPLETE, {"max_tokens": None}, "max_tokens"),
-    (GENERATE, {"token_ids": []}, "token_ids: List should have at least 1 item"),
-    (GENERATE, {"token_ids": [400]}, "sequence 0 has the token id 400: expected 0 to 399"),
-    (GENERATE, {"token_ids": [-1]}, "token_ids.0: Input should be greater than or equal to 0"),
-    (GENERATE, {"token_ids": [2**70]}, "token_ids.0"),
-    (GENERATE, {"token_ids": [[1]]}, "token_ids.0: Input should be a valid integer"),
-    (GENERATE, {"token_ids": [True]}, "token_ids.0"),
-    (GENERATE, {"token_ids": [1] * 127}, "127 tokens of the prompt and max_tokens=2: expected at most 128 together"),
-    (GENERATE, {"token_ids": [1] * 129}, "129 tokens: expected at most 128 per request"),
-    (GENERATE, {"more": 1}, "more: is not supported by this server"),
-    (GENERATE, {"stream": True}, "stream: Input should be False"),
-    (GENERATE, {"sampling_params": None}, "sampling_params: Input should be an object"),
-    *(
-        (GENERATE, {"sampling_params": sampling}, message or f"sampling_params.{next(iter(sampling))}")
-        for sampling, message in [
-            ({"n": 2}, ""),
-            ({"max_tokens": 0}, ""),
-            ({"max_tokens": 10**30}, "expected at most 128 together"),
-            ({"max_tokens": 128}, "expected at most 128 together"),
-            ({"temperature": -1}, ""),
-            ({"temperature": 0.001}, "temperature=0.001: expected 0, or at least 0.01"),
-            ({"temperature": 5e-324}, "expected 0, or at least 0.01"),
-            ({"temperature": 101}, ""),
-            ({"top_p": 0}, ""),
-            ({"top_p": 1.1}, ""),
-            ({"top_k": -2}, ""),
-            ({"min_p": -0.1}, ""),
-            ({"seed": -1}, ""),
-            ({"seed": 2**63}, ""),
-            ({"stop": ""}, ""),
-            ({"stop": ["a"] * 17}, "17 stop texts: expected at most 16"),
-            ({"stop": "a" * 257}, ""),
-            ({"stop_token_ids": [-1]}, ""),
-            ({"stop_token_ids": [2] * 257}, ""),
-            ({"logprobs": 2}, ""),
-            ({"prompt_logprobs": 1}, ""),
-            ({"repetition_penalty": 1.1}, ""),
-            ({"bad_words": ["a"]}, "sampling_params.bad_words: is not supported by this server"),
-        ]
-    ),
-]
+BEYOND = [(*eval(case["call"]), case["error"]) for case in MESSAGES["requests to a server"]]
 
 
 def test_a_request_beyond_the_limits_is_refused_by_name(by_path: dict[str, httpx2.Client]) -> None:

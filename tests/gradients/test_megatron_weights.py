@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.config_cases import refused_calls
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
 
@@ -166,70 +167,9 @@ def test_all_families_have_names() -> None:
     assert NAMES.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "options", "layout", "message"),
-    [
-        (
-            "gemma",
-            {},
-            {},
-            r"^model_type 'gemma' has no .* qwen2, qwen3, qwen3_moe, deepseek_v3, gpt_oss, gemma2, gemma3_text$",
-        ),
-        ("llama", {"hidden_act": "gelu"}, {}, r"^hidden_act='gelu' .* expected 'silu'"),
-        ("llama", {"attention_bias": True}, {}, r"^attention_bias=True"),
-        ("llama", {"mlp_bias": True}, {}, r"^mlp_bias=True"),
-        ("llama", {"attention_dropout": 0.1}, {}, r"^attention_dropout=0\.1"),
-        ("qwen3", {"layer_types": ["chunked_attention"] * 4}, {}, r"^layer_types=\['chunked_attention'\]"),
-        (GEMMA, {"hidden_activation": "gelu"}, {}, r"^hidden_activation='gelu'"),
-        (GEMMA, {"final_logit_softcapping": 30.0}, {}, r"^final_logit_softcapping=30\.0"),
-        (GEMMA, {"attn_logit_softcapping": 50.0}, {}, r"^attn_logit_softcapping=50\.0"),
-        (GEMMA, {"use_bidirectional_attention": True}, {}, r"^use_bidirectional_attention=True"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            {},
-            r"^rope_param",
-        ),
-        (MOE, {"norm_topk_prob": True, "num_experts_per_tok": 1}, {}, r"^num_experts_per_tok=1"),
-        (LATENT, {"norm_topk_prob": False}, {}, r"^norm_topk_prob=False"),
-        (LATENT, {"num_experts_per_tok": 4}, {}, r"^topk_group=1 .* expected 2, half of num_experts_per_tok=4"),
-        (LATENT, {"q_lora_rank": None}, {}, r"^q_lora_rank=None"),
-        (LATENT, {"rms_norm_eps": 1e-5}, {}, r"^rms_norm_eps=1e-05"),
-        (LATENT, {"rope_interleave": False}, {}, r"^rope_interleave=False"),
-        (LATENT, {"num_key_value_heads": 2}, {}, r"^num_key_value_heads=2"),
-        (LATENT, {"rope_parameters": YARN}, {}, r"^rope_parameters=.* expected equal mscale and mscale_all_dim"),
-        ("gpt_oss", {"num_experts_per_tok": 1}, {}, r"^num_experts_per_tok=1"),
-        ("gpt_oss", {"attention_bias": False}, {}, r"^attention_bias=False .* expected True"),
-        (
-            "gpt_oss",
-            {},
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            r"^tensor_model_parallel_size=2 for a gpt_oss model without expert parallelism",
-        ),
-        ("llama", {}, {"num_layers": 3}, r"^num_layers=3: the model or the loss determines it"),
-        (MOE, {}, {"moe_aux_loss_coeff": 0.1}, r"^moe_aux_loss_coeff=0\.1: the model or the loss determines it"),
-        ("llama", {}, {"tensor": 2}, r"^tensor=2: there is no such field; expected another field"),
-        ("llama", {}, {"tensor_model_parallel_size": 4}, r"^num_key_value_heads=2 over 4 tensor ranks"),
-        ("llama", {}, {"pipeline_model_parallel_size": 3}, r"^num_hidden_layers=4 over 3 pipeline stages"),
-        (MOE, {}, {"expert_model_parallel_size": 3}, r"^num_local_experts=4 over 3 expert ranks"),
-        (MOE, {}, {"tensor_model_parallel_size": 2}, r"^sequence_parallel=False with tensor_model_parallel_size=2"),
-        (
-            "qwen3",
-            WINDOWS,
-            {"depths": 1},
-            r"^sliding_window=\d+ of a qwen3 model.* without a window for student\.mtp$",
-        ),
-        (
-            MOE,
-            {},
-            {"depths": 1},
-            r"^mlp_only_layers=\[0\] of .* expected the first 1 layers to be like the last one, for",
-        ),
-    ],
-)
-def test_what_megatron_does_not_compute_exactly_is_refused(
-    model_type: str, options: dict[str, Any], layout: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("megatron"))
+def test_what_megatron_does_not_compute_exactly_is_refused(call: str, message: str) -> None:
+    model_type, options, layout = eval(call)
     config = model_config(Case(model_type, options=options))
     with pytest.raises(ValueError, match=message):
         transformer_config(config, **layout)

@@ -16,6 +16,7 @@ import numpy as np
 from kit.causal_families import of_config, tiny_config
 from kit.toy_tokenizer import toy_tokenizer
 from PIL import Image
+from ruamel.yaml import YAML
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _PARTS = (
@@ -48,10 +49,6 @@ def _template(user: str, assistant: str, end: str, image: str, first: str = "") 
     )
 
 
-def _chatml(image: str) -> str:
-    return _template("<|im_start|>{role}\n", "<|im_start|>assistant\n", "<|im_end|>", image)
-
-
 @dataclass(frozen=True)
 class ImageFamily:
     """What a folder of the family contains beside the toy tokenizer.
@@ -68,163 +65,13 @@ class ImageFamily:
     template: str
     options: Mapping[str, Any] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
-    more_tokens: tuple[str, ...] = ()
-    sizes: tuple[str, ...] = ("vocab_size",)
+    more_tokens: Sequence[str] = ()
+    sizes: Sequence[str] = ("vocab_size",)
 
 
-_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
-_VISION = {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
-_QWEN: dict[str, Any] = {
-    "processor": {
-        "processor_class": "Qwen3VLProcessor",
-        "image_processor": {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "size": {"shortest_edge": 64, "longest_edge": 256},
-            "patch_size": 2,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-        "video_processor": {"video_processor_type": "Qwen3VLVideoProcessor"},
-    },
-    "tokens": {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    },
-    "template": _chatml("<|vision_start|><|image_pad|><|vision_end|>"),
-}
-_SQUARE = {"height": 8, "width": 8}
-_GRID = [[8, 8], [8, 16], [16, 8]]
-
-FAMILIES: dict[str, ImageFamily] = {
-    "qwen3_vl": ImageFamily(
-        **_QWEN,
-        options={"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}, "vision_config": _VISION},
-    ),
-    "qwen3_vl_moe": ImageFamily(
-        **_QWEN,
-        options={"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}, "vision_config": _VISION},
-    ),
-    "qwen3_5": ImageFamily(
-        **_QWEN,
-        options={
-            "head_dim": 16,
-            "rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
-            "vision_config": _VISION,
-        },
-    ),
-    "gemma3": ImageFamily(
-        processor={
-            "processor_class": "Gemma3Processor",
-            "image_processor": {"image_processor_type": "Gemma3ImageProcessor", "size": _SQUARE},
-            "image_seq_length": 4,
-        },
-        tokens={
-            "image_token_id": "<image_soft_token>",
-            "boi_token_index": "<start_of_image>",
-            "eoi_token_index": "<end_of_image>",
-        },
-        roles={
-            "image_token": "<image_soft_token>",
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-        },
-        template=_template(
-            "<start_of_turn>{role}\n", "<start_of_turn>model\n", "<end_of_turn>", "<start_of_image>", "<s>"
-        ),
-        options={"mm_tokens_per_image": 4},
-        more_tokens=("<start_of_turn>", "<end_of_turn>"),
-    ),
-    "gemma4": ImageFamily(
-        processor={
-            "processor_class": "Gemma4Processor",
-            "image_processor": {
-                "image_processor_type": "Gemma4ImageProcessor",
-                "patch_size": 2,
-                "pooling_kernel_size": 2,
-                "max_soft_tokens": 70,
-            },
-            "video_processor": {"video_processor_type": "Gemma4VideoProcessor"},
-            "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
-        },
-        tokens={
-            "image_token_id": "<|image|>",
-            "boi_token_id": "<|image>",
-            "eoi_token_id": "<image|>",
-            "audio_token_id": "<|audio|>",
-            "boa_token_id": "<|audio>",
-            "eoa_token_index": "<audio|>",
-            "video_token_id": "<|video|>",
-        },
-        roles={
-            "image_token": "<|image|>",
-            "boi_token": "<|image>",
-            "eoi_token": "<image|>",
-            "audio_token": "<|audio|>",
-            "boa_token": "<|audio>",
-            "eoa_token": "<audio|>",
-        },
-        template=_template("<|turn>{role}\n", "<|turn>model\n", "<turn|>", "\n\n<|image|>\n\n", "<s>"),
-        options={"audio_config": None, "vision_config": {"pooling_kernel_size": 2, "position_embedding_size": 160}},
-        more_tokens=("<|turn>", "<turn|>"),
-        sizes=("vocab_size", "vocab_size_per_layer_input"),
-    ),
-    "idefics3": ImageFamily(
-        processor={
-            "processor_class": "Idefics3Processor",
-            "image_processor": {
-                "image_processor_type": "Idefics3ImageProcessor",
-                "size": {"longest_edge": 16},
-                "max_image_size": {"longest_edge": 8},
-            },
-            "image_seq_len": 4,
-        },
-        tokens={"image_token_id": "<image>"},
-        template=_template("{role}:", "assistant:", "<end_of_utterance>", "<image>"),
-        more_tokens=(
-            *("<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
-            *(f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)),
-        ),
-    ),
-    "llava_onevision": ImageFamily(
-        processor={
-            "processor_class": "LlavaOnevisionProcessor",
-            "image_processor": {
-                "image_processor_type": "LlavaOnevisionImageProcessor",
-                "size": _SQUARE,
-                "image_grid_pinpoints": _GRID,
-            },
-            "video_processor": {"video_processor_type": "LlavaOnevisionVideoProcessor"},
-            "num_image_tokens": 4,
-            "vision_feature_select_strategy": "full",
-        },
-        tokens={"image_token_id": "<image>", "video_token_index": "<video>"},
-        template=_chatml("<image>\n"),
-        options={"image_grid_pinpoints": _GRID, "vision_config": {"patch_size": 4}},
-    ),
-    "internvl": ImageFamily(
-        processor={
-            "processor_class": "InternVLProcessor",
-            "image_processor": {
-                "image_processor_type": "GotOcr2ImageProcessor",
-                "size": _SQUARE,
-                "crop_to_patches": True,
-                "max_patches": 2,
-            },
-            "video_processor": {"video_processor_type": "InternVLVideoProcessor"},
-            "image_seq_length": 4,
-        },
-        tokens={"image_token_id": "<IMG_CONTEXT>"},
-        roles={
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
-            "video_token": "<video>",
-        },
-        template=_chatml("<IMG_CONTEXT>\n"),
-        options={"image_seq_length": 4},
-    ),
+_FAMILIES = YAML(typ="safe").load(Path(__file__).with_name("image_families.yaml").read_text(encoding="utf-8"))
+FAMILIES = {
+    name: ImageFamily(**fields | {"template": _template(*fields["template"])}) for name, fields in _FAMILIES.items()
 }
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import load_records, same_documents
 from kit.toy_tokenizer import toy_tokenizer
 
@@ -57,42 +58,10 @@ def test_alpaca_is_its_own_prompt_without_a_chat_template(tmp_path: Path, input_
     assert toy_tokenizer().decode(documents.tokens_N[documents.targets_N].tolist()) == "four</s>"
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"conversations": SHAREGPT} | ALPACA, "ambiguous columns"),
-        ({"conversations": SHAREGPT, "prompt": "a"}, "ambiguous columns"),
-        ({"conversations": [{"from": "bot", "value": "a"}]}, r"'from' of turn 1 .*'bot'\): expected one of .*human"),
-        (
-            {"conversations": [{"from": "tool", "value": "a"}]},
-            r"'from' of turn 1 .*'tool'\): expected one of .*human",
-        ),
-        ({"conversations": MESSAGES}, r".* must have 'from' and 'value', found .*belong in a column 'messages'"),
-        ({"conversations": ["a"]}, r"turn 1 of 'conversations' must have 'from' and 'value', found a string"),
-        ({"conversations": "a"}, "'conversations' must be a list"),
-        (
-            {"conversations": [SYSTEM, *SHAREGPT], "system": "b"},
-            "'system' is not empty, and 'conversations' has a system turn, too",
-        ),
-        (
-            {"conversations": [*SHAREGPT, SHAREGPT[0], {"from": "gpt", "value": "a", "weight": 0}]},
-            r"'weight' of message 4 of 'messages' is a number \(0\), but every turn of the assistant is a target",
-        ),
-        (
-            {"messages": [*MESSAGES, MESSAGES[-2], {"role": "assistant", "content": "a", "train": False}]},
-            r"'train' of message 5 of 'messages' is a boolean \(False\), but every turn",
-        ),
-        (
-            {"messages": [*MESSAGES, MESSAGES[-2], {"role": "assistant", "content": "a", "weight": 0.5}]},
-            r"'weight' of message 5 of 'messages' is a number \(0.5\), but every turn .* with the weight 1",
-        ),
-        (ALPACA | {"history": [["a", "b"]]}, "'history' is not empty"),
-        (ALPACA | {"output": ""}, "'output' is empty"),
-        (ALPACA | {"input": 3}, "'input' must be a string"),
-    ],
-)
-def test_what_cannot_be_read_is_named(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(DataError, match=rf"train\.jsonl:1: {reason}"):
+@pytest.mark.parametrize(("call", "message"), refused_calls("columns of other tools"))
+def test_what_cannot_be_read_is_named(tmp_path: Path, call: str, message: str) -> None:
+    fields = eval(call)
+    with pytest.raises(DataError, match=rf"train\.jsonl:1: {message}"):
         load_records(tmp_path, [fields], **CHAT)
 
 

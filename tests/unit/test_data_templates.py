@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import BOS, EOS, plain
 from kit.toy_tokenizer import toy_backend, toy_tokenizer
 from tokenizers import processors
@@ -192,49 +193,12 @@ OPENS = "<|im_start|>assistant\\n<think>"
 THINKS = "('<think></think>' if last and assistant else '') + message.content"
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (
-            turns("message.content + (' /think' if last else '')"),
-            "first 2 messages and the generation prompt",
-        ),
-        (
-            turns("message.content + (message.content if last else '')"),
-            "first 2 messages and the generation prompt",
-        ),
-        (
-            turns("message.content", prompt="<|im_start|>model\\n"),
-            "first 2 messages and the generation prompt",
-        ),
-        # The last turn has no thoughts although the prompt opens them: the template dropped the record's thoughts.
-        (turns("message.content.split('</think>')[-1]", prompt=OPENS), "ends a prompt with '<|im_start|>assist"),
-        # The heading depends on the content, so the anchor has another heading than the message.
-        (
-            turns(THINKS, OPENS, "('' if message.content[0] == ' ' else '\\n')"),
-            "first 2 messages and the gen",
-        ),
-        # The generation prompt already contains the answer.
-        (
-            turns("message.content", "<|im_start|>assistant\\n Paris is<|im_end|>\\n<|im_start|>"),
-            "renders the first 3 messages",
-        ),
-        # The template drops the anchor, or the anchor changes other text: in the whole or in its beginning.
-        (turns("'gone' if assistant and not messages[4:] else message.content"), "first 3 messages"),
-        (
-            turns(THINKS) + "{% if messages[4:] %}{{ messages[2].content | length }}{% endif %}",
-            "renders the first 3 messages",
-        ),
-        (
-            turns(THINKS) + "{% if messages[-1].content == ' Paris is' %}{{ '!' }}{% endif %}",
-            "renders the first 3 messages",
-        ),
-    ],
-)
-def test_a_template_that_leaves_the_turns_unclear_is_refused(template: str, reason: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("chat templates"))
+def test_a_template_that_leaves_the_turns_unclear_is_refused(call: str, message: str) -> None:
+    template = eval(call)
     tokenizer = toy_tokenizer(chat="plain")
     tokenizer.chat_template = template
-    with pytest.raises(RecordError, match=re.escape(reason)):
+    with pytest.raises(RecordError, match=re.escape(message)):
         encode({"messages": CHAT}, tokenizer)
 
 
@@ -338,32 +302,10 @@ def test_a_half_form_beside_a_whole_one_is_an_extra_column() -> None:
 TEXT, COMPLETION, MESSAGES = {"text": "good"}, {"prompt": "a", "completion": "b"}, {"messages": CHAT}
 
 
-@pytest.mark.parametrize(
-    ("first", "fields", "message"),
-    [
-        (TEXT, {"text": 3}, "'text' must be a string, got a number (3)"),
-        (TEXT, {"text": None}, "'text' must be a string, got null"),
-        (TEXT, {"text": ""}, "'text' is empty"),
-        (TEXT, {"body": "a"}, "column 'text' is missing (found body)"),
-        (TEXT, {"text": "a\ud800"}, "'text' contains half of a surrogate pair at character 2"),
-        (COMPLETION, {"prompt": "a", "completion": ""}, "'completion' is empty"),
-        (COMPLETION, {"prompt": "a"}, "column 'completion' is missing (found prompt)"),
-        (COMPLETION, {"prompt": CHAT, "completion": "b"}, "'prompt' must be a string, got a list"),
-        (MESSAGES, {"messages": "hello"}, "'messages' must be a list of messages, got a string ('hello')"),
-        (MESSAGES, {"messages": []}, "'messages' is empty"),
-        (MESSAGES, {"messages": ["hello"]}, "message 1 of 'messages' must be an object with 'role' and 'content'"),
-        (MESSAGES, {"messages": [{"from": "a", "value": "b"}]}, "1 of 'messages' has no 'role' (found from, value)"),
-        (MESSAGES, {"messages": [CHAT[0], {"role": "user"}]}, "2 of 'messages' has no 'content' (found role)"),
-        (MESSAGES, {"messages": [{"role": "user", "content": 5}]}, "'content' of message 1 of 'messages' must be"),
-        (MESSAGES, {"messages": [CHAT[2]]}, "begins with a turn of the assistant"),
-        (MESSAGES, MESSAGES | {"tools": "add"}, "'tools' is a string, but not JSON (Expecting value: "),
-        (MESSAGES, MESSAGES | {"tools": "{}"}, "'tools' must be a list of objects, or the JSON of one, got a string"),
-        (MESSAGES, MESSAGES | {"tools": {"a": 1}}, "'tools' must be a list of objects, or the JSON of one, got an"),
-        (MESSAGES, MESSAGES | {"tools": [TOOLS[0], "take"]}, "tool 2 of 'tools' must be an object, got a string"),
-    ],
-)
-def test_a_bad_record_is_refused(first: dict[str, Any], fields: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("records"))
+def test_a_bad_record_is_refused(call: str, message: str) -> None:
     """first: the dataset's first record, which decides its form."""
+    first, fields = eval(call)
     template = template_for(first, toy_tokenizer(chat="plain"), "completion")
     with pytest.raises(RecordError, match=re.escape(message)):
         template.render(fields)
