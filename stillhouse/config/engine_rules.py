@@ -8,7 +8,7 @@ from stillhouse.display import enumerated
 from stillhouse.registry import load_all
 
 
-def rules_of_engines() -> Iterator[Rule]:
+def engine_rules() -> Iterator[Rule]:
     """The rules that follow from the capabilities of the registered engines."""
     engines = {name: kind.capabilities for name, kind in load_all(GROUP).items()}
     for name, engine in engines.items():
@@ -40,7 +40,7 @@ def _rules_of_engine(name: str, engine: EngineCapabilities) -> Iterator[Rule]:
         yield Rule((f"teacher.parallel.{name}",), lambda settings: settings is not None, "null")
 
 
-RULES_OF_LAYERS: tuple[Rule, ...] = (
+LAYER_RULES: tuple[Rule, ...] = (
     Rule(("teacher.parallel.engine",), lambda engine: engine not in (None, "torch"), "torch"),
     Rule(("teacher.parallel.sequence",), bool, "false"),
     excludes(

@@ -4,7 +4,7 @@ from stillhouse.config.reward_sum import has_part_of_object
 from stillhouse.config.rule import Rule, excludes
 from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
 
-RULES_OF_EVALUATION: tuple[Rule, ...] = (
+EVALUATION_RULES: tuple[Rule, ...] = (
     Rule(
         ("checkpoint.greater_is_better", "checkpoint.best"),
         lambda greater, best: greater is not None and not is_of_callback(best),

@@ -19,11 +19,11 @@ _WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?
 
 
 #: the part that the sample's object gives: that of a class in rollout.environment or rollout.tools
-OF_OBJECT = "environment"
+OBJECT_REWARD = "environment"
 
 
 class RewardPart(NamedTuple):
-    """A part of a reward. name: a function (package.module:function), the address of a server, or `OF_OBJECT`."""
+    """A part of a reward. name: a function (package.module:function), the address of a server, or `OBJECT_REWARD`."""
 
     weight: float
     name: str
@@ -43,7 +43,7 @@ class RewardPart(NamedTuple):
 
     @property
     def is_of_object(self) -> bool:
-        return self.name == OF_OBJECT
+        return self.name == OBJECT_REWARD
 
     @property
     def is_function(self) -> bool:

@@ -14,8 +14,8 @@ from stillhouse.config.sections.teacher_section import TeachersConfig
 
 #: in a rule, `teacher.` means all teachers, and this prefix means only the teachers under `teachers`
 NAMED = f"teachers.{ANY_NAME}."
-_OF_A_TEACHER = re.compile(rf"\bteacher\.|{re.escape(NAMED)}")
-_OF_A_SOURCE = re.compile(r"data\.train\[\d+\]\.")
+_TEACHER_PREFIX = re.compile(rf"\bteacher\.|{re.escape(NAMED)}")
+_SOURCE_PREFIX = re.compile(r"data\.train\[\d+\]\.")
 FIELDS = value_fields(RunConfig)
 
 
@@ -68,16 +68,16 @@ class Rule:
 
     def _for_teachers(self, sections: Iterable[str]) -> list["Rule"]:
         """A copy of the rule for each teacher, with the key of the teacher's section in place of `teacher.`."""
-        if not any(_OF_A_TEACHER.match(key) for key in self.keys):
+        if not any(_TEACHER_PREFIX.match(key) for key in self.keys):
             return [self]
         is_of_several = any(key.startswith(NAMED) for key in self.keys)
         names = [name for name in sections if not is_of_several or name != "teacher"]
         return [
             replace(
                 self,
-                keys=tuple(_OF_A_TEACHER.sub(f"{name}.", key) for key in self.keys),
-                expected=_OF_A_TEACHER.sub(f"{name}.", self.expected),
-                because=_OF_A_TEACHER.sub(f"{name}.", self.because),
+                keys=tuple(_TEACHER_PREFIX.sub(f"{name}.", key) for key in self.keys),
+                expected=_TEACHER_PREFIX.sub(f"{name}.", self.expected),
+                because=_TEACHER_PREFIX.sub(f"{name}.", self.because),
             )
             for name in names
         ]
@@ -132,7 +132,7 @@ def default(key: str) -> Any:
 def _owner(configuration: Section, key: str) -> Any:
     """The section that has a key; None if it is absent."""
     owner: Any = configuration
-    for name in _OF_A_SOURCE.sub("", key).split(".")[:-1]:
+    for name in _SOURCE_PREFIX.sub("", key).split(".")[:-1]:
         owner = owner.named.get(name) if isinstance(owner, TeachersConfig) else getattr(owner, name, None)
     return owner
 

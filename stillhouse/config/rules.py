@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 
-from stillhouse.config.engine_rules import RULES_OF_LAYERS, rules_of_engines
+from stillhouse.config.engine_rules import LAYER_RULES, engine_rules
 from stillhouse.config.errors import ConfigError, listed
-from stillhouse.config.evaluation_rules import RULES_OF_EVALUATION
+from stillhouse.config.evaluation_rules import EVALUATION_RULES
 from stillhouse.config.other_tools import loss_hint
 from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.rule import FIELDS, NAMED, Rule, default, excludes, needs
@@ -23,7 +23,6 @@ from stillhouse.config.sections.teacher_section import TeacherConfig
 from stillhouse.config.sections.train_section import OFFLOADED
 from stillhouse.config.servers import GROUP, TOKEN_VARIABLE
 from stillhouse.config.source_kinds import WEIGHT_KEYS, source_kinds
-from stillhouse.config.student_rules import RULES_OF_STUDENT
 from stillhouse.display import enumerated, name_list
 from stillhouse.objective.expression import expression_fields
 from stillhouse.registry import load, load_all, registered
@@ -85,7 +84,7 @@ def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig 
 
 def all_rules() -> tuple[Rule, ...]:
     """The rules of the registered sources of signals, those of the core, and those of the registered engines."""
-    return (*_source_rules(), *RULES, *rules_of_engines())
+    return (*_source_rules(), *RULES, *engine_rules())
 
 
 def _is_within(folder: str, parent: str) -> bool:
@@ -319,14 +318,36 @@ RULES: tuple[Rule, ...] = (
     excludes("objective.hidden", "rollout"),
     excludes("objective.hidden", "student.mtp.train=heads", because="the student's layers are frozen"),
     excludes("parallel.schedule=1f1b_ahead", "objective.hidden", because="it runs the teacher a step ahead"),
-    *RULES_OF_EVALUATION,
+    *EVALUATION_RULES,
     Rule(
         ("data.cache", "out"),
         lambda cache, out: cache not in (None, "auto") and _is_within(cache, out),
         "a folder outside of out",
         "out is empty when a run begins",
     ),
-    *RULES_OF_STUDENT,
+    # the student's first weights
+    excludes("student.init", "student.adapter", because="an adapter needs its base's own weights"),
+    excludes("student.init", "student.mtp", because="a run with MTP layers begins with the student of one without"),
+    Rule(
+        ("student.init.from", "teacher"),
+        lambda source, teacher: source == "teacher" and (teacher is None or teacher.model is None),
+        "random, or teacher.model, the teacher's files",
+    ),
+    excludes(
+        "student.init.from=teacher",
+        "teacher.cross_tokenizer",
+        expected="random",
+        because="the teacher's embedding is of other tokens",
+    ),
+    # the student's trained parts
+    excludes("student.train", "student.adapter", because="only the adapter is trained"),
+    Rule(
+        ("student.quantize", "student.adapter"),
+        lambda kind, adapter: kind is not None and adapter is None,
+        "null, or student.adapter",
+        "rounded weights cannot be trained",
+    ),
+    excludes("student.train", "student.mtp"),
     # steps and batches
     Rule(
         ("train.steps", "train.epochs"),
@@ -352,7 +373,7 @@ RULES: tuple[Rule, ...] = (
         lambda name, offload: bool(offload) and OFFLOADED not in load("stillhouse.optimizers", name).capabilities,
         "adamw",
     ),
-    *RULES_OF_LAYERS,
+    *LAYER_RULES,
     # not supported with multi-token prediction
     *(
         excludes(key, "student.mtp")

@@ -8,7 +8,7 @@ from pydantic import Field
 from stillhouse.config.section import PathText, Section
 
 #: a metric of one of several evaluation sets; the pattern below also matches metrics of eval.callbacks
-OF_A_SET = r"^eval/[A-Za-z0-9_-]+/(cross_entropy|forward_kl|agreement)$"
+SET_METRIC = r"^eval/[A-Za-z0-9_-]+/(cross_entropy|forward_kl|agreement)$"
 MetricOfCallback = Annotated[str, Field(pattern=r"^eval/[\w.\-/]+$", examples=["eval/math/cross_entropy"])]
 
 Known = Literal[
@@ -26,7 +26,7 @@ KNOWN = get_args(Known)
 
 def set_of(metric: str | None) -> str | None:
     """The name of the evaluation set that has a metric; None if it is not one set's metric."""
-    return metric.split("/")[1] if metric and re.match(OF_A_SET, metric) else None
+    return metric.split("/")[1] if metric and re.match(SET_METRIC, metric) else None
 
 
 def is_of_callback(metric: str | None) -> bool:

@@ -210,11 +210,11 @@ def token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) 
 
     Raises ValueError unless the spans cover all tokens in order.
     """
-    of_tokens: list[Any] = []
+    per_token: list[Any] = []
     for span in spans:
-        if span.start != len(of_tokens) or not span.start < span.end <= count:
-            raise ValueError(f"versions of the tokens {span.start} to {span.end} after {len(of_tokens)} tokens")
-        of_tokens += [versions.get(span.label or "")] * (span.end - span.start)
-    if len(of_tokens) != count or not of_tokens:
-        raise ValueError(f"versions of {len(of_tokens)} tokens for a completion of {count}")
-    return None if None in of_tokens else np.array(of_tokens, np.int32)
+        if span.start != len(per_token) or not span.start < span.end <= count:
+            raise ValueError(f"versions of the tokens {span.start} to {span.end} after {len(per_token)} tokens")
+        per_token += [versions.get(span.label or "")] * (span.end - span.start)
+    if len(per_token) != count or not per_token:
+        raise ValueError(f"versions of {len(per_token)} tokens for a completion of {count}")
+    return None if None in per_token else np.array(per_token, np.int32)

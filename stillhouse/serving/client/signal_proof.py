@@ -250,8 +250,8 @@ def _cross_entropy(
                 about = "at least "
             else:  # an estimate: the probability outside the ids is divided equally among all other tokens
                 about, outside_N = "about ", outside_N - math.log(max(1, vocabulary - is_next_NK.shape[1]))
-            of_next_N = tensors["log_probs"].double().masked_fill(~is_next_NK, -math.inf).amax(1)
-            losses.append(-torch.where(is_next_NK.any(1), of_next_N, outside_N)[is_text_N])
+            next_log_prob_N = tensors["log_probs"].double().masked_fill(~is_next_NK, -math.inf).amax(1)
+            losses.append(-torch.where(is_next_NK.any(1), next_log_prob_N, outside_N)[is_text_N])
     if losses:
         mean = float(torch.cat(losses).detach().mean())
         uniform = "" if vocabulary is None else f", {math.log(vocabulary):.2f} if it knew nothing"

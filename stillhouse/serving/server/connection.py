@@ -26,7 +26,7 @@ LATE_BYTES, LATE_SECONDS = 2**30, 120.0
 #: the most connections at a time, and how many of them must have no request
 CONNECTIONS, SPARE = 2048, 64
 #: headers of requests with a body
-_OF_BODIES = (b"content-length", b"transfer-encoding")
+_LENGTH_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 def most_connections() -> int:
@@ -100,7 +100,7 @@ class Drained:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        lengths = {value for name, value in scope.get("headers", ()) if name in _OF_BODIES}
+        lengths = {value for name, value in scope.get("headers", ()) if name in _LENGTH_HEADERS}
         is_read, is_held = lengths <= {b"0"}, False
 
         async def reading() -> Message:
