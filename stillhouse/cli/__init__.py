@@ -22,11 +22,6 @@ import click
 
 from stillhouse import __version__, registry
 from stillhouse.cli.arguments import OPTIONS, configured, load, quiet_libraries, takes_configuration
-from stillhouse.cli.cache import cache
-from stillhouse.cli.evaluate import evaluate
-from stillhouse.cli.export import export
-from stillhouse.cli.info import info
-from stillhouse.cli.task import task
 from stillhouse.display import message as brief
 from stillhouse.display import print_escaped
 from stillhouse.preemption import Preempted, handling
@@ -99,7 +94,7 @@ def _run(arguments: Sequence[str]) -> int:
         first = str(error).partition("\n")[0]
         if type(error).__name__ == "OutOfMemoryError":  # torch's; compared by name to avoid the import
             return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
-        # whether torch.distributed raised this error because another process is lost
+        # torch.distributed raises this error if another process is lost; gloo raises RuntimeError
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error)):
             what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source location and advice
@@ -110,15 +105,13 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 class _Commands(click.Group):
-    """The commands of the core, and those of packages that register some. A command is imported when it is needed."""
+    """The registered commands. The module of a command is imported when the command is needed."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted({*super().list_commands(context), *registry.registered(COMMANDS)})
+        return [*registry.registered(COMMANDS)]
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name in registry.registered(COMMANDS):
-            return registry.load(COMMANDS, name)
-        return super().get_command(context, name)
+        return registry.load(COMMANDS, name) if name in registry.registered(COMMANDS) else None
 
 
 @click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -143,14 +136,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-cli.add_command(cache)
-cli.add_command(evaluate)
-cli.add_command(export)
-cli.add_command(info)
-cli.add_command(task)
-
-
-@cli.command()
+@click.command()
 @configured
 def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
     """Train a student on a teacher.
@@ -173,7 +159,7 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
         registry.load(COMMANDS, "report").main(["--", str(folder)], standalone_mode=False)
 
 
-@cli.command()
+@click.command()
 @configured
 def check(arguments: tuple[str, ...], **flags: str | None) -> None:
     """Dry run of a configuration.
@@ -190,7 +176,7 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
     check(config)
 
 
-@cli.command()
+@click.command()
 @configured
 def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     """Check that layouts change no gradient.
@@ -220,7 +206,7 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
         raise ValueError("under at least one layout, the step differs from the same step in one process")
 
 
-@cli.command()
+@click.command()
 @click.argument("run_dir", type=RUN_DIR)
 def verify(run_dir: Path) -> None:
     """Check that a run's folder is what the run wrote.
@@ -241,7 +227,7 @@ def verify(run_dir: Path) -> None:
         raise ValueError(f"{run_dir}: {len(wrong)} of {len(findings)} parts are wrong: {', '.join(wrong)}")
 
 
-@cli.command()
+@click.command()
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path),
     help="Folder for the demo's runs. [default: runs/demo"

@@ -119,23 +119,28 @@ def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> 
         raise ValueError(f"student.adapter.dropout {dropout}: expected 0.0 with parallel.engine: megatron")
     names = {base_name(name): name for name in decoder.state_dict()}
     adapted = {name.removesuffix(f".{_A}") for name in names if name.endswith(f".{_A}")}
-    of_parameter: defaultdict[tuple[int, str], list[Block]] = defaultdict(list)
+    parameter_blocks: defaultdict[tuple[int, str], list[Block]] = defaultdict(list)
     for block in table.blocks:
-        of_parameter[block.chunk, block.parameter].append(block)
+        parameter_blocks[block.chunk, block.parameter].append(block)
     blocks = [replace(block, name=names.get(block.name, block.name)) for block in table.blocks]
     shapes = dict(table.shapes)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    for (number, parameter), of_one in of_parameter.items():
+    for (number, parameter), layer_blocks in parameter_blocks.items():
         path = parameter.removesuffix(".weight")
-        if any(block.name.removesuffix(".weight") in adapted for block in of_one) and path != parameter:
+        if any(block.name.removesuffix(".weight") in adapted for block in layer_blocks) and path != parameter:
             layer = chunks[number].get_submodule(path)
-            blocks += _add_branch(layer, number, path, of_one, adapted, lora)
+            blocks += _add_branch(layer, number, path, layer_blocks, adapted, lora)
             shapes |= {
                 (number, f"{path}.lora.{name}"): tuple(matrix.shape) for name, matrix in layer.lora.named_parameters()
             }
     for chunk in chunks:
-        _require_training(chunk)
+        if not any(parameter.requires_grad for parameter in chunk.parameters()):
+            first, last = (chunk.decoder.layers[at].layer_number - 1 for at in (0, -1))  # it counts from 1
+            raise ValueError(
+                f"no parameter is trained in layers {first} to {last} of the student, which are on one stage: "
+                "expected an adapter in layers of every stage, or fewer stages"
+            )
         if chunk.pre_process and chunk.config.recompute_granularity is not None:
             chunk.embedding.register_forward_hook(_with_gradient)
     return replace(table, blocks=tuple(blocks), shapes=shapes)
@@ -175,8 +180,8 @@ def _add_branch(
         rows.append((name if module in adapted else None, count))
         if module not in adapted:
             continue
-        of_a = Block(number, f"{path}.lora.A.{name}", (ranks, local_columns), f"{module}.{_A}", (ranks, full_columns))
-        matrices.setdefault(name, of_a)
+        a = Block(number, f"{path}.lora.A.{name}", (ranks, local_columns), f"{module}.{_A}", (ranks, full_columns))
+        matrices.setdefault(name, a)
         local = slice(heights[name], heights[name] + count)
         heights[name] += count
         yield Block(number, f"{path}.lora.B.{name}", (local, ranks), f"{module}.{_B}", (full_rows, ranks))
@@ -190,15 +195,6 @@ def _of(index: Any) -> tuple[slice, slice]:
     """Return the rows and columns of a part of a matrix."""
     rows, columns = index
     return rows, columns
-
-
-def _require_training(chunk: Any) -> None:
-    if not any(parameter.requires_grad for parameter in chunk.parameters()):
-        first, last = (chunk.decoder.layers[at].layer_number - 1 for at in (0, -1))  # it counts from 1
-        raise ValueError(
-            f"no parameter is trained in layers {first} to {last} of the student, which are on one stage: expected "
-            "an adapter in layers of every stage, or fewer stages"
-        )
 
 
 def _with_gradient(embedding: nn.Module, inputs: Any, hidden_SBD: Tensor) -> Tensor:

@@ -78,14 +78,14 @@ class CausalAttention(nn.Module):
         """
         group = parallel_state.get_context_parallel_group()
         if packed_seq_params is None:
-            return self._of_documents(query, key, value, [len(query) * group.size()])
+            return self._attend_documents(query, key, value, [len(query) * group.size()])
         if group.size() == 1 and self._may_read_borders(query):
             borders = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             window = None if self.window is None else self.window + 1
             made_THC = varlen.attend_padded(query, key, value, *borders, scale=self.scale, window=window)
             return made_THC.flatten(1)
         query, key, value = (heads_THC[:, None] for heads_THC in (query, key, value))
-        return self._of_documents(query, key, value, packed_seq_params.cu_seqlens_q.diff().tolist())[:, 0]
+        return self._attend_documents(query, key, value, packed_seq_params.cu_seqlens_q.diff().tolist())[:, 0]
 
     def _may_read_borders(self, query_THC: Tensor) -> bool:
         """Whether variable-length attention can run."""
@@ -100,14 +100,14 @@ class CausalAttention(nn.Module):
     def _is_plain(self) -> bool:
         return self.softcap is None and self.softmax_offset is None
 
-    def _of_documents(
+    def _attend_documents(
         self, query_SBHC: Tensor, key_SBHC: Tensor, value_SBHC: Tensor, lengths: Sequence[int]
     ) -> Tensor:
         """Return the outputs of documents that lie one behind another, [S, B, H·C]. lengths: on all context ranks"""
         group = parallel_state.get_context_parallel_group()
         parts = [length // group.size() for length in lengths]
         keys, values = (
-            [of_document.flatten(0, 1) for of_document in _gathered(heads_SBHC).split(parts, dim=1)]
+            [document_heads.flatten(0, 1) for document_heads in _gathered(heads_SBHC).split(parts, dim=1)]
             for heads_SBHC in (key_SBHC, value_SBHC)
         )
         outputs = [self._attend(*heads) for heads in zip(query_SBHC.split(parts), keys, values, strict=True)]

@@ -79,12 +79,14 @@ def _build_model(
     options: of `transformer_config`, for the layout and from `parallel.megatron`.
     """
     decoder = source.build()
-    of_model = _model_options(layout, decoder, is_student=is_student)
-    of_model["depths"] = 0 if decoder.mtp is None else decoder.mtp.depths
+    model_options = _model_options(layout, decoder, is_student=is_student)
+    model_options["depths"] = 0 if decoder.mtp is None else decoder.mtp.depths
     try:
         has_experts = require_family(decoder.config).experts is not None
-        of_model |= {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
-        transformer = transformer_config(decoder.config, **of_model)
+        model_options |= {
+            key: value for key, value in options.items() if has_experts or not key.startswith("expert_")
+        }
+        transformer = transformer_config(decoder.config, **model_options)
     except UnsupportedModelError as error:
         raise ValueError(f"{source.name}.model: {error}") from error
     chunks = Chunks.build(source, decoder, transformer, mesh)

@@ -6,7 +6,7 @@
 B rows, S tokens per row of a micro-batch, V vocabulary.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,9 +26,8 @@ from stillhouse.megatron.loading import load, load_from_source
 from stillhouse.megatron.model import build_chunks
 from stillhouse.megatron.options import refused_settings
 from stillhouse.megatron.processor import MegatronProcessor
-from stillhouse.megatron.routers import add_balance, require_losses
+from stillhouse.megatron.routers import add_balance, current_in_backward, require_losses
 from stillhouse.megatron.rows import LayerRows
-from stillhouse.megatron.schedule_pass import SchedulePass
 from stillhouse.megatron.weight_names import Place
 from stillhouse.megatron.weights import WeightTable, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
@@ -200,7 +199,7 @@ class Chunks:
         """
         is_interleaved = self.transformer.virtual_pipeline_model_parallel_size is not None
         with_depths = self.depths > 0 and bool(inputs[0].losses)
-        rows = LayerRows.of_pass(
+        rows = LayerRows.in_pass(
             [entry.micro_batch for entry in inputs], packs=self.packs, uniform_shapes=is_interleaved
         )
         batches = [*zip(rows, contexts, losses or [LayerLoss()] * len(rows), strict=True)]
@@ -239,3 +238,61 @@ def _logits(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 
 def _sum_gradients(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Add up gradients over ranks without a division: losses are sums, divided by the step's normalizer."""
     reduce_gradients(models, None, **options)
+
+
+class SchedulePass:
+    """One pass of micro-batches through the chunks of a model on this rank.
+
+    results: the processor's results, one for each micro-batch, on the last stage.
+
+    hook: calls the output processor of a pass. balance: see `Chunks`. depths: the number of MTP layers.
+    with_depths: whether the processor gets a tuple of the hidden states of all depths, instead of those of depth 0.
+    backward: whether the schedule computes the gradients of the results' losses.
+    """
+
+    def __init__(
+        self,
+        processor: OutputProcessor,
+        hook: MegatronProcessor,
+        balance: RouterBalance | None,
+        depths: int,
+        *,
+        with_depths: bool,
+        backward: bool,
+    ):
+        self._processor, self._hook, self._balance, self._depths = processor, hook, balance, depths
+        self._with_depths, self._backward = with_depths, backward
+        self.results: list[Any] = []
+        hook.processor = self._process
+
+    def forward_step(self, data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
+        """Run a chunk on the next micro-batch. data: its rows, the processor's context, its load-balancing loss."""
+        rows, context, loss = next(data)
+        hook = {"output_processor": self._hook, "output_processor_context": (rows, context, [])}
+        with loss.during_student():
+            if self._balance is not None:
+                self._balance.current = self._balance.current._replace(rows=rows)
+            # no mask: attention is causal within documents, and padding is behind its document
+            output = model(rows.ids_NL, rows.positions_NL, None, packed_seq_params=rows.packed, **hook)
+            output = output[-1] if isinstance(output, tuple) else output  # the last depth has the loss
+            if self._balance is not None and self._backward:
+                current_in_backward(self._balance, output)
+        return output, _loss_of
+
+    def _process(
+        self, *, hidden_states: Tensor, head: OutputHead, context: tuple[LayerRows, Any, list[Tensor]], depth: int = 0
+    ) -> Tensor:
+        """Keep the processor's result; Megatron-Core's schedules expect a tensor."""
+        rows, targets, by_depth = context
+        by_depth.append(rows.pack(hidden_states) if self._with_depths or not depth else hidden_states)
+        if depth < self._depths:
+            return hidden_states
+        hidden: Any = tuple(by_depth) if self._with_depths else by_depth[0]
+        self.results.append(self._processor(hidden_states=hidden, head=head, context=targets))
+        return self.results[-1].loss if self._backward else torch.zeros((), device=hidden_states.device)
+
+
+def _loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
+    # the number of tokens is not used: the loss is divided already, by the step's normalizer
+    # and with deallocate_pipeline_outputs, the schedule frees the tensor that it gets
+    return loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
-from torch import Tensor, nn
+from torch import Tensor
 
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
@@ -71,8 +71,8 @@ class MegatronEngine(Engine):
         earlier = [gradient.clone() for gradient in self.student.gradients] if self.student.has_gradient else []
         self._zero_buffers()
         outputs, losses = self.student.forward_backward(inputs)
-        for gradient, of_earlier in zip(self.student.gradients, earlier, strict=bool(earlier)):
-            gradient.add_(of_earlier)
+        for gradient, earlier_gradient in zip(self.student.gradients, earlier, strict=bool(earlier)):
+            gradient.add_(earlier_gradient)
         self.student.has_gradient = True
         for output in outputs:
             output.loss.detach_()
@@ -125,7 +125,11 @@ class MegatronEngine(Engine):
             clip_grad=0.0,
         )
         # Megatron-Core's rule is the number of dims, which is another one for an expert's bias than for the stack
-        vectors = self._vectors()
+        decoder = self.student.decoders[0]
+        kinds = weight_kinds([decoder])
+        names = {name for name, parameter in decoder.named_parameters() if kinds[parameter] == "vector"}
+        blocks = [block for block in chunks.table.blocks if block.name in names]
+        vectors = {chunks.models[block.chunk].get_parameter(block.parameter) for block in blocks}
         overrides: Any = {ParamKey(predicate=ParamPredicate("vector", vectors.__contains__)): {"wd_mult": 0.0}}
         optimizer = get_megatron_optimizer(settings, [*chunks.wrapped], overrides)
         with torch.no_grad():
@@ -134,16 +138,8 @@ class MegatronEngine(Engine):
             for entry in entries:
                 # Megatron-Core begins with the rounded weights
                 if (weight := chunks.unrounded.pop(entry.key, None)) is not None:
-                    entry.master.copy_(entry.of_rank(weight))
+                    entry.master.copy_(entry.on_rank(weight))
         return optimizer
-
-    def _vectors(self) -> set[nn.Parameter]:
-        """Return the chunks' parameters without weight decay: those that are vectors in the full model."""
-        decoder, chunks = self.student.decoders[0], self.student.student
-        kinds = weight_kinds([decoder])
-        names = {name for name, parameter in decoder.named_parameters() if kinds[parameter] == "vector"}
-        blocks = [block for block in chunks.table.blocks if block.name in names]
-        return {chunks.models[block.chunk].get_parameter(block.parameter) for block in blocks}
 
     # ---- gradients
 
@@ -161,7 +157,7 @@ class MegatronEngine(Engine):
             for block, gradient in local_blocks(chunks.models, chunks.table, _gradient)
             if not bool(gradient.isfinite().all())
         ]
-        return list(dict.fromkeys(name for of_rank in self.student.ranks.gather(names) for name in of_rank))
+        return list(dict.fromkeys(name for rank_names in self.student.ranks.gather(names) for name in rank_names))
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         chunks = self.student.student

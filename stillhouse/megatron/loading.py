@@ -46,18 +46,18 @@ def load_from_source(
     shared, unrounded = decoder.shared_names(), dict[Key, Tensor]()
     with mesh.ranks.all_raise(*LOAD_ERRORS):
         for number, chunk in enumerate(chunks):
-            of_chunk, part = table.of_chunk(number), source.build()
+            chunk_table, part = table.in_chunk(number), source.build()
             if not (chunk.pre_process and chunk.post_process):
                 first_layer = chunk.decoder.layers[0].layer_number - 1  # Megatron-Core counts from 1
                 layers = range(first_layer, first_layer + len(chunk.decoder.layers))
                 cut = require_cuttable(part.config)
                 keep_layers(part, cut, layers, first=chunk.pre_process, last=chunk.post_process)
             if source.load_weights is not None:
-                _shard(part, of_chunk.blocks, shared, meshes)
-                for _, parameter in of_chunk.shapes:
+                _shard(part, chunk_table.blocks, shared, meshes)
+                for _, parameter in chunk_table.shapes:
                     tensor_of(chunk, parameter).untyped_storage().resize_(0)
                 source.load_weights(part)
-            unrounded |= load(chunks, of_chunk, _freed_after_use(part, shared))
+            unrounded |= load(chunks, chunk_table, _freed_after_use(part, shared))
             save_as(decoder.pretrained, part.pretrained)
     return unrounded
 
@@ -112,8 +112,8 @@ def _allocate_zeros(parameter: Tensor) -> None:
 def _within(place: Sequence[slice], index: Index) -> Index:
     """Return an index of a full tensor as an index of its shard. place: of the shard in the tensor."""
     return tuple(
-        part - of_dim.start if isinstance(part, int) else slice(part.start - of_dim.start, part.stop - of_dim.start)
-        for part, of_dim in zip(index, place, strict=True)
+        part - shard.start if isinstance(part, int) else slice(part.start - shard.start, part.stop - shard.start)
+        for part, shard in zip(index, place, strict=True)
     )
 
 
@@ -138,7 +138,7 @@ def _shard(
         bounds[block.name].append(index_key(block.index))
     tied = decoder.shared_names()
     for name, parameter in list(decoder.named_parameters()):
-        by_dim = [[*zip(*of_dim, strict=True)] for of_dim in zip(*bounds[shared.get(name, name)], strict=True)]
+        by_dim = [[*zip(*bounds_of, strict=True)] for bounds_of in zip(*bounds[shared.get(name, name)], strict=True)]
         region = [(min(starts), max(stops)) for starts, stops in by_dim]
         shard = _smallest_shard(parameter.detach(), region, meshes)
         module, _, leaf = name.rpartition(".")

@@ -26,15 +26,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from stillhouse.megatron.attention import CausalAttention, LatentAttention
-from stillhouse.megatron.gemma import GemmaAttention, NormedProjection
-from stillhouse.megatron.gpt_oss import ExpertProjection, GateUpProjection
+from stillhouse.megatron.layers import ExpertProjection, GateUpProjection, GemmaAttention, NormedProjection, RmsNorm
 from stillhouse.megatron.model_config import (
     Family,
     padded_vocabulary,
     require_family,
     rotary_frequencies,
 )
-from stillhouse.megatron.norm import RmsNorm
 from stillhouse.megatron.processor import MultiTokenGPTModel
 
 

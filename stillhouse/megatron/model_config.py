@@ -37,9 +37,9 @@ class Family:
     qk_norm: whether the queries and keys of each head are normalized.
     experts: returns the fields for layers with experts; None: no layer has experts.
     latent: whether queries, keys and values are computed from latent vectors (multi-head latent attention).
-    gemma: whether the layers are those of Gemma 2 and 3 (see `gemma.py`).
+    gemma: whether the layers are those of Gemma 2 and 3 (see `layers.py`).
     softcap: whether the scores of attention and the logits may be capped.
-    gpt_oss: whether all projections, experts and routers have a bias, and attention a further score (`gpt_oss.py`).
+    gpt_oss: whether all projections, experts and routers have a bias, and attention a further score (`layers.py`).
     """
 
     qkv_bias: bool = False
@@ -325,7 +325,8 @@ def _require_exact(config: PreTrainedConfig, family: Family) -> None:
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise _not_exact(config, "layer_types", sorted(unknown), "full_attention or sliding_attention")
-    for rotary in _rotary_sections(config):
+    rotary_config = config.rope_parameters  # for all layers, or for each layer type
+    for rotary in [rotary_config] if "rope_type" in rotary_config else rotary_config.values():
         if rotary["rope_type"] not in _ROTARY:
             expected = f"one of {', '.join(_ROTARY)}"
             raise _not_exact(config, "rope_parameters.rope_type", rotary["rope_type"], expected)
@@ -343,16 +344,10 @@ def _require_mtp(config: PreTrainedConfig, depths: int, determined: Mapping[str,
         )
     is_sparse = determined.get("moe_layer_freq", [0])
     # transformers numbers MTP layers from 0, and Qwen3-MoE's dense layers have numbers
-    of_depths = is_sparse[:depths] if hasattr(config, "mlp_only_layers") else [is_sparse[-1]]
-    if {*of_depths} != {is_sparse[-1]}:
+    sparse_depths = is_sparse[:depths] if hasattr(config, "mlp_only_layers") else [is_sparse[-1]]
+    if {*sparse_depths} != {is_sparse[-1]}:
         expected = f"the first {depths} layers to be like the last one, for student.mtp"
         raise _not_exact(config, "mlp_only_layers", config.mlp_only_layers, expected)
-
-
-def _rotary_sections(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of the rotary embedding; of each layer type, if they differ."""
-    rotary = config.rope_parameters
-    return [rotary] if "rope_type" in rotary else [*rotary.values()]
 
 
 def _not_exact(config: PreTrainedConfig, key: str, value: Any, expected: str) -> UnsupportedModelError:

@@ -69,8 +69,8 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
         logits = chunks.logits(ids_BS, positions_BS, degrees.pipeline)
     for by_depth, start in logits[:1]:
         for logits_BSV, expected_BSV, is_real_BS in zip(by_depth, expected_KBSV, is_real_KBS, strict=True):
-            of_rank_BSV = expected_BSV[..., start : start + logits_BSV.shape[-1]]
-            difference_BSV = logits_BSV[..., : of_rank_BSV.shape[-1]].float() - of_rank_BSV
+            local_BSV = expected_BSV[..., start : start + logits_BSV.shape[-1]]
+            difference_BSV = logits_BSV[..., : local_BSV.shape[-1]].float() - local_BSV
             error_BS = (difference_BSV.norm(dim=-1) / expected_BSV.norm(dim=-1))[is_real_BS]
             if error_BS.numel():
                 errors.append((error_BS.median() if is_routed else error_BS.max())[None].cpu())
@@ -102,8 +102,8 @@ def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> 
         decoder.to(ids_NL.device)  # a source may load weights into host memory
         with torch.no_grad(), evaluating(decoder):
             inputs: dict[str, Any] = {"input_ids": ids_NL} if output is None else {"inputs_embeds": output}
-            of_last = {"processor": _stacked, **mtp} if stop == count else {}
-            output = decoder(**{"input_ids": None, **inputs, **of_last})
+            head_inputs = {"processor": _stacked, **mtp} if stop == count else {}
+            output = decoder(**{"input_ids": None, **inputs, **head_inputs})
     assert output is not None
     return output
 

@@ -1,6 +1,6 @@
 """A micro-batch as Megatron-Core's layers get it: packed documents in one row, or one document per right-padded row.
 
-    (rows,) = LayerRows.of_pass([micro_batch], packs=True)
+    (rows,) = LayerRows.in_pass([micro_batch], packs=True)
     hidden_BSD = rows.pack(hidden_NLD)
 
 A context rank has a block of columns of each micro-batch, as with the other engine: its labels, signals and loss are
@@ -43,7 +43,7 @@ class LayerRows:
     packed: PackedSeqParams | None
 
     @classmethod
-    def of_pass(cls, batches: Sequence[MicroBatch], *, packs: bool, uniform_shapes: bool = False) -> list[Self]:
+    def in_pass(cls, batches: Sequence[MicroBatch], *, packs: bool, uniform_shapes: bool = False) -> list[Self]:
         """Return the rows of the micro-batches of one pass. A collective of the context ranks.
 
         packs: whether documents are packed. uniform_shapes: all get the largest numbers of rows and columns.
@@ -52,10 +52,10 @@ class LayerRows:
         shapes = [(len(ids_NK), ids_NK.shape[1]) for ids_NK, _, _ in made]
         if uniform_shapes:
             shapes = [(max(rows for rows, _ in shapes), max(columns for _, columns in shapes))] * len(shapes)
-        return [cls._of_shape(*of_one, *shape, packs) for of_one, shape in zip(made, shapes, strict=True)]
+        return [cls._in_shape(*content, *shape, packs) for content, shape in zip(made, shapes, strict=True)]
 
     @classmethod
-    def _of_shape(
+    def _in_shape(
         cls, ids_NK: Tensor, rows: UnpackedRows, documents: Sequence[int], count: int, columns: int, packs: bool
     ) -> Self:
         """count, columns: of the rows of all context ranks. Those without tokens repeat a token of others.
@@ -121,7 +121,7 @@ def _places(documents: Sequence[int], *ranks: int) -> Iterator[tuple[Tensor, Ten
     starts = [*accumulate(documents, initial=0)][:-1]
     for rank in ranks or range(size):
         positions = [positions_on(rank, size, document) for document in documents]
-        columns = [start + of_document for start, of_document in zip(starts, positions, strict=True)]
+        columns = [start + document_positions for start, document_positions in zip(starts, positions, strict=True)]
         yield torch.cat(columns), torch.cat(positions)
 
 

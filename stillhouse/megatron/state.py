@@ -38,7 +38,7 @@ class BlockTensor(Tensor):
     region: Tensor
 
     @classmethod
-    def of_shape(cls, shape: Sequence[int]) -> "BlockTensor":
+    def without_blocks(cls, shape: Sequence[int]) -> "BlockTensor":
         tensor = torch.zeros(()).expand(tuple(shape)).as_subclass(cls)  # DCP allocates tensors on "meta"
         tensor.blocks = {}
         return tensor
@@ -54,7 +54,7 @@ class BlockTensor(Tensor):
         """Copy the blocks to the region. Raises ValueError unless they fill a rectangle."""
         self.offsets = tuple(map(min, zip(*self.blocks, strict=True)))
         ends = zip(*(map(sum, zip(at, part.shape, strict=True)) for at, part in self.blocks.items()), strict=True)
-        shape = [max(of_dim) - start for of_dim, start in zip(ends, self.offsets, strict=True)]
+        shape = [max(dim_ends) - start for dim_ends, start in zip(ends, self.offsets, strict=True)]
         if prod(shape) != sum(part.numel() for part in self.blocks.values()):
             raise ValueError(f"the blocks of a tensor of shape {tuple(self.shape)} do not fill a rectangle")
         first = next(iter(self.blocks.values()))
@@ -149,7 +149,7 @@ class MegatronState:
     def require_finite(self) -> None:
         """See `Engine.require_finite`."""
         names = [name for entry in self.trained if (name := _not_finite(entry)) is not None]
-        names = sorted({name for of_rank in self.student.ranks.gather(names) for name in of_rank})
+        names = sorted({name for rank_names in self.student.ranks.gather(names) for name in rank_names})
         if names:
             raise ValueError(
                 f"'{names[0]}' is not finite after the update, so no checkpoint of it is written. The last "
@@ -167,16 +167,16 @@ class MegatronState:
         """Return the number of elements in the weights and moments of all processes."""
         student, steps = self.student, self._steps()
         copies = len(MOMENTS) * bool(steps) + (self.average is not None)
-        of_trained = copies * sum(prod(student.shapes[name]) for name in student.trained)
-        return sum(prod(student.shapes[name]) for name in student.saved) + of_trained + len(steps)
+        trained_count = copies * sum(prod(student.shapes[name]) for name in student.trained)
+        return sum(prod(student.shapes[name]) for name in student.saved) + trained_count + len(steps)
 
     def _empty(self) -> dict[str, BlockTensor]:
         """Return all tensors of the full model that a checkpoint has, without blocks."""
         shapes = self.student.shapes
-        tensors = {f"{WEIGHT}{name}": BlockTensor.of_shape(shapes[name]) for name in self.student.saved}
+        tensors = {f"{WEIGHT}{name}": BlockTensor.without_blocks(shapes[name]) for name in self.student.saved}
         for name in self.student.trained:
             for kind in self._kinds:
-                tensors[_key(kind, name)] = BlockTensor.of_shape(shapes[name])
+                tensors[_key(kind, name)] = BlockTensor.without_blocks(shapes[name])
         return tensors
 
     @property
@@ -206,15 +206,15 @@ class MegatronState:
                 if kind == AVERAGE:
                     averages[entry.parameter].copy_(tensor)
                 elif entry.optimizer is not None:
-                    entry.values(kind).copy_(entry.of_rank(tensor))
+                    entry.values(kind).copy_(entry.on_rank(tensor))
             if entry.optimizer is not None:
                 entry.state["step"].fill_(step)
 
     def _averages(self) -> dict[nn.Parameter, Tensor]:
         """Return the averages by their parameters. Each data rank has all of them."""
-        of_names = {} if self.average is None else self.average.tensors
+        averages = {} if self.average is None else self.average.tensors
         named = self.student.named_parameters()
-        return {parameter: of_names[name] for name, parameter in named if name in of_names}
+        return {parameter: averages[name] for name, parameter in named if name in averages}
 
     def _buffers(self) -> Iterator[tuple[Block, Tensor]]:
         """Yield the blocks that are not trained: corrections of router scores. Each data rank has all of them."""
@@ -227,7 +227,7 @@ class MegatronState:
         created: the state was created here, also on ranks that have no element of a parameter.
         """
         here = [float(entry.state["step"]) for entry in self.trained if "step" in entry.state]
-        steps = {step for of_rank in self.student.ranks.gather(sorted({*here})) for step in of_rank}
+        steps = {step for rank_steps in self.student.ranks.gather(sorted({*here})) for step in rank_steps}
         if not steps and not created:
             return {}
         step = torch.tensor(_only_value(steps))

@@ -2,7 +2,7 @@
 
     for entry in trained_parameters(chunks, optimizer):
         full = entry.collect(entry.master)          # the full tensor on one of the data ranks
-        entry.master.copy_(entry.of_rank(entry.spread(full)))       # each data rank takes its elements again
+        entry.master.copy_(entry.on_rank(entry.spread(full)))       # each data rank takes its elements again
 
 Both are collectives of the data ranks.
 
@@ -86,7 +86,7 @@ class TrainedParameter:
         dist.broadcast(tensor, group_src=self.owner, group=self.group)
         return tensor
 
-    def of_rank(self, full: Tensor) -> Tensor:
+    def on_rank(self, full: Tensor) -> Tensor:
         """Return this rank's elements of a full tensor."""
         return full.flatten()[self.elements]
 
@@ -117,13 +117,15 @@ def require_partition(entries: Sequence[TrainedParameter]) -> None:
 
     Otherwise `collect` would return wrong values. A collective of the data ranks.
     """
-    of_group: dict[dist.ProcessGroup, list[TrainedParameter]] = defaultdict(list)
+    groups: dict[dist.ProcessGroup, list[TrainedParameter]] = defaultdict(list)
     for entry in entries:
-        of_group[entry.group].append(entry)
-    for group, of_one in of_group.items():
+        groups[entry.group].append(entry)
+    for group, members in groups.items():
         ranges: list[Any] = [None] * group.size()
-        dist.all_gather_object(ranges, [(entry.elements.start, entry.elements.stop) for entry in of_one], group=group)
-        for entry, *parts in zip(of_one, *ranges, strict=True):
+        dist.all_gather_object(
+            ranges, [(entry.elements.start, entry.elements.stop) for entry in members], group=group
+        )
+        for entry, *parts in zip(members, *ranges, strict=True):
             held = sorted(part for part in parts if part[0] < part[1])
             if [0, *(stop for _, stop in held)] != [*(start for start, _ in held), entry.parameter.numel()]:
                 raise ValueError(

@@ -51,7 +51,7 @@ class WeightTable:
     blocks: tuple[Block, ...]
     shapes: Mapping[tuple[int, str], tuple[int, ...]]
 
-    def of_chunk(self, number: int) -> "WeightTable":
+    def in_chunk(self, number: int) -> "WeightTable":
         """Return the blocks of one chunk."""
         shapes = {key: shape for key, shape in self.shapes.items() if key[0] == number}
         return replace(self, blocks=tuple(block for block in self.blocks if block.chunk == number), shapes=shapes)
@@ -65,8 +65,8 @@ def weight_table(chunks: Sequence[nn.Module], config: PreTrainedConfig, place: P
     for number, chunk in enumerate(chunks):
         for parameter, tensor in _named_tensors(chunk):
             shape = tuple(tensor.shape)
-            of_head = parameter == "output_layer.weight" and bool(config.tie_word_embeddings)
-            is_copy = of_head or (parameter == "embedding.word_embeddings.weight" and not chunk.pre_process)
+            is_head = parameter == "output_layer.weight" and bool(config.tie_word_embeddings)
+            is_copy = is_head or (parameter == "embedding.word_embeddings.weight" and not chunk.pre_process)
             for local, name, index in parameter_pieces(chunk, parameter, shape, config, place):
                 blocks.append(Block(number, parameter, local, name, index, is_copy))
             if parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -118,9 +118,9 @@ def local_blocks(
     router scores has buffers among its parameters, which have no gradient.
     """
     for block in table.blocks:
-        of_parameter = value(tensor_of(chunks[block.chunk], block.parameter))
-        if of_parameter is not None:
-            yield block, of_parameter[block.local]
+        tensor = value(tensor_of(chunks[block.chunk], block.parameter))
+        if tensor is not None:
+            yield block, tensor[block.local]
 
 
 def gather(
@@ -134,11 +134,11 @@ def gather(
     A collective of all ranks. Raises ValueError if replicas of a block differ.
     """
     local = [(block.name, block.index, part.detach()) for block, part in local_blocks(chunks, table, value)]
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, local)
+    rank_parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rank_parts, local)
     full: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
-    for name, index, part in (entry for of_rank in of_ranks for entry in of_rank):
+    for name, index, part in (entry for parts in rank_parts for entry in parts):
         tensor = full.setdefault(name, part.new_full(tuple(shapes[name]), torch.nan))
         key = name, index_key(index)
         if key in seen and not torch.equal(tensor[index], part):

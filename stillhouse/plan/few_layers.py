@@ -117,9 +117,9 @@ def _decoders(config: RunConfig) -> dict[str, Decoder]:
 def _few_layers(config: RunConfig, stages: int, student: int, teacher: int) -> Iterator[RunConfig]:
     """Within the block, the models have so many layers on each stage."""
 
-    def even(count: int, of_student: Cost, of_teacher: Cost | None) -> list[Stage]:
+    def even(count: int, student_cost: Cost, teacher_cost: Cost | None) -> list[Stage]:
         numbers = range(count)
-        layers = 0 if of_teacher is None else teacher
+        layers = 0 if teacher_cost is None else teacher
         return [
             Stage(n, count, range(n * student, (n + 1) * student), range(n * layers, (n + 1) * layers))
             for n in numbers

@@ -121,8 +121,8 @@ def _divisors(number: int) -> list[int]:
 def _measured(job: Job, tokens: int, runs: DryRuns) -> "Rough":
     """Run short steps on one device, with and without recomputation. tokens: of a sequence."""
     values = job["config"]
-    of_one = dict.fromkeys(("pipeline", "fsdp", "context", "tensor", "replicate", "expert"), 1)
-    parallel = values["parallel"] | of_one | {"gather_dtype": None, "offload": False, "schedule": "1f1b"}
+    degrees_of_one = dict.fromkeys(("pipeline", "fsdp", "context", "tensor", "replicate", "expert"), 1)
+    parallel = values["parallel"] | degrees_of_one | {"gather_dtype": None, "offload": False, "schedule": "1f1b"}
     jobs = []
     for recompute in (False, True):
         train = {"micro_batch_tokens": tokens, "tokens_per_step": 2 * tokens, "activation_checkpointing": recompute}
@@ -150,16 +150,18 @@ def _estimated(
             owners.append((candidate, rank))
     answers = runs.answers(jobs)
     for candidate in candidates:
-        of_this = {rank: answer for (owner, rank), answer in zip(owners, answers, strict=True) if owner is candidate}
-        if any("error" in answer for answer in of_this.values()):
+        rank_answers = {
+            rank: answer for (owner, rank), answer in zip(owners, answers, strict=True) if owner is candidate
+        }
+        if any("error" in answer for answer in rank_answers.values()):
             continue
-        counts = {rank: RankCounts.from_json(answer) for rank, answer in of_this.items()}
-        ranks = {LAST if rank else FIRST: _of_step(step, candidate) for rank, step in counts.items()}
+        counts = {rank: RankCounts.from_json(answer) for rank, answer in rank_answers.items()}
+        ranks = {LAST if rank else FIRST: _step_counts(step, candidate) for rank, step in counts.items()}
         prediction = predict(ranks, machine.device, machine.gpus_per_node)
         yield candidate, Plan(machine, ranks, prediction, has_tower(job), job["completions"])
 
 
-def _of_step(counts: RankCounts, candidate: Candidate) -> RankCounts:
+def _step_counts(counts: RankCounts, candidate: Candidate) -> RankCounts:
     """Return the counts of all micro-batches of a step."""
     factor = candidate.micro_batches / counts.micro_batches
 
@@ -199,17 +201,17 @@ class Rough:
         """Estimate the time of a step."""
         steps = self.recomputed if candidate.recompute else self.plain
         base, device = steps["base"], machine.device
-        of_base, of_student, of_teacher = (
+        alone, with_student, with_teacher = (
             _seconds(step, device, candidate) for step in (base, steps["student"], steps["teacher"])
         )
         student, teacher = self.layers("student"), self.layers("teacher")
-        whole = of_base + (student - 1) * (of_student - of_base) + max(0, teacher - 1) * (of_teacher - of_base)
+        whole = alone + (student - 1) * (with_student - alone) + max(0, teacher - 1) * (with_teacher - alone)
         computing = whole * candidate.micro_batches / candidate.pipeline
         exposed = self._tensor_seconds(candidate, device) * candidate.micro_batches / candidate.pipeline
         sharded = self._gathered_bytes(candidate) * candidate.micro_batches / candidate.pipeline
-        of_machine = max(1, machine.gpus_per_node // (candidate.tensor * candidate.context))
+        groups_per_machine = max(1, machine.gpus_per_node // (candidate.tensor * candidate.context))
         is_local = machine.ranks <= machine.gpus_per_node * candidate.pipeline
-        speed = LINKS * (device.nvlink if is_local else min(device.nvlink, device.network * of_machine))
+        speed = LINKS * (device.nvlink if is_local else min(device.nvlink, device.network * groups_per_machine))
         exposed += max(0.0, sharded / speed - computing)
         return (computing + exposed) / (1 - bubble_share(candidate.layout, candidate.micro_batches))
 

@@ -115,8 +115,8 @@ def message_seconds(rank: RankCounts, axis: str, operation: str, device: Device,
         speed = device.nvlink if is_local else device.network
         return latency + rank.sent[key] / (speed * LINKS)
     # every machine has as many links to the network as devices; a group uses those of its own ranks there
-    of_machine = max(1, gpus_per_node // stride)
-    speed = device.nvlink if is_local else min(device.nvlink, device.network * of_machine)
+    groups_per_machine = max(1, gpus_per_node // stride)
+    speed = device.nvlink if is_local else min(device.nvlink, device.network * groups_per_machine)
     others = (size - 1) / size if size > 1 else 0.0
     return latency + _passes(operation) * others * rank.sent[key] / (speed * LINKS)
 

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,20 @@ from markupsafe import Markup
 
 from stillhouse.display import escaped
 from stillhouse.output.metrics import LENGTH, TASK, described
-from stillhouse.report.config_differences import differences
 from stillhouse.report.curves import Drawing, draw
 from stillhouse.report.run_files import Run, read_run
-from stillhouse.report.shown_completions import over_time, shown_step, staleness_rows
+from stillhouse.report.shown_completions import (
+    SHADES,
+    mean_kl,
+    over_time,
+    pieces,
+    readouts,
+    shade_class,
+    shown_step,
+    staleness_rows,
+    term_names,
+)
 from stillhouse.report.timeline import timeline
-from stillhouse.report.token_text import SHADES, mean_kl, pieces, readouts, shade_class, term_names
 
 ASSETS = Path(__file__).parent / "assets"
 COLOURS = 8  # the style sheet's --run-0 … --run-7
@@ -106,7 +114,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         run=run,
         names=names,
         of_first=f" of {names[0]}" if len(runs) > 1 else "",
-        differences=differences(runs),
+        differences=config_differences(runs),
         watching=watching,
         title=title(run),
         objective=objective(run),
@@ -307,3 +315,38 @@ def _duration(seconds: float | None) -> str | None:
     if hours:
         return f"{hours} h {minutes:02} min"
     return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+
+
+ABSENT, NULL = "not set", "null"
+
+
+def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return (dotted key, one text per run) for every value that is not the same in all runs.
+
+    A run without config.yaml differs in every key.
+    """
+    configs = [_flat(run.config) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [(key, [config.get(key, ABSENT) for config in configs]) for key in keys]
+    return [
+        (escaped(key), texts)
+        for key, texts in rows
+        if len(set(texts)) > 1 and not (set(texts) == {ABSENT, NULL} and _is_section(key, keys))
+    ]
+
+
+def _is_section(key: str, keys: Iterable[str]) -> bool:
+    """Whether the key is a section in one of the runs; each value of the section then has its own row."""
+    return any(nested.startswith(f"{key}.") for nested in keys)
+
+
+def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """The values by their dotted keys, as text. A section that is null has no keys."""
+    values: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            values |= _flat(value, f"{before}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            values[f"{before}{key}"] = escaped(text)
+    return values

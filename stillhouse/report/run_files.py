@@ -153,7 +153,7 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts:
         places.setdefault(sample.step, []).append((where, offset, len(tokens or [])))
         if sample.source == "student":
             staleness[sample.staleness] += 1
-    shown = shown_steps({step: sum(count for *_, count in of_step) for step, of_step in places.items()})
+    shown = shown_steps({step: sum(count for *_, count in step_places) for step, step_places in places.items()})
     samples = {step: [_sample_at(path, *place) for place in first_samples(places[step])] for step in shown}
     return Rollouts(last_spans, samples, len(places), dict(sorted(staleness.items())))
 

@@ -61,9 +61,9 @@ class Timeline:
 
 def timeline(spans: Sequence[Span]) -> Timeline | None:
     """Return the timeline of the trainer's last steps, or of the last steps of all lanes if there is no trainer."""
-    of_steps = [span for span in spans if span.lane == "trainer"] or list(spans)
-    shown = sorted({span.step for span in of_steps})[-STEPS:]
-    begins = {step: min(span.start for span in of_steps if span.step == step) for step in shown}
+    step_spans = [span for span in spans if span.lane == "trainer"] or list(spans)
+    shown = sorted({span.step for span in step_spans})[-STEPS:]
+    begins = {step: min(span.start for span in step_spans if span.step == step) for step in shown}
     if not shown:
         return None
     start = min(begins.values())
@@ -77,9 +77,9 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
         for index, step in enumerate(shown)
     ]
     lanes = [_lane(name, [span for span in inside if span.lane == name], start, seconds) for name in LANES]
-    of_trainer = [span for span in inside if span.lane == "trainer"]
-    in_steps = _covered(_whole_steps(of_trainer), start)
-    waiting = _covered(_waits(of_trainer), start) / in_steps if in_steps else None
+    trainer_spans = [span for span in inside if span.lane == "trainer"]
+    in_steps = _covered(_whole_steps(trainer_spans), start)
+    waiting = _covered(_waits(trainer_spans), start) / in_steps if in_steps else None
     return Timeline(shown[0], shown[-1], start, seconds, waiting, lanes, marks, _ticks(seconds))
 
 

@@ -69,7 +69,9 @@ class _CacheFolder:
             (self.path / SHARDS).mkdir(exist_ok=True)
             for path in self.path.rglob(f"*{UNFINISHED}"):
                 path.unlink()
-            require_space(self.path, self._missing_bytes(), ONE_PROCESS)
+            complete = sum(path.stat().st_size for path in (self.path / SHARDS).glob("*.safetensors"))
+            missing = self.manifest.rows * self.manifest.layout.bytes_per_token - complete
+            require_space(self.path, max(0, missing), ONE_PROCESS)
             save(self.path / TEACHER, self.manifest.signal)
 
     def write_shard(self, number: int, tensors: dict[str, Tensor]) -> None:
@@ -105,10 +107,6 @@ class _CacheFolder:
                 raise ValueError(f"{self.path} has another cache: {'; '.join(different)}; expected another folder")
         elif not all(is_leftover(path) for path in self.path.iterdir()):
             raise ValueError(f"{self.path} is not empty and has no cache: expected a new folder")
-
-    def _missing_bytes(self) -> int:
-        complete = sum(path.stat().st_size for path in (self.path / SHARDS).glob("*.safetensors"))
-        return max(0, self.manifest.rows * self.manifest.layout.bytes_per_token - complete)
 
     def _recorded_hash(self, number: int) -> str:
         path = self.path / record_name(number)

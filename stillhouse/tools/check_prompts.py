@@ -68,8 +68,8 @@ def prompt_rows(rollout: RolloutPlan, steps: int) -> Iterator[tuple[str, str]]:
         )
     if dataset:
         completions = sum(len(plan.from_dataset(step)) for step in range(steps))
-        of_it = f"the dataset's, which has {dataset:,}: {completions / dataset:.2f} passes over it"
-        yield ("dataset", f"{completions:,} of the completions are {of_it}")
+        share_words = f"the dataset's, which has {dataset:,}: {completions / dataset:.2f} passes over it"
+        yield ("dataset", f"{completions:,} of the completions are {share_words}")
 
 
 def sample_rows(session: Session, plan: PromptPlan, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,7 @@ from stillhouse.checkpoint.checkpoint_folder import best_checkpoint, checkpoints
 from stillhouse.checkpoint.export_weights import save_merged, write_weights
 from stillhouse.checkpoint.identity import configuration_hash
 from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint, stored_tensors, verified
-from stillhouse.config import RunConfig, StudentConfig, load_config
+from stillhouse.config import RunConfig, load_config
 from stillhouse.engine.state_folder import RANDOM
 from stillhouse.libraries import reading
 from stillhouse.models.families import without_mtp
@@ -78,9 +78,13 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
     config = _configuration(run, checkpoint) if settings.card or has_adapter else None
     merges = has_adapter and settings.merge is not False
     with atomic_folder(out, exclusive=True) as folder, _still_there(checkpoint):
-        if has_adapter:
-            assert config is not None
-            _require_same_base(config.student, checkpoint)
+        if has_adapter and config is not None:
+            base = config.student
+            if source_fingerprint(base.model, base.revision) != checkpoint.state.progress.models.get("student"):
+                raise ValueError(
+                    f"student: the files of {base.model} are not those that the adapter in {checkpoint.path} was "
+                    "trained on: restore them"
+                )
         files = [name.removeprefix(_STUDENT) for name in checkpoint.state.files if name.startswith(_STUDENT)]
         if merges:
             assert config is not None
@@ -97,7 +101,11 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
             assert config is not None
             adapter = "merged" if merges else "alone" if has_adapter else ""
             setup = RunSetup(config)
-            _require_same_configuration(run, setup, checkpoint)
+            if checkpoint.state.progress.configuration != configuration_hash(setup.values):
+                raise ValueError(
+                    f"{run / 'config.yaml'} is not the configuration that {checkpoint.path.name} was trained with, "
+                    "or is of another version of stillhouse: restore it, or export without a model card (--no-card)"
+                )
             exported = Exported(
                 _objective(run, setup),
                 _processes(checkpoint, config.parallel.tensor),
@@ -163,14 +171,6 @@ def _configuration(run: Path, checkpoint: IntactCheckpoint) -> RunConfig:
             f"{path}; a student without an adapter can be exported without it (--no-card)"
         )
     return load_config(path)
-
-
-def _require_same_base(base: StudentConfig, checkpoint: IntactCheckpoint) -> None:
-    if source_fingerprint(base.model, base.revision) != checkpoint.state.progress.models.get("student"):
-        raise ValueError(
-            f"student: the files of {base.model} are not those that the adapter in {checkpoint.path} was trained on: "
-            "restore them"
-        )
 
 
 def _model_config(source: Path) -> PretrainedConfig | None:
@@ -256,14 +256,6 @@ def _dtype_of(folder: Path) -> str:
 def _has_template(folder: Path) -> bool:
     with reading(f"the tokenizer of {folder} cannot be read"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).chat_template is not None
-
-
-def _require_same_configuration(run: Path, setup: RunSetup, checkpoint: IntactCheckpoint) -> None:
-    if checkpoint.state.progress.configuration != configuration_hash(setup.values):
-        raise ValueError(
-            f"{run / 'config.yaml'} is not the configuration that {checkpoint.path.name} was trained with, or is of "
-            "another version of stillhouse: restore it, or export without a model card (--no-card)"
-        )
 
 
 def _objective(run: Path, setup: RunSetup) -> str:

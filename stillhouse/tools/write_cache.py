@@ -63,8 +63,8 @@ def write_cache(
         store, teacher = _local_teacher(setup, teacher_config, data, kind, top_k, dtype, with_label=with_label)
     if (inputs := data.train.media_inputs) is not None:
         other = data.teacher_media.get(SINGLE)
-        of_teacher = None if other is None else json_hash(other.identity())
-        teacher = replace(teacher, media=inputs.processor.pixels_identity, teacher_media=of_teacher)
+        teacher_media = None if other is None else json_hash(other.identity())
+        teacher = replace(teacher, media=inputs.processor.pixels_identity, teacher_media=teacher_media)
 
     def read(places: Sequence[int]) -> list[dict[str, Tensor]]:
         parts = (list(part) for _, part in groupby(places, key=lambda place: entries[place].split))
@@ -108,9 +108,9 @@ class _Reader:
         rows: list[np.ndarray] = []
         for split, number, document in entries:
             documents, as_read = self.splits[split]
-            of_teacher = documents.substitutions_of(SINGLE).rows(number, len(document.tokens))
+            teacher_rows = documents.substitutions_of(SINGLE).rows(number, len(document.tokens))
             # a row that predicts a token of media has no weight in a run: the row before it stands for it
-            row_N = np.maximum.accumulate(of_teacher[document.rows.start : document.rows.stop])
+            row_N = np.maximum.accumulate(teacher_rows[document.rows.start : document.rows.stop])
             media = None if self.media_inputs is None else self.media_inputs.of(as_read, number)
             span = range(int(row_N[0]), int(row_N[-1]) + 1)
             requests.append(DocumentRows(as_read.tokens(number), span, source=document.source, media=media))
@@ -136,9 +136,9 @@ def _local_teacher(
     processor = None
     if inputs is not None:
         media_kind(inputs.processor).require_layout(setup, inputs)
-        of_teacher = inputs.teacher_inputs(SINGLE)
-        assert of_teacher is not None, "only a routed teacher reads no media"
-        processor = of_teacher.processor
+        teacher_inputs = inputs.teacher_inputs(SINGLE)
+        assert teacher_inputs is not None, "only a routed teacher reads no media"
+        processor = teacher_inputs.processor
     options = setup.ranks.device, setup.config.data.packing, None, processor is not None
     decoder = load_model("teacher", name, config, *options)
     if kind == "hidden":

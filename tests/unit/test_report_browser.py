@@ -15,7 +15,7 @@ import pytest
 from kit.report_runs import HOSTILE, Page, make_on_policy_run, make_run
 
 from stillhouse.report.page import ASSETS, write_report
-from stillhouse.report.token_text import shade
+from stillhouse.report.shown_completions import shade
 from stillhouse.report.watch import ReportServer, WatchedReport
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from kit.report_runs import Page, make_run
 
 from stillhouse.cli import cli
-from stillhouse.report.config_differences import differences
-from stillhouse.report.page import read_runs, write_report
+from stillhouse.report.page import config_differences, read_runs, write_report
 from stillhouse.report.watch import ReportServer, WatchedReport, watch
 
 
@@ -106,7 +105,7 @@ def test_a_section_that_only_one_run_has_is_compared_once(tmp_path: Path) -> Non
         runs, ("{adapter: {lora: {r: 4}}, eval: 0.1}", "{adapter: null, eval: {a: x}}"), strict=True
     ):
         (run / "config.yaml").write_text(f"student: {text}\n")
-    assert differences(read_runs(runs)) == [
+    assert config_differences(read_runs(runs)) == [
         ("student.adapter.lora.r", ["4", "not set"]),
         ("student.eval", ["0.1", "not set"]),
         ("student.eval.a", ["not set", "x"]),
