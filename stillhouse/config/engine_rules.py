@@ -56,11 +56,6 @@ LAYER_RULES: tuple[Rule, ...] = (
         because="fp32 computes in the weights' own dtype",
     ),
     excludes(
-        "train.compile",
-        "objective.router_aux_loss",
-        because="it is computed by hooks inside the layers, which compiled layers do not run",
-    ),
-    excludes(
         "train.compile", "parallel.tensor", "parallel.expert", because="torch cannot compile layers with DTensors"
     ),
     *(

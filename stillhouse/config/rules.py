@@ -304,20 +304,6 @@ RULES: tuple[Rule, ...] = (
         "a different name for every source (letters, digits, _ and -, a letter first, not reward)",
         "metrics are named by sources, and a file's own name is not always enough",
     ),
-    # hidden states: they are compared in stages that run both student and teacher
-    Rule(
-        ("objective.hidden", "teacher"),
-        lambda pairs, teacher: bool(pairs) and (teacher is None or not teacher.source_kind.runs_model),
-        "[], or the section teacher with model and without url",
-        "the teacher's layers have to be in this job",
-    ),
-    *(
-        excludes(f"teacher.{key}", "objective.hidden", because="the teacher has to run in the student's stages")
-        for key in ("parallel", "cross_tokenizer", "offload")
-    ),
-    excludes("objective.hidden", "rollout"),
-    excludes("objective.hidden", "student.mtp.train=heads", because="the student's layers are frozen"),
-    excludes("parallel.schedule=1f1b_ahead", "objective.hidden", because="it runs the teacher a step ahead"),
     *EVALUATION_RULES,
     Rule(
         ("data.cache", "out"),
@@ -374,18 +360,5 @@ RULES: tuple[Rule, ...] = (
         "adamw",
     ),
     *LAYER_RULES,
-    # not supported with multi-token prediction
-    *(
-        excludes(key, "student.mtp")
-        for key in (
-            *("student.adapter", "rollout", "objective.router_aux_loss", "parallel.expert", "teachers.route"),
-            "teacher.cross_tokenizer",
-        )
-    ),
-    Rule(
-        ("parallel.schedule", "parallel.pipeline", "student.mtp"),
-        lambda schedule, stages, mtp: mtp is not None and stages > 1 and schedule in ("zero_bubble", "zbv"),
-        "gpipe, 1f1b, 1f1b_ahead or interleaved",
-    ),
-    excludes("parallel.pipeline", "student.mtp.train=heads", expected="1, or student.mtp.train=all"),
+    *chain.from_iterable(kind.rules() for kind in load_all("stillhouse.parts").values()),
 )

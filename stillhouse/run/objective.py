@@ -14,7 +14,7 @@ from stillhouse.config import (
     TeachersConfig,
     sampling_temperatures,
 )
-from stillhouse.engine.parts import PARTS, LossPart, LossSections
+from stillhouse.engine.parts import LossPart, LossSections
 from stillhouse.objective.importance_correction import Correction
 from stillhouse.objective.origins import DATASET, STUDENT
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, read_objective
@@ -80,7 +80,7 @@ class RunObjective:
 
     @property
     def parts(self) -> list[LossPart]:
-        """The additional losses (see `PARTS`)."""
+        """The additional losses (`engine/parts`)."""
         return self._parts(self.spec)
 
     def temperature_of(self, teacher: TeacherConfig) -> float:
@@ -109,7 +109,7 @@ class RunObjective:
     def loss_in_words(self) -> str:
         """The beginning of the sentence of `in_words`; it does not depend on the stores."""
         sections = self._sections(self.spec)
-        return f"minimise {self.spec.in_words()}{''.join(kind.in_words(sections) for kind in PARTS)}"
+        return f"minimise {self.spec.in_words()}{''.join(kind.in_words(sections) for kind in _part_types())}"
 
     def _targets_in_words(self) -> str:
         """Describe which tokens are targets."""
@@ -130,7 +130,7 @@ class RunObjective:
 
     def _parts(self, spec: ObjectiveSpec) -> list[LossPart]:
         sections = self._sections(spec)
-        return [part for kind in PARTS if (part := kind.from_config(sections)) is not None]
+        return [part for kind in _part_types() if (part := kind.from_config(sections)) is not None]
 
     def _require_uld(self, spec: ObjectiveSpec) -> None:
         """Raise ConfigError if the loss does not fit `teacher.cross_tokenizer`.
@@ -189,6 +189,12 @@ class RunObjective:
                 raise ConfigError(reward_key, f"has no effect with {key} '{loss}': expected policy_gradient in it")
         if self.rollouts[0].discount and not (spec.policy_gradient and spec.teacher_kl):
             raise ConfigError("rollout.discount", f"has an effect only with policy_gradient(teacher_kl=…) in {key}")
+
+
+def _part_types() -> list[type[LossPart]]:
+    """The registered losses beside the objective, those of the student's section first."""
+    types = (kind.part() for kind in load_all("stillhouse.parts").values())
+    return sorted(types, key=lambda kind: kind.key, reverse=True)
 
 
 def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:

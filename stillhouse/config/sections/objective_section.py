@@ -1,10 +1,11 @@
 """The objective: the loss that training minimises."""
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from stillhouse.config.section import NO_GAIN, Removed, Section, Text
+from stillhouse.registry import load_all
 
 
 class HiddenPairConfig(Section):
@@ -37,7 +38,16 @@ class ByOriginConfig(Section):
         return {origin: loss for origin, loss in self.model_dump().items() if loss is not None}
 
 
-class ObjectiveConfig(Section):
+if TYPE_CHECKING:
+    _PartKeys = Section
+else:  # the losses inside layers that other distributions register have keys here
+    _PARTS = load_all("stillhouse.parts")
+    _PartKeys = create_model(
+        "_PartKeys", __base__=Section, **{name: kind.field for name, kind in _PARTS.items() if kind.field}
+    )
+
+
+class ObjectiveConfig(_PartKeys):
     """The objective: the mean loss per target token, which training minimises."""
 
     removed: ClassVar[Removed] = {"token_gate": (None, NO_GAIN)}

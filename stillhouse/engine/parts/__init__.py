@@ -1,6 +1,6 @@
 """The losses beside the objective. They arise inside the student's layers or at its multi-token prediction depths.
 
-To add a loss, add a file with a subclass of `LossPart`, add the class to `PARTS`, and add its configuration key.
+A loss is a subclass of `LossPart`, and an entry of the group `stillhouse.parts` (`engine/part_kinds.py`).
 """
 
 from stillhouse.engine.parts.hidden import HiddenStates
@@ -8,7 +8,4 @@ from stillhouse.engine.parts.loss_part import LossPart, LossSections
 from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.parts.router import ROUTER_LOSS, RouterBalancing
 
-#: all losses, in their order in the printed description of the objective
-PARTS: tuple[type[LossPart], ...] = (MtpLoss, RouterBalancing, HiddenStates)
-
-__all__ = ["PARTS", "ROUTER_LOSS", "HiddenStates", "LossPart", "LossSections", "MtpLoss", "RouterBalancing"]
+__all__ = ["ROUTER_LOSS", "HiddenStates", "LossPart", "LossSections", "MtpLoss", "RouterBalancing"]

@@ -1,0 +1,95 @@
+"""The losses beside the objective, as entries of the group `stillhouse.parts`: their keys and rules, without torch.
+
+The configuration reads the entries while its sections are defined, so this module imports none of them at its top.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from stillhouse.config.rule import Rule
+    from stillhouse.engine.parts import LossPart
+
+
+class PartKind(Protocol):
+    """An entry of the group `stillhouse.parts`.
+
+    field: the type and the pydantic `Field` of the key `objective.<name of the entry>`; None for the losses of this
+        project, whose keys are in its sections.
+    """
+
+    field: ClassVar[tuple[Any, Any] | None] = None
+
+    @classmethod
+    def rules(cls) -> "Iterator[Rule]":
+        """The combinations of keys that this loss does not allow."""
+        yield from ()
+
+    @classmethod
+    def part(cls) -> "type[LossPart]":
+        """Return the class of the loss, which needs torch."""
+        ...
+
+
+class HiddenStatesKind(PartKind):
+    @classmethod
+    def rules(cls) -> "Iterator[Rule]":
+        from stillhouse.config.rule import Rule, excludes
+
+        # hidden states are compared in stages that run both student and teacher
+        yield Rule(
+            ("objective.hidden", "teacher"),
+            lambda pairs, teacher: bool(pairs) and (teacher is None or not teacher.source_kind.runs_model),
+            "[], or the section teacher with model and without url",
+            "the teacher's layers have to be in this job",
+        )
+        for key in ("parallel", "cross_tokenizer", "offload"):
+            because = "the teacher has to run in the student's stages"
+            yield excludes(f"teacher.{key}", "objective.hidden", because=because)
+        yield excludes("objective.hidden", "rollout")
+        yield excludes("objective.hidden", "student.mtp.train=heads", because="the student's layers are frozen")
+        because = "it runs the teacher a step ahead"
+        yield excludes("parallel.schedule=1f1b_ahead", "objective.hidden", because=because)
+
+    @classmethod
+    def part(cls) -> "type[LossPart]":
+        from stillhouse.engine.parts.hidden import HiddenStates
+
+        return HiddenStates
+
+
+class MtpKind(PartKind):
+    @classmethod
+    def rules(cls) -> "Iterator[Rule]":
+        from stillhouse.config.rule import Rule, excludes
+
+        for key in ("student.adapter", "rollout", "parallel.expert", "teachers.route", "teacher.cross_tokenizer"):
+            yield excludes(key, "student.mtp")
+        yield Rule(
+            ("parallel.schedule", "parallel.pipeline", "student.mtp"),
+            lambda schedule, stages, mtp: mtp is not None and stages > 1 and schedule in ("zero_bubble", "zbv"),
+            "gpipe, 1f1b, 1f1b_ahead or interleaved",
+        )
+        yield excludes("parallel.pipeline", "student.mtp.train=heads", expected="1, or student.mtp.train=all")
+
+    @classmethod
+    def part(cls) -> "type[LossPart]":
+        from stillhouse.engine.parts.mtp import MtpLoss
+
+        return MtpLoss
+
+
+class RouterKind(PartKind):
+    @classmethod
+    def rules(cls) -> "Iterator[Rule]":
+        from stillhouse.config.rule import excludes
+
+        yield excludes("objective.router_aux_loss", "student.mtp")
+        because = "it is computed by hooks inside the layers, which compiled layers do not run"
+        yield excludes("train.compile", "objective.router_aux_loss", because=because)
+
+    @classmethod
+    def part(cls) -> "type[LossPart]":
+        from stillhouse.engine.parts.router import RouterBalancing
+
+        return RouterBalancing
