@@ -18,7 +18,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,13 +28,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, PROCESSED, WRITING, VllmProcess, start
 from benchmarks.training_runs import LOSS, run_config, values_of
-from stillhouse.loops import on_policy
-from stillhouse.loops.rollouts import Rollouts
+from stillhouse.loops import rollouts as rollouts_module
 from stillhouse.loops.session import Session
-from stillhouse.output.folder import RunFolder
+from stillhouse.loops.weights_on_servers import WeightsOnServers
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.rollout import Sample
 from stillhouse.rollout.publish import version_folder
+from stillhouse.rollout.rollout import Rollout
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import collect_split
 from stillhouse.tools.demo.student import TEACHER
@@ -113,46 +112,42 @@ def problems_of(name: str, figures: Mapping[str, Any]) -> Iterator[str]:
         yield "no completion was under way when vLLM was killed"
 
 
-class _Recording(Rollouts):
+class _Recording(Rollout):
     """The rollouts of a run; each step's samples are kept when they have been trained, and all published weights.
 
-    hook: is called with these rollouts after each step's requests have been sent.
+    kept: the folder of these weights. hook: is called with these rollouts after each step's requests have been sent.
     """
 
-    def __init__(
-        self, session: Session, folder: RunFolder, *, kept: Path, hook: Callable[["_Recording", int], None] | None
-    ):
-        super().__init__(session, folder)
-        self.kept, self.hook, self.steps = kept, hook, list[list[Sample]]()
-        self._taken: list[Sample] = []
+    kept: Path
+    hook: "Callable[[_Recording, int], None] | None" = None
 
-    def ask(self, step: int, timeline: Timeline) -> None:
-        super().ask(step, timeline)
-        shutil.copytree(version_folder(self.weights, step), version_folder(self.kept, step))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.steps: list[list[Sample]] = []
+
+    def _take(self, step: int, timeline: Timeline) -> None:
+        assert isinstance(self.served, WeightsOnServers)
+        shutil.copytree(version_folder(self.served.folder, step), version_folder(self.kept, step))
         if self.hook is not None:
             self.hook(self, step)
-
-    def take(self, step: int, timeline: Timeline) -> list[Sample]:
-        self._taken = super().take(step, timeline)
-        return self._taken
+        super()._take(step, timeline)
 
     def trained(self, step: int) -> None:
+        self.steps.append(self._taken[step])
         super().trained(step)
-        self.steps.append(self._taken)
 
 
-class _Repeating(Rollouts):
+class _Repeating(Rollout):
     """Gives the samples of another run, step by step."""
 
-    def __init__(self, session: Session, folder: RunFolder, *, steps: Sequence[list[Sample]]):
-        super().__init__(session, folder)
-        self.steps = steps
-
-    def ask(self, step: int, timeline: Timeline) -> None:
-        pass
+    steps: Sequence[list[Sample]]
 
     def take(self, step: int, timeline: Timeline) -> list[Sample]:
+        self._taken[step] = self.steps[step]
         return self.steps[step]
+
+    def trained(self, step: int) -> None:
+        del self._taken[step]
 
 
 class _Kill:
@@ -167,7 +162,7 @@ class _Kill:
         assert rollouts.queue is not None
         time.sleep(0.1)  # some tokens of each completion have been generated
         self.writer.kill()
-        self.figures["under_way_when_killed"] = len(rollouts.queue.generator.under_way)
+        self.figures["under_way_when_killed"] = len(rollouts.queue.samples.under_way)
         self.writer = self.writer.start_again()
 
 
@@ -178,16 +173,22 @@ def _measure(
     settings = {"rollout.engine": "vllm", "rollout.url": urls["writer"], "rollout.schedule": schedule}
     recorded: list[_Recording] = []
 
-    def recording(session: Session, run: RunFolder) -> _Recording:
-        recorded.append(_Recording(session, run, kept=kept, hook=hook))
+    def recording(*arguments: Any) -> _Recording:
+        recorded.append(_Recording(*arguments))
+        recorded[0].kept, recorded[0].hook = kept, hook
         return recorded[0]
 
+    def repeating(*arguments: Any) -> _Repeating:
+        repeated = _Repeating(*arguments)
+        repeated.steps = recorded[0].steps
+        return repeated
+
     before = time.perf_counter()
-    with patch.object(on_policy, "Rollouts", recording):
+    with patch.object(rollouts_module, "Rollout", recording):
         losses = _losses(folder, name, **settings, **{"teacher.url": urls["teacher"]})
     seconds = time.perf_counter() - before
     [rollouts] = recorded
-    with patch.object(on_policy, "Rollouts", partial(_Repeating, steps=rollouts.steps)):
+    with patch.object(rollouts_module, "Rollout", repeating):
         expected = _losses(folder, f"{name} in the job")
     differences = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
     counts = Counter(sample.number for samples in rollouts.steps for sample in samples)

@@ -46,7 +46,7 @@ class ServerKind:
         raise ConfigError("rollout.engine", f"got {self.name}: {self.title} generates no completions")
 
     def open_reward(self, url: str, name: str, timeout: float, warn: Any, token: str | None) -> Any:
-        """Connect to a server that gives rewards; return a `RewardPart` with a method `close`.
+        """Connect to a server that gives rewards; return a `RewardCalls` with a method `close`.
 
         name: the reward in messages. timeout: seconds without an answer after which a call raises ServerError.
         warn: prints a line. token: the server's bearer token.

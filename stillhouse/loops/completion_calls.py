@@ -1,89 +1,122 @@
-"""The calls of the user's functions and servers about a run's completions."""
+"""The calls of the user's functions and servers about a run's completions, for each source of prompts."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from stillhouse.config import RolloutConfig
-from stillhouse.config.reward_sum import reward_parts
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.config import ConfigError, RolloutConfig
+from stillhouse.config.reward_sum import has_part_of_object, reward_parts
+from stillhouse.config.sections.data_section import source_prefix
 from stillhouse.config.servers import server_token
+from stillhouse.data.media import MediaProcessor
+from stillhouse.data.render.reply_format import ReplyFormat, generation_prompt, reply_format
+from stillhouse.data.render.tool_format import ToolFormat, tool_format
+from stillhouse.loops.session import Session
+from stillhouse.models import eos_ids
 from stillhouse.parallel import log_rank0
-from stillhouse.rollout.reward import FunctionPart, RepeatedPart, RewardPart, RewardSum
-from stillhouse.rollout.turns import FunctionEpisodes
-from stillhouse.rollout.user_functions import loaded_tools, user_function
+from stillhouse.rollout import Sampling, SourceSettings
+from stillhouse.rollout.reward import RepeatedCall, RewardPart, RewardSum
+from stillhouse.rollout.turns import FunctionEpisodes, MessageReplies, TextReplies, ToolReplies, TurnReplies
+from stillhouse.rollout.user_functions import loaded_tools, tool_schemas, user_function
 from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.function_state import has_state
 from stillhouse.user_code.functions import ENVIRONMENT, REWARD, TOOLS
 
 
-@dataclass(frozen=True)
-class SourceCalls:
-    """The calls about completions of one source of prompts.
-
-    run_elsewhere: whether the calls may be made from any thread, because they only start something elsewhere.
-    """
-
-    reward: RewardSum | None
-    environment: FunctionEpisodes | None
-    tools: FunctionEpisodes | None
-    run_elsewhere: bool
-
-
 class CompletionCalls:
-    """The rewards and the environments of a run's completions. sources: the calls of each source of prompts.
+    """The rewards and the environments of a run's completions. sources: the settings of each source of prompts.
 
     With `rollout.workers`, functions run in processes of their own, many calls at once. Otherwise they run in this
     process, in the thread that calls them, and their futures are done at once. A reward may also be a server.
     """
 
-    def __init__(self, rollouts: Sequence[RolloutConfig], *, reward_key: str = REWARD, compare_first: bool = False):
-        """rollouts: the section rollout for each source of prompts. reward_key: the key of the configuration that has
-        the rewards. compare_first: whether the first call of each reward is repeated, to warn of one that does not
-        depend on its arguments alone.
+    def __init__(
+        self,
+        rollouts: Sequence[RolloutConfig],
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None,
+        samplings: Sequence[Sampling | None],
+        *,
+        reward_key: str = REWARD,
+        compare_first: bool = False,
+    ):
+        """rollouts, samplings: the section rollout, and how tokens are sampled, for each source of prompts.
+        reward_key: the key of the configuration that has the rewards. compare_first: whether the first call of each
+        reward is repeated, to warn of one that does not depend on its arguments alone.
         """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         paths = [(reward_key, part.name) for part in rewards if part.is_function]
         paths += [(ENVIRONMENT, source.environment) for source in rollouts if source.environment is not None]
         paths += [(TOOLS, " ".join(source.tool_paths)) for source in rollouts if source.tool_paths]
         paths = list(dict.fromkeys(paths))
-        self._reward_key = reward_key
+        self._reward_key, self._tokenizer, self._processor = reward_key, tokenizer, processor
+        self._tool_formats: dict[tuple[str, ...], ToolFormat] = {}
         #: of the user's functions, but not of servers
         self.functions = FunctionCalls(paths, rollout.workers, rollout.worker_timeout, rollout.worker_memory)
         parts: dict[str, RewardPart] = {}
         for path in (path for key, path in paths if key == reward_key):
             function = user_function(reward_key, path)
-            parts[path] = FunctionPart(self.functions, reward_key, path, function.takes_turns)
-            if compare_first and not has_state(function):
-                parts[path] = RepeatedPart(f"{reward_key}: {path}", parts[path], warn)
+            compared = compare_first and not has_state(function)
+            repeated = RepeatedCall(f"{reward_key}: {path}", warn) if compared else None
+            parts[path] = RewardPart(1.0, self.functions, reward_key, path, function.takes_turns, repeated)
         self._servers: list[Any] = []
         for part in dict.fromkeys(part._replace(weight=1.0) for part in rewards if part.is_server):
             variable = (rollout.reward_tokens or {}).get(part.server)
             token = None if variable is None else server_token(f"{reward_key}_tokens", variable)
             name = f"{reward_key}: {part.name}"
             self._servers.append(part.server_kind.open_reward(part.name, name, rollout.timeout, warn, token))
-            parts[part.name] = self._servers[-1]
-            if compare_first:
-                parts[part.name] = RepeatedPart(name, parts[part.name], warn)
-        self.sources = [self._source_calls(source, parts) for source in rollouts]
+            repeated = RepeatedCall(name, warn) if compare_first else None
+            parts[part.name] = RewardPart(1.0, self._servers[-1], reward_key, part.name, True, repeated)
+        self.sources = [
+            self._settings(source, sampling, parts) for source, sampling in zip(rollouts, samplings, strict=True)
+        ]
 
-    def _source_calls(self, rollout: RolloutConfig, parts: Mapping[str, RewardPart]) -> SourceCalls:
-        rewards, path, tools = reward_parts(rollout.reward), rollout.environment, loaded_tools(rollout)
-        has_functions = path is not None or tools is not None or not all(part.is_server for part in rewards)
-        weighted = [(part.weight, None if part.is_of_object else parts[part.name]) for part in rewards]
-        environment = episodes = None
-        if path is not None:
-            is_class = inspect.isclass(user_function(ENVIRONMENT, path).function)
-            environment = FunctionEpisodes(self.functions, ENVIRONMENT, path, is_class, is_class)
-        if tools is not None:
-            paths = " ".join(rollout.tool_paths)
-            episodes = FunctionEpisodes(self.functions, TOOLS, paths, have_state=tools.have_state)
-        return SourceCalls(
+    def _settings(
+        self, rollout: RolloutConfig, sampling: Sampling | None, parts: Mapping[str, RewardPart]
+    ) -> SourceSettings:
+        rewards = reward_parts(rollout.reward)
+        weighted = [
+            RewardPart(part.weight) if part.is_of_object else replace(parts[part.name], weight=part.weight)
+            for part in rewards
+        ]
+        replies = self._turn_replies(rollout)
+        has_functions = replies is not None or not all(part.is_server for part in rewards)
+        has_calls = replies is not None or bool(rewards)
+        return SourceSettings(
+            rollout.max_new_tokens,
+            sampling,
             RewardSum(self._reward_key, weighted) if rewards else None,
-            environment,
-            episodes,
-            run_elsewhere=self.functions.are_elsewhere or not has_functions,
+            replies,
+            calls_from_any_thread=has_calls and (self.functions.are_elsewhere or not has_functions),
+            max_turns=1 if replies is None else rollout.max_turns,
+            object_gives_reward=has_part_of_object(rollout.reward),
         )
+
+    def _turn_replies(self, rollout: RolloutConfig) -> TurnReplies | None:
+        """What follows the turns of samples; None if they have one turn."""
+        tokenizer, processor, path = self._tokenizer, self._processor, rollout.environment
+        placeholders = [] if processor is None else processor.placeholder_ids
+        tools, schemas = loaded_tools(rollout), tool_schemas(rollout)
+        if tools is not None and schemas is not None:
+            paths, have_state = tuple(rollout.tool_paths), tools.have_state
+            if paths not in self._tool_formats:
+                self._tool_formats[paths] = tool_format(tokenizer, schemas, processor)
+            calls = FunctionEpisodes(self.functions, TOOLS, " ".join(paths), have_state=have_state)
+            tokens = rollout.tool_tokens
+            return ToolReplies(calls, self._tool_formats[paths], tokens, have_state=have_state, warn=warn)
+        if path is None:
+            return None
+        is_class = inspect.isclass(user_function(ENVIRONMENT, path).function)
+        calls = FunctionEpisodes(self.functions, ENVIRONMENT, path, is_class, is_class)
+        if (role := rollout.reply_role) is not None:
+            has_stops = bool(rollout.stop)
+            return MessageReplies(calls, reply_format(tokenizer, role, processor), placeholders, has_stops=has_stops)
+        prompt = generation_prompt(tokenizer, processor)
+        return TextReplies(calls, tokenizer, placeholders, prompt=prompt, warn=warn)
 
     def close(self) -> None:
         """End the worker processes and the requests to servers; calls under way may never end."""
@@ -95,3 +128,32 @@ class CompletionCalls:
 def warn(line: str) -> None:
     """Print a warning on the first rank."""
     log_rank0(f"warning: {line}")
+
+
+def require_end_of_turns(session: Session) -> None:
+    """Raise ConfigError on all ranks if the student cannot end a turn with a call of a tool, or before a reply."""
+    for number, rollout in enumerate(session.rollouts):
+        if rollout.writer == "student":
+            require_end_of_turn(session, rollout, partial(source_prefix, session.prompt_sources, number))
+
+
+def require_end_of_turn(
+    session: Session, rollout: RolloutConfig, prefix: Callable[[str], str] = lambda key: ""
+) -> None:
+    """Raise ConfigError on all ranks if the student cannot end a turn. prefix: returns what precedes a key."""
+    if rollout.stop:
+        return
+    if (schemas := tool_schemas(rollout)) is not None:
+        key, what = "tools", "turns with calls"
+        turn_format: ToolFormat | ReplyFormat = tool_format(session.tokenizer, schemas, session.media_processor)
+    elif (role := rollout.reply_role) is not None:
+        key, what = "reply", "turns"
+        turn_format = reply_format(session.tokenizer, role, session.media_processor)
+    else:
+        return
+    if turn_format.marker_id not in eos_ids(session.tokenizer, session.student):
+        raise ConfigError(
+            f"{prefix(key)}rollout.{key}",
+            f"the chat template ends {what} with {turn_format.marker!r}, which is no end-of-sequence token of the "
+            "student: expected it in eos_token_id of the student's generation_config.json, or in rollout.stop",
+        )

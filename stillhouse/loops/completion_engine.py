@@ -8,13 +8,12 @@ from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_
 from stillhouse.config.servers import ServerError, server_kinds, server_token
 from stillhouse.data.media import MediaProcessor
 from stillhouse.loops.session import Session
-from stillhouse.loops.weights_proof import probe_prompts
+from stillhouse.loops.weights_on_servers import probe_prompts
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.rollout import GenerationRequest, RolloutEngine, Sampling
-from stillhouse.rollout.engines import InJobEngine, RemoteEngine
+from stillhouse.rollout.engines import InJobEngine, RemoteEngine, StudentCopy
 from stillhouse.rollout.generate import Generator, check_generation
-from stillhouse.rollout.student_copy import StudentCopy
 
 #: tokens of a generation batch per token of a training micro-batch, because generation keeps far fewer activations
 _BATCHES = 8

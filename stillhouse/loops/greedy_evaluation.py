@@ -70,7 +70,9 @@ class GreedyEvaluation:
         session, settings = self._session, self._session.eval_config
         watchdog.enter("the evaluation of tasks")
         self._engine.update_weights(step, None)
-        metrics = evaluate_tasks(self._complete, session.tokenizer, settings.tasks, settings.task_count, session.seed)
+        metrics = evaluate_tasks(
+            self._engine.generate, session.tokenizer, settings.tasks, settings.task_count, session.seed
+        )
         if settings.samples and session.evaluation is not None:
             self._show_completions(step)
         context = EvaluationContext(step, self._folder.path, session.tokenizer, self._complete_texts)
@@ -97,9 +99,6 @@ class GreedyEvaluation:
             )
         return metrics
 
-    def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        return [future.result() for future in self._engine.generate(requests)]
-
     def _complete_texts(self, texts: Sequence[str]) -> list[str]:
         """Complete texts on this rank only; the other ranks wait for the metrics of the callbacks."""
         tokenizer = self._session.tokenizer
@@ -118,7 +117,7 @@ class GreedyEvaluation:
             tokens = min(settings.task_tokens, sequences.max_tokens - len(prompt.prompt_N))
             media = sequences.documents.media_of(prompt.document)
             requests.append(GenerationRequest(number, prompt.prompt_N, number, tokens, media))
-        completions, decode = self._complete(requests), session.tokenizer.decode
+        completions, decode = self._engine.generate(requests), session.tokenizer.decode
         if self._file is None:
             return
         self._file.append(

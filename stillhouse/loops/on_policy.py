@@ -1,26 +1,21 @@
 """The on-policy training loop: an engine generates completions, and the teacher scores every token.
 
-It differs from `off_policy.py` in the source of its micro-batches (`rollouts.py`) and in the records of completions.
+It differs from `off_policy.py` in the source of its micro-batches (`rollout/`) and in the records of completions.
 `training.py` has the parts that both loops share.
 """
 
-import time
-from contextlib import closing
-from typing import NamedTuple
-
 from stillhouse.checkpoint.integrity import IntactCheckpoint
 from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
-from stillhouse.loops.rollouts import Rollouts
+from stillhouse.loops.rollouts import open_rollout, require_same_weights
 from stillhouse.loops.session import Session
 from stillhouse.loops.source_metrics import source_metrics
 from stillhouse.loops.training import training
 from stillhouse.models.forward_modes import noise_of
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
-from stillhouse.output.rollout_log import RolloutLog
-from stillhouse.parallel import ShardedMicroBatches, is_first
-from stillhouse.rollout import Sample
-from stillhouse.signals import PendingSignals
+from stillhouse.output.rollout_log import MonotonicClock, RolloutLog
+from stillhouse.parallel import is_first
+from stillhouse.signals import RequestedSteps
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
@@ -31,54 +26,34 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     engine, plan = session.engine, session.plan
     assert plan is not None
     metrics = RolloutMetrics(plan, session.ranks, session.rollouts, noise_of(session.student))
-    source = session.source_for(engine)
     with (
-        closing(Rollouts(session, folder, is_new=checkpoint is None)) as rollouts,
-        training(session, folder, checkpoint, rollouts.queue) as run,
+        open_rollout(session, folder, is_new=checkpoint is None) as rollout,
+        training(session, folder, checkpoint, rollout.queue) as run,
         RolloutLog(
-            folder if is_first() else None,
-            run.progress.step,
-            (lambda: run.log.seconds) if is_first() else time.monotonic,
+            folder if is_first() else None, run.progress.step, run.log if is_first() else MonotonicClock()
         ) as log,
     ):
-        rollouts.require_same_writer(folder)
+        require_same_weights(session, rollout, folder)
         timeline = log.timeline
-        requested: dict[int, _Requested] = {}
-
-        def request(step: int) -> _Requested:
-            samples = rollouts.take(step, timeline)
-            micro_batches = rollouts.micro_batches(step, samples)
-            return _Requested(samples, micro_batches, source.request(micro_batches))
-
+        requests = RequestedSteps(session.source_for(engine), rollout.micro_batches(run.steps, timeline))
         for step in run.steps:
             run.begin(step)
             timeline.begin_step(step + 1)
-            rollouts.ask(step, timeline)
-            samples, micro_batches, pending = requested.pop(step) if step in requested else request(step)
-            if source.steps_ahead and rollouts.can_take(step + 1):
-                requested[step + 1] = request(step + 1)  # the teacher scores the next step while this step is trained
-            with (
-                timeline.trainer("wait for the teacher"),
-                timeline.span(step + 1, "teacher", "score"),
-            ):
+            samples = rollout.take(step, timeline)
+            micro_batches, pending = next(requests)
+            with timeline.trainer("wait for the teacher", step + 1, "teacher", "score"):
                 signals = pending.result()
             with timeline.trainer("train"):
                 output = engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
                 run.update(step, micro_batches, output)
-                rollouts.trained(step)
+                rollout.trained(step)
             shown = shown_samples(session, step, samples, micro_batches, output)
             seconds, waited = timeline.end_step()
             log.write(shown)
             measured = metrics.of(step, samples, micro_batches, output, seconds, waited)
-            measured |= metrics.of_calls(rollouts.call_times(), seconds)
+            measured |= metrics.of_calls(rollout.call_times(), seconds)
             if session.prompt_sources:
                 measured |= source_metrics(session, step, samples, micro_batches, output)
             run.end(step, micro_batches, output, measured, seconds)
-        rollouts.finish()
+        rollout.finish()
     return run.progress
-
-
-class _Requested(NamedTuple):
-    samples: list[Sample]
-    micro_batches: ShardedMicroBatches
-    pending: PendingSignals

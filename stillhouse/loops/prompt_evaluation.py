@@ -1,33 +1,39 @@
 """Evaluation on prompts alone (`eval.prompts`): the student completes the same prompts at each evaluation.
 
-Turns, tools and environments are those of training (`prompt_samples.py`). The teacher scores the student's tokens as
+Turns, tools and environments are those of training. The completions are generated with the weights in the job; the
+user's functions are called on rank 0, or in workers on its host. The teacher scores the student's tokens as
 it scores those of rollouts, so that the divergence is on the student's own prefixes. No reference completion is
 needed.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stillhouse.config import ConfigError, EvalPromptsConfig, as_config_error
+from stillhouse.config import ConfigError, EvalPromptsConfig, RolloutConfig, as_config_error
 from stillhouse.config.reward_sum import part_names
+from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents, LoadOptions, load_documents
 from stillhouse.data.media import shown_media, shown_text
 from stillhouse.data.render.record_forms import are_conversations
 from stillhouse.hashing import json_hash
+from stillhouse.loops.completion_calls import CompletionCalls, require_end_of_turn
 from stillhouse.loops.held_out_metrics import in_shown_order
-from stillhouse.loops.prompt_samples import PromptSamples
-from stillhouse.loops.sample_statistics import turn_statistics
+from stillhouse.loops.sample_statistics import has_turns, turn_statistics
 from stillhouse.loops.session import Session
 from stillhouse.loops.step_metrics import means
-from stillhouse.loops.step_packer import StepPacker
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.output.records import CHARACTERS, EvalSample
-from stillhouse.parallel import ShardedMicroBatches, log_rank0, watchdog
-from stillhouse.rollout import Sample, Sampling, TargetRules, step_documents
-from stillhouse.rollout.engines import InJobEngine
+from stillhouse.parallel import ShardedMicroBatches, is_first, log_rank0, watchdog
+from stillhouse.rollout import Sample, Samples, Sampling, TargetRules, step_documents
+from stillhouse.rollout.documents import StepPacker
+from stillhouse.rollout.engines import InJobEngine, JobEngine
+from stillhouse.rollout.rollout import ERRORS
 from stillhouse.rollout.user_functions import tool_schemas
+from stillhouse.signals.signal_store import SignalWatch
+from stillhouse.user_code.functions import EVAL_REWARD
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
 PROMPTS = "eval.prompts/"
@@ -176,3 +182,92 @@ def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents
             "('messages', or 'prompt' as a list of messages)",
         )
     return documents.select(in_shown_order(documents, range(len(documents)))[: settings.count])
+
+
+class PromptSamples:
+    """Generates a sample of each prompt. rollout: the section rollout with the settings of eval.prompts.
+
+    Raises ConfigError on all ranks if the student cannot end a turn with a call of a tool, or before a reply.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        settings: EvalPromptsConfig,
+        prompts: Documents,
+        engine: InJobEngine,
+        sampling: Sampling,
+    ):
+        section = session.rollout_config or RolloutConfig()  # without one, its defaults hold for servers
+        workers = min(section.workers, len(prompts))
+        of_eval = {"reward": settings.reward, "reward_tokens": settings.reward_tokens, "workers": workers}
+        self._session, self._prompts, self.rollout = session, prompts, section.model_copy(update=of_eval)
+        if has_turns(section):  # a turn ends as in training
+            sampling = replace(sampling, stop=tuple(section.stop))
+        require_end_of_turn(session, section)
+        self._engine, self._max_new_tokens = engine.with_sampling(sampling), settings.max_new_tokens
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether the samples need functions of the user or servers, which may take any time."""
+        return self.rollout.reward is not None or has_turns(self.rollout)
+
+    def generate(self, version: int) -> list[Sample]:
+        """Return the samples in the order of the prompts, on all ranks; a collective. version: of the weights.
+
+        Raises UserFunctionError on all ranks if a function fails, OverdueError if it does not return after a signal,
+        and ServerError if a reward's server does not answer in time, or if workers do not before a signal.
+        """
+        self._engine.version = version
+        rollout = self.rollout.model_copy(update={"max_new_tokens": self._max_new_tokens})
+        return completed(self._session, rollout, self._prompts, self._engine, EVAL_REWARD)
+
+
+def completed(
+    session: Session, rollout: RolloutConfig, prompts: Documents, engine: JobEngine, reward_key: str
+) -> list[Sample]:
+    """Return a sample of each prompt, with the reward, the environment and the tools of `rollout`, on all ranks.
+
+    A collective of all processes. Raises the errors of `PromptSamples.generate`. reward_key: the key of the
+    configuration that has the reward.
+    """
+    require_no_signal = SignalWatch(ServerError(f"a signal came while the run waited for {reward_key}"))
+    finished: list[Sample] = []
+    with ExitStack() as stack:
+        samples: Samples | None = None
+        with session.ranks.shared(*ERRORS):
+            if is_first():
+                processor = session.media_processor
+                calls = CompletionCalls([rollout], session.tokenizer, processor, [None], reward_key=reward_key)
+                stack.callback(calls.close)
+                plan, tokenizer = _PromptSeeds(session.seed), session.tokenizer
+                samples = Samples(prompts, plan, tokenizer, calls.sources, together=True, alive=require_no_signal)
+                stack.callback(samples.close)
+                samples.start([(number, number) for number in range(len(prompts))])
+        engine.complete(samples, *ERRORS)
+        with session.ranks.shared(*ERRORS) as shared:
+            if samples is not None:
+                finished = sorted(samples.finished(), key=lambda sample: sample.number)
+                finished = [samples.rewarded(sample) for sample in finished]
+                samples.wait_until_dropped()
+                shared.value = [sample.as_json() for sample in finished]
+        return finished if samples is not None else [Sample.from_json(values) for values in shared.value]
+
+
+@dataclass(frozen=True)
+class _PromptSeeds:
+    """One sample for each prompt, with the same seeds at each evaluation."""
+
+    seed: int
+
+    def source_of(self, group: int) -> int:
+        return 0
+
+    def group_of(self, sample: int) -> int:
+        return sample
+
+    def sample_seed(self, sample: int, turn: int) -> int:
+        if turn == 0:
+            return self.seed + sample
+        state = np.random.SeedSequence([self.seed, sample, turn]).generate_state(1, np.uint64)
+        return int(state[0] >> np.uint64(1))

@@ -7,11 +7,12 @@ run that resumes from a checkpoint removes all lines of later steps, because it 
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import LineFile
@@ -22,15 +23,29 @@ OTHER = "other work"  # the trainer's spans between those that have a name
 SHORTEST_GAP = 1e-4  # seconds; the precision of timeline.jsonl
 
 
+class Clock(Protocol):
+    """Has the seconds of the run."""
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class MonotonicClock:
+    """The seconds of `time.monotonic`."""
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic()
+
+
 class RolloutLog:
     """Writes timeline.jsonl and samples.jsonl; a context manager that closes them.
 
     folder: the run's folder. None (on all ranks except rank 0): nothing is written.
     step: the step of the checkpoint from which the run resumes, or 0.
-    clock: returns the seconds of the run.
     """
 
-    def __init__(self, folder: RunFolder | None, step: int, clock: Callable[[], float]):
+    def __init__(self, folder: RunFolder | None, step: int, clock: Clock):
         self._samples = None if folder is None else LineFile(folder.samples, step)
         self.timeline = Timeline(clock, None if folder is None else LineFile(folder.timeline, step))
 
@@ -63,7 +78,7 @@ class Timeline:
     The clock is the host's, so the time of a GPU's work belongs to the span that waits for the GPU.
     """
 
-    def __init__(self, clock: Callable[[], float], file: LineFile | None = None):
+    def __init__(self, clock: Clock, file: LineFile | None = None):
         self._clock, self._file = clock, file
         self._lock = threading.Lock()
         self._unwritten: list[Span] = []
@@ -72,14 +87,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        return self._clock()
-
-    @contextmanager
-    def span(self, step: int, lane: Lane, what: str) -> Iterator[None]:
-        """Add the time of the block. A block that ends with an error is not added."""
-        start = self._clock()
-        yield
-        self.add(step, lane, what, start, self._clock())
+        return self._clock.seconds
 
     def add(self, step: int, lane: Lane, what: str, start: float, stop: float) -> None:
         """Add a span in seconds of the run. step: the optimizer step to which the work belongs."""
@@ -87,19 +95,29 @@ class Timeline:
             if self._file is not None:
                 self._unwritten.append(Span(step, lane, what, round(start, 4), round(stop, 4)))
 
+    def add_monotonic(self, step: int, lane: Lane, what: str, start: float, stop: float) -> None:
+        """As `add`, in seconds of `time.monotonic`."""
+        offset = self.seconds - time.monotonic()
+        self.add(step, lane, what, offset + start, offset + stop)
+
     def begin_step(self, step: int) -> None:
         """Begin a step of the trainer: its spans until `end_step` belong to this step."""
-        self._step, self._began, self._trainer = step, self._clock(), []
+        self._step, self._began, self._trainer = step, self.seconds, []
 
     @contextmanager
-    def trainer(self, what: str) -> Iterator[None]:
+    def trainer(self, what: str, step: int = 0, lane: Lane = "trainer", work: str = "") -> Iterator[None]:
         """Add the time of the block to the trainer's current step, also if the work is for a later step. Only the
-        thread that trains may call this, and no block may be inside another one."""
-        start = self._clock()
+        thread that trains may call this, and no block may be inside another one.
+
+        lane: add it to this lane, too, as `work` for the optimizer step `step`. work: "" for `what`.
+        """
+        start = self.seconds
         yield
-        stop = self._clock()
+        stop = self.seconds
         self._trainer.append((what, start, stop))
         self.add(self._step, "trainer", what, start, stop)
+        if lane != "trainer":
+            self.add(step, lane, work or what, start, stop)
 
     def end_step(self) -> tuple[float, float]:
         """End the trainer's step; return its seconds, and how many of them the trainer waited.
@@ -107,7 +125,7 @@ class Timeline:
         The trainer's other seconds become spans called `OTHER`, so that the spans of a step add up to its seconds.
         It waited in the spans whose `what` begins with "wait".
         """
-        stop, until = self._clock(), self._began
+        stop, until = self.seconds, self._began
         waited = sum(end - start for what, start, end in self._trainer if what.startswith(WAIT))
         for _, start, end in [*self._trainer, ("", stop, stop)]:
             if start - until > SHORTEST_GAP:

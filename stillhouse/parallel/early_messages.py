@@ -6,13 +6,19 @@ may only tell earlier what a later collective tells anyway.
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 _SECONDS_BETWEEN_LOOKS = 0.02
+
+
+class Inbox(Protocol):
+    """Takes messages."""
+
+    def put(self, content: Any) -> None: ...
 
 
 class EarlyMessages:
@@ -28,13 +34,13 @@ class EarlyMessages:
         self._store.set(_key(box, number), json.dumps(value))
 
     @contextmanager
-    def received(self, box: str, count: int, receive: Callable[[Any], None]) -> Iterator[None]:
-        """On the first rank: until the block ends, call `receive` in another thread with the messages that arrive.
+    def received(self, box: str, count: int, inbox: Inbox) -> Iterator[None]:
+        """On the first rank: until the block ends, put the messages that arrive into an inbox, in another thread.
 
         The block must end with a collective that all ranks enter after their messages, unless it raises an error.
 
-        count: the number of messages; later ones are lost. box: may be used once. Errors of type ValueError that
-        `receive` raises are ignored.
+        count: the number of messages; later ones are lost. box: may be used once. Errors of type ValueError of the
+        inbox are ignored.
         """
         stopped, left = threading.Event(), list(range(1, count + 1))
 
@@ -47,7 +53,7 @@ class EarlyMessages:
                     value = json.loads(self._store.get(_key(box, left[0])))
                     self._store.delete_key(_key(box, left.pop(0)))
                     with suppress(ValueError):
-                        receive(value)
+                        inbox.put(value)
             except RuntimeError:  # torch's DistNetworkError, DistStoreError; the next collective fails, too
                 return
 

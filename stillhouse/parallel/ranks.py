@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -178,11 +179,44 @@ class Ranks:
         self.from_first({"error": error})
         raise _decoded(error, kinds) from failure
 
+    @contextmanager
+    def shared(self, *kinds: type[BaseException]) -> Iterator["Shared"]:
+        """Give all processes the value that the first one has at the end of the block.
+
+        All processes raise its error if it is of one of these kinds. The block of the others must not communicate.
+        """
+        shared = Shared()
+        if self.size == 1:
+            yield shared
+            return
+        failure: BaseException | None = None
+        try:
+            yield shared
+        except kinds as error:
+            if not self.is_first:
+                raise
+            failure = error
+        if not self.is_first:
+            shared.value = self.outcome(self.from_first(None), *kinds)
+        elif failure is None:
+            self.from_first({"result": shared.value})
+        else:
+            encoded = _encoded(failure, kinds)
+            self.from_first({"error": encoded})
+            raise _decoded(encoded, kinds) from failure
+
     def outcome(self, message: Any, *kinds: type[BaseException]) -> Any:
         """Return the result in a message that the first process has sent in `on_first`, or raise the error in it."""
         if "error" in message:
             raise _decoded(message["error"], kinds)
         return message["result"]
+
+
+@dataclass
+class Shared:
+    """The value of a block of `Ranks.shared`; it must be representable in JSON if there are several processes."""
+
+    value: Any = None
 
 
 #: only this process, also in a job of several processes

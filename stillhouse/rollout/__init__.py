@@ -2,17 +2,16 @@
 
 from stillhouse.rollout.documents import POLICY_VERSION, TargetRules, step_documents
 from stillhouse.rollout.engines import RolloutEngine
+from stillhouse.rollout.open_sample import SourceSettings
 from stillhouse.rollout.plan import PromptPlan, PromptSource
-from stillhouse.rollout.queue import RolloutQueue, require_versions, staleness
-from stillhouse.rollout.queue_state import QueueState
+from stillhouse.rollout.queue import QueueState, RolloutQueue, require_versions, staleness
 from stillhouse.rollout.records import (
     Completion,
     GenerationRequest,
     Sample,
     Sampling,
 )
-from stillhouse.rollout.samples import SampleGenerator
-from stillhouse.rollout.source_settings import SourceSettings
+from stillhouse.rollout.samples import Samples
 
 __all__ = [
     "POLICY_VERSION",
@@ -24,7 +23,7 @@ __all__ = [
     "RolloutEngine",
     "RolloutQueue",
     "Sample",
-    "SampleGenerator",
+    "Samples",
     "Sampling",
     "SourceSettings",
     "TargetRules",

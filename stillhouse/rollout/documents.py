@@ -6,6 +6,7 @@ the teachers' prefixes of its prompt, so that teachers get the same inputs as in
 N tokens of all documents of the step.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -13,7 +14,7 @@ from typing import Self
 import numpy as np
 
 from stillhouse.config import RolloutConfig, sampling_temperatures
-from stillhouse.data import DataReport, Documents
+from stillhouse.data import DataReport, Documents, PackedMicroBatches, PackedSequences
 from stillhouse.data.offsets import offsets_of
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION, SAMPLING
 from stillhouse.rollout.records import Sample
@@ -68,23 +69,25 @@ def step_documents(
     At least one sample or document is needed. All targets of the dataset's documents are kept. The weight of such a
     target depends on its position among the targets of its document.
     """
-    parts = [_of_samples(prompts, samples, rules)] if samples else []
+    parts = [_sample_documents(prompts, samples, rules)] if samples else []
     if len(from_dataset):
         assert dataset is not None
-        parts.append(_of_dataset(dataset.select(from_dataset), rules))
+        parts.append(_dataset_documents(dataset.select(from_dataset), rules))
     return parts[0] if len(parts) == 1 else Documents.concatenated(parts, DataReport("a step's rollouts"))
 
 
-def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRules) -> Documents:
-    columns = [_columns(len(prompts.tokens(sample.prompt)), sample, rules) for sample in samples]
-    targets_N, weights_N, advantages_N, log_probs_N, versions_N = map(np.concatenate, zip(*columns, strict=True))
-    ids = [np.concatenate([prompts.tokens(sample.prompt), sample.completion.ids_N]) for sample in samples]
+def _sample_documents(prompts: Documents, samples: Sequence[Sample], rules: TargetRules) -> Documents:
     prompts_of_samples = prompts.select([sample.prompt for sample in samples])
+    prompt_ids = np.split(prompts_of_samples.tokens_N, prompts_of_samples.offsets[1:-1])
+    columns = [_columns(len(ids_N), sample, rules) for ids_N, sample in zip(prompt_ids, samples, strict=True)]
+    targets_N, weights_N, advantages_N, log_probs_N, versions_N = map(np.concatenate, zip(*columns, strict=True))
+    completion_ids = [sample.completion.ids_N for sample in samples]
+    ids = [np.concatenate(pair) for pair in zip(prompt_ids, completion_ids, strict=True)]
     numbers = dict[str, np.ndarray]()
     if rules.has_several_temperatures:
         assert prompts_of_samples.set_D is not None
-        of_samples = np.array(rules.temperature_numbers, dtype=np.float32)[prompts_of_samples.set_D]
-        numbers[SAMPLING] = np.repeat(of_samples, [len(ids_N) for ids_N in ids])
+        numbers_D = np.array(rules.temperature_numbers, dtype=np.float32)[prompts_of_samples.set_D]
+        numbers[SAMPLING] = np.repeat(numbers_D, [len(ids_N) for ids_N in ids])
     return replace(
         prompts_of_samples,
         tokens_N=np.concatenate(ids).astype(np.int32),
@@ -119,7 +122,7 @@ def _columns(prompt_tokens: int, sample: Sample, rules: TargetRules) -> list[np.
     return [np.concatenate([np.full(prompt_tokens, value), column]).astype(np.float32) for value, column in columns]
 
 
-def _of_dataset(documents: Documents, rules: TargetRules) -> Documents:
+def _dataset_documents(documents: Documents, rules: TargetRules) -> Documents:
     weights = []
     for number in range(len(documents)):
         targets = documents.targets(number)
@@ -139,3 +142,41 @@ def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
     """
     weights_N = np.power(rules.position_decay, np.arange(count, dtype=np.float64))
     return np.maximum(weights_N, np.finfo(np.float32).tiny).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class StepPacker:
+    """Packs documents that begin with prompts. A packed sequence has at most `prompts.max_tokens` tokens.
+
+    micro_batch_tokens: the maximum number of tokens of a micro-batch.
+    by_length: whether a micro-batch is one sequence of documents of similar lengths (see `PackedSequences`).
+    """
+
+    prompts: PackedSequences
+    micro_batch_tokens: int
+    by_length: bool = False
+
+    def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
+        """The micro-batches of some documents.
+
+        parts: the minimum number of micro-batches, if there are as many documents. Completions are often far shorter
+            than `data.max_tokens`. With sequences of this length, some processes would have no micro-batch.
+        """
+        gaps = self.prompts.gaps
+        widths_D = documents.lengths_D + documents.gaps_D(gaps)
+        most_tokens = self.micro_batch_tokens if self.by_length else self.prompts.max_tokens
+        capacity = min(most_tokens, max(int(widths_D.max()), math.ceil(widths_D.sum() / parts)))
+        packed = PackedSequences(
+            documents,
+            max_tokens=capacity,
+            seed=0,
+            shuffle=False,
+            gaps=gaps,
+            together=self.prompts.together,
+            by_length=self.by_length,
+            media_inputs=self.prompts.media_inputs,
+        )
+        most = 1 if self.by_length else self.micro_batch_tokens // capacity
+        rows = max(1, min(most, len(packed) // parts))
+        numbers = np.arange(len(packed))
+        return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])

@@ -1,42 +1,31 @@
-"""Engines that generate completions: their interface, and the engine that generates in the job's own processes."""
+"""Engines that generate completions: their interfaces, and the engine that generates in the job's own processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
-from functools import cached_property, partial
+from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from uuid import uuid4
 
+import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.parallel import ONE_PROCESS, EarlyMessages
-from stillhouse.rollout.generate import Generator, at_positions
-from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
-from stillhouse.rollout.student_copy import StudentCopy
-
-Result = TypeVar("Result")
+from stillhouse.models import Decoder, ProofError, prove_decoder
+from stillhouse.parallel import ONE_PROCESS, DistributedStudent, EarlyMessages
+from stillhouse.parallel.sharded_loading import allocate
+from stillhouse.rollout.generate import Generator
+from stillhouse.rollout.records import Completion, CompletionReceiver, GenerationRequest, Inbox, Sampling
 
 #: the number of completions with which the weights of a server are proved
 PROBES = 4
 #: the largest difference of log-probabilities that rounding in bfloat16 causes
 ROUNDED = 0.1
-_GENERATE, _BOX = "generate", "box"
 
 
 class RolloutEngine(Protocol):
     """Generates completions with the student's weights, and takes new weights."""
-
-    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
-        """Start generation; returns one future per request without waiting for servers.
-
-        An engine in this process generates the completions before it returns. A future raises ServerError if no
-        server answers in time, and ValueError if an answer is invalid.
-
-        ended: called for completions that end before this method returns, while others are still generated, in this
-            or another thread. Not every engine calls it; the futures tell of all completions.
-        """
-        ...
 
     def update_weights(self, version: int, folder: Path | None) -> None:
         """Use the student's present weights from now on. version: the number of these weights.
@@ -50,6 +39,19 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Cancel the requests that are under way."""
+        ...
+
+
+class RolloutServers(RolloutEngine, Protocol):
+    """Servers that generate completions; only the first rank has them."""
+
+    def generate(self, requests: Sequence[GenerationRequest], inbox: Inbox | None = None) -> list[Future[Completion]]:
+        """Request completions, and return at once.
+
+        A future raises ServerError if no server answers in time, and ValueError if an answer is invalid.
+
+        inbox: gets the completions and the errors of the futures.
+        """
         ...
 
 
@@ -68,7 +70,7 @@ class RemoteWeights(Protocol):
         """Record that a server's probe comes from the trainer's weights. most: the largest difference in nats."""
 
 
-class RemoteEngine(RolloutEngine, Protocol):
+class RemoteEngine(RolloutServers, Protocol):
     """An engine on servers, such as `serving/` has. They load published weights, or keep their own."""
 
     @property
@@ -89,60 +91,83 @@ def same_weights(
     return len(before) == len(now) and 2 * len(gaps) > len(now) and all(gap < most for gap in gaps)
 
 
+class Requester(Protocol):
+    """Has the requests for completions, turn by turn. inbox: gets the completions."""
+
+    inbox: Inbox
+
+    def next_requests(self) -> list[GenerationRequest]:
+        """Wait until completions are needed, and return their requests; [] after the last ones."""
+        ...
+
+
+class JobEngine(Protocol):
+    """Generates completions for all ranks together."""
+
+    def complete(self, requester: Requester | None, *kinds: type[BaseException]) -> None:
+        """Generate all completions that a requester of the first rank needs; all ranks must call this.
+
+        kinds: errors of `next_requests` that all ranks raise.
+        """
+        ...
+
+
 class InJobEngine:
-    """Generates in this job, in one process or on all ranks; its futures are done when `generate` returns.
+    """Generates in this job, in one process or on all ranks.
 
     Each rank generates some of the batches, and every rank gets all completions. Except for rounding, the completions
     do not depend on the number of ranks.
 
-    Only the first rank has the queue of samples, the rewards and the environment, and requests completions. The other
-    ranks receive these requests while they wait in `lead` for the first rank's result.
-
     copy: the full copy of a sharded student; its decoder must be the generator's. None: the student is not sharded.
     """
 
-    def __init__(self, generator: Generator, copy: StudentCopy | None = None, version: int = 0):
+    def __init__(self, generator: Generator, copy: "StudentCopy | None" = None, version: int = 0):
         assert copy is None or copy.decoder is generator.decoder, "the generator needs the copy's decoder"
         self.generator, self.version, self._copy = generator, version, copy
         self._ranks = ONE_PROCESS if copy is None else copy.mesh.ranks
-        self._is_leading = False
+        self._is_alone = self._ranks.size == 1
 
     def with_sampling(self, sampling: Sampling) -> "InJobEngine":
         """Return an engine with the same weights, also after `update_weights` of this one, and other sampling."""
         return InJobEngine(self.generator.with_sampling(sampling), self._copy, self.version)
 
-    def lead(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
-        """Call a function on the first rank and return its result on all ranks, as `Ranks.on_first` does.
+    def complete(self, requester: Requester | None, *kinds: type[BaseException]) -> None:
+        """See `JobEngine.complete`. All ranks also raise the ValueError of `generate`."""
+        if self._is_alone:
+            assert requester is not None
+            while requests := requester.next_requests():
+                self.generate(requests, requester.inbox)
+            return
+        while True:
+            with self._ranks.shared(*kinds) as shared:
+                if requester is not None:
+                    contents = [request.as_json() for request in requester.next_requests()]
+                    shared.value = contents, f"completions {uuid4().hex}" if requester.inbox.is_early else None
+            contents, box = shared.value
+            if not contents:
+                return
+            requests = [GenerationRequest.from_json(values) for values in contents]
+            self.generate(requests, None if requester is None else requester.inbox, box)
 
-        If the function requests completions from this engine, all ranks generate them together.
+    def generate(
+        self, requests: Sequence[GenerationRequest], inbox: Inbox | None = None, box: str | None = None
+    ) -> list[Completion]:
+        """Generate completions. All ranks must call this with the same requests.
+
+        inbox: of the first rank; gets all completions, each as soon as it has ended if the inbox `is_early`.
+        box: of the other ranks' messages about completions that have ended; see `EarlyMessages`.
+
+        If one rank fails, all ranks raise the ValueError of `Generator.generate`.
         """
-        if self._ranks.is_first:
-            self._is_leading = True
-            try:
-                return self._ranks.on_first(function, *kinds)
-            finally:
-                self._is_leading = False
-        message = self._ranks.from_first(None)
-        while _GENERATE in message:
-            # an error on one rank is raised on all ranks; only the first rank reports it
-            with suppress(ValueError):
-                requests = [GenerationRequest.from_json(values) for values in message[_GENERATE]]
-                self._generate(requests, None if message[_BOX] is None else partial(self._tell, message[_BOX]))
-            message = self._ranks.from_first(None)
-        return self._ranks.outcome(message, *kinds)
-
-    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
-        """Generate completions. If one rank fails, all ranks raise the ValueError of `Generator.generate`.
-
-        Within `lead`, only the first rank calls this, and `ended` is also called for completions of the other ranks,
-        in another thread. Outside `lead`, all ranks call it with the same requests, and `ended` is called for those
-        that this rank generates.
-        """
-        box: str | None = None
-        if self._is_leading:
-            box = None if ended is None or self._ranks.size == 1 else f"completions {uuid4().hex}"
-            self._ranks.from_first({_GENERATE: [request.as_json() for request in requests], _BOX: box})
-        return [_done(completion) for completion in self._generate(requests, ended, box)]
+        early: CompletionReceiver | None = inbox if inbox is not None and inbox.is_early else None
+        if self._is_alone:
+            completions = self.generator.generate(requests, self.version, early)
+        else:
+            completions = self._generate_on_ranks(requests, early, box)
+        if inbox is not None:
+            for request, completion in zip(requests, completions, strict=True):
+                inbox.put((request.number, completion))
+        return completions
 
     def update_weights(self, version: int, folder: Path | None) -> None:
         """Use the student's present weights from now on; all ranks must call this. `folder` has no effect."""
@@ -153,47 +178,101 @@ class InJobEngine:
     def close(self) -> None:
         """Do nothing: no request is under way after `generate` has returned."""
 
-    def _generate(
-        self, requests: Sequence[GenerationRequest], ended: Ended | None = None, box: str | None = None
+    def _generate_on_ranks(
+        self, requests: Sequence[GenerationRequest], early: CompletionReceiver | None, box: str | None
     ) -> list[Completion]:
-        """box: on the first rank, that of messages about the other ranks' completions; see `EarlyMessages`."""
-        if self._ranks.size == 1:
-            return self.generator.generate(requests, self.version, ended)
         self.generator.check(requests)
         batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
+        receiver = early if box is None or early is not None else _FirstRank(self._messages, box)
 
         def generate_share() -> list[Any]:
-            return [pair for batch in batches for pair in self._numbered(requests, batch, ended)]
+            pairs: list[Any] = []
+            for batch in batches:
+                completions = self.generator.batch([requests[at] for at in batch], self.version, early=receiver)
+                pairs += [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
+            return pairs
 
         others = len(requests) - sum(map(len, batches))
-        with nullcontext() if box is None else self._messages.received(box, others, _pass_on(ended)):
-            of_ranks = self._ranks.gather_results(generate_share, ValueError)
-        by_number = dict(pair for of_rank in of_ranks for pair in of_rank)
+        receives = None if box is None or early is None else self._messages.received(box, others, early)
+        with receives or nullcontext():
+            pairs_of_ranks = self._ranks.gather_results(generate_share, ValueError)
+        by_number = dict(pair for pairs in pairs_of_ranks for pair in pairs)
         return [Completion.from_json(by_number[at]) for at in range(len(requests))]
-
-    def _tell(self, box: str, at: int, completion: Completion) -> None:
-        self._messages.send(box, [at, completion.as_json()])
 
     @cached_property
     def _messages(self) -> EarlyMessages:
         return EarlyMessages()
 
-    def _numbered(
-        self, requests: Sequence[GenerationRequest], batch: Sequence[int], ended: Ended | None
-    ) -> list[Any]:
-        """Generate a batch; returns pairs of a request's position in `requests` and its completion as JSON."""
-        of_batch = [requests[at] for at in batch]
-        completions = self.generator.batch(of_batch, self.version, ended=at_positions(ended, batch))
-        return [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
+
+class _FirstRank:
+    """Sends completions to the first rank while the other ranks still generate."""
+
+    def __init__(self, messages: EarlyMessages, box: str):
+        self._messages, self._box = messages, box
+
+    def put(self, content: tuple[int, Completion]) -> None:
+        number, completion = content
+        self._messages.send(self._box, [number, completion.as_json()])
 
 
-def _pass_on(ended: Ended | None) -> Callable[[Sequence[Any]], None]:
-    """Return a function that calls `ended` with the contents of a message."""
-    assert ended is not None
-    return lambda message: ended(message[0], Completion.from_json(message[1]))
+class StudentCopy:
+    """A full copy of a sharded student on each rank, for generation. All ranks must create it together.
 
+    transformers' `generate` needs a full model, but a rank has only a shard of the student. So each rank also keeps
+    a full copy in the student's dtype on its device, which needs enough memory for both.
 
-def _done(completion: Completion) -> Future[Completion]:
-    future: Future[Completion] = Future()
-    future.set_result(completion)
-    return future
+    build: returns the full student as `ModelSource.build` does, with arbitrary weights or on the meta device.
+
+    Raises ValueError if no rank has a tensor of the copy, and ProofError if the copy's results are wrong.
+    """
+
+    def __init__(self, student: DistributedStudent, build: Callable[[], Decoder]):
+        self._student, self.mesh = student, student.mesh
+        self.decoder = build()
+        if next(self.decoder.parameters()).is_meta:
+            allocate(self.decoder, self.mesh.device)
+        self.decoder.to(self.mesh.device).eval()
+        trained = {
+            name
+            for part in student.decoders
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        }
+        self._owners = self._find_owners()
+        trained_of_ranks = self.mesh.ranks.gather(sorted(trained))
+        self._trained = {name for names in trained_of_ranks for name in names}
+        self.decoder.requires_grad_(False)
+        self._copy(self._owners)
+        with self.mesh.ranks.all_raise(ProofError):
+            prove_decoder(self.decoder)
+
+    def refresh(self) -> None:
+        """Copy the student's trained weights, one tensor at a time; all ranks must call this.
+
+        Frozen weights, such as the base weights of an adapter, were copied when this object was created.
+        """
+        self._copy({name: owner for name, owner in self._owners.items() if name in self._trained})
+
+    @torch.no_grad()
+    def _copy(self, owners: dict[str, int]) -> None:
+        held = self._student.stage_weights()
+        here = self.mesh.weights.get_local_rank("pipeline")
+        group = self.mesh.weights.get_group("pipeline")
+        weights = self.decoder.state_dict()
+        for name, owner in owners.items():
+            value = held[name].gather().contiguous() if owner == here else torch.empty_like(weights[name])
+            if group.size() > 1:
+                dist.broadcast(value, group=group, group_src=owner)
+            weights[name].copy_(value)
+
+    def _find_owners(self) -> dict[str, int]:
+        """For each tensor of the copy, the first coordinate on the pipeline axis whose ranks have it."""
+        stage_and_names = self.mesh.weights.get_local_rank("pipeline"), sorted(self._student.stage_weights())
+        owners: dict[str, int] = {}
+        for coordinate, names in sorted(self.mesh.ranks.gather(stage_and_names)):
+            for name in names:
+                owners.setdefault(name, coordinate)
+        wanted = list(self.decoder.state_dict())
+        if missing := [name for name in wanted if name not in owners]:
+            raise ValueError(f"no rank holds the student's tensor '{missing[0]}': expected a copy of the same model")
+        return {name: owners[name] for name in wanted}

@@ -25,7 +25,7 @@ from stillhouse.models.families import ModelFacts
 from stillhouse.models.media_inputs import MEDIA_ARGUMENT, placeholder_ids
 from stillhouse.models.model_checks import describe
 from stillhouse.parallel import watchdog
-from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
+from stillhouse.rollout.records import Completion, CompletionReceiver, GenerationRequest, Sampling
 from stillhouse.rollout.sampler import EndOfCompletion, TokenSampler
 
 # the largest allowed difference between log-probabilities with and without the cache, in nats. It is not 0, because
@@ -64,6 +64,9 @@ class Generator:
         if sampling.stop and tokenizer is None:
             raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
         self.decoder, self.sampling, self.device = decoder, sampling, device
+        self._name = describe(decoder.pretrained)
+        # padding on the left would move these windows
+        self._equal_lengths = bool(ModelFacts(decoder.config).row_windows)
         self._autocast, self.batch_tokens, self._tokenizer = autocast, batch_tokens, tokenizer
         self._processor = processor
         #: the ids of placeholders. A completion must not have them, because there is no feature for them
@@ -81,13 +84,13 @@ class Generator:
         return other
 
     def generate(
-        self, requests: Sequence[GenerationRequest], version: int, ended: Ended | None = None
+        self, requests: Sequence[GenerationRequest], version: int, early: CompletionReceiver | None = None
     ) -> list[Completion]:
         """Return one completion per request, in the order of the requests.
 
         Except for rounding, a completion depends only on its own request, not on the other requests of its batch.
         version: the version of the present weights; it is recorded for each token.
-        ended: called as soon as a completion has ended, while the others of its batch are still generated.
+        early: gets a completion as soon as it has ended, while the others of its batch are still generated.
 
         Raises ValueError if a prompt is empty, has ids that are not in the model's vocabulary, or is too long for the
         model's positions. Raises NotFiniteError, a ValueError, if logits are not finite.
@@ -95,7 +98,7 @@ class Generator:
         self.check(requests)
         completions_by_number: dict[int, Completion] = {}
         for batch in self.batches(requests):
-            completions = self.batch([requests[at] for at in batch], version, ended=at_positions(ended, batch))
+            completions = self.batch([requests[at] for at in batch], version, early=early)
             completions_by_number.update(zip(batch, completions, strict=True))
         return [completions_by_number[at] for at in range(len(requests))]
 
@@ -107,9 +110,6 @@ class Generator:
             rounded up.
         """
         prompts = [len(request.prompt_ids) for request in requests]
-        equal_lengths = bool(
-            ModelFacts(self.decoder.config).row_windows
-        )  # padding on the left would move these windows
         limits = [self._limit(request) for request in requests]
         samplings = [self._sampling(request) for request in requests]
         kinds = list(dict.fromkeys(samplings))
@@ -125,7 +125,7 @@ class Generator:
             fits = rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens
             of_last = batches[-1][0] if batches else at
             fits = fits and samplings[of_last] == samplings[at]
-            if batches and fits and (not equal_lengths or prompts[of_last] == prompts[at]):
+            if batches and fits and (not self._equal_lengths or prompts[of_last] == prompts[at]):
                 batches[-1].append(at)
             else:
                 batches.append([at])
@@ -138,18 +138,18 @@ class Generator:
         requests: Sequence[GenerationRequest],
         version: int,
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
-        ended: Ended | None = None,
+        early: CompletionReceiver | None = None,
     ) -> list[Completion]:
         """Return the completions of one batch. The caller must already have called `check` for the requests.
 
         errors: a context manager around the call of the model's own `generate`.
-        ended: called as soon as a completion has ended.
+        early: see `generate`.
         """
 
         def on_end(rows: Sequence[int]) -> None:
-            assert ended is not None
+            assert early is not None
             for row, completion in zip(rows, self._completions(sampler, end, version, rows), strict=True):
-                ended(row, completion)
+                early.put((requests[row].number, completion))
 
         width = max(len(request.prompt_ids) for request in requests)
         limits = [self._limit(request) for request in requests]
@@ -162,7 +162,7 @@ class Generator:
         sampling = self._sampling(requests[0])  # of all requests of the batch
         sampler = TokenSampler(sampling, seeds, max(limits), self._vocabulary, self.device, self._counted, self.never)
         media = self._media(requests, width)
-        listener = None if ended is None else on_end
+        listener = None if early is None else on_end
         end = EndOfCompletion(sampling, limits, width, self._tokenizer, self.device, listener)
         with errors:
             self._run(ids_BS, mask_BS, max(limits), sampler, end, media)
@@ -215,7 +215,7 @@ class Generator:
                     f"request {request.number}: token ids {smallest} to {largest}, expected 0 to {rows - 1}"
                 )
         longest = max((len(request.prompt_ids) + self._limit(request) for request in requests), default=0)
-        check_document_length(model, longest, describe(model))
+        check_document_length(model, longest, self._name)
 
     def _media(self, requests: Sequence[GenerationRequest], width: int) -> dict[str, Tensor]:
         """The arguments of the model's `generate` beside token ids; empty if no prompt has media."""
@@ -305,11 +305,6 @@ def _check_completions(
                 "those of its forward pass: expected a model that supports a cache and padding on the left; let a "
                 "server write the completions (rollout.engine)"
             )
-
-
-def at_positions(ended: Ended | None, batch: Sequence[int]) -> Ended | None:
-    """The callback for the rows of a batch. batch: for each row, the position of its request."""
-    return None if ended is None else lambda row, completion: ended(batch[row], completion)
 
 
 def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -1,21 +1,41 @@
-"""The queue of samples between the engine that generates them and the steps that train on them."""
+"""The queue of samples between the engine that generates them and the steps that train on them.
 
+Its state in a checkpoint must fit the checkpoint's step. Without the checks, a state of another run, step or schedule
+would raise no error, and samples would be trained twice or never. N tokens of a completion.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+from stillhouse.rollout.engines import RolloutServers
+from stillhouse.rollout.open_sample import NOT_GENERATED
 from stillhouse.rollout.plan import PromptPlan, RolloutSchedule
-from stillhouse.rollout.queue_state import QueueState, require_groups, require_samples
 from stillhouse.rollout.records import Sample
 from stillhouse.rollout.reward import Deviation, with_advantages
-from stillhouse.rollout.samples import SampleGenerator
+from stillhouse.rollout.samples import SECONDS_BETWEEN_LOOKS, Samples
 
-#: seconds between two calls of `alive` while the queue waits for samples
-_TICK = 1.0
+
+@dataclass
+class QueueState:
+    """The state of a queue in a checkpoint.
+
+    samples: the finished samples on which no step has trained yet.
+    requested_at: for each requested group that is not trained yet, the step at which it was requested.
+    trained: the trained groups with a larger number than some untrained group; empty if the schedule is in order.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    requested_at: dict[int, int] = field(default_factory=dict)
+    trained: list[int] = field(default_factory=list)
 
 
 class RolloutQueue:
     """The groups of samples that were requested and on which no step has trained yet.
 
+    samples: those under way.
+    servers: generate completions; None: an engine in this job does, which gets its requests from `samples`.
     schedule: decides when a group is requested and which step trains on it.
     advantage, deviation: how advantages are computed from rewards (see `with_advantages`).
     alive: called about once per second while the queue waits for samples.
@@ -24,20 +44,21 @@ class RolloutQueue:
 
     def __init__(
         self,
-        generator: SampleGenerator,
+        samples: Samples,
         plan: PromptPlan,
         schedule: RolloutSchedule,
+        servers: RolloutServers | None = None,
         *,
         advantage: Literal["normalized", "centered"] = "normalized",
         deviation: Deviation = "population",
         alive: Callable[[], None] = lambda: None,
         by_student: bool = True,
     ):
-        self.generator, self.plan, self.schedule = generator, plan, schedule
+        self.samples, self.plan, self.schedule, self.servers = samples, plan, schedule, servers
         self.advantage, self.deviation, self._alive, self._by_student = advantage, deviation, alive, by_student
         self._requested_at: dict[int, int] = {}
         self._last_chance: dict[int, int] = {}  # for each requested group, the last step that may train on it
-        self._samples: dict[int, dict[int, Sample]] = {}  # finished samples by group, until a step takes the group
+        self._groups: dict[int, dict[int, Sample]] = {}  # finished samples by group, until a step takes the group
         self._finished: list[int] = []  # the groups whose samples are all finished, in the order of finishing
         #: while an engine in this job generates samples of several turns: the samples that it was asked for together
         self._incomplete: frozenset[int] = frozenset()
@@ -46,38 +67,38 @@ class RolloutQueue:
         #: for the samples of the last `take`, the times of the first request and of the last finished sample
         self.taken_times = (0.0, 0.0)
 
-    def ask(self, step: int) -> None:
-        """Request all groups that are due at a step, and samples that are missing from earlier groups after a resume.
+    def start(self, step: int) -> None:
+        """Begin all groups that are due at a step, and samples that are missing from earlier groups after a resume.
 
-        The engine must already have the weights of this step.
+        The engine must already have the weights of this step. Servers get the requests now; an engine in this job
+        must complete `samples` before `collect` is called.
         """
         for later in range(step, self.schedule.last_requested(step) + 1):
             for group in self.plan.groups(later):
                 if group not in self._trained and group not in self._requested_at:
                     self._add(group, step)
-        under_way = set(self.generator.under_way)
+        under_way = set(self.samples.under_way)
         missing = [
             (number, self.plan.prompt_of(group))
-            for group, samples in self._samples.items()
+            for group, samples in self._groups.items()
             for number in self.plan.samples(group)
             if number not in samples and number not in under_way
         ]
-        self.generator.start(missing)
-        if self.generator.is_open_in_job and self.generator.has_turns:
+        self.samples.start(missing)
+        if self.servers is None and self.samples.has_turns:
             self._incomplete = frozenset(number for number, _ in missing)
-        # an engine in this process has already generated all of them; samples with several turns get the others now,
-        # before its weights change
-        while (finished := self.generator.finished(self._patience)) or self.generator.is_open_in_job:
-            self._keep(finished)
-            if not finished:
-                self._alive()
+        self._receive(0.0)
+
+    def collect(self) -> None:
+        """Keep the samples that an engine in this job has finished."""
+        self._keep(self.samples.finished())
         self._incomplete = frozenset()
 
     def has_requested(self, step: int) -> bool:
         """Whether all samples of this step are finished or under way."""
-        under_way = set(self.generator.under_way)
+        under_way = set(self.samples.under_way)
         return all(
-            group in self._samples and under_way.union(self._samples[group]).issuperset(self.plan.samples(group))
+            group in self._groups and under_way.union(self._groups[group]).issuperset(self.plan.samples(group))
             for group in self.plan.groups(step)
         )
 
@@ -85,19 +106,13 @@ class RolloutQueue:
         """Wait until all groups on which this step trains are finished."""
         while not self._is_ready(step):
             self._alive()
-            self._keep(self.generator.finished(_TICK))
-
-    @property
-    def _patience(self) -> float:
-        return _TICK if self.generator.is_open_in_job else 0.0
+            self._receive(SECONDS_BETWEEN_LOOKS)
 
     def is_ready(self, step: int) -> bool:
         """Whether all groups on which this step trains are finished, with their rewards; does not wait."""
-        self._keep(self.generator.finished(0.0))
+        self._receive(0.0)
         return self._is_ready(step) and all(
-            self.generator.has_reward(sample)
-            for group in self._chosen(step)
-            for sample in self._samples[group].values()
+            self.samples.has_reward(sample) for group in self._chosen(step) for sample in self._groups[group].values()
         )
 
     def take(self, step: int) -> list[Sample]:
@@ -109,16 +124,16 @@ class RolloutQueue:
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
-        for samples in (self._samples[group] for group in groups):
+        for samples in (self._groups[group] for group in groups):
             for number, sample in sorted(samples.items()):
-                samples[number] = self.generator.rewarded(sample, self._alive)
-        times = [self.generator.times.pop(number, None) for group in groups for number in self._samples[group]]
+                samples[number] = self.samples.rewarded(sample)
+        times = [self.samples.times.pop(number, None) for group in groups for number in self._groups[group]]
         measured = [pair for pair in times if pair is not None]  # a checkpoint does not store the times
         self.taken_times = (
             min((start for start, _ in measured), default=0.0),
             max((end for _, end in measured), default=0.0),
         )
-        self._taken[step] = {group: self._samples.pop(group) for group in groups}
+        self._taken[step] = {group: self._groups.pop(group) for group in groups}
         self._finished = [group for group in self._finished if group not in groups]
         taken: list[Sample] = []
         for samples in self._taken[step].values():
@@ -136,21 +151,20 @@ class RolloutQueue:
 
     def finish(self) -> None:
         """Wait until the environment is ready with all samples, after the last step."""
-        self.generator.wait_until_dropped(self._alive)
+        self.samples.wait_until_dropped()
 
     def state(self) -> QueueState:
         """The state for a checkpoint. After a resume, samples that are still under way are requested again, and so
-        are rewards that are still computed. If `ask` has failed, so are all samples of several turns that it has
-        requested from an engine in this job: without those that have ended, the engine would get other batches, with
-        other roundings.
+        are rewards that are still computed. If an engine in this job has failed, so are all samples of several turns
+        that it was asked for: without those that have ended, it would get other batches, with other roundings.
         """
-        self._keep(self.generator.salvage())
+        self._keep(self.samples.salvage())
         groups = {group: samples for taken in self._taken.values() for group, samples in taken.items()}
         # in the order of finishing, by which a step chooses groups
-        for group in [*self._finished, *self._samples]:
-            groups.setdefault(group, self._samples[group])
+        for group in [*self._finished, *self._groups]:
+            groups.setdefault(group, self._groups[group])
         samples = [
-            self.generator.with_present_reward(sample)
+            self.samples.with_present_reward(sample)
             for of_group in groups.values()
             for sample in of_group.values()
             if sample.number not in self._incomplete
@@ -158,30 +172,39 @@ class RolloutQueue:
         return QueueState(samples, dict(self._requested_at), sorted(self._trained))
 
     def restore(self, state: QueueState, step: int) -> None:
-        """Continue from the state of a checkpoint after `step` steps. The next `ask` requests the missing samples.
+        """Continue from the state of a checkpoint after `step` steps. The next `start` requests the missing samples.
 
         Raises ValueError if this run cannot have had this state after `step` steps.
         """
-        require_groups(state, self.plan, self.schedule, step)
-        require_samples(
-            state.samples, state.requested_at, step, self.plan, self.generator, by_student=self._by_student
+        _require_groups(state, self.plan, self.schedule, step)
+        _require_samples(
+            state.samples, state.requested_at, step, self.plan, self.samples, by_student=self._by_student
         )
         self._trained = set(state.trained)
         for group, at in state.requested_at.items():
             self._add(group, at)
         self._keep(state.samples)
 
+    def _receive(self, seconds: float) -> None:
+        """From servers: take what has arrived, wait up to `seconds` for the first arrival, and request next turns."""
+        if self.servers is None:
+            return
+        self.samples.receive(seconds)
+        self._keep(self.samples.finished())
+        if requests := self.samples.take_requests():
+            self.servers.generate(requests, self.samples.inbox)
+
     def _add(self, group: int, requested_at: int) -> None:
         """Record the request of a group. If the schedule is in order, only the group's own step may train on it."""
-        self._requested_at[group], self._samples[group] = requested_at, {}
+        self._requested_at[group], self._groups[group] = requested_at, {}
         latest = requested_at + self.schedule.max_staleness
         self._last_chance[group] = self.plan.step_of(group) if self.schedule.in_order else latest
 
     def _keep(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             group = self.plan.group_of(sample.number)
-            self._samples[group][sample.number] = sample
-            if len(self._samples[group]) == len(self.plan.samples(group)):
+            self._groups[group][sample.number] = sample
+            if len(self._groups[group]) == len(self.plan.samples(group)):
                 self._finished.append(group)
 
     def _is_ready(self, step: int) -> bool:
@@ -208,7 +231,7 @@ class RolloutQueue:
         least, room = {}, 0
         for until in range(step, step + self.schedule.max_staleness + 1):
             room += len(self.plan.groups(until)) if until > step else 0
-            least[until] = sum(self._last_chance[group] <= until for group in self._samples) - room
+            least[until] = sum(self._last_chance[group] <= until for group in self._groups) - room
         return least
 
 
@@ -231,3 +254,112 @@ def staleness(samples: Sequence[Sample], step: int) -> Mapping[int, int]:
         for version in sample.completion.versions_N[sample.is_generated_N].tolist():
             counts[step - version] = counts.get(step - version, 0) + 1
     return counts
+
+
+def _require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
+    """Raise ValueError unless a run can have these groups after `step` steps.
+
+    The last step that requested groups is step − 1, or `step` if the run lost its servers during `step`.
+    """
+    requested_at, trained, ahead = state.requested_at, state.trained, schedule.ahead
+    if both := sorted(requested_at.keys() & set(trained)):
+        raise ValueError(f"group {both[0]} is both asked for and trained: expected one of them")
+    if trained and (schedule.in_order or len(set(trained)) < len(trained)):
+        raise ValueError(
+            f"the trained groups {trained[:9]}: expected none, because this schedule trains the groups in their order"
+            if schedule.in_order
+            else f"the trained groups {trained[:9]}: expected each of them once"
+        )
+    earliest, latest = max(0, step - schedule.max_staleness), schedule.last_requested(step)
+    for group, at in requested_at.items():
+        is_planned = 0 <= group < plan.groups(latest).stop  # the plan must not be made for any number
+        due = plan.step_of(group) if is_planned else -1
+        if not (earliest <= due <= latest and max(0, due - ahead, earliest) <= at <= min(due, step)):
+            raise ValueError(
+                f"group {group}, asked for at step {at}: after {step} steps, expected a group of the steps "
+                f"{earliest} to {latest}, asked for at most {ahead} steps before its own, and at step {earliest} to "
+                f"{step}"
+            )
+    _require_all(state, plan, schedule, step)
+
+
+def _require_all(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
+    """Raise ValueError unless every group up to the last requested one is either requested or trained."""
+    due = plan.groups(step).start  # the number of trained groups; in the async schedule, not always the first groups
+    first = min(state.requested_at, default=due)
+    kept = sorted([*state.requested_at, *state.trained])
+    stops = {
+        max(due, plan.groups(schedule.last_requested(begun)).stop) if begun >= 0 else 0 for begun in (step - 1, step)
+    }
+    if kept != list(range(first, first + len(kept))) or first + len(kept) not in stops:
+        missing = sorted(set(range(first, max(stops))) - set(kept))
+        raise ValueError(
+            f"the groups {kept[:9]} are asked for or trained, without the groups {missing[:9]}: after {step} steps, "
+            f"expected all from {first} to {' or '.join(str(stop - 1) for stop in sorted(stops))}"
+        )
+    if first + len(state.trained) != due:
+        raise ValueError(
+            f"{first + len(state.trained)} groups have been trained after {step} steps: expected {due}, as each step "
+            "trains as many groups as the plan gives it"
+        )
+
+
+def _require_samples(
+    samples: Sequence[Sample],
+    requested_at: Mapping[int, int],
+    step: int,
+    plan: PromptPlan,
+    under_way: Samples,
+    *,
+    by_student: bool,
+) -> None:
+    """Raise ValueError for a sample that a run cannot have after `step` steps.
+
+    by_student: whether the student generates the samples; a teacher's tokens always have version 0.
+    """
+    seen = set[int]()
+    vocabulary = max(under_way.tokenizer.get_vocab().values()) + 1
+    for sample in samples:
+        group = plan.group_of(sample.number)
+        if group not in requested_at:
+            raise ValueError(f"sample {sample.number} is of group {group}, which was not asked for or is trained")
+        if sample.number not in plan.samples(group):
+            raise ValueError(f"sample {sample.number}: expected one of {plan.samples(group)}, those of its group")
+        if sample.number in seen:
+            raise ValueError(f"sample {sample.number} is there more than once")
+        seen.add(sample.number)
+        if sample.prompt != (prompt := plan.prompt_of(group)):
+            raise ValueError(
+                f"sample {sample.number} has prompt {sample.prompt}: expected {prompt}, that of its group"
+            )
+        oldest, newest = (requested_at[group], step) if by_student else (0, 0)
+        if problem := _problem(sample, under_way, vocabulary, range(oldest, newest + 1)):
+            raise ValueError(f"sample {sample.number} {problem}")
+
+
+def _problem(sample: Sample, under_way: Samples, vocabulary: int, versions: range) -> str:
+    ids_N, versions_N = sample.completion.ids_N, sample.completion.versions_N
+    settings = under_way.settings_of(sample.number)
+    if len(ids_N) > settings.max_new_tokens:
+        return f"has {len(ids_N)} tokens: expected at most rollout.max_new_tokens, {settings.max_new_tokens}"
+    if ids_N.min() < 0 or ids_N.max() >= vocabulary:
+        return f"has the ids {ids_N.min()} to {ids_N.max()}: expected 0 to {vocabulary - 1}"
+    if (sample.is_generated_N != (versions_N != NOT_GENERATED)).any() or not sample.is_generated_N.any():
+        return "has tokens with a version that no model wrote, or tokens of a model without one"
+    if settings.environment is None and not sample.is_generated_N.all():
+        return "has tokens of an environment: this run has no rollout.environment and no rollout.tools"
+    generated_N = versions_N[sample.is_generated_N]
+    oldest, newest = generated_N.min(), generated_N.max()
+    if oldest not in versions or newest not in versions or (generated_N[1:] < generated_N[:-1]).any():
+        return (
+            f"has tokens of versions {oldest} to {newest}: expected versions {versions.start} to "
+            f"{versions.stop - 1}, in this order"
+        )
+    if sample.reward is not None and settings.reward is None:
+        return f"has the reward {sample.reward}: this run has no rollout.reward"
+    if settings.object_gives_reward != (sample.object_reward is not None):
+        expected = "one" if settings.object_gives_reward else "none, as rollout.reward has no part environment"
+        return f"has {sample.object_reward} as the reward of its environment: expected {expected}"
+    if sample.reward is not None and not math.isfinite(sample.reward):
+        return f"has the reward {sample.reward}: expected a finite number"
+    return ""

@@ -3,9 +3,11 @@
 N tokens of a completion.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from queue import SimpleQueue
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from torch import Tensor
@@ -124,8 +126,28 @@ class Completion:
         )
 
 
-#: called as ended(position of the request, completion) as soon as a completion has ended
-Ended = Callable[[int, Completion], None]
+class CompletionReceiver(Protocol):
+    """Takes a request's number and its completion, in any thread."""
+
+    def put(self, content: tuple[int, Completion]) -> None: ...
+
+
+class Inbox:
+    """The completions that engines have generated, in the order in which they arrive. Any thread may put one into it.
+
+    is_early: whether a thread reads it while the engine in this job generates other completions.
+    arrivals: tuples of a request's number, its completion or the error of the request, and the time of arrival in
+        seconds of `time.monotonic`.
+    """
+
+    def __init__(self, *, is_early: bool = False):
+        self.is_early, self.arrivals = is_early, SimpleQueue[Any]()
+
+    def put(self, content: Sequence[Any]) -> None:
+        """content: a request's number, and its completion, also as JSON, or its error."""
+        number, result = content
+        result = Completion.from_json(result) if isinstance(result, list) else result
+        self.arrivals.put((number, result, time.monotonic()))
 
 
 @dataclass(frozen=True, eq=False)

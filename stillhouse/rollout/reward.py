@@ -6,7 +6,6 @@ environment gives.
 
 import math
 import statistics
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from stillhouse.rollout.records import Sample
-from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.functions import Turn, UserFunctionError, about_completion
 
 #: after how many calls a reward's first one is repeated: a state that only the first one has made, such as a mean of
@@ -30,58 +28,45 @@ class Reward(NamedTuple):
     parts: tuple[float, ...] = ()
 
 
-class RewardPart(Protocol):
-    """Computes a part of a reward. The future raises UserFunctionError for a call that fails.
+class RewardCalls(Protocol):
+    """Calls functions of the user or servers, by the configuration key and their path or URL.
 
-    source: `file:line` of the record. turns: the pieces of the completion.
+    A future raises UserFunctionError for a call that fails.
     """
 
-    def call(
-        self, prompt: str, completion: str, record: Mapping[str, Any], source: str, turns: Sequence[Turn]
-    ) -> Future[Any]: ...
+    def request(self, key: str, path: str, *arguments: Any) -> Future[Any]: ...
 
 
-@dataclass(frozen=True)
-class FunctionPart:
-    """A function of the user. takes_turns: whether it has an argument for the turns."""
+class RepeatedCall:
+    """Repeats the first call of a part later, and warns if it then gives another number. name: for the warning."""
 
-    calls: FunctionCalls
-    key: str
-    path: str
-    takes_turns: bool
+    def __init__(self, name: str, warn: Callable[[str], None]):
+        self._name, self._warn, self._count = name, warn, 0
+        self._first_arguments, self._futures = tuple[Any, ...](), list[Future[Any]]()
 
-    def call(
-        self, prompt: str, completion: str, record: Mapping[str, Any], source: str, turns: Sequence[Turn]
-    ) -> Future[Any]:
-        more = [turns] if self.takes_turns else []
-        return self.calls.request(self.key, self.path, prompt, completion, record, source, *more)
-
-
-class RepeatedPart:
-    """A part that repeats its first call later, and warns if it then gives another number. name: for the warning."""
-
-    def __init__(self, name: str, part: RewardPart, warn: Callable[[str], None]):
-        self._name, self._part, self._warn = name, part, warn
-        self._count, self._first_arguments, self._first = 0, tuple[Any, ...](), Future[Any]()
-
-    def call(self, *arguments: Any) -> Future[Any]:
-        future, self._count = self._part.call(*arguments), self._count + 1
+    def add(self, part: "RewardPart", arguments: tuple[Any, ...], future: Future[Any]) -> None:
+        """Count a call, and repeat the first one if it is time."""
+        self._count += 1
         if self._count == 1:
-            self._first_arguments, self._first = arguments, future
+            self._first_arguments, self._futures = arguments, [future]
         if self._count == _REPEATED_AFTER:
+            assert part.calls is not None
             try:
-                again = self._part.call(*self._first_arguments)
+                again = part.calls.request(part.key, part.path, *self._first_arguments)
             except UserFunctionError as error:
                 again = Future()
                 again.set_exception(error)
-            # when both are done
-            self._first.add_done_callback(lambda _: again.add_done_callback(self._compare))
-        return future
+            self._futures.append(again)
 
-    def _compare(self, again: Future[Any]) -> None:
-        if self._first.exception() is not None:
+    def compare(self) -> None:
+        """Warn if both calls are done and differ; once."""
+        if len(self._futures) < 2 or not all(future.done() for future in self._futures):
             return
-        number, problem = self._first.result(), again.exception()
+        first, again = self._futures
+        self._futures = []
+        if first.exception() is not None:
+            return
+        number, problem = first.result(), again.exception()
         if isinstance(problem, UserFunctionError):
             second = "later fails"
         elif problem is None and not rewards_are_equal([number, again.result()]):
@@ -96,15 +81,28 @@ class RepeatedPart:
 
 
 @dataclass(frozen=True)
-class RewardSum:
-    """The sum of weight × result, added in the order of the parts.
+class RewardPart:
+    """A part of a weighted sum.
 
-    key: the key of the configuration that has the sum, for errors.
-    parts: weights and parts; None in place of the part that the sample's object gives.
+    calls, key, path: of the user's function or server; without `calls`, the sample's object gives the part.
+    takes_turns: whether the call has an argument for the turns.
+    repeated: repeats the first call; None: no call is repeated.
     """
 
+    weight: float
+    calls: RewardCalls | None = None
+    key: str = ""
+    path: str = ""
+    takes_turns: bool = False
+    repeated: RepeatedCall | None = None
+
+
+@dataclass(frozen=True)
+class RewardSum:
+    """The sum of weight × result, added in the order of the parts. key: that of the configuration, for errors."""
+
     key: str
-    parts: Sequence[tuple[float, RewardPart | None]]
+    parts: Sequence[RewardPart]
 
     def request(
         self,
@@ -113,45 +111,49 @@ class RewardSum:
         record: Mapping[str, Any],
         source: str,
         turns: Sequence[Turn],
-        of_object: Future[float] | None = None,
-    ) -> Future[Reward]:
-        """Request the reward of a completion; for the arguments, see `RewardPart`. of_object: its object's part.
+        object_reward: Future[float] | None = None,
+    ) -> "PendingReward":
+        """Request the reward of a completion. Functions in this process raise UserFunctionError at once.
 
-        Of several parts that fail, the future raises the error of the first one.
+        source: `file:line` of the record. turns: the pieces of the completion. object_reward: the part of its object.
         """
-        parts = [
-            of_object if part is None else part.call(prompt, completion, record, source, turns)
-            for _, part in self.parts
-        ]
-        futures = [future for future in parts if future is not None]
-        assert len(futures) == len(self.parts)
-        total, lock, missing = Future[Reward](), threading.Lock(), len(futures)
+        futures = []
+        for part in self.parts:
+            if part.calls is None:
+                assert object_reward is not None
+                futures.append(object_reward)
+                continue
+            arguments = (prompt, completion, record, source, *([turns] if part.takes_turns else []))
+            futures.append(part.calls.request(part.key, part.path, *arguments))
+            if part.repeated is not None:
+                part.repeated.add(part, arguments, futures[-1])
+        return PendingReward(self, futures, completion, source)
 
-        def count(_: Future[float]) -> None:
-            nonlocal missing
-            with lock:
-                missing -= 1
-                if missing:
-                    return
-            error = next((error for future in futures if (error := future.exception()) is not None), None)
-            try:
-                if error is None:
-                    total.set_result(self._sum([future.result() for future in futures], completion, source))
-            except UserFunctionError as problem:
-                error = problem
-            if error is not None:
-                total.set_exception(error)
 
-        for future in futures:
-            future.add_done_callback(count)
-        return total
+@dataclass(frozen=True)
+class PendingReward:
+    """A reward whose parts were requested. futures: of the parts, in their order."""
 
-    def _sum(self, results: Sequence[float], completion: str, source: str) -> Reward:
-        value = sum(weight * result for (weight, _), result in zip(self.parts, results, strict=True))
+    sum: RewardSum
+    futures: Sequence[Future[float]]
+    completion: str
+    source: str
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+    def result(self) -> Reward:
+        """The reward; all parts must be done. Of several parts that fail, it raises the error of the first one."""
+        for part in self.sum.parts:
+            if part.repeated is not None:
+                part.repeated.compare()
+        results = [future.result() for future in self.futures]
+        value = sum(part.weight * result for part, result in zip(self.sum.parts, results, strict=True))
         if not math.isfinite(value):
-            about = about_completion(completion, source)
-            raise UserFunctionError(f"{self.key}: the weighted sum is {value}{about}: expected a finite number")
-        return Reward(float(value), tuple(results) if len(self.parts) > 1 else ())
+            about = about_completion(self.completion, self.source)
+            raise UserFunctionError(f"{self.sum.key}: the weighted sum is {value}{about}: expected a finite number")
+        return Reward(float(value), tuple(results) if len(results) > 1 else ())
 
 
 #: which standard deviation of n rewards: "population" divides the sum of squares by n, "sample" by n − 1

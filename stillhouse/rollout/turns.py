@@ -92,9 +92,11 @@ class TurnReplies(ABC):
 
     @abstractmethod
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        """Request the reply to the last turn; None if the sample ends with it. The future raises
-        UserFunctionError.
-        """
+        """Request the reply to the last turn; None if the sample ends with it. `reply` has its result."""
+
+    def reply(self, sample: SampleTurns, future: Future[Any]) -> Any:
+        """The reply to the last turn, which has arrived. Raises UserFunctionError. sample, future: of `request`."""
+        return future.result()
 
     @abstractmethod
     def ids(self, reply: Any, most: int) -> list[int]:
@@ -144,17 +146,17 @@ class TextReplies(TurnReplies):
         self._prompt, self._warn, self._special = prompt.strip(), warn, special_ids(tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        reply = self._calls.request(sample.arguments, self.episode(sample))
-        is_complete = int(sample.turns[-1][-1]) in self._special
-        if self._prompt and is_complete and sample.arguments[0].rstrip().endswith(self._prompt):
-            reply.add_done_callback(self._look)
-        return reply
+        return self._calls.request(sample.arguments, self.episode(sample))
 
-    def _look(self, reply: "Future[str | None]") -> None:
-        """Warn if a reply to a complete turn of a conversation does not begin a turn of the student."""
-        text = None if reply.cancelled() or reply.exception() is not None else reply.result()
-        if self._warn is None or not text or text.rstrip().endswith(self._prompt):
-            return
+    def reply(self, sample: SampleTurns, future: Future[Any]) -> Any:
+        """See `TurnReplies`. Warns if a reply to a complete turn of a conversation begins no turn of the student."""
+        text = future.result()
+        is_complete = int(sample.turns[-1][-1]) in self._special
+        is_after_prompt = bool(self._prompt) and sample.arguments[0].rstrip().endswith(self._prompt)
+        if self._warn is None or not (text and is_complete and is_after_prompt):
+            return text
+        if text.rstrip().endswith(self._prompt):
+            return text
         warn, self._warn = self._warn, None
         warn(
             f"rollout.environment: the reply {text[:80]!r} follows a complete turn of a conversation without the "
@@ -162,6 +164,7 @@ class TextReplies(TurnReplies):
             "turn: expected rollout.reply=user (or tool), with which the template writes replies as turns, or "
             "replies with all text of a turn"
         )
+        return text
 
     def episode(self, sample: SampleTurns) -> Episode:
         return Episode(sample.number, model_turns(self._tokenizer, sample), tuple(sample.replies))
@@ -210,14 +213,13 @@ class MessageReplies(TurnReplies):
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         last = int(sample.turns[-1][-1])
-        ends = last != self._format.marker_id
-        if ends and (not self._has_stops or last in self._special):
+        if last != self._format.marker_id and (not self._has_stops or last in self._special):
             return None
-        return _mapped(
-            self._calls.request(sample.arguments, self.episode(sample)),
-            lambda text: TurnReply(text, ends) if text else None,
-            lambda error: None,
-        )
+        return self._calls.request(sample.arguments, self.episode(sample))
+
+    def reply(self, sample: SampleTurns, future: Future[Any]) -> Any:
+        text = future.result()
+        return TurnReply(text, int(sample.turns[-1][-1]) != self._format.marker_id) if text else None
 
     def episode(self, sample: SampleTurns) -> Episode:
         turns = model_turns(self._format.tokenizer, sample)
@@ -272,21 +274,21 @@ class ToolReplies(TurnReplies):
         self._special = special_ids(self._tokenizer) - {tool_format.marker_id}
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        calls = self._tool_calls(sample.turns[-1])
-        if not calls:
+        if not self._tool_calls(sample.turns[-1]):
             return None
-        ends = int(sample.turns[-1][-1]) != self._format.marker_id
+        return self._calls.request(sample.arguments, self.episode(sample))
 
-        def reply(texts: list[str]) -> ToolReply:
-            return ToolReply([call.name for call in calls], texts, ends)
-
-        def lost(error: CallLostError) -> ToolReply | None:
+    def reply(self, sample: SampleTurns, future: Future[Any]) -> Any:
+        calls = self._tool_calls(sample.turns[-1])
+        try:
+            texts = future.result()
+        except CallLostError as error:
             if self._have_state:
-                return None
+                raise
             self._warn(f"the reply of the tools is {_LOST!r}: {first_line(error)}")
-            return reply([_LOST] * len(calls))
-
-        return _mapped(self._calls.request(sample.arguments, self.episode(sample)), reply, lost)
+            texts = [_LOST] * len(calls)
+        ends = int(sample.turns[-1][-1]) != self._format.marker_id
+        return ToolReply([call.name for call in calls], texts, ends)
 
     def ids(self, reply: ToolReply, most: int) -> list[int]:
         return self._format.reply_ids(reply.names, [self._bounded(text) for text in reply.texts], ends=reply.ends)
@@ -352,23 +354,6 @@ def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> s
     while characters < len(text) and len(ids_of(text[:characters])) <= 2 * most + _MARGIN:
         characters *= 2
     return text[:characters]
-
-
-def _mapped(result: Future[Any], reply: Callable[[Any], Any], lost: Callable[[CallLostError], Any]) -> Future[Any]:
-    """The reply made of the result; if the call is lost, that of `lost`, or the error if it is None."""
-    mapped: Future[Any] = Future()
-
-    def done(_: Future[Any]) -> None:
-        error = result.exception()
-        if isinstance(error, CallLostError) and (of_lost := lost(error)) is not None:
-            mapped.set_result(of_lost)
-        elif error is not None:
-            mapped.set_exception(error)
-        else:
-            mapped.set_result(reply(result.result()))
-
-    result.add_done_callback(done)
-    return mapped
 
 
 def turn_texts(tokenizer: PreTrainedTokenizerBase, ids_N: np.ndarray, is_generated_N: np.ndarray) -> list[Turn]:

@@ -49,12 +49,13 @@ class SignalSource(ABC):
 class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
     """Each step's micro-batches and their signals, requested `source.steps_ahead` steps in advance.
 
-    steps: builds the micro-batches of a step when it is asked for them.
+    steps: builds the micro-batches of a step when it is asked for them. None: those of a later step than the present
+        one do not exist yet; it is asked again at the next step.
     """
 
-    def __init__(self, source: SignalSource, steps: Iterable[ShardedMicroBatches]):
+    def __init__(self, source: SignalSource, steps: Iterable[ShardedMicroBatches | None]):
         self._source, self._steps = source, iter(steps)
-        self._built: deque[ShardedMicroBatches] = deque()
+        self._built: deque[ShardedMicroBatches | None] = deque()
         self._requested: deque[tuple[ShardedMicroBatches, PendingSignals]] = deque()
 
     def build_next(self) -> None:
@@ -70,7 +71,8 @@ class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
             self.build_next()
             if not self._built:
                 break
-            micro_batches = self._built.popleft()
+            if (micro_batches := self._built.popleft()) is None:
+                break
             self._requested.append((micro_batches, self._source.request(micro_batches)))
         if not self._requested:
             raise StopIteration

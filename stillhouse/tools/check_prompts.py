@@ -5,7 +5,6 @@ With completions in this job, the first step calls rewards, environments and too
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -19,22 +18,21 @@ from stillhouse.config import RolloutConfig
 from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
 from stillhouse.display import escaped
+from stillhouse.loops.completion_calls import require_end_of_turns
 from stillhouse.loops.greedy_evaluation import greedy_evaluation
-from stillhouse.loops.prompt_samples import completed
+from stillhouse.loops.prompt_evaluation import completed
 from stillhouse.loops.rollout_records import sample_record
 from stillhouse.loops.sample_statistics import equal_rewards, has_turns
 from stillhouse.loops.session import RolloutPlan, Session
-from stillhouse.loops.source_replies import require_end_of_turns
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
+from stillhouse.parallel import Ranks
 from stillhouse.preemption import OverdueError
 from stillhouse.rollout import Completion, GenerationRequest, PromptPlan, Sample
-from stillhouse.rollout.engines import RolloutEngine
-from stillhouse.rollout.records import Ended
+from stillhouse.rollout.engines import Requester
 from stillhouse.rollout.reward import mean_and_deviation
-from stillhouse.rollout.turns import done
 from stillhouse.signals import SignalsLostError
-from stillhouse.user_code.functions import REWARD, UserFunctionError
+from stillhouse.user_code.functions import REWARD
 
 #: the number of characters that are shown of a prompt, from its end, and of a completion
 _PROMPT, _COMPLETION = 200, 600
@@ -126,32 +124,28 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
 
 def _reward_of_stand_in(session: Session, rollout: RolloutConfig, prompts: Documents) -> float | None:
     """Call the functions of a source of prompts with one completion, which is `STAND_IN`."""
-    engine = _StandIn(session.data.tokenizer, eos_ids(session.data.tokenizer, session.models.student))
+    models, tokenizer = session.models, session.data.tokenizer
+    engine = _StandIn(models.ranks, tokenizer, eos_ids(tokenizer, models.student))
     one_worker = rollout.model_copy(update={"workers": min(rollout.workers, 1)})
-
-    def call() -> float | None:
-        return completed(session, one_worker, prompts, engine, rollout.max_new_tokens, REWARD)[0].reward
-
     try:
-        return session.models.ranks.on_first(call, UserFunctionError, ValueError, OverdueError, ServerError)
+        return completed(session, one_worker, prompts, engine, REWARD)[0].reward
     except (OverdueError, ServerError) as error:
         raise SignalsLostError(str(error)) from error
 
 
-class _StandIn(RolloutEngine):
+class _StandIn:
     """Completes every prompt with `STAND_IN`: servers have other weights, this job perhaps no room for a copy."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]):
+    def __init__(self, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]):
+        self._ranks = ranks
         self._text, self._end = tokenizer(STAND_IN, add_special_tokens=False)["input_ids"], ends[:1]
 
-    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
-        return [done(self._completion(request)) for request in requests]
-
-    def update_weights(self, version: int, folder: Path | None) -> None:
-        """Do nothing: there are no weights."""
-
-    def close(self) -> None:
-        """Do nothing: no request is under way."""
+    def complete(self, requester: Requester | None, *kinds: type[BaseException]) -> None:
+        """See `JobEngine.complete`."""
+        with self._ranks.shared(*kinds):
+            while requester is not None and (requests := requester.next_requests()):
+                for request in requests:
+                    requester.inbox.put((request.number, self._completion(request)))
 
     def _completion(self, request: GenerationRequest) -> Completion:
         room = (request.max_new_tokens or len(self._text) + 1) - len(self._end)

@@ -11,7 +11,7 @@ so both models and the student's gradients must fit into one process.
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -26,13 +26,13 @@ from stillhouse.data.media import media_kind
 from stillhouse.engine.engine import Engine
 from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
-from stillhouse.loops.rollouts import make_queue, turn_replies
+from stillhouse.loops.rollouts import make_queue
 from stillhouse.loops.session import Data
-from stillhouse.loops.step_packer import StepPacker
 from stillhouse.models import eos_ids
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start, temporary_groups
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
-from stillhouse.rollout import PromptPlan, TargetRules, step_documents
+from stillhouse.rollout import PromptPlan, Samples, TargetRules, step_documents
+from stillhouse.rollout.documents import StepPacker
 from stillhouse.rollout.engines import InJobEngine
 from stillhouse.rollout.plan import RolloutSchedule
 from stillhouse.run.preflight import require_adapters, require_attention
@@ -183,13 +183,15 @@ def _generated(config: RunConfig, packer: StepPacker, data: Data, engine: Engine
         for source in prompt_sources(rollouts, config.data.weighted_sources, prompts, data.dataset)
     ]
     plan, schedule = PromptPlan(sources, sequences, config.seed), RolloutSchedule.of(rollouts[0], steps=1)
-    with closing(CompletionCalls(rollouts)) as calls:
-        engine_in_job = InJobEngine(generator)
-        replies = turn_replies(rollouts, calls, data.tokenizer, data.processor)
-        queue = make_queue(
-            rollouts, samplings, schedule, engine_in_job, prompts, plan, data.tokenizer, calls, replies
-        )
-        queue.ask(0)
+    with ExitStack() as stack:
+        calls = CompletionCalls(rollouts, data.tokenizer, data.processor, samplings)
+        stack.callback(calls.close)
+        samples = Samples(prompts, plan, data.tokenizer, calls.sources, together=True)
+        stack.callback(samples.close)
+        queue = make_queue(rollouts[0], samples, plan, schedule)
+        queue.start(0)
+        InJobEngine(generator).complete(samples)
+        queue.collect()
         documents = step_documents(prompts, queue.take(0), TargetRules.of(rollouts))
     return packer.micro_batches(documents, parts=sequences)
 

@@ -36,7 +36,7 @@ from kit.signal_hooks import record_trained, trained, wrong_in
 from kit.stub_servers import HOSTILE, QuietHandler, listen
 from kit.user_functions import FAULT, workers_of
 
-from stillhouse.loops import rollouts
+from stillhouse.loops import weights_on_servers
 from stillhouse.rollout.publish import version_folder
 
 STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
@@ -354,7 +354,7 @@ def hostile_answers(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, 
 def record_and_damage(record: str, kind: str, version: int) -> None:
     """A hook of the trainer: the folder of this version is damaged before the servers are told of it."""
     record_trained(record)
-    publish = rollouts.publish
+    publish = weights_on_servers.publish
 
     def publishing(student: Any, folder: Path, number: int, **options: Any) -> Path:
         final = publish(student, folder, number, **options)
@@ -362,7 +362,7 @@ def record_and_damage(record: str, kind: str, version: int) -> None:
             DAMAGES[kind](final, version_folder(folder, number - 1))
         return final
 
-    rollouts.publish = publishing  # type: ignore[attr-defined]
+    weights_on_servers.publish = publishing  # type: ignore[attr-defined]
 
 
 def damaged_weights(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:

@@ -36,7 +36,7 @@ DOCUMENT = DocumentRows(np.arange(5), range(4))
 
 def reward(url: str) -> Any:
     with closing(RewardServer(f"{url}/reward", f"rollout.reward: {url}", TIMEOUT, lambda line: None)) as server:
-        return server.call("2 + 2 =", " 5", {"a": 1}, "train.jsonl:3", []).result(60)
+        return server.request("rollout.reward", "", "2 + 2 =", " 5", {"a": 1}, "train.jsonl:3", []).result(60)
 
 
 def score(url: str) -> Any:

@@ -17,7 +17,7 @@ from kit.serving import Server
 from kit.stub_servers import stub_server
 from kit.stub_vllm import Vllm
 
-from stillhouse.loops.rollouts import Rollouts
+from stillhouse.rollout.rollout import Rollout
 
 #: seconds after which a run must have ended: SECONDS_TO_STOP, and some for the checkpoint
 SOON = 20.0
@@ -26,15 +26,15 @@ PATIENCE = 90
 
 def stop_before(step: int, pid: int, marker: str) -> None:
     """Stop a server right before a step (from 0) asks for completions."""
-    ask = Rollouts.ask
+    take = Rollout.take
 
-    def asking(rollouts: Rollouts, at: int, *others: Any) -> None:
+    def taking(rollout: Rollout, at: int, *others: Any) -> Any:
         if at == step and os.environ["RANK"] == "0":
             os.kill(pid, signal.SIGSTOP)
             Path(marker).touch()
-        ask(rollouts, at, *others)
+        return take(rollout, at, *others)
 
-    Rollouts.ask = asking  # type: ignore[method-assign]
+    Rollout.take = taking  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

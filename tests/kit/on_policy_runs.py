@@ -23,12 +23,12 @@ from stillhouse.rollout import (
     GenerationRequest,
     PromptPlan,
     RolloutQueue,
-    SampleGenerator,
+    Samples,
     Sampling,
     SourceSettings,
 )
 from stillhouse.rollout.plan import RolloutSchedule
-from stillhouse.rollout.records import Ended
+from stillhouse.rollout.records import Inbox
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 11, 1, 7, 5)
@@ -55,21 +55,21 @@ class LateEngine:
 
     def __init__(self, most: int, seed: int = 0):
         self.most, self.version, self.draw = most, 0, random.Random(seed)
-        self.waiting: list[tuple[GenerationRequest, Future[Completion]]] = []
+        self.waiting: list[tuple[GenerationRequest, Inbox]] = []
         self.requested: list[int] = []
 
-    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
-        futures: list[Future[Completion]] = [Future() for _ in requests]
-        self.waiting += zip(requests, futures, strict=True)
+    def generate(self, requests: Sequence[GenerationRequest], inbox: Inbox | None = None) -> list[Future[Completion]]:
+        assert inbox is not None
+        self.waiting += [(request, inbox) for request in requests]
         self.requested += [request.number for request in requests]
-        return futures
+        return []
 
     def answer(self) -> None:
         self.draw.shuffle(self.waiting)
-        for request, future in self.waiting[: self.most]:
+        for request, inbox in self.waiting[: self.most]:
             ids_N = np.array([request.number % 251, 2], dtype=np.int32)
             versions_N = np.full(2, self.version, dtype=np.int32)
-            future.set_result(Completion(ids_N, np.zeros(2, np.float32) - 1, versions_N, "stop"))
+            inbox.put((request.number, Completion(ids_N, np.zeros(2, np.float32) - 1, versions_N, "stop")))
         del self.waiting[: self.most]
 
     def update_weights(self, version: int, folder: Path | None) -> None:
@@ -92,9 +92,9 @@ def prompts() -> Documents:
 
 def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1.0, slack: int = 0) -> RolloutQueue:
     plan = PromptPlan.of_one(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
-    generator = SampleGenerator(engine, prompts(), plan, toy_tokenizer(), [SourceSettings(8)])
+    samples = Samples(prompts(), plan, toy_tokenizer(), [SourceSettings(8)], alive=engine.answer)
     schedule = RolloutSchedule(ahead, in_order, ahead + slack, STEPS - 1)
-    return RolloutQueue(generator, plan, schedule, alive=engine.answer)
+    return RolloutQueue(samples, plan, schedule, engine, alive=engine.answer)
 
 
 #: the figures that do not depend on the batches in which completions were written

@@ -9,6 +9,7 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.records import Sample, SampleToken
@@ -171,7 +172,7 @@ def make_on_policy_run(folder: Path, *, steps=60, texts=(TEXT, HOSTILE), seed=0)
             task_values(line["step"], steps) if "eval/tokens" in line else rollout_values(line["step"], steps, rng)
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with RolloutLog(RunFolder(folder), 0, lambda: 0.0) as log:
+    with RolloutLog(RunFolder(folder), 0, SimpleNamespace(seconds=0.0)) as log:
         for step in range(1, steps + 1):
             add_step(log.timeline, step, rng)
             log.write([make_sample(text, step, rng) for text in texts])

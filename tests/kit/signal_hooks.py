@@ -39,27 +39,27 @@ class TrainedStep:
 
 def record_trained(path: str) -> None:
     """A hook of a run's processes."""
-    from stillhouse.loops.rollouts import Rollouts
+    from stillhouse.rollout.rollout import Rollout
 
-    take, trained = Rollouts.take, Rollouts.trained
+    take, trained = Rollout.take, Rollout.trained
     taken: dict[str, Any] = {}
 
-    def taking(rollouts: Rollouts, step: int, *others: Any) -> Any:
-        samples = take(rollouts, step, *others)
+    def taking(rollout: Rollout, step: int, *others: Any) -> Any:
+        samples = take(rollout, step, *others)
         versions = [sample.completion.versions_N[sample.is_generated_N] for sample in samples]
         oldest, newest = min(version.min() for version in versions), max(version.max() for version in versions)
         numbers = [sample.number for sample in samples]
         taken.update(step=step, numbers=numbers, versions=[int(oldest), int(newest)])
         return samples
 
-    def recording(rollouts: Rollouts, step: int) -> None:
-        trained(rollouts, step)
+    def recording(rollout: Rollout, step: int) -> None:
+        trained(rollout, step)
         if os.environ.get("RANK", "0") == "0":
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             os.write(file, (json.dumps(taken) + "\n").encode())  # one call: a kill leaves a whole line or none
             os.close(file)
 
-    Rollouts.take, Rollouts.trained = taking, recording  # type: ignore[method-assign]
+    Rollout.take, Rollout.trained = taking, recording  # type: ignore[method-assign]
 
 
 def trained(path: Path) -> list[TrainedStep]:

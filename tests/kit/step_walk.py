@@ -1,4 +1,5 @@
-"""The calls of Stillhouse's own functions from the loop of a run down to the objective, for one micro-batch.
+"""The calls of Stillhouse's own functions from the loop of a run down to the objective, for one micro-batch, and down
+to a sampled token and to the user's reward function, for the samples of one step.
 
     PYTHONPATH=tests python tests/kit/step_walk.py     prints them for one process and for a pipeline of two
 
@@ -8,10 +9,15 @@
 import json
 import sys
 import tempfile
+import threading
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import write_run
 
@@ -44,6 +50,83 @@ def record(folder: Path) -> None:
     loss.linear_objective = recorded
 
 
+@dataclass(frozen=True)
+class OnPolicyWalk:
+    """The way of the samples of a step.
+
+    token, reward: the functions that are running when the first token is sampled, and when the first call of a reward
+        leaves for the user's function.
+    switches: how often the step's samples change from one package to another, by a call or its return. What follows
+        the call of the user's function is not counted; with rollout.workers, it is in another process.
+    closures: functions that one package makes and another one calls.
+    """
+
+    token: list[str]
+    reward: list[str]
+    switches: int
+    closures: list[str]
+
+
+def walk_on_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> OnPolicyWalk:
+    """Walk the first step of a run with 4 prompts of 2 samples, which this process generates and rewards."""
+    (folder / "walked_rewards.py").write_text("def length(prompt, completion, record):\n    return len(completion)\n")
+    monkeypatch.chdir(folder)
+    settings = {"objective.loss": "reverse_kl + policy_gradient", "rollout.reward": "walked_rewards:length"}
+    counts = {"rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 2, "train.steps": 1}
+    write_on_policy_run(folder, **settings, **counts, **{"data.eval": 0, "checkpoint.best": None})
+    ranks = Ranks(1, "distill", folder / "run.yaml", hook=record_samples, hook_arguments=(folder,))
+    assert not any(ranks.wait()), ranks.texts
+    return OnPolicyWalk(**json.loads((folder / "walk.json").read_text()))
+
+
+def record_samples(folder: Path) -> None:
+    """Write the way of the samples to a file when the loop has taken them."""
+    from stillhouse.rollout.rollout import Rollout
+    from stillhouse.rollout.sampler import TokenSampler
+    from stillhouse.user_code.function_calls import FunctionCalls
+
+    stacks: dict[str, list[str]] = {}
+    switches, closures = Counter[str](), set[str]()
+    take, sample, request = Rollout.take, TokenSampler.__call__, FunctionCalls.request
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        module, caller = frame.f_globals.get("__name__", ""), frame.f_back
+        while caller is not None and not caller.f_globals.get("__name__", "").startswith("stillhouse."):
+            caller = caller.f_back
+        if event != "call" or caller is None or not module.startswith("stillhouse."):
+            return
+        packages = [name.split(".")[1] for name in (caller.f_globals["__name__"], module)]
+        if packages[0] != packages[1] and packages[0] != "user_code":
+            switches[f"{packages[0]} -> {frame.f_code.co_qualname}"] += 1
+            if "<" in frame.f_code.co_qualname:
+                closures.add(frame.f_code.co_qualname)
+
+    def taking(rollout: Rollout, *arguments: Any) -> Any:
+        threading.setprofile(profile)
+        sys.setprofile(profile)
+        try:
+            return take(rollout, *arguments)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+            content = {**stacks, "switches": 2 * switches.total(), "closures": sorted(closures)}
+            (folder / "walk.json").write_text(json.dumps(content))
+            (folder / "switches.txt").write_text("\n".join(f"{count:4} {name}" for name, count in switches.items()))
+
+    def sampling(sampler: TokenSampler, *arguments: Any) -> Any:
+        stack = [*running(sys._getframe(1)), sample.__qualname__]
+        if take.__qualname__ in stack:  # no proof of the model
+            stacks.setdefault("token", stack)
+        return sample(sampler, *arguments)
+
+    def requesting(calls: FunctionCalls, *arguments: Any) -> Any:
+        stacks.setdefault("reward", [*running(sys._getframe(1)), request.__qualname__])
+        return request(calls, *arguments)
+
+    Rollout.take, TokenSampler.__call__ = taking, sampling  # type: ignore[method-assign]
+    FunctionCalls.request = requesting  # type: ignore[method-assign]
+
+
 def running(frame: FrameType | None) -> list[str]:
     """Return the names of Stillhouse's functions on the stack, from the loop's on."""
     names: list[str] = []
@@ -61,3 +144,8 @@ if __name__ == "__main__":
     for title, settings in (("one process", {}), ("a pipeline of two", PIPELINE)):
         with tempfile.TemporaryDirectory() as folder:
             print(f"{title}: {' → '.join(walk(Path(folder), **settings))}")
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+        samples = walk_on_policy(Path(folder), monkeypatch)
+        print(f"a sampled token: {' → '.join(samples.token)}\na reward: {' → '.join(samples.reward)}")
+        print(f"{samples.switches} switches of packages, closures {samples.closures}")
+        print((Path(folder) / "switches.txt").read_text())

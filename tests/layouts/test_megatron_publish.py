@@ -28,8 +28,8 @@ from stillhouse.models import Decoder
 from stillhouse.models.adapter import ALL_LINEAR, is_lora, save_lora
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Layout, Mesh
+from stillhouse.rollout.engines import StudentCopy
 from stillhouse.rollout.publish import BUCKET_BYTES, publish
-from stillhouse.rollout.student_copy import StudentCopy
 
 
 def published_adapter(rank: Rank, job: tuple[Job, Path]) -> tuple[str, dict[str, Tensor]]:

@@ -31,7 +31,7 @@ from stillhouse.data.media_files import MediaFile
 from stillhouse.data.render.tokenizers import load_tokenizer
 from stillhouse.images.decode import open_image, thumbnail
 from stillhouse.images.processor import ImageProcessor
-from stillhouse.loops.rollouts import Rollouts, first_rollouts
+from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.models import Decoder
 from stillhouse.models.media_inputs import read_token_inputs
 from stillhouse.output.folder import RunFolder
@@ -40,6 +40,7 @@ from stillhouse.output.records import HeldOutImage
 from stillhouse.report.page import write_report
 from stillhouse.rollout import GenerationRequest, Sampling
 from stillhouse.rollout.generate import Generator, check_generation
+from stillhouse.rollout.rollout import Rollout
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen3_vl", "gemma3", "idefics3", "llava_onevision", "internvl", "gemma4", "qwen3_5", "qwen3_vl_moe"]
@@ -195,16 +196,16 @@ def test_a_run_on_prompts_with_images_shows_them_in_its_report(tmp_path: Path) -
 
 def record_steps(folder: str) -> None:
     """A hook: each rank writes the samples of each step, and the documents that it trains with their images."""
-    take, micro_batches = Rollouts.take, Rollouts.micro_batches
+    take, shard = Rollout.take, Rollout.shard
     lines: list[Any] = []
 
-    def taking(rollouts: Rollouts, *of: Any) -> Any:
-        samples = take(rollouts, *of)
+    def taking(rollout: Rollout, *of: Any) -> Any:
+        samples = take(rollout, *of)
         lines.append([[sample.number, sample.prompt, sample.completion.ids_N.tolist()] for sample in samples])
         return samples
 
-    def trained(rollouts: Rollouts, *of: Any) -> Any:
-        parts = micro_batches(rollouts, *of)
+    def trained(rollout: Rollout, *of: Any) -> Any:
+        parts = shard(rollout, *of)
         tokens = [
             (part.input_ids_BS.flatten()[part.document_T == document]).tolist()
             for part in parts
@@ -214,7 +215,7 @@ def record_steps(folder: str) -> None:
         (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(lines))
         return parts
 
-    Rollouts.take, Rollouts.micro_batches = taking, trained  # type: ignore[method-assign]
+    Rollout.take, Rollout.shard = taking, trained  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import math
 import signal
 import statistics
 import sys
-import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -22,9 +21,9 @@ from kit.teacher_gradients import assert_same_as_float64, named_gradients
 from transformers import AutoModelForCausalLM
 
 from stillhouse.config import ConfigError, RunConfig
-from stillhouse.loops.rollouts import Rollouts
+from stillhouse.loops.rollouts import open_rollout
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.rollout_log import Timeline
+from stillhouse.output.rollout_log import MonotonicClock, Timeline
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare
 
@@ -153,11 +152,12 @@ def test_the_completions_of_a_source_are_those_of_a_run_with_it_alone(tmp_path: 
 @pytest.mark.usefixtures("hooks")
 def test_the_gradients_of_a_step_are_those_of_plain_autograd(tmp_path: Path) -> None:
     config = write_mixture(tmp_path, weight=0.5)
-    session, timeline = prepare(config, announce=False), Timeline(time.monotonic)
-    with closing(session), closing(Rollouts(session, RunFolder(tmp_path / "out"))) as rollouts:
-        rollouts.ask(0, timeline)
-        samples = rollouts.take(0, timeline)
-        session.models.step(rollouts.micro_batches(0, samples))
+    session, timeline = prepare(config, announce=False), Timeline(MonotonicClock())
+    with closing(session), open_rollout(session, RunFolder(tmp_path / "out")) as rollout:
+        samples = rollout.take(0, timeline)
+        (micro_batches,) = rollout.micro_batches([0], timeline)
+        assert micro_batches is not None
+        session.models.step(micro_batches)
         gradients = {name: gradient.clone() for name, gradient in named_gradients(session.models.student).items()}
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64) for name in ("student", "teacher")

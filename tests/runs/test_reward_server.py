@@ -78,7 +78,9 @@ def servers() -> Iterator[Callable[..., Server]]:
 def reward_of(server: Server, record: Any = None) -> float:
     client = RewardServer(server.url, f"rollout.reward: {server.url}", 1.0, lambda line: None)
     try:
-        return client.call("2 + 2 =", " 5", record or {"a": 1}, "train.jsonl:3", TURNS).result(30)
+        return client.request(
+            "rollout.reward", "", "2 + 2 =", " 5", record or {"a": 1}, "train.jsonl:3", TURNS
+        ).result(30)
     finally:
         client.close()
 

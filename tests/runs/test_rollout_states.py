@@ -41,17 +41,17 @@ def queue(ahead: int = 2, in_order: bool = True, slack: int = 0, seed: int = 0, 
 def after(steps: int, *schedule: Any, lost: bool = False, most: int = 4, **options: Any) -> QueueState:
     """The state after so many steps. lost: the next one was begun, and its teacher was lost. most: see LateEngine."""
     made = queue(*schedule, **options)
-    engine = made.generator.engine
+    engine = made.servers
     assert isinstance(engine, LateEngine)
     engine.most = most
     for step in range(steps):
         engine.update_weights(step, None)
-        made.ask(step)
+        made.start(step)
         made.take(step)
         made.trained(step)
     if lost:
         engine.update_weights(steps, None)
-        made.ask(steps)
+        made.start(steps)
         taken = made.take(steps)
         assert {sample.number for sample in taken} <= {sample.number for sample in made.state().samples}
     return made.state()

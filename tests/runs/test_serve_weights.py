@@ -25,7 +25,7 @@ from kit.writer_cases import Student, engine_of, requests_of
 from safetensors.torch import load_file, save_file
 
 from stillhouse.config.servers import ServerError
-from stillhouse.loops import rollouts
+from stillhouse.loops import weights_on_servers
 from stillhouse.output.folder import RunFolder
 from stillhouse.rollout.publish import version_folder
 from stillhouse.rollout.published_folder import MANIFEST
@@ -284,7 +284,7 @@ def cut_before_apply(path: str) -> None:
 
 def older_under_newer_number() -> None:
     """Version 3 has the files of version 2, with right hashes, when the servers are told of it."""
-    publish = rollouts.publish
+    publish = weights_on_servers.publish
 
     @functools.wraps(publish)
     def publishing(student: Any, folder: Path, version: int, **options: Any) -> Path:
@@ -296,7 +296,7 @@ def older_under_newer_number() -> None:
             read_manifest(final)
         return final
 
-    rollouts.publish = publishing
+    weights_on_servers.publish = publishing
 
 
 OTHER_LAYOUTS = [slow(f"{axis}=2") for axis in ("tensor", "pipeline")]

@@ -20,11 +20,11 @@ from stillhouse.models import Decoder, add_lora, initialize_lora
 from stillhouse.models.dtensors import local
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource
 from stillhouse.proofs.layouts import build_proven_runner
-from stillhouse.rollout import Completion, RolloutEngine, Sampling
-from stillhouse.rollout.engines import InJobEngine
+from stillhouse.rollout import Completion, GenerationRequest, Sampling
+from stillhouse.rollout.engines import InJobEngine, StudentCopy
 from stillhouse.rollout.generate import Generator
+from stillhouse.rollout.records import Inbox
 from stillhouse.rollout.sampler import EndOfCompletion
-from stillhouse.rollout.student_copy import StudentCopy
 
 LENGTHS = (3, 11, 1, 7, 5, 4, 2)
 
@@ -89,13 +89,27 @@ def told_early(rank: Rank, problem: Problem, marker: Path) -> list[Any]:
     runner = build_proven_runner(Layout(problem.degrees), mesh, ModelSource(lambda: student(problem)), None)
     copy = StudentCopy(runner, lambda: student(problem))
     engine = InJobEngine(Generator(copy.decoder, problem.sampling, CPU), copy)
-    told, waited = dict[int, Any](), list[bool]()
+    told, waited = dict[int, list[Any]](), list[bool]()
     all_requests = [replace(request, max_new_tokens=1 + request.number % 5) for request in requests(LENGTHS, seed=5)]
 
-    def ended(at: int, completion: Completion) -> None:
-        told[at] = values(completion)
-        if threading.current_thread() is not threading.main_thread():
-            marker.touch()
+    batches = engine.generator.batches(all_requests, least=2)
+    others = {all_requests[at].number for batch in batches[1::2] for at in batch}
+
+    class Requester:
+        """Requests all completions at once, and is told of them early."""
+
+        def __init__(self) -> None:
+            self.inbox, self.requests = Inbox(is_early=True), list(all_requests)
+
+        def next_requests(self) -> list[GenerationRequest]:
+            requests, self.requests = self.requests, []
+            return requests
+
+    def read(inbox: Inbox) -> None:
+        for number, completion, _ in iter(inbox.arrivals.get, None):
+            told.setdefault(number, []).append(values(completion))
+            if number in others:
+                marker.touch()
 
     def wait_once(end: EndOfCompletion, *arguments: Any, **options: Any) -> Any:
         has_ended_B = original(end, *arguments, **options)
@@ -105,9 +119,18 @@ def told_early(rank: Rank, problem: Problem, marker: Path) -> list[Any]:
         return has_ended_B
 
     original = EndOfCompletion.__call__
+    requester = Requester() if rank.number == 0 else None
+    thread = threading.Thread(target=read, args=(requester.inbox,)) if requester else None
+    if thread:
+        thread.start()
     with patch.object(EndOfCompletion, "__call__", wait_once):
-        expected = engine.lead(lambda: [values(future.result()) for future in engine.generate(all_requests, ended)])
-    return [sorted(told.items()), expected] if rank.number == 0 else waited
+        engine.complete(requester)
+    expected = [values(completion) for completion in engine.generate(all_requests)]
+    if requester is None or thread is None:
+        return waited
+    requester.inbox.arrivals.put(None)
+    thread.join()
+    return [sorted(told.items()), expected]
 
 
 def student(problem: Problem) -> Decoder:
@@ -142,7 +165,7 @@ def change(decoder: Decoder) -> None:
 
 
 def completions(engine: InJobEngine) -> list[tuple[list[int], list[float], list[int], str]]:
-    return [values(future.result(timeout=0)) for future in engine.generate(requests(LENGTHS, seed=5))]
+    return [values(completion) for completion in engine.generate(requests(LENGTHS, seed=5))]
 
 
 def values(completion: Completion) -> tuple[list[int], list[float], list[int], str]:
@@ -194,7 +217,10 @@ def test_every_rank_has_the_completions_of_one_process(problem: Problem) -> None
 def test_the_first_rank_is_told_of_completions_while_another_rank_still_generates(tmp_path: Path) -> None:
     first, second = on_ranks(told_early, 2, Problem(Degrees(fsdp=2), SAMPLED), tmp_path / "told")
     told, expected = first
-    assert [[*completion] for _, completion in told] == [[*expected[at]] for at, _ in told]
+    # those that the first rank was told of early come again at the end
+    assert [number for number, _ in told] == list(range(len(expected)))
+    assert all([*completion] == [*expected[at]] for at, completions in told for completion in completions)
+    assert max(len(completions) for _, completions in told) == 2
     assert second == [True]
 
 
@@ -205,16 +231,17 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 
 def test_the_engine_of_one_process() -> None:
     generator = Generator(student(PROBLEMS[0]), SAMPLED, CPU)
-    engine: RolloutEngine = InJobEngine(generator, version=4)
-    ended: list[tuple[int, Completion]] = []
-    futures = engine.generate(requests(), lambda at, completion: ended.append((at, completion)))
-    assert all(future.done() for future in futures)
-    expected = [future.result() for future in futures]
-    assert sorted(at for at, _ in ended) == [*range(len(expected))]
-    same([values(completion) for _, completion in ended], [values(expected[at]) for at, _ in ended])
+    engine = InJobEngine(generator, version=4)
+    inbox = Inbox(is_early=True)
+    expected = engine.generate(requests(), inbox)
+    arrived = [inbox.arrivals.get_nowait()[:2] for _ in range(2 * len(expected))]
+    ended, again = arrived[: len(expected)], arrived[len(expected) :]
+    assert [number for number, _ in again] == [request.number for request in requests()]
+    same([values(completion) for _, completion in again], [values(completion) for completion in expected])
+    same([values(completion) for _, completion in sorted(ended)], [values(completion) for completion in expected])
     assert len(ended[0][1].ids_N) < len(ended[-1][1].ids_N)
-    assert {version for future in futures for version in future.result().versions_N.tolist()} == {4}
+    assert {version for completion in expected for version in completion.versions_N.tolist()} == {4}
     engine.update_weights(5, None)
-    assert engine.generate(requests()[:1])[0].result().versions_N[0] == 5
+    assert engine.generate(requests()[:1])[0].versions_N[0] == 5
     assert engine.generate([]) == []
     engine.close()

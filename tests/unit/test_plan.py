@@ -13,7 +13,6 @@ from stillhouse import cli
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.engine.schedule import make_on_policy_schedule, make_step_schedule
-from stillhouse.loops.step_packer import StepPacker
 from stillhouse.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
 from stillhouse.plan.dry_run import planned
 from stillhouse.plan.layout_plan import Machine, Plan, has_tower, planned_job
@@ -21,6 +20,7 @@ from stillhouse.plan.prediction import bubble_share, message_seconds, predict, r
 from stillhouse.plan.rank_counts import LayoutSize, RankCounts, planned_ranks
 from stillhouse.plan.table import does_not_fit, lines, two_digits
 from stillhouse.rollout import PromptSource
+from stillhouse.rollout.documents import StepPacker
 from stillhouse.run.setup import configured_layout
 
 H100 = DEVICES["h100"]

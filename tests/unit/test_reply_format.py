@@ -131,19 +131,22 @@ def test_a_turn_ends_with_the_templates_marker_or_a_text_of_stop() -> None:
     without_stops = MessageReplies(Episodic(reply), of_turns, has_stops=False)
     assert replies.request(sample(tokenizer, "It is 4.</s>")) is None
     assert without_stops.request(sample(tokenizer, "It is 4.")) is None
-    turns = [replies.request(sample(tokenizer, f"It is 4.{end}")) for end in ("<|im_end|>", "", "")]
-    answered, stopped, last = (turn for turn in turns if turn is not None)
-    assert replies.ids(answered.result(), 99) == of_turns.reply_ids("No.")
-    assert replies.ids(stopped.result(), 99) == [tokenizer.eos_token_id, *of_turns.reply_ids("No.")]
-    assert replies.ids(last.result(), 99) == []
+    samples = [sample(tokenizer, f"It is 4.{end}") for end in ("<|im_end|>", "", "")]
+    requested = [replies.request(turns) for turns in samples]
+    answered, stopped, last = (
+        replies.reply(turns, future) for turns, future in zip(samples, requested, strict=True) if future is not None
+    )
+    assert replies.ids(answered, 99) == of_turns.reply_ids("No.")
+    assert replies.ids(stopped, 99) == [tokenizer.eos_token_id, *of_turns.reply_ids("No.")]
+    assert replies.ids(last, 99) == []
     assert [episode.turns for episode in episodes] == 3 * [("It is 4.",)]
-    replies.request(sample(tokenizer, "It is 4.<|im_end|>", replies=[answered.result()]))
+    replies.request(sample(tokenizer, "It is 4.<|im_end|>", replies=[answered]))
     assert episodes[-1].replies == ("No.",)
-    long = replies.ids(type(answered.result())("é" * 9_000_000, ends=False), 50)
+    long = replies.ids(type(answered)("é" * 9_000_000, ends=False), 50)
     assert 50 < len(long) < 9000
     assert long[:50] == of_turns.reply_ids("é" * 1000)[:50]
     with pytest.raises(UserFunctionError, match="4,000,000"):
-        replies.ids(type(answered.result())(" " * 9_000_000, ends=False), 10_000_000)
+        replies.ids(type(answered)(" " * 9_000_000, ends=False), 10_000_000)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,7 @@ def test_a_raw_reply_outside_of_a_turn_is_warned_of_once(prompt: str, turn: str,
     options: dict[str, Any] = {"prompt": generation_prompt(tokenizer), "warn": lines.append}
     replies = TextReplies(Episodic(lambda *_: done(reply)), tokenizer, **options)
     for _ in range(2):
-        replies.request(sample(tokenizer, turn, prompt))
+        turns = sample(tokenizer, turn, prompt)
+        replies.reply(turns, replies.request(turns))
     assert len(lines) == warns
     assert all("expected rollout.reply=user" in line for line in lines)

@@ -25,15 +25,22 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def opened(folder: Path, step: int = 0, clock=lambda: 0.0) -> RolloutLog:
-    return RolloutLog(RunFolder(folder), step, clock)
+class Clock:
+    def __init__(self, *seconds: float):
+        self.times = iter(seconds)
+
+    @property
+    def seconds(self) -> float:
+        return next(self.times, 0.0)
+
+
+def opened(folder: Path, step: int = 0, *seconds: float) -> RolloutLog:
+    return RolloutLog(RunFolder(folder), step, Clock(*seconds))
 
 
 def test_the_lines_of_both_files(tmp_path):
-    times = iter([1.0, 2.5])
-    with opened(tmp_path, clock=lambda: next(times)) as log:
-        with log.timeline.span(4, "trainer", "update"):
-            pass
+    with opened(tmp_path) as log:
+        log.timeline.add(4, "trainer", "update", 1.0, 2.5)
         assert lines(tmp_path / "timeline.jsonl") == []
         log.write([sample()])
         assert lines(tmp_path / "timeline.jsonl") == [
@@ -95,8 +102,7 @@ def test_a_file_that_is_removed_meanwhile_is_an_error(tmp_path):
 
 def test_the_trainers_spans_add_up_to_its_step(tmp_path):
     """Also the time between its blocks, and waiting for completions of a later step."""
-    times = iter([10, 10, 11, 11, 13.5, 14, 14.5, 15])
-    with opened(tmp_path, clock=lambda: next(times)) as log:
+    with opened(tmp_path, 0, 10, 10, 11, 11, 13.5, 14, 14.5, 15) as log:
         log.timeline.begin_step(5)
         with log.timeline.trainer("wait for completions"):
             pass
@@ -121,7 +127,7 @@ def test_the_trainers_spans_add_up_to_its_step(tmp_path):
 
 def test_a_block_that_fails_is_no_span(tmp_path):
     with opened(tmp_path) as log:
-        with pytest.raises(RuntimeError), log.timeline.span(1, "weights", "publish"):
+        with pytest.raises(RuntimeError), log.timeline.trainer("publish", 1, "weights"):
             raise RuntimeError
         log.write()
     assert not lines(tmp_path / "timeline.jsonl")
@@ -150,7 +156,7 @@ def test_threads_lose_no_span(tmp_path):
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     """As on all ranks except rank 0."""
     monkeypatch.chdir(tmp_path)
-    with RolloutLog(None, 0, lambda: 0.0) as log:
+    with RolloutLog(None, 0, Clock()) as log:
         log.timeline.begin_step(1)
         with log.timeline.trainer("wait"):
             pass

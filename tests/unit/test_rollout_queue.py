@@ -22,11 +22,10 @@ from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PRO
 from stillhouse.rollout import (
     POLICY_VERSION,
     Completion,
-    GenerationRequest,
     PromptPlan,
     RolloutQueue,
     Sample,
-    SampleGenerator,
+    Samples,
     SourceSettings,
     TargetRules,
     require_versions,
@@ -55,7 +54,7 @@ def test_every_sample_is_trained_once_and_in_time(ahead: int, in_order: bool, sl
         if in_order and queue.has_requested(step):
             queue.wait_for(step)
         engine.update_weights(step, None)
-        queue.ask(step)
+        queue.start(step)
         samples = queue.take(step)
         require_versions(samples, step, ahead + slack)
         assert numbers(samples) == sorted(numbers(samples))
@@ -75,7 +74,7 @@ def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int,
     queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
     for step in range(STEPS):
         engine.update_weights(step, None)
-        queue.ask(step)
+        queue.start(step)
         samples = queue.take(step)
         require_versions(samples, step, ahead + slack)
         trained += numbers(samples)
@@ -87,7 +86,7 @@ def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int,
         queue.restore(kept, step + 1)
         assert not engine.requested
         if step + 1 < STEPS:
-            queue.ask(step + 1)
+            queue.start(step + 1)
         assert not set(engine.requested) & set(numbers(kept.samples))
     assert sorted(trained) == list(range(queue.plan.groups(STEPS - 1).stop * SAMPLES))
 
@@ -100,7 +99,7 @@ def test_a_step_can_be_taken_while_the_one_before_is_trained() -> None:
     early: dict[int, list[Sample]] = {}
     for step in range(STEPS):
         engine.update_weights(step, None)
-        queue.ask(step)
+        queue.start(step)
         samples = early.pop(step) if step in early else queue.take(step)
         engine.answer()
         if step + 1 < STEPS and queue.is_ready(step + 1):
@@ -124,13 +123,14 @@ def test_a_step_can_be_taken_while_the_one_before_is_trained() -> None:
 def test_a_checkpoint_is_written_although_no_server_answers() -> None:
     engine = LateEngine(most=0)
     queue = queue_of(engine, ahead=1, in_order=True)
-    queue.ask(0)
-    for number, (_, future) in enumerate(engine.waiting):
+    queue.start(0)
+    for number, (request, inbox) in enumerate(engine.waiting):
         if number % 3 == 0:
-            future.set_exception(OSError("no server has answered"))
+            inbox.put((request.number, OSError("no server has answered")))
         elif number % 3 == 1:
             ids_N = np.array([7, 2], dtype=np.int32)
-            future.set_result(Completion(ids_N, np.zeros(2, np.float32) - 1, np.zeros(2, np.int32), "stop"))
+            completion = Completion(ids_N, np.zeros(2, np.float32) - 1, np.zeros(2, np.int32), "stop")
+            inbox.put((request.number, completion))
     answered = {request.number for number, (request, _) in enumerate(engine.waiting) if number % 3 == 1}
     with pytest.raises(OSError, match="no server has answered"):
         queue.wait_for(0)
@@ -140,18 +140,20 @@ def test_a_checkpoint_is_written_although_no_server_answers() -> None:
 
 
 class EngineInJob(LateEngine):
-    """Its futures are done when it returns them."""
+    """Generates before it returns."""
 
-    def generate(self, requests: Sequence[GenerationRequest], ended: Any = None) -> list[Future[Completion]]:
-        futures = super().generate(requests)
-        self.answer()
-        return futures
+    def start(self, queue: RolloutQueue) -> None:
+        queue.start(0)
+        while requests := queue.samples.next_requests():
+            self.generate(requests, queue.samples.inbox)
+            self.answer()
+        queue.collect()
 
 
 def test_after_a_failed_reply_an_engine_in_the_job_gets_the_batches_of_an_undisturbed_run() -> None:
     """So samples that had ended are generated again, together with the others."""
 
-    def queue_with(engine: EngineInJob, failing: int = -1) -> RolloutQueue:
+    def queue_with(failing: int = -1) -> RolloutQueue:
         def reply(*arguments: Any) -> Future[Any]:
             episode = arguments[-1]
             if (episode.number, len(episode.turns)) == (failing, 2):
@@ -160,19 +162,19 @@ def test_after_a_failed_reply_an_engine_in_the_job_gets_the_batches_of_an_undist
 
         source = SourceSettings(30, environment=TextReplies(Episodic(reply), toy_tokenizer()), max_turns=4)
         plan = PromptPlan.of_one(PROMPTS, 0, 2, SAMPLES, seed=3)
-        generator = SampleGenerator(engine, prompts(), plan, toy_tokenizer(), [source])
-        return RolloutQueue(generator, plan, RolloutSchedule(0, True, 0, STEPS - 1))
+        samples = Samples(prompts(), plan, toy_tokenizer(), [source], together=True)
+        return RolloutQueue(samples, plan, RolloutSchedule(0, True, 0, STEPS - 1))
 
     engine, expected = EngineInJob(most=99), EngineInJob(most=99)
-    failed = queue_with(EngineInJob(most=99), failing=4)
+    failed = queue_with(failing=4)
     with pytest.raises(UserFunctionError):
-        failed.ask(0)
+        EngineInJob(most=99).start(failed)
     state = failed.state()
     assert (state.samples, list(state.requested_at)) == ([], [0, 1])
-    resumed, undisturbed = queue_with(engine), queue_with(expected)
+    resumed, undisturbed = queue_with(), queue_with()
     resumed.restore(state, 0)
-    resumed.ask(0)
-    undisturbed.ask(0)
+    engine.start(resumed)
+    expected.start(undisturbed)
     assert engine.requested == expected.requested
     assert numbers(resumed.take(0)) == numbers(undisturbed.take(0))
 
@@ -184,7 +186,7 @@ def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> 
     queue = queue_of(engine, ahead=2, in_order=False, slack=2)
     for step in range(STEPS):
         engine.update_weights(step, None)
-        queue.ask(step)
+        queue.start(step)
         samples = queue.take(step)
         require_versions(samples, step, 4)
         groups = {rollout.number // SAMPLES for rollout in samples}

@@ -29,11 +29,12 @@ def test_a_reward_server_gets_its_own_token_or_none(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ONE", "token-of-one")
     answer = body(b'{"reward": 2}')
     with hostile_server(answer) as (one, of_one), hostile_server(answer) as (two, of_two):
-        reward = f"{one}/a + 3*{two}/a + 5*{one}/b"
-        rollout = RolloutConfig(reward=reward, reward_tokens={one: "ONE"})
-        with closing(CompletionCalls([rollout])) as calls:
+        text = f"{one}/a + 3*{two}/a + 5*{one}/b"
+        rollout = RolloutConfig(reward=text, reward_tokens={one: "ONE"})
+        with closing(CompletionCalls([rollout], None, None, [None])) as calls:
             assert calls.sources[0].reward is not None
-            assert calls.sources[0].reward.request("2 + 2 =", " 5", {}, "train.jsonl:3", []).result(30).value == 18
+            reward = calls.sources[0].reward.request("2 + 2 =", " 5", {}, "train.jsonl:3", [])
+            assert reward.result().value == 18
         assert (sent(of_one), sent(of_two)) == ({"Bearer token-of-one"}, {None})
 
 
@@ -116,7 +117,7 @@ def test_a_server_that_repeats_the_token_does_not_bring_it_into_a_message(answer
         closing(RewardServer(f"{url}/reward", "rollout.reward", 0.5, lines.append, SECRET)) as server,
     ):
         with pytest.raises((ValueError, ServerError)) as caught:
-            server.call("2 + 2 =", " 5", {}, "train.jsonl:3", []).result(30)
+            server.request("rollout.reward", "", "2 + 2 =", " 5", {}, "train.jsonl:3", []).result(30)
         assert sent(headers) == {f"Bearer {SECRET}"}
     message = f"{caught.value} {lines}"
     assert SECRET not in message

@@ -225,8 +225,9 @@ def replies_of(*paths: str, most: int = 64) -> tuple[ToolReplies, Any]:
 
 def reply_to(replies: ToolReplies, tokenizer: Any, *turns: str, before: tuple[Any, ...] = ()) -> Any:
     ids = [np.array(tokenizer(turn, add_special_tokens=False)["input_ids"], dtype=np.int32) for turn in turns]
-    reply = replies.request(SampleTurns(0, ("Go", "", {}, "a:1"), ids, before))
-    return None if reply is None else reply.result()
+    sample = SampleTurns(0, ("Go", "", {}, "a:1"), ids, before)
+    reply = replies.request(sample)
+    return None if reply is None else replies.reply(sample, reply)
 
 
 def call_of(name: str, arguments: str) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +18,8 @@ from kit.user_functions import Episodic, control_c, counts, half, remembers
 
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.loops.completion_calls import warn
-from stillhouse.rollout import Completion, PromptPlan, SampleGenerator, SourceSettings
-from stillhouse.rollout.reward import RepeatedPart
-from stillhouse.rollout.samples import _Open
+from stillhouse.rollout import Completion, PromptPlan, Samples, SourceSettings
+from stillhouse.rollout.reward import RepeatedCall, RewardPart, RewardSum
 from stillhouse.rollout.turns import TextReplies, done
 from stillhouse.rollout.user_functions import user_function
 from stillhouse.user_code.functions import (
@@ -252,30 +251,20 @@ def test_a_module_that_cannot_be_used(
 def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(text: str) -> None:
     tokenizer = toy_tokenizer()
     environment = TextReplies(Episodic(lambda *_: done(text)), tokenizer)
-    generator = SampleGenerator(
-        None,  # type: ignore[arg-type]
-        prompts(),
-        PromptPlan.of_one(7, 0, 1, 1, 0),
-        tokenizer,
-        [SourceSettings(512, environment=environment, max_turns=9)],
-    )
+    settings = SourceSettings(512, environment=environment, max_turns=9)
+    samples = Samples(prompts(), PromptPlan.of_one(7, 0, 1, 1, 0), tokenizer, [settings])
     turn = Completion(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
-    sample = _Open(0, 0, [])
     started = time.monotonic()
-    generator._call_about(sample, 0, turn)
-    sample.parts.append(turn)
-    reply = sample.reply_futures[0]
-    assert reply is not None
-    assert not generator._goes_on(sample, reply.result())
+    samples.start([(0, 0)])
+    (request,) = samples.take_requests()
+    samples.inbox.put((request.number, turn))
+    samples.receive(0.0)
+    (sample,) = samples.finished()
     assert time.monotonic() - started < 10
-    assert sample.is_cut
-    assert sample.parts[1].ids_N.tolist() == tokenize(tokenizer, [text[:20_000]], special=False)[0][:511]
+    assert sample.completion.finish == "length"
+    assert sample.completion.ids_N[1:].tolist() == tokenize(tokenizer, [text[:20_000]], special=False)[0][:511]
     short = text[:40]
     assert environment.ids(short, 512) == tokenize(tokenizer, [short], special=False)[0]
-
-
-class Part(NamedTuple):
-    call: Any
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["here", "elsewhere"])
@@ -285,22 +274,26 @@ def test_the_first_call_of_a_reward_is_repeated_once(capsys: pytest.CaptureFixtu
     def shown(results: list[float | UserFunctionError]) -> str:
         futures: list[Future[Any]] = []
 
-        def call(*arguments: Any) -> Future[Any]:
-            futures.append(Future())
-            result = results[len(futures) - 1]
-            if not late and isinstance(result, UserFunctionError):
-                raise result
-            if not late:
-                futures[-1].set_result(result)
-            return futures[-1]
+        class Calls:
+            def request(self, *arguments: Any) -> Future[Any]:
+                futures.append(Future())
+                result = results[len(futures) - 1]
+                if not late and isinstance(result, UserFunctionError):
+                    raise result
+                if not late:
+                    futures[-1].set_result(result)
+                return futures[-1]
 
-        compared = RepeatedPart("rollout.reward: a:f", Part(call), warn)
+        repeated = RepeatedCall("rollout.reward: a:f", warn)
+        reward = RewardSum("rollout.reward", [RewardPart(1.0, Calls(), "rollout.reward", "a:f", repeated=repeated)])
+        pending = [reward.request("", str(number), {}, "", []) for number in range(20)]
         for number in range(20):
-            assert compared.call("", str(number), {}, "", []) is futures[number + (number > 7)]
+            assert pending[number].futures == [futures[number + (number > 7)]]
         for future, result in zip(futures, results, strict=True):
             if late:
                 fail = isinstance(result, UserFunctionError)
                 future.set_exception(result) if fail else future.set_result(result)  # type: ignore[arg-type]
+        assert [reward.result().value for reward in pending] == [futures[n + (n > 7)].result() for n in range(20)]
         return capsys.readouterr().out
 
     same: list[float | UserFunctionError] = [float(number) for number in range(8)] + [0.0] + [1.0] * 12

@@ -34,11 +34,18 @@ class RewardServer:
             [root], timeout, warn, model="reward", key="rollout.timeout", token=token, answer_seconds=timeout
         )
 
-    def call(
-        self, prompt: str, completion: str, record: Mapping[str, Any], source: str, turns: Sequence[Turn]
+    def request(
+        self,
+        key: str,
+        path: str,
+        prompt: str,
+        completion: str,
+        record: Mapping[str, Any],
+        source: str,
+        turns: Sequence[Turn],
     ) -> Future[Any]:
-        """Request the reward of a completion; returns at once. source: `file:line` of the record. turns: the pieces
-        of the completion.
+        """Request the reward of a completion; returns at once. key, path: the configuration's, of this server.
+        source: `file:line` of the record. turns: the pieces of the completion.
 
         The future raises UserFunctionError with the server and the completion if the server refuses the request or
         gives no finite number, or if JSON cannot represent the record, and ServerError if the server does not answer

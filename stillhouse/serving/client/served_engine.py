@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from stillhouse.data import Documents
 from stillhouse.data.media import MediaProcessor
 from stillhouse.display import escaped
 from stillhouse.rollout.published_folder import published_folder
-from stillhouse.rollout.records import Completion, Ended, GenerationRequest, Sampling
+from stillhouse.rollout.records import Completion, GenerationRequest, Inbox, Sampling
 from stillhouse.serving.client.apis.server_api import Published, RequestBodies, ServerApi, Span
 from stillhouse.serving.client.http_client import HttpAnswer, bytes_of_json
 from stillhouse.serving.client.pool import AskAgainError, Call, RefusedError, ServerPool
@@ -107,14 +108,21 @@ class ServedEngine:
             self.weights.connect()
             stack.pop_all()
 
-    def generate(self, requests: Sequence[GenerationRequest], ended: Ended | None = None) -> list[Future[Completion]]:
-        """Request completions, and return at once. Raises ValueError for ids outside of the vocabulary."""
+    def generate(self, requests: Sequence[GenerationRequest], inbox: Inbox | None = None) -> list[Future[Completion]]:
+        """Request completions, and return at once. Raises ValueError for ids outside of the vocabulary.
+
+        inbox: gets the completions and the errors of the futures.
+        """
         newest = self.weights.newest
         if newest is None:
             raise ValueError("the servers have no version of the student yet: expected update_weights first")
         names_adapter = self.weights.adapter_of(newest) is not None
         calls = [self._call(request, names_adapter) for request in requests]
-        return [self._pool.submit(call) for call in calls]
+        futures = [self._pool.submit(call) for call in calls]
+        if inbox is not None:
+            for request, future in zip(requests, futures, strict=True):
+                future.add_done_callback(partial(_deliver, inbox, request.number))
+        return futures
 
     def update_weights(self, version: int, folder: Path | None) -> None:
         """Load a published version on all servers in parallel, and prove that they generate with it.
@@ -203,6 +211,12 @@ class ServedEngine:
         completion = answer.completion(versions_N)
         # SGLang reports "length" if the last possible token is an end of sequence
         return replace(completion, finish="stop") if answer.ids[-1] in sampling.eos_ids else completion
+
+
+def _deliver(inbox: Inbox, number: int, future: Future[Completion]) -> None:
+    """Put a completion or an error into an inbox. number: of the request."""
+    if not future.cancelled():
+        inbox.put((number, future.exception() or future.result()))
 
 
 def token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) -> np.ndarray | None:

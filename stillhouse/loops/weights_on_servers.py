@@ -1,0 +1,215 @@
+"""Gives the student's weights to servers that generate completions, and proves after each update that they use them.
+
+A server's version label proves nothing: a server may report it even if the load changed nothing, loaded only a part,
+or loaded the files of another version. So each server completes a few of the run's prompts after an update, and its
+log-probabilities are compared with the trainer's.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from stillhouse.config.servers import ServerError, server_kinds
+from stillhouse.data import Documents
+from stillhouse.loops.session import Models, Session
+from stillhouse.models import model_fingerprint
+from stillhouse.models.processors import cross_entropy
+from stillhouse.objective.metric_keys import OLD_LOG_PROBS
+from stillhouse.output.disk import explained_write_errors
+from stillhouse.output.folder import RunFolder
+from stillhouse.parallel import ShardedMicroBatches, local_folder, watchdog
+from stillhouse.preemption import OverdueError
+from stillhouse.rollout import Completion, Sample
+from stillhouse.rollout.documents import StepPacker, TargetRules, step_documents
+from stillhouse.rollout.engines import PROBES, ROUNDED, RemoteEngine
+from stillhouse.rollout.publish import publish
+from stillhouse.rollout.published_folder import AdapterBase
+from stillhouse.rollout.rollout import ERRORS
+from stillhouse.signals import SignalsLostError
+from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
+
+#: the largest rounding difference, in nats, if server and trainer compute in float32, in the same way
+_EXACT = 1e-3
+#: the probes are the shortest ones among this number of prompts
+_CHOICE = 256
+
+
+class WeightsOnServers:
+    """The weights of a run's student on servers. Its methods are collectives of all processes.
+
+    engine: on rank 0. run: the run's identity in published weights.
+    """
+
+    def __init__(
+        self, session: Session, engine: RemoteEngine | None, packer: StepPacker, folder: RunFolder, run: str
+    ):
+        assert session.rollout_config is not None
+        self._session, self._config, self._engine = session, session.rollout_config, engine
+        self._packer, self._run = packer, run
+        weights = self._config.weights
+        # runs that share rollout.weights have subfolders
+        self.folder = Path(weights) / run if weights else folder.path / "weights"
+        self._published = self.folder
+        self._base: AdapterBase | None = None
+        student = session.student_config
+        if student.adapter is not None:
+            with session.ranks.shared(*ERRORS) as shared:
+                if session.ranks.is_first:
+                    fingerprint = model_fingerprint(local_folder(student.model, student.revision))
+                    shared.value = {"fingerprint": fingerprint, "dtype": student.dtype, "quantize": student.quantize}
+            self._base = AdapterBase(**shared.value)
+
+    def publish(self, version: int) -> None:
+        """Write the weights to a folder; the servers may still generate."""
+        session = self._session
+        with explained_write_errors(self.folder):
+            self._published = publish(
+                session.engine.student,
+                self.folder,
+                version,
+                run=self._run,
+                tokenizer=session.tokenizer,
+                base=self._base,
+            )
+
+    def update(self, version: int) -> None:
+        """Let the servers load the published weights, and prove that they use them.
+
+        Raises SignalsLostError on all ranks if a server generates with other weights than the student's, or if no
+        server answers before a signal.
+        """
+        session = self._session
+        try:
+            with session.ranks.shared(*ERRORS) as shared:
+                if self._engine is not None:
+                    self._update_servers(version, self._engine)
+                    by_server = self._engine.weights.probed
+                    samples = probe_samples(session.train.documents, by_server)
+                    shared.value = [list(by_server), [sample.as_json() for sample in samples]]
+        except (ServerError, OverdueError) as error:
+            raise SignalsLostError(str(error)) from error
+        urls, content = shared.value
+        if not urls:  # all servers have just been restarted, and will get the weights again
+            return
+        prompts, engine = session.train.documents, self._config.engine
+        probes = [Sample.from_json(values) for values in content]
+        documents = step_documents(prompts, probes, TargetRules())
+        layout = session.engine.student.layout
+        micro_batches = session.shard(self._packer.micro_batches(documents, layout.degrees.data * layout.stages))
+        with watchdog.nested(
+            f"the proof that servers generate with version {version}"
+        ):  # ranks compute, servers do not
+            rounding = require_weights_in_use(session.models, prompts, engine, version, urls, micro_batches)
+        if self._engine is not None:
+            self._engine.weights.set_proved(urls[0], rounding)
+
+    def _update_servers(self, version: int, engine: RemoteEngine) -> None:
+        """On rank 0: give servers new weights, which may take minutes. A signal ends the wait.
+
+        After a signal, the thread that updates the weights goes on until the engine's connections are closed.
+        """
+        threads, require_no_signal = ThreadPoolExecutor(1), ServerWatch()
+        try:
+            update = threads.submit(engine.update_weights, version, self._published)
+            while not wait([update], SECONDS_BETWEEN_LOOKS).done:
+                require_no_signal()
+            update.result()
+        finally:
+            threads.shutdown(wait=False)
+
+
+class ServerWatch(SignalWatch):
+    """A `SignalWatch` for answers of servers, which also reports to the watchdog that this process is alive."""
+
+    def __init__(self) -> None:
+        super().__init__(ServerError("a signal came while the run waited for completions"))
+
+    def __call__(self) -> None:
+        watchdog.progress()
+        super().__call__()
+
+
+def probe_prompts(prompts: Documents) -> list[int]:
+    """Return the numbers of the prompts that servers complete as probes; with media, if a prompt has some."""
+    numbers = np.arange(len(prompts))
+    if prompts.has_media:
+        assert prompts.media is not None
+        numbers = np.flatnonzero(np.diff(prompts.media.offsets))
+    numbers = numbers[:_CHOICE]
+    return numbers[np.argsort(prompts.lengths_D[numbers], kind="stable")[:PROBES]].tolist()
+
+
+def probe_samples(prompts: Documents, by_server: Mapping[str, Sequence[Completion]]) -> list[Sample]:
+    """Return the samples that servers generated for the probes among these prompts, server by server."""
+    probes = [
+        (number, completion)
+        for completions in by_server.values()
+        for number, completion in zip(probe_prompts(prompts), completions, strict=True)
+    ]
+    return [
+        Sample(at, number, completion, np.ones(len(completion.ids_N), dtype=bool))
+        for at, (number, completion) in enumerate(probes)
+    ]
+
+
+def require_weights_in_use(
+    models: Models,
+    prompts: Documents,
+    engine: str,
+    version: int,
+    urls: Sequence[str],
+    micro_batches: ShardedMicroBatches,
+) -> float:
+    """Raise SignalsLostError if the log-probabilities of a server come from other weights.
+
+    Returns the largest difference in nats that rounding can cause. A collective of all processes.
+
+    prompts: of the run. engine: `rollout.engine`. micro_batches: those of the servers' `probe_samples`.
+    """
+    rounding, gaps_by_server = (
+        _rounding(models, engine),
+        _gaps_by_server(models, micro_batches, len(probe_prompts(prompts))),
+    )
+    for number, url in enumerate(urls):
+        gaps = gaps_by_server.get(number)
+        if not gaps:
+            raise SignalsLostError(f"{url} has generated no token for the probes of its weights: expected some")
+        median = statistics.median(gaps)
+        if not median <= rounding:  # also true for NaN
+            raise SignalsLostError(
+                f"{url} says that it generates with version {version}, and its log-probabilities are those of other "
+                f"weights: they differ from the trainer's by {median:.3g} nats (the median of {len(gaps)} "
+                f"tokens), and rounding is at most {rounding:g}: expected a server that reads the folder "
+                "that it is given, loads all of it, and computes the same model"
+            )
+    return rounding
+
+
+def _gaps_by_server(models: Models, micro_batches: ShardedMicroBatches, probes: int) -> dict[int, list[float]]:
+    """Return, by server number, the differences between the server's log-probabilities and the student's, in nats."""
+    entries = list[list[float]]()
+    outputs = models.engine.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
+    for micro_batch, output in zip(micro_batches, outputs, strict=False):
+        rows = micro_batch.valid_index
+        gaps = (-output.per_token["cross_entropy"] - micro_batch.per_token[OLD_LOG_PROBS])[rows].abs()
+        entries += torch.stack([(micro_batch.document_T[rows] // probes).to(gaps.dtype), gaps], 1).tolist()
+    gaps_by_server: dict[int, list[float]] = {}
+    for entries_of_rank in models.ranks.gather(entries):
+        for server, gap in entries_of_rank:
+            gaps_by_server.setdefault(int(server), []).append(gap)
+    return gaps_by_server
+
+
+def _rounding(models: Models, engine: str) -> float:
+    """Return the largest rounding difference in nats. Only `stillhouse serve` is known to round like the trainer."""
+    is_exact = (
+        server_kinds()[engine].rounds_as_here
+        and models.autocast is None
+        and next(models.student.parameters()).dtype == torch.float32
+        and torch.get_float32_matmul_precision() == "highest"
+    )
+    return _EXACT if is_exact else ROUNDED

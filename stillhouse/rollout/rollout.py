@@ -1,0 +1,188 @@
+"""The rollouts of an on-policy run: `Rollout.take` gives the samples of a step to all ranks.
+
+Rank 0 has the queue of samples. Rewards and environments run only there, or in worker processes on its host.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from stillhouse.config import RolloutConfig
+from stillhouse.config.servers import ServerError
+from stillhouse.data import Documents
+from stillhouse.output.rollout_log import Timeline
+from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, watchdog
+from stillhouse.parallel.ranks import Shared
+from stillhouse.preemption import OverdueError
+from stillhouse.rollout.documents import StepPacker, TargetRules, step_documents
+from stillhouse.rollout.engines import InJobEngine
+from stillhouse.rollout.plan import PromptPlan, RolloutSchedule
+from stillhouse.rollout.queue import RolloutQueue, require_versions
+from stillhouse.rollout.records import Sample
+from stillhouse.signals import SignalsLostError
+from stillhouse.user_code.function_calls import FunctionCalls
+from stillhouse.user_code.functions import UserFunctionError
+
+WAIT_FOR_COMPLETIONS = "wait for completions"
+#: errors of rank 0 that all ranks raise
+ERRORS = ServerError, OverdueError, UserFunctionError, ValueError
+
+
+class ServedStudent(Protocol):
+    """Gives the student's weights to servers. Both methods are collectives of all processes."""
+
+    def publish(self, version: int) -> None:
+        """Write the weights to a folder; the servers may still generate."""
+
+    def update(self, version: int) -> None:
+        """Let the servers load the published weights, and prove that they use them."""
+
+
+@dataclass(eq=False)
+class Rollout:
+    """The samples of each step, on all ranks.
+
+    rollouts: the section rollout for each source of prompts.
+    engine: generates in this job; None: servers generate.
+    served: gives the student's weights to servers; None: they have other weights, or there are none.
+    queue, functions: the samples, and the calls of the user's functions, on rank 0.
+    prompts, dataset: the documents of `plan`. packer: packs the documents of a step.
+    """
+
+    rollouts: Sequence[RolloutConfig]
+    engine: InJobEngine | None
+    served: ServedStudent | None
+    queue: RolloutQueue | None
+    functions: FunctionCalls | None
+    plan: PromptPlan
+    schedule: RolloutSchedule
+    prompts: Documents
+    dataset: Documents | None
+    student: DistributedStudent
+    packer: StepPacker
+
+    def __post_init__(self) -> None:
+        self._by_student = self.rollouts[0].writer == "student"
+        self._ranks, self._taken = self.student.ranks, dict[int, list[Sample]]()
+
+    def take(self, step: int, timeline: Timeline) -> list[Sample]:
+        """Return the samples of a step, with rewards and advantages, on all ranks.
+
+        Before, the engine gets the weights of this step and the requests that are due. Except under async, the
+        completions for this step are finished before the weights change. A collective of all processes.
+
+        An error of rank 0 is raised on all ranks: ValueError, UserFunctionError, or SignalsLostError if no server
+        answers or a user's function does not return after a signal.
+        """
+        queue, phase = self.queue, f"the completions of step {step + 1}"
+        with watchdog.nested(phase, timed=False):
+            self._update_weights(step, timeline)
+            with timeline.trainer(WAIT_FOR_COMPLETIONS):
+                if self.engine is None:
+                    with self.shared():
+                        if queue is not None:
+                            queue.start(step)
+                else:
+                    if queue is not None:
+                        queue.start(step)
+                    try:
+                        self.engine.complete(None if queue is None else queue.samples, *ERRORS)
+                    except (ServerError, OverdueError) as error:
+                        raise SignalsLostError(str(error)) from error
+                    if queue is not None:
+                        queue.collect()
+                if step not in self._taken:
+                    self._take(step, timeline)
+        return self._taken[step]
+
+    def micro_batches(self, steps: Iterable[int], timeline: Timeline) -> Iterator[ShardedMicroBatches | None]:
+        """Yield this process's part of each step, on its samples and on the dataset's completions.
+
+        For a later step than the one of the last `take`, it yields None until the step's samples are finished. Only
+        the schedule two_step_off can have them early.
+        """
+        for step in steps:
+            while step not in self._taken and not self._take_early(step, timeline):
+                yield None
+            rules, numbers = TargetRules.of(self.rollouts), self.plan.from_dataset(step)
+            yield self.shard(step_documents(self.prompts, self._taken[step], rules, self.dataset, numbers))
+
+    def shard(self, documents: Documents) -> ShardedMicroBatches:
+        """Pack documents; returns this process's part."""
+        layout = self.student.layout
+        return self.student.shard(self.packer.micro_batches(documents, layout.degrees.data * layout.stages))
+
+    def trained(self, step: int) -> None:
+        """Record that the optimizer has made this step."""
+        del self._taken[step]
+        if self.queue is not None:
+            self.queue.trained(step)
+
+    def finish(self) -> None:
+        """Wait for the end of the last samples' environments. Raises their errors on all ranks."""
+        with watchdog.nested("the end of environments", timed=False), self.shared():
+            if self.queue is not None:
+                self.queue.finish()
+
+    def call_times(self) -> dict[str, tuple[int, float]]:
+        """On rank 0, the number and the seconds of the calls of rewards, environments and tools since the last call
+        of this method, by their keys; elsewhere empty."""
+        return {} if self.functions is None else self.functions.take_times()
+
+    @contextmanager
+    def shared(self) -> Iterator[Shared]:
+        """As `Ranks.shared`, with the errors of `take`."""
+        try:
+            with self._ranks.shared(*ERRORS) as shared:
+                yield shared
+        except (ServerError, OverdueError) as error:
+            raise SignalsLostError(str(error)) from error
+
+    def _update_weights(self, step: int, timeline: Timeline) -> None:
+        """Give the weights of this step to the engine, if the student generates."""
+        if self.served is not None:
+            with timeline.trainer(f"publish version {step}", step + 1, "weights"):
+                self.served.publish(step)  # the servers still generate
+        if self.schedule.in_order and self.engine is None:
+            with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
+                if self.queue is not None and self.queue.has_requested(step):
+                    self.queue.wait_for(step)
+        if not self._by_student:
+            return
+        with timeline.trainer(f"version {step}", step + 1, "weights"):
+            if self.served is not None:
+                self.served.update(step)
+            if self.engine is not None:
+                self.engine.update_weights(step, None)
+
+    def _take(self, step: int, timeline: Timeline) -> None:
+        """Wait for the samples of a step and for their rewards."""
+        samples: list[Sample] = []
+        with self.shared() as shared:
+            if self.queue is not None:
+                samples = self.queue.take(step)
+                if self._ranks.size > 1:
+                    shared.value = [sample.as_json() for sample in samples]
+        if self.queue is None:
+            samples = [Sample.from_json(values) for values in shared.value]
+        elif self.queue.taken_times != (0.0, 0.0):
+            timeline.add_monotonic(step + 1, "rollout", f"{len(samples)} completions", *self.queue.taken_times)
+        if self._by_student:
+            require_versions(samples, step, self.rollouts[0].max_staleness)
+        self._taken[step] = samples
+
+    def _take_early(self, step: int, timeline: Timeline) -> bool:
+        """Take the samples of a later step if they are finished; returns whether they are."""
+        if self.rollouts[0].schedule != "two_step_off":
+            return False
+        with self.shared() as shared:
+            if self.queue is not None:
+                shared.value = self.queue.has_requested(step) and self.queue.is_ready(step)
+        if shared.value:
+            with (
+                timeline.trainer(WAIT_FOR_COMPLETIONS),
+                watchdog.nested(f"the completions of step {step + 1}", timed=False),
+            ):
+                self._take(step, timeline)
+        return bool(shared.value)
