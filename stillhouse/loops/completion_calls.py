@@ -141,17 +141,18 @@ def require_end_of_turn(
     session: Session, rollout: RolloutConfig, prefix: Callable[[str], str] = lambda key: ""
 ) -> None:
     """Raise ConfigError on all ranks if the student cannot end a turn. prefix: returns what precedes a key."""
+    data = session.data
     if rollout.stop:
         return
     if (schemas := tool_schemas(rollout)) is not None:
         key, what = "tools", "turns with calls"
-        turn_format: ToolFormat | ReplyFormat = tool_format(session.tokenizer, schemas, session.media_processor)
+        turn_format: ToolFormat | ReplyFormat = tool_format(data.tokenizer, schemas, data.media_processor)
     elif (role := rollout.reply_role) is not None:
         key, what = "reply", "turns"
-        turn_format = reply_format(session.tokenizer, role, session.media_processor)
+        turn_format = reply_format(data.tokenizer, role, data.media_processor)
     else:
         return
-    if turn_format.marker_id not in eos_ids(session.tokenizer, session.student):
+    if turn_format.marker_id not in eos_ids(data.tokenizer, session.models.student):
         raise ConfigError(
             f"{prefix(key)}rollout.{key}",
             f"the chat template ends {what} with {turn_format.marker!r}, which is no end-of-sequence token of the "

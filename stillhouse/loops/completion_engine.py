@@ -38,28 +38,28 @@ def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> Roll
 def in_job_engine(session: Session, sampling: Sampling) -> InJobEngine:
     """Return an engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
     # the student of some engines is no transformers model, also in one process
-    is_here = session.ranks.size == 1 and not next(session.student.parameters()).is_meta
-    copy = None if is_here else StudentCopy(session.engine.student, session.student_source.build)
-    return InJobEngine(_generator(session, sampling, session.student if copy is None else copy.decoder), copy)
+    is_here = session.models.ranks.size == 1 and not next(session.models.student.parameters()).is_meta
+    copy = None if is_here else StudentCopy(session.models.engine.student, session.models.student_source.build)
+    return InJobEngine(_generator(session, sampling, session.models.student if copy is None else copy.decoder), copy)
 
 
 def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine | None:
     """Return an engine on rank 0, None on other ranks. Raises ConfigError on all ranks if a server cannot be used."""
     engine: RolloutEngine | None = None
-    rows, counted = session.student.vocabulary_rows, counted_rows(session)
+    rows, counted = session.models.student.vocabulary_rows, counted_rows(session)
     if counted < rows:
         log_rank0(
             f"warning: a server's log-probabilities are over all {rows:,} rows of the student's head, and training's "
             f"over the {counted:,} that the teacher has, too: rollout/log_ratio has the difference"
         )
-    with session.ranks.all_raise(ConfigError):
+    with session.models.ranks.all_raise(ConfigError):
         if is_first():
-            engine = _connected(session, rollout, run, min(rows, known_ids(session.tokenizer)))
+            engine = _connected(session, rollout, run, min(rows, known_ids(session.data.tokenizer)))
     return engine
 
 
 def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: int) -> RemoteEngine:
-    prompts, student = session.train.documents, session.student
+    prompts, student = session.data.train.documents, session.models.student
     sampling, *others = samplings(session)
     # with an adapter, a server gets only the adapter and keeps its own base model
     takes_models = rollout.writer == "student" and student.lora is None
@@ -70,7 +70,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             is_tied=student.tied and takes_models,
             vocabulary=vocabulary,
             timeout=rollout.timeout,
-            update_timeout=session.train_config.timeout,
+            update_timeout=session.schedule.train_config.timeout,
             warn=lambda line: log_rank0(f"warning: {line}"),
             keep_weights=rollout.writer == "teacher",
             probes=[
@@ -78,14 +78,16 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
                 for number in probe_prompts(prompts)
             ],
             run=run,
-            processor=session.media_processor,
+            processor=session.data.media_processor,
             image_prompts=prompts if prompts.has_media else None,
             other_samplings=others,
             token=server_token("rollout.token_variable", rollout.token_variable),
         )
         if rollout.writer == "teacher":
             ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])
-            engine.require_tokenizer(session.tokenizer, session.tokenizer.decode(ids_N, skip_special_tokens=True))
+            engine.require_tokenizer(
+                session.data.tokenizer, session.data.tokenizer.decode(ids_N, skip_special_tokens=True)
+            )
     except (ValueError, ServerError) as error:
         raise ConfigError("rollout.url", str(error)) from error
     return engine
@@ -93,10 +95,10 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
 
 def samplings(session: Session) -> list[Sampling]:
     """Return how completions of the prompts of each source are sampled."""
-    writer = session.student
+    writer = session.models.student
     if session.rollouts[0].writer == "teacher" and not session.rollouts[0].urls:
         writer = _writing_teacher(session)
-    eos = eos_ids(session.tokenizer, writer)
+    eos = eos_ids(session.data.tokenizer, writer)
     return [sampling_of(rollout, eos) for rollout in session.rollouts]
 
 
@@ -116,13 +118,13 @@ def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Genera
     return make_generator(
         sampling,
         decoder,
-        session.tokenizer,
-        session.device,
-        session.autocast,
-        generation_tokens(session.train_config.micro_batch_tokens, session.train.max_tokens),
-        key=_asking_key(session.rollout_config, session.eval_config),
+        session.data.tokenizer,
+        session.models.device,
+        session.models.autocast,
+        generation_tokens(session.schedule.train_config.micro_batch_tokens, session.data.train.max_tokens),
+        key=_asking_key(session.rollout_config, session.schedule.eval_config),
         counted_rows=counted_rows(session),
-        processor=session.media_processor,
+        processor=session.data.media_processor,
     )
 
 
@@ -138,10 +140,12 @@ def counted_rows(session: Session) -> int:
     With a divergence, this is the smallest number of rows among the student's head and the heads of all teachers with
     exact signals (`common_vocabulary`).
     """
-    rows = [session.student.vocabulary_rows]
-    if session.spec.has_divergence:
-        rows += [teacher.vocabulary_rows for teacher in session.teachers.values()]
-        rows += [store.vocabulary for store in session.stores.values() if store.signal.is_exact and store.vocabulary]
+    rows = [session.models.student.vocabulary_rows]
+    if session.loss.spec.has_divergence:
+        rows += [teacher.vocabulary_rows for teacher in session.models.teachers.values()]
+        rows += [
+            store.vocabulary for store in session.models.stores.values() if store.signal.is_exact and store.vocabulary
+        ]
     return min(rows)
 
 
@@ -184,8 +188,8 @@ def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _writing_teacher(session: Session) -> Decoder:
-    teacher = session.teacher
-    if teacher is None or session.ranks.size > 1:
+    teacher = session.models.teacher
+    if teacher is None or session.models.ranks.size > 1:
         raise ConfigError(
             "rollout.writer",
             "got teacher: expected one teacher that is loaded in this process (teacher.model, without torchrun), or "

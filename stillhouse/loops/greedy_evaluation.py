@@ -67,31 +67,29 @@ class GreedyEvaluation:
 
         others: the other metrics of this evaluation, whose names a callback must not use.
         """
-        session, settings = self._session, self._session.eval_config
+        session, settings = self._session, self._session.schedule.eval_config
         watchdog.enter("the evaluation of tasks")
         self._engine.update_weights(step, None)
         metrics = evaluate_tasks(
-            self._engine.generate, session.tokenizer, settings.tasks, settings.task_count, session.seed
+            self._engine.generate, session.data.tokenizer, settings.tasks, settings.task_count, session.schedule.seed
         )
-        if settings.samples and session.evaluation is not None:
+        if settings.samples and session.data.evaluation is not None:
             self._show_completions(step)
-        context = EvaluationContext(step, self._folder.path, session.tokenizer, self._complete_texts)
+        context = EvaluationContext(step, self._folder.path, session.data.tokenizer, self._complete_texts)
         try:
             if self._prompts is not None:
-                of_prompts, shown = self._prompts.evaluate(step)
-                metrics |= of_prompts
+                prompt_settings, shown = self._prompts.evaluate(step)
+                metrics |= prompt_settings
                 if self._file is not None:
                     self._file.append(shown)
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
-            metrics |= session.ranks.on_first(
-                lambda: callback_metrics(settings.callbacks, context, others | metrics),
-                UserFunctionError,
-                ValueError,
-                OverdueError,
-            )
+            with session.models.ranks.shared(UserFunctionError, ValueError, OverdueError) as shared:
+                if is_first():
+                    shared.value = callback_metrics(settings.callbacks, context, others | metrics)
+            metrics |= shared.value
         except (OverdueError, ServerError) as error:
             raise SignalsLostError(str(error)) from error
-        checkpoint = session.checkpoint_config
+        checkpoint = session.schedule.checkpoint_config
         if checkpoint.best_of_callback and checkpoint.best not in metrics:
             raise ConfigError(
                 "checkpoint.best",
@@ -101,37 +99,42 @@ class GreedyEvaluation:
 
     def _complete_texts(self, texts: Sequence[str]) -> list[str]:
         """Complete texts on this rank only; the other ranks wait for the metrics of the callbacks."""
-        tokenizer = self._session.tokenizer
+        tokenizer = self._session.data.tokenizer
         completions = self._engine.generator.generate(_text_requests(tokenizer, texts), self._engine.version)
         return [tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True) for completion in completions]
 
     def _show_completions(self, step: int) -> None:
         """Complete the same held-out prompts at each evaluation, and append them to eval_samples.jsonl."""
-        session, settings, sequences = self._session, self._session.eval_config, self._session.evaluation
+        session, settings, sequences = (
+            self._session,
+            self._session.schedule.eval_config,
+            self._session.data.evaluation,
+        )
         assert sequences is not None
         prompts, requests = (
-            choose_prompts(sequences.documents, settings.samples, session.media_processor),
+            choose_prompts(sequences.documents, settings.samples, session.data.media_processor),
             list[GenerationRequest](),
         )
         for number, prompt in enumerate(prompts):
             tokens = min(settings.task_tokens, sequences.max_tokens - len(prompt.prompt_N))
             media = sequences.documents.media_of(prompt.document)
             requests.append(GenerationRequest(number, prompt.prompt_N, number, tokens, media))
-        completions, decode = self._engine.generate(requests), session.tokenizer.decode
+        completions, decode = self._engine.generate(requests), session.data.tokenizer.decode
         if self._file is None:
             return
+        data = session.data
         self._file.append(
             [
                 EvalSample(
                     step=step,
                     number=request.number,
                     source=prompt.source,
-                    prompt=shown_text(session.tokenizer, prompt.prompt_N, session.media_processor)[-CHARACTERS:],
+                    prompt=shown_text(data.tokenizer, prompt.prompt_N, data.media_processor)[-CHARACTERS:],
                     reference=decode(prompt.reference_N[: request.max_new_tokens].tolist())[:CHARACTERS],
                     completion=decode(completion.ids_N.tolist())[:CHARACTERS],
                     tokens=len(completion.ids_N),
                     finish=completion.finish,
-                    **shown_media(sequences.documents.media_of(prompt.document), session.media_processor),
+                    **shown_media(sequences.documents.media_of(prompt.document), data.media_processor),
                 )
                 for request, prompt, completion in zip(requests, prompts, completions, strict=True)
             ]
@@ -144,17 +147,17 @@ def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterato
 
     kept: the last step whose shown completions are kept; those of later steps, which the run repeats, are removed.
     """
-    settings = session.eval_config
+    settings = session.schedule.eval_config
     if not (settings.tasks or settings.callbacks or settings.samples or settings.prompts):
         yield None
         return
-    eos = eos_ids(session.tokenizer, session.student)
+    eos = eos_ids(session.data.tokenizer, session.models.student)
     engine = in_job_engine(session, Sampling(settings.task_tokens, temperature=0.0, eos_ids=eos))
-    prompts, of_prompts = None, settings.prompts
-    if of_prompts is not None:
-        sampling = Sampling(of_prompts.max_new_tokens, of_prompts.temperature, eos_ids=eos)
-        prompts = PromptEvaluation(session, of_prompts, engine, sampling)
-    writes = (settings.samples or of_prompts is not None) and is_first()
+    prompts, prompt_settings = None, settings.prompts
+    if prompt_settings is not None:
+        sampling = Sampling(prompt_settings.max_new_tokens, prompt_settings.temperature, eos_ids=eos)
+        prompts = PromptEvaluation(session, prompt_settings, engine, sampling)
+    writes = (settings.samples or prompt_settings is not None) and is_first()
     with closing(LineFile(folder.eval_samples, kept)) if writes else nullcontext() as file:
         yield GreedyEvaluation(session, folder, engine, file, prompts)
 

@@ -23,9 +23,9 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
 
     Raises the errors of `off_policy.train`. If no server answers, it saves a checkpoint and raises SignalsLostError.
     """
-    engine, plan = session.engine, session.plan
+    engine, plan = session.models.engine, session.plan
     assert plan is not None
-    metrics = RolloutMetrics(plan, session.ranks, session.rollouts, noise_of(session.student))
+    metrics = RolloutMetrics(plan, session.models.ranks, session.rollouts, noise_of(session.models.student))
     with (
         open_rollout(session, folder, is_new=checkpoint is None) as rollout,
         training(session, folder, checkpoint, rollout.queue) as run,
@@ -35,7 +35,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     ):
         require_same_weights(session, rollout, folder)
         timeline = log.timeline
-        requests = RequestedSteps(session.source_for(engine), rollout.micro_batches(run.steps, timeline))
+        requests = RequestedSteps(session.models.source_for(engine), rollout.micro_batches(run.steps, timeline))
         for step in run.steps:
             run.begin(step)
             timeline.begin_step(step + 1)

@@ -46,7 +46,8 @@ class PromptEvaluation:
 
     engine: has the weights to evaluate; each completion has the same seed at each evaluation.
 
-    Raises ConfigError for data that has no prompts, and for a reward that cannot be imported.
+    Raises ConfigError for data that has no prompts, for a reward that cannot be imported, and on all ranks if the
+    student cannot end a turn with a call of a tool, or before a reply.
     """
 
     def __init__(self, session: Session, settings: EvalPromptsConfig, engine: InJobEngine, sampling: Sampling):
@@ -54,10 +55,20 @@ class PromptEvaluation:
         self._prompts = held_out_prompts(session, settings)
         if (words := shared_prompts(session, self._prompts)) is not None:
             log_rank0(f"warning: {words}")
-        self._samples = PromptSamples(session, settings, self._prompts, engine, sampling)
-        packed = session.train
-        budget = session.eval_config.micro_batch_tokens or session.train_config.micro_batch_tokens
-        self._packer = StepPacker(packed, budget, session.by_length)
+        section = session.rollout_config or RolloutConfig()  # without one, its defaults hold for servers
+        require_end_of_turn(session, section)
+        if has_turns(section):  # a turn ends as in training
+            sampling = replace(sampling, stop=tuple(section.stop))
+        changes = {
+            "reward": settings.reward,
+            "reward_tokens": settings.reward_tokens,
+            "workers": min(section.workers, len(self._prompts)),
+            "max_new_tokens": settings.max_new_tokens,
+        }
+        self._rollout, self._engine = section.model_copy(update=changes), engine.with_sampling(sampling)
+        packed = session.data.train
+        budget = session.schedule.eval_config.micro_batch_tokens or session.schedule.train_config.micro_batch_tokens
+        self._packer = StepPacker(packed, budget, session.data.by_length)
         self._documents_at_once = max(1, budget // packed.max_tokens)
 
     @property
@@ -76,21 +87,25 @@ class PromptEvaluation:
         of completions with an end), `reward` and its parts, and the counts of turns and calls are means over
         completions.
 
-        Raises the errors of `PromptSamples.generate`.
+        Raises the errors of `completed`.
         """
         session = self._session
-        watchdog.enter("eval.prompts", timed=not self._samples.calls_functions)
-        samples = self._samples.generate(step)
+        calls_functions = self._rollout.reward is not None or has_turns(self._rollout)
+        watchdog.enter("eval.prompts", timed=not calls_functions)  # functions and servers may take any time
+        self._engine.version = step
+        samples = completed(session, self._rollout, self._prompts, self._engine, EVAL_REWARD)
         watchdog.enter("the scores of eval.prompts")
         metrics = {
             "completion_tokens": float(np.mean([sample.generated_tokens for sample in samples])),
             "ended": float(np.mean([sample.completion.finish == "stop" for sample in samples])),
-        } | turn_statistics(samples, [self._samples.rollout])
-        if session.teacher_configs:
-            sums = session.engine.evaluate(self._scored(samples), divergence=reverse_kl())
-            temperatures = {store.signal.temperature or 1.0 for store in session.stores.values()}
-            of_tokens = means(sums, session.spec, mixes_temperatures=len(temperatures) > 1)
-            metrics |= {name: value for name, value in of_tokens.items() if name.partition("/")[0] == "reverse_kl"}
+        } | turn_statistics(samples, [self._rollout])
+        if session.models.teacher_configs:
+            sums = session.models.engine.evaluate(self._scored(samples), divergence=reverse_kl())
+            temperatures = {store.signal.temperature or 1.0 for store in session.models.stores.values()}
+            token_metrics = means(sums, session.loss.spec, mixes_temperatures=len(temperatures) > 1)
+            metrics |= {
+                name: value for name, value in token_metrics.items() if name.partition("/")[0] == "reverse_kl"
+            }
         if self._settings.reward is not None:
             names = part_names(self._settings.reward)
             metrics["reward"] = float(np.mean([sample.reward for sample in samples]))
@@ -98,35 +113,37 @@ class PromptEvaluation:
                 f"reward/{name}": float(np.mean(results))
                 for name, *results in zip(names, *(sample.reward_parts for sample in samples), strict=True)
             }
-        count = session.eval_config.samples or SHOWN
+        count = session.schedule.eval_config.samples or SHOWN
         shown = [self._shown(step, sample) for sample in samples[:count]]
         return {f"eval/prompts/{name}": value for name, value in metrics.items()}, shown
 
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[ShardedMicroBatches, Sequence[Signals]]]:
         """Yield the completions as (micro-batches, signals), with few micro-batches per data rank at a time."""
-        session, layout = self._session, self._session.engine.student.layout
+        session, layout = self._session, self._session.models.engine.student.layout
         parts = layout.degrees.data * layout.stages
         together = parts * self._documents_at_once
         for start in range(0, len(samples), together):
             # the tokens are scored like those of a dataset, without the log-probabilities of their sampling
             documents = step_documents(self._prompts, samples[start : start + together], TargetRules())
-            part = session.shard(self._packer.micro_batches(replace(documents, per_token={}), parts), training=False)
-            yield part, session.source.request(part).result()
+            part = session.models.shard(
+                self._packer.micro_batches(replace(documents, per_token={}), parts), training=False
+            )
+            yield part, session.models.source.request(part).result()
             del part
 
     def _shown(self, step: int, sample: Sample) -> EvalSample:
         prompts, completion, session = self._prompts, sample.completion, self._session
-        prompt = shown_text(session.tokenizer, prompts.tokens(sample.prompt), session.media_processor)
+        prompt = shown_text(session.data.tokenizer, prompts.tokens(sample.prompt), session.data.media_processor)
         return EvalSample(
             step=step,
             number=sample.prompt,
             source=prompts.sources[sample.prompt],
             prompt=prompt[-CHARACTERS:],
             reference=None,
-            completion=session.tokenizer.decode(completion.ids_N.tolist())[:CHARACTERS],
+            completion=session.data.tokenizer.decode(completion.ids_N.tolist())[:CHARACTERS],
             tokens=len(completion.ids_N),
             finish=completion.finish,
-            **shown_media(prompts.media_of(sample.prompt), session.media_processor),
+            **shown_media(prompts.media_of(sample.prompt), session.data.media_processor),
             key="eval.prompts",
             reward=sample.reward,
             reward_parts=dict(zip(part_names(self._settings.reward), sample.reward_parts, strict=True)),
@@ -135,7 +152,7 @@ class PromptEvaluation:
 
 def shared_prompts(session: Session, prompts: Documents) -> str | None:
     """A warning about held-out prompts that an on-policy run trains on; None without any."""
-    train = session.train.documents
+    train = session.data.train.documents
     if session.plan is None or prompts.media is not None:  # one question may be asked about several files
         return None
     held_out = [prompts.tokens(number).tobytes() for number in range(len(prompts))]
@@ -153,11 +170,11 @@ def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents
 
     Raises ConfigError if the data cannot be read or if a record has no prompt.
     """
-    named = {key.removeprefix("teachers."): config for key, config in session.teacher_configs.items()}
+    named = {key.removeprefix("teachers."): config for key, config in session.models.teacher_configs.items()}
     prefixes = {name: prefix for name, config in named.items() if (prefix := getattr(config, "prefix", None))}
     route = session.values.get("teachers.route")
     options = LoadOptions(
-        session.train.max_tokens - settings.max_new_tokens,
+        session.data.train.max_tokens - settings.max_new_tokens,
         columns=() if route is None else (str(route),),
         allowed={} if route is None else {str(route): list(named)},
         prefixes=prefixes,
@@ -169,13 +186,17 @@ def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents
     with as_config_error("eval.prompts.data"):
         documents = load_documents(
             settings.data,
-            session.tokenizer,
+            session.data.tokenizer,
             options,
-            processor=session.media_processor,
-            teachers=session.teacher_media,
+            processor=session.data.media_processor,
+            teachers=session.data.teacher_media,
         )
     rollout = session.rollout_config
-    if rollout is not None and rollout.reply_role and not are_conversations(documents.records[0], session.tokenizer):
+    if (
+        rollout is not None
+        and rollout.reply_role
+        and not are_conversations(documents.records[0], session.data.tokenizer)
+    ):
         raise ConfigError(
             "eval.prompts.data",
             f"the prompts of {settings.data} are strings, with rollout.reply={rollout.reply}: expected conversations "
@@ -184,68 +205,30 @@ def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents
     return documents.select(in_shown_order(documents, range(len(documents)))[: settings.count])
 
 
-class PromptSamples:
-    """Generates a sample of each prompt. rollout: the section rollout with the settings of eval.prompts.
-
-    Raises ConfigError on all ranks if the student cannot end a turn with a call of a tool, or before a reply.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        settings: EvalPromptsConfig,
-        prompts: Documents,
-        engine: InJobEngine,
-        sampling: Sampling,
-    ):
-        section = session.rollout_config or RolloutConfig()  # without one, its defaults hold for servers
-        workers = min(section.workers, len(prompts))
-        of_eval = {"reward": settings.reward, "reward_tokens": settings.reward_tokens, "workers": workers}
-        self._session, self._prompts, self.rollout = session, prompts, section.model_copy(update=of_eval)
-        if has_turns(section):  # a turn ends as in training
-            sampling = replace(sampling, stop=tuple(section.stop))
-        require_end_of_turn(session, section)
-        self._engine, self._max_new_tokens = engine.with_sampling(sampling), settings.max_new_tokens
-
-    @property
-    def calls_functions(self) -> bool:
-        """Whether the samples need functions of the user or servers, which may take any time."""
-        return self.rollout.reward is not None or has_turns(self.rollout)
-
-    def generate(self, version: int) -> list[Sample]:
-        """Return the samples in the order of the prompts, on all ranks; a collective. version: of the weights.
-
-        Raises UserFunctionError on all ranks if a function fails, OverdueError if it does not return after a signal,
-        and ServerError if a reward's server does not answer in time, or if workers do not before a signal.
-        """
-        self._engine.version = version
-        rollout = self.rollout.model_copy(update={"max_new_tokens": self._max_new_tokens})
-        return completed(self._session, rollout, self._prompts, self._engine, EVAL_REWARD)
-
-
 def completed(
     session: Session, rollout: RolloutConfig, prompts: Documents, engine: JobEngine, reward_key: str
 ) -> list[Sample]:
     """Return a sample of each prompt, with the reward, the environment and the tools of `rollout`, on all ranks.
 
-    A collective of all processes. Raises the errors of `PromptSamples.generate`. reward_key: the key of the
-    configuration that has the reward.
+    A collective of all processes. Raises UserFunctionError on all ranks if a function fails, OverdueError if it does
+    not return after a signal, and ServerError if a reward's server does not answer in time, or if workers do not
+    before a signal. reward_key: the key of the configuration that has the reward.
     """
     require_no_signal = SignalWatch(ServerError(f"a signal came while the run waited for {reward_key}"))
     finished: list[Sample] = []
     with ExitStack() as stack:
         samples: Samples | None = None
-        with session.ranks.shared(*ERRORS):
+        with session.models.ranks.shared(*ERRORS):
             if is_first():
-                processor = session.media_processor
-                calls = CompletionCalls([rollout], session.tokenizer, processor, [None], reward_key=reward_key)
+                processor = session.data.media_processor
+                calls = CompletionCalls([rollout], session.data.tokenizer, processor, [None], reward_key=reward_key)
                 stack.callback(calls.close)
-                plan, tokenizer = _PromptSeeds(session.seed), session.tokenizer
+                plan, tokenizer = _PromptSeeds(session.schedule.seed), session.data.tokenizer
                 samples = Samples(prompts, plan, tokenizer, calls.sources, together=True, alive=require_no_signal)
                 stack.callback(samples.close)
                 samples.start([(number, number) for number in range(len(prompts))])
         engine.complete(samples, *ERRORS)
-        with session.ranks.shared(*ERRORS) as shared:
+        with session.models.ranks.shared(*ERRORS) as shared:
             if samples is not None:
                 finished = sorted(samples.finished(), key=lambda sample: sample.number)
                 finished = [samples.rewarded(sample) for sample in finished]

@@ -75,8 +75,8 @@ class RolloutMetrics:
                     self._reward_names, *(sample.reward_parts for sample in samples), strict=True
                 ):
                     metrics[f"{REWARD_PART}{name}"], _ = mean_and_deviation(results)
-        of_samples = turn_statistics(samples, self._rollouts) | equal_rewards(samples, self._plan)
-        metrics |= {f"rollout/{name}": value for name, value in of_samples.items()}
+        sample_metrics = turn_statistics(samples, self._rollouts) | equal_rewards(samples, self._plan)
+        metrics |= {f"rollout/{name}": value for name, value in sample_metrics.items()}
         metrics["rollout/share"] = len(samples) / (len(samples) + len(self._plan.from_dataset(step)))
         if self._by_student:
             metrics |= self._policy(step, samples, micro_batches, output)
@@ -89,8 +89,8 @@ class RolloutMetrics:
         times: see `Rollouts.call_times`. seconds: of the step.
         """
         self._warnings.watch_calls(times, seconds)
-        count, of_rewards = times.get(REWARD, (0, 0.0))
-        return {"speed/reward_seconds": of_rewards / count} if count else {}
+        count, reward_seconds = times.get(REWARD, (0, 0.0))
+        return {"speed/reward_seconds": reward_seconds / count} if count else {}
 
     def _policy(
         self, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
@@ -112,8 +112,8 @@ class RolloutMetrics:
         The second mean is absent if there are no such tokens. A collective of all processes.
         """
         largest, total, count = 0.0, 0.0, 0
-        for micro_batch, of_micro_batch in zip(micro_batches, output.outputs, strict=False):
-            ratio_T = of_micro_batch.per_token["log_ratio"]
+        for micro_batch, processed in zip(micro_batches, output.outputs, strict=False):
+            ratio_T = processed.per_token["log_ratio"]
             is_fresh_T = (micro_batch.per_token[POLICY_VERSION] == step) & (micro_batch.weights_T > 0)
             largest = float(np.max([largest, *ratio_T.tolist()]))
             total, count = total + float(ratio_T[is_fresh_T].sum()), count + int(is_fresh_T.sum())
@@ -152,12 +152,12 @@ def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: 
     groups: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):
         groups.setdefault(plan.group_of(sample.number), []).append(position)
-    of_prompts = list(groups.values())
-    first = step % max(1, len(of_prompts))
+    groups_in_order = list(groups.values())
+    first = step % max(1, len(groups_in_order))
     numbers: list[int] = []
-    for of_prompt in [*of_prompts[first:], *of_prompts[:first]]:
-        if not numbers or len(numbers) + len(of_prompt) <= most:
-            numbers += of_prompt[:most]
+    for group in [*groups_in_order[first:], *groups_in_order[:first]]:
+        if not numbers or len(numbers) + len(group) <= most:
+            numbers += group[:most]
     return sorted(numbers)
 
 
@@ -182,7 +182,7 @@ def _divergences(
         positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
         rows_here += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
     by_document: dict[int, dict[int, float]] = {number: {} for number in numbers}
-    for rows_of_rank in session.ranks.gather(rows_here):
+    for rows_of_rank in session.models.ranks.gather(rows_here):
         for document, position, value in rows_of_rank:
             by_document[document][position] = value
     return by_document
@@ -195,8 +195,8 @@ def sample_record(
     assert session.rollout_config is not None
     assert session.plan is not None
     source = session.plan.source_of(session.plan.group_of(sample.number))
-    completion, tokenizer = sample.completion, session.tokenizer
-    prompt_ids = session.train.documents.tokens(sample.prompt)
+    completion, tokenizer = sample.completion, session.data.tokenizer
+    prompt_ids = session.data.train.documents.tokens(sample.prompt)
     by_student = session.rollout_config.writer == "student"
     columns_N = (
         completion.ids_N,
@@ -218,7 +218,7 @@ def sample_record(
     oldest = int(completion.versions_N[sample.is_generated_N].min())
     return records.Sample(
         step=step + 1,
-        prompt=shown_text(tokenizer, prompt_ids, session.media_processor),
+        prompt=shown_text(tokenizer, prompt_ids, session.data.media_processor),
         completion=tokenizer.decode(completion.ids_N),
         tokens=tokens,
         length=len(tokens),

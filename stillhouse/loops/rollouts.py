@@ -31,31 +31,31 @@ def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) ->
     assert plan is not None
     by_student, run = config.writer == "student", ""
     if config.urls and by_student:
-        with session.ranks.shared(*ERRORS) as shared:
+        with session.models.ranks.shared(*ERRORS) as shared:
             shared.value = folder.identity() if is_first() else None
         run = shared.value
-    packer = StepPacker(session.train, session.train_config.micro_batch_tokens, session.by_length)
+    packer = StepPacker(session.data.train, session.schedule.train_config.micro_batch_tokens, session.data.by_length)
     with ExitStack() as stack:
         engine = open_engine(session, config, run)
         if engine is not None:
             stack.callback(engine.close)
         servers = cast(RemoteEngine, engine) if config.urls and engine is not None else None
         weights = WeightsOnServers(session, servers, packer, folder, run) if run else None
-        schedule, queue, calls = RolloutSchedule.of(config, session.step_schedule.steps), None, None
+        schedule, queue, calls = RolloutSchedule.of(config, session.schedule.step_schedule.steps), None, None
         require_end_of_turns(session)
         if is_first():
             calls = CompletionCalls(
                 session.rollouts,
-                session.tokenizer,
-                session.media_processor,
+                session.data.tokenizer,
+                session.data.media_processor,
                 samplings(session),
                 compare_first=is_new,
             )
             stack.callback(calls.close)
             samples = Samples(
-                session.train.documents,
+                session.data.train.documents,
                 plan,
-                session.tokenizer,
+                session.data.tokenizer,
                 calls.sources,
                 together=servers is None,
                 alive=ServerWatch(),
@@ -70,9 +70,9 @@ def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) ->
             None if calls is None else calls.functions,
             plan,
             schedule,
-            session.train.documents,
-            session.dataset,
-            session.engine.student,
+            session.data.train.documents,
+            session.data.dataset,
+            session.models.engine.student,
             packer,
         )
 

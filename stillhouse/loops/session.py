@@ -256,18 +256,19 @@ class Session:
         """Give up pending requests for signals."""
         self.models.source.close()
 
-    def __getattr__(self, name: str) -> Any:
-        """The old names, for the modules of rollouts until they take records."""
-        of_rollout = {
-            "rollout_config": "config",
-            "rollouts": "configs",
-            "prompt_sources": "sources",
-            "plan": "prompts",
-        }
-        if name in of_rollout:
-            empty = () if name in ("rollouts", "prompt_sources") else None
-            return empty if self.rollout is None else getattr(self.rollout, of_rollout[name])
-        for record in (self.models, self.data, self.loss, self.schedule):
-            if hasattr(record, name):
-                return getattr(record, name)
-        raise AttributeError(name)
+    @property
+    def rollout_config(self) -> RolloutConfig | None:
+        """The section rollout; None in a run on a fixed dataset."""
+        return None if self.rollout is None else self.rollout.config
+
+    @property
+    def rollouts(self) -> Sequence[RolloutConfig]:
+        return () if self.rollout is None else self.rollout.configs
+
+    @property
+    def prompt_sources(self) -> Sequence[SourceConfig]:
+        return () if self.rollout is None else self.rollout.sources
+
+    @property
+    def plan(self) -> PromptPlan | None:
+        return None if self.rollout is None else self.rollout.prompts

@@ -87,7 +87,7 @@ def _sums_by_source(
     With an objective by origin, also the number of the target tokens of each origin. Processes that hold copies of a
     row all add it, to the sums and to the numbers.
     """
-    plan, spec = session.plan, session.spec
+    plan, spec = session.plan, session.loss.spec
     assert plan is not None
     source_D = torch.tensor(
         [_source_of(plan, sample) for sample in samples]
@@ -109,7 +109,7 @@ def _sums_by_source(
             for of_source, value in zip(sums, of_sources, strict=True):
                 of_source[name] = of_source.get(name, 0.0) + value
     totals = [dict[str, float]() for _ in plan.sources]
-    for of_rank in session.ranks.gather(sums):
+    for of_rank in session.models.ranks.gather(sums):
         for total, of_source in zip(totals, of_rank, strict=True):
             for name, value in of_source.items():
                 total[name] = total.get(name, 0.0) + value
@@ -122,12 +122,12 @@ def _means(session: Session, sums: dict[str, float]) -> dict[str, float]:
     As in `step_metrics.means`: with the teachers' weights unless each document has one teacher; a term of some
     origins is a mean over the tokens of these origins.
     """
-    spec, averages, tokens = session.spec, dict[str, float](), dict[str, float]()
+    spec, averages, tokens = session.loss.spec, dict[str, float](), dict[str, float]()
     for name, value in sums.items():
         kind, _, label = name.partition("/")
         if kind == _TOKENS:
             continue
-        is_weighted = label in spec.teachers and session.train.together is None
+        is_weighted = label in spec.teachers and session.data.train.together is None
         averages[kind] = averages.get(kind, 0.0) + value * (spec.teachers[label].weight if is_weighted else 1.0)
         if label in spec.by_origin:
             tokens[kind] = tokens.get(kind, 0.0) + sums[f"{_TOKENS}/{label}"]

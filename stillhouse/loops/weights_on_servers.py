@@ -55,10 +55,10 @@ class WeightsOnServers:
         self.folder = Path(weights) / run if weights else folder.path / "weights"
         self._published = self.folder
         self._base: AdapterBase | None = None
-        student = session.student_config
+        student = session.models.student_config
         if student.adapter is not None:
-            with session.ranks.shared(*ERRORS) as shared:
-                if session.ranks.is_first:
+            with session.models.ranks.shared(*ERRORS) as shared:
+                if session.models.ranks.is_first:
                     fingerprint = model_fingerprint(local_folder(student.model, student.revision))
                     shared.value = {"fingerprint": fingerprint, "dtype": student.dtype, "quantize": student.quantize}
             self._base = AdapterBase(**shared.value)
@@ -68,11 +68,11 @@ class WeightsOnServers:
         session = self._session
         with explained_write_errors(self.folder):
             self._published = publish(
-                session.engine.student,
+                session.models.engine.student,
                 self.folder,
                 version,
                 run=self._run,
-                tokenizer=session.tokenizer,
+                tokenizer=session.data.tokenizer,
                 base=self._base,
             )
 
@@ -84,22 +84,24 @@ class WeightsOnServers:
         """
         session = self._session
         try:
-            with session.ranks.shared(*ERRORS) as shared:
+            with session.models.ranks.shared(*ERRORS) as shared:
                 if self._engine is not None:
                     self._update_servers(version, self._engine)
                     by_server = self._engine.weights.probed
-                    samples = probe_samples(session.train.documents, by_server)
+                    samples = probe_samples(session.data.train.documents, by_server)
                     shared.value = [list(by_server), [sample.as_json() for sample in samples]]
         except (ServerError, OverdueError) as error:
             raise SignalsLostError(str(error)) from error
         urls, content = shared.value
         if not urls:  # all servers have just been restarted, and will get the weights again
             return
-        prompts, engine = session.train.documents, self._config.engine
+        prompts, engine = session.data.train.documents, self._config.engine
         probes = [Sample.from_json(values) for values in content]
         documents = step_documents(prompts, probes, TargetRules())
-        layout = session.engine.student.layout
-        micro_batches = session.shard(self._packer.micro_batches(documents, layout.degrees.data * layout.stages))
+        layout = session.models.engine.student.layout
+        micro_batches = session.models.shard(
+            self._packer.micro_batches(documents, layout.degrees.data * layout.stages)
+        )
         with watchdog.nested(
             f"the proof that servers generate with version {version}"
         ):  # ranks compute, servers do not

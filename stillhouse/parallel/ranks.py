@@ -27,14 +27,13 @@ LENGTH_BYTES, FIRST_BYTES = 8, 1016
 #: ranks earlier.
 GROUP_SECONDS = 6 * 3600.0
 
-Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 
 class Ranks:
     """The processes of a group. A single process has no group.
 
-    Values must be representable in JSON. All methods except `share` and `outcome` are collectives of the group.
+    Values must be representable in JSON. All methods except `share` are collectives of the group.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device):
@@ -147,7 +146,11 @@ class Ranks:
         """Call a function on every process and return all results, by rank. Errors are raised as in `all_raise`."""
         if self.size == 1:
             return [function()]
-        result, failure = _attempt(function, kinds)
+        result, failure = None, None
+        try:
+            result = function()
+        except kinds as error:
+            failure = error
         answers = self.gather([None if failure is None else _encoded(failure, kinds), result])
         self._raise([encoded for encoded, _ in answers], failure, kinds)
         return [result for _, result in answers]
@@ -162,22 +165,6 @@ class Ranks:
         rank = min(failed, key=lambda rank: failures[rank][0])
         # the failed rank raises the same type as all other ranks, because callers may treat a subclass differently
         raise _decoded(failures[rank], kinds) from (local_failure if rank == self.rank else None)
-
-    def on_first(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
-        """Call a function on the first process only. All processes return its result, or raise its error if the error
-        is of one of these kinds.
-        """
-        if self.size == 1:
-            return function()
-        if not self.is_first:
-            return self.outcome(self.from_first(None), *kinds)
-        result, failure = _attempt(function, kinds)
-        if failure is None:
-            self.from_first({"result": result})
-            return result
-        error = _encoded(failure, kinds)
-        self.from_first({"error": error})
-        raise _decoded(error, kinds) from failure
 
     @contextmanager
     def shared(self, *kinds: type[BaseException]) -> Iterator["Shared"]:
@@ -197,19 +184,16 @@ class Ranks:
                 raise
             failure = error
         if not self.is_first:
-            shared.value = self.outcome(self.from_first(None), *kinds)
+            message = self.from_first(None)
+            if "error" in message:
+                raise _decoded(message["error"], kinds)
+            shared.value = message["result"]
         elif failure is None:
             self.from_first({"result": shared.value})
         else:
             encoded = _encoded(failure, kinds)
             self.from_first({"error": encoded})
             raise _decoded(encoded, kinds) from failure
-
-    def outcome(self, message: Any, *kinds: type[BaseException]) -> Any:
-        """Return the result in a message that the first process has sent in `on_first`, or raise the error in it."""
-        if "error" in message:
-            raise _decoded(message["error"], kinds)
-        return message["result"]
 
 
 @dataclass
@@ -225,14 +209,6 @@ ONE_PROCESS = Ranks(None, torch.device("cpu"))
 
 def _texts(encoded: Tensor) -> list[bytes]:
     return [text.tobytes() for text in encoded.numpy()]
-
-
-def _attempt(function: Callable[[], Any], kinds: tuple[type[BaseException], ...]) -> tuple[Any, BaseException | None]:
-    """Return the result of a function, or its error if the error is of one of these kinds."""
-    try:
-        return function(), None
-    except kinds as error:
-        return None, error
 
 
 def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list[Any]:

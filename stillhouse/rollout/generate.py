@@ -123,9 +123,9 @@ class Generator:
             prompt, limit = max(prompt, prompts[at]), max(limit, limits[at])
             rows = len(batches[-1]) + 1 if batches else 0
             fits = rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens
-            of_last = batches[-1][0] if batches else at
-            fits = fits and samplings[of_last] == samplings[at]
-            if batches and fits and (not self._equal_lengths or prompts[of_last] == prompts[at]):
+            last = batches[-1][0] if batches else at
+            fits = fits and samplings[last] == samplings[at]
+            if batches and fits and (not self._equal_lengths or prompts[last] == prompts[at]):
                 batches[-1].append(at)
             else:
                 batches.append([at])

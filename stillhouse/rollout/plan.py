@@ -133,8 +133,8 @@ class PromptPlan:
         other sources."""
         group, place = divmod(sample, self.numbers_per_group)
         _, source, number, _ = self._group(group)
-        of_source = number * self.sources[source].samples_per_prompt + place
-        entropy = [self.seed, of_source, turn] + ([source] if source else [])
+        source_number = number * self.sources[source].samples_per_prompt + place
+        entropy = [self.seed, source_number, turn] + ([source] if source else [])
         state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
         return int(state[0] >> np.uint64(1))
 
@@ -154,14 +154,14 @@ class PromptPlan:
 
     def _add_prompt(self, number: int, step: int, documents: list[int]) -> None:
         """Add a prompt of the run to the groups, or documents of the dataset to `documents`."""
-        source, of_source = self._draw.source(number)
+        source, place = self._draw.source(number)
         settings, (prompts, dataset) = self.sources[source], self._streams[source]
-        groups, groups_after = (math.floor(count * settings.share + 1e-6) for count in (of_source, of_source + 1))
+        groups, groups_after = (math.floor(count * settings.share + 1e-6) for count in (place, place + 1))
         if groups_after > groups:
             self._groups.append(_Group(step, source, groups, prompts.document(groups)))
         else:
-            first = (of_source - groups) * settings.samples_per_prompt
-            documents += [dataset.document(first + place) for place in range(settings.samples_per_prompt)]
+            first = (place - groups) * settings.samples_per_prompt
+            documents += [dataset.document(first + number) for number in range(settings.samples_per_prompt)]
 
 
 class _Stream:

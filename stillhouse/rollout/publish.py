@@ -145,7 +145,7 @@ def _write_adapter(partial: Path, student: DistributedStudent, bucket_bytes: int
     with _errors_on_all_ranks(student):
         if number >= 0:
             save_file(matrices, partial / f"part-{number}")
-    numbers = [of_rank for of_rank in student.ranks.gather(number) if of_rank >= 0]
+    numbers = [rank_entries for rank_entries in student.ranks.gather(number) if rank_entries >= 0]
     with _errors_on_all_ranks(student):
         if student.ranks.is_first:
             parts = [partial / f"part-{number}" for number in numbers]

@@ -165,8 +165,8 @@ class RolloutQueue:
             groups.setdefault(group, self._groups[group])
         samples = [
             self.samples.with_present_reward(sample)
-            for of_group in groups.values()
-            for sample in of_group.values()
+            for members in groups.values()
+            for sample in members.values()
             if sample.number not in self._incomplete
         ]
         return QueueState(samples, dict(self._requested_at), sorted(self._trained))

@@ -80,8 +80,8 @@ class GenerationRequest:
     def from_json(cls, values: Sequence[Any]) -> Self:
         number, ids, seed, max_new_tokens, media, sampling = values
         files = [MediaFile.from_json(file) for file in media]
-        of_request = None if sampling is None else Sampling.from_json(sampling)
-        return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens, files, sampling=of_request)
+        own_sampling = None if sampling is None else Sampling.from_json(sampling)
+        return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens, files, sampling=own_sampling)
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,8 +87,10 @@ def loaded_functions(
     for function in functions:
         _require_state(function, 0, CALLBACKS)
     if evaluation.prompts is not None:
-        of_prompts = (section or RolloutConfig()).model_copy(update={"reward": evaluation.prompts.reward})
-        functions += _functions_of(of_prompts, EVAL_REWARD, {key: key for key in (EVAL_REWARD, ENVIRONMENT, TOOLS)})
+        prompt_section = (section or RolloutConfig()).model_copy(update={"reward": evaluation.prompts.reward})
+        functions += _functions_of(
+            prompt_section, EVAL_REWARD, {key: key for key in (EVAL_REWARD, ENVIRONMENT, TOOLS)}
+        )
     for number, rollout in enumerate(rollouts):
         keys = {key: rollout_key(number, key.removeprefix("rollout.")) for key in (REWARD, ENVIRONMENT, TOOLS)}
         functions += _functions_of(rollout, REWARD, keys)
