@@ -137,15 +137,15 @@ class Samples:
         Raises ServerError if no server answers in time, UserFunctionError if a reward or a reply is invalid, and
         OverdueError if one of the user's functions does not return after a signal.
         """
-        errors, arrivals = [], self._arrived(seconds)
+        errors, completed, arrivals = list[Exception](), list[OpenSample](), self._arrived(seconds)
         for number, result, at in (arrival for arrival in arrivals if isinstance(arrival, tuple)):
-            sample = self._requested.get(number)
-            if sample is None:  # it has arrived before
+            if number not in self._requested:  # it has arrived before
                 continue
             if isinstance(result, Exception):
                 errors.append(result)
-                continue
-            self._add(number, result, at)
+            else:
+                completed.append(self._add(number, result, at))
+        for sample in completed:  # a call may fail; a checkpoint then has all completions
             self._call_about(sample, sample.parts, sample.turns - 1)
         if errors:
             raise errors[0]
@@ -249,12 +249,13 @@ class Samples:
                     self._call_about(sample, [*sample.parts, result], sample.turns)
             self._arrivals.put(arrival)
 
-    def _add(self, number: int, completion: Completion, at: float) -> None:
-        """Add the completion of a request to its sample. at: the time of its arrival."""
+    def _add(self, number: int, completion: Completion, at: float) -> OpenSample:
+        """Add the completion of a request to its sample, and return it. at: the time of its arrival."""
         with self._lock:
             sample = self._requested.pop(number)
             sample.parts.append(completion)
             sample.turns, sample.is_requested, sample.ended_at = sample.turns + 1, False, at
+        return sample
 
     def _call_about(self, sample: OpenSample, parts: Sequence[Completion], turn: int) -> None:
         """Request the reply to a turn, or the rewards of a sample that ends with it; once for a turn."""
