@@ -22,8 +22,8 @@ def test_the_samples_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     samples = walk_on_policy(tmp_path, monkeypatch)
     take = ["train", "Rollout.take"]
     generate = ["InJobEngine.generate", "Generator.generate", "Generator.batch", "Generator._run"]
-    score = ["Samples.next_requests", "Samples.receive", "Samples._call_about", "RewardSum.request"]
+    score = [f"Samples.{name}" for name in ("next_requests", "receive", "_call_about", "_request_rewards")]
     assert samples.token == [*take, "InJobEngine.complete", *generate, "TokenSampler.__call__"]
-    assert samples.reward == [*take, "InJobEngine.complete", *score, "FunctionCalls.request"]
+    assert samples.reward == [*take, "InJobEngine.complete", *score, "RewardSum.request", "FunctionCalls.request"]
     assert samples.switches <= 60, (tmp_path / "switches.txt").read_text()
     assert samples.closures == []
