@@ -15,7 +15,7 @@ from stillhouse.config.servers import server_token
 from stillhouse.data.media import MediaProcessor
 from stillhouse.data.render.reply_format import ReplyFormat, generation_prompt, reply_format
 from stillhouse.data.render.tool_format import ToolFormat, tool_format
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import Data, Models, RolloutPlan
 from stillhouse.models import eos_ids
 from stillhouse.parallel import log_rank0
 from stillhouse.rollout import Sampling, SourceSettings
@@ -130,18 +130,17 @@ def warn(line: str) -> None:
     log_rank0(f"warning: {line}")
 
 
-def require_end_of_turns(session: Session) -> None:
+def require_end_of_turns(models: Models, data: Data, plan: RolloutPlan) -> None:
     """Raise ConfigError on all ranks if the student cannot end a turn with a call of a tool, or before a reply."""
-    for number, rollout in enumerate(session.rollouts):
+    for number, rollout in enumerate(plan.configs):
         if rollout.writer == "student":
-            require_end_of_turn(session, rollout, partial(source_prefix, session.prompt_sources, number))
+            require_end_of_turn(models, data, rollout, partial(source_prefix, plan.sources, number))
 
 
 def require_end_of_turn(
-    session: Session, rollout: RolloutConfig, prefix: Callable[[str], str] = lambda key: ""
+    models: Models, data: Data, rollout: RolloutConfig, prefix: Callable[[str], str] = lambda key: ""
 ) -> None:
     """Raise ConfigError on all ranks if the student cannot end a turn. prefix: returns what precedes a key."""
-    data = session.data
     if rollout.stop:
         return
     if (schemas := tool_schemas(rollout)) is not None:
@@ -152,7 +151,7 @@ def require_end_of_turn(
         turn_format = reply_format(data.tokenizer, role, data.media_processor)
     else:
         return
-    if turn_format.marker_id not in eos_ids(data.tokenizer, session.models.student):
+    if turn_format.marker_id not in eos_ids(data.tokenizer, models.student):
         raise ConfigError(
             f"{prefix(key)}rollout.{key}",
             f"the chat template ends {what} with {turn_format.marker!r}, which is no end-of-sequence token of the "

@@ -17,7 +17,7 @@ from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
 from stillhouse.loops.completion_engine import in_job_engine
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.prompt_evaluation import PromptEvaluation
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import Data, Models, Schedule, Session
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import LineFile
@@ -44,14 +44,17 @@ class GreedyEvaluation:
 
     def __init__(
         self,
-        session: Session,
+        models: Models,
+        data: Data,
+        schedule: Schedule,
         folder: RunFolder,
         engine: InJobEngine,
         file: LineFile | None,
         prompts: PromptEvaluation | None = None,
     ):
         self._prompts = prompts
-        self._session, self._folder, self._engine, self._file = session, folder, engine, file
+        self._models, self._data, self._schedule = models, data, schedule
+        self._folder, self._engine, self._file = folder, engine, file
 
     @property
     def prompt_hashes(self) -> dict[str, str]:
@@ -67,15 +70,15 @@ class GreedyEvaluation:
 
         others: the other metrics of this evaluation, whose names a callback must not use.
         """
-        session, settings = self._session, self._session.schedule.eval_config
+        data, schedule, settings = self._data, self._schedule, self._schedule.eval_config
         watchdog.enter("the evaluation of tasks")
         self._engine.update_weights(step, None)
         metrics = evaluate_tasks(
-            self._engine.generate, session.data.tokenizer, settings.tasks, settings.task_count, session.schedule.seed
+            self._engine.generate, data.tokenizer, settings.tasks, settings.task_count, schedule.seed
         )
-        if settings.samples and session.data.evaluation is not None:
+        if settings.samples and data.evaluation is not None:
             self._show_completions(step)
-        context = EvaluationContext(step, self._folder.path, session.data.tokenizer, self._complete_texts)
+        context = EvaluationContext(step, self._folder.path, data.tokenizer, self._complete_texts)
         try:
             if self._prompts is not None:
                 prompt_settings, shown = self._prompts.evaluate(step)
@@ -83,13 +86,13 @@ class GreedyEvaluation:
                 if self._file is not None:
                     self._file.append(shown)
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
-            with session.models.ranks.shared(UserFunctionError, ValueError, OverdueError) as shared:
+            with self._models.ranks.shared(UserFunctionError, ValueError, OverdueError) as shared:
                 if is_first():
                     shared.value = callback_metrics(settings.callbacks, context, others | metrics)
             metrics |= shared.value
         except (OverdueError, ServerError) as error:
             raise SignalsLostError(str(error)) from error
-        checkpoint = session.schedule.checkpoint_config
+        checkpoint = schedule.checkpoint_config
         if checkpoint.best_of_callback and checkpoint.best not in metrics:
             raise ConfigError(
                 "checkpoint.best",
@@ -99,30 +102,23 @@ class GreedyEvaluation:
 
     def _complete_texts(self, texts: Sequence[str]) -> list[str]:
         """Complete texts on this rank only; the other ranks wait for the metrics of the callbacks."""
-        tokenizer = self._session.data.tokenizer
+        tokenizer = self._data.tokenizer
         completions = self._engine.generator.generate(_text_requests(tokenizer, texts), self._engine.version)
         return [tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True) for completion in completions]
 
     def _show_completions(self, step: int) -> None:
         """Complete the same held-out prompts at each evaluation, and append them to eval_samples.jsonl."""
-        session, settings, sequences = (
-            self._session,
-            self._session.schedule.eval_config,
-            self._session.data.evaluation,
-        )
+        data, settings, sequences = self._data, self._schedule.eval_config, self._data.evaluation
         assert sequences is not None
-        prompts, requests = (
-            choose_prompts(sequences.documents, settings.samples, session.data.media_processor),
-            list[GenerationRequest](),
-        )
+        prompts = choose_prompts(sequences.documents, settings.samples, data.media_processor)
+        requests: list[GenerationRequest] = []
         for number, prompt in enumerate(prompts):
             tokens = min(settings.task_tokens, sequences.max_tokens - len(prompt.prompt_N))
             media = sequences.documents.media_of(prompt.document)
             requests.append(GenerationRequest(number, prompt.prompt_N, number, tokens, media))
-        completions, decode = self._engine.generate(requests), session.data.tokenizer.decode
+        completions, decode = self._engine.generate(requests), data.tokenizer.decode
         if self._file is None:
             return
-        data = session.data
         self._file.append(
             [
                 EvalSample(
@@ -159,7 +155,7 @@ def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterato
         prompts = PromptEvaluation(session, prompt_settings, engine, sampling)
     writes = (settings.samples or prompt_settings is not None) and is_first()
     with closing(LineFile(folder.eval_samples, kept)) if writes else nullcontext() as file:
-        yield GreedyEvaluation(session, folder, engine, file, prompts)
+        yield GreedyEvaluation(session.models, session.data, session.schedule, folder, engine, file, prompts)
 
 
 def evaluate_tasks(

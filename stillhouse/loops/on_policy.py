@@ -23,9 +23,9 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
 
     Raises the errors of `off_policy.train`. If no server answers, it saves a checkpoint and raises SignalsLostError.
     """
-    engine, plan = session.models.engine, session.plan
+    models, plan = session.models, session.rollout
     assert plan is not None
-    metrics = RolloutMetrics(plan, session.models.ranks, session.rollouts, noise_of(session.models.student))
+    metrics = RolloutMetrics(plan.prompts, models.ranks, plan.configs, noise_of(models.student))
     with (
         open_rollout(session, folder, is_new=checkpoint is None) as rollout,
         training(session, folder, checkpoint, rollout.queue) as run,
@@ -33,9 +33,9 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             folder if is_first() else None, run.progress.step, run.log if is_first() else MonotonicClock()
         ) as log,
     ):
-        require_same_weights(session, rollout, folder)
+        require_same_weights(plan.config, rollout, folder)
         timeline = log.timeline
-        requests = RequestedSteps(session.models.source_for(engine), rollout.micro_batches(run.steps, timeline))
+        requests = RequestedSteps(models.source_for(models.engine), rollout.micro_batches(run.steps, timeline))
         for step in run.steps:
             run.begin(step)
             timeline.begin_step(step + 1)
@@ -44,16 +44,18 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             with timeline.trainer("wait for the teacher", step + 1, "teacher", "score"):
                 signals = pending.result()
             with timeline.trainer("train"):
-                output = engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
+                output = models.engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
                 run.update(step, micro_batches, output)
                 rollout.trained(step)
-            shown = shown_samples(session, step, samples, micro_batches, output)
+            shown = shown_samples(models.ranks, session.data, plan, step, samples, micro_batches, output)
             seconds, waited = timeline.end_step()
             log.write(shown)
             measured = metrics.of(step, samples, micro_batches, output, seconds, waited)
             measured |= metrics.of_calls(rollout.call_times(), seconds)
-            if session.prompt_sources:
-                measured |= source_metrics(session, step, samples, micro_batches, output)
+            if plan.sources:
+                together = session.data.train.together is not None
+                arguments = plan, session.loss.spec, step, samples, micro_batches, output
+                measured |= source_metrics(models.ranks, *arguments, one_teacher_per_document=together)
             run.end(step, micro_batches, output, measured, seconds)
         rollout.finish()
     return run.progress

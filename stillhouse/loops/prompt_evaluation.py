@@ -22,11 +22,11 @@ from stillhouse.hashing import json_hash
 from stillhouse.loops.completion_calls import CompletionCalls, require_end_of_turn
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.sample_statistics import has_turns, turn_statistics
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import Data, Models, RolloutPlan, Session
 from stillhouse.loops.step_metrics import means
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.output.records import CHARACTERS, EvalSample
-from stillhouse.parallel import ShardedMicroBatches, is_first, log_rank0, watchdog
+from stillhouse.parallel import Ranks, ShardedMicroBatches, is_first, log_rank0, watchdog
 from stillhouse.rollout import Sample, Samples, Sampling, TargetRules, step_documents
 from stillhouse.rollout.documents import StepPacker
 from stillhouse.rollout.engines import InJobEngine, JobEngine
@@ -52,11 +52,13 @@ class PromptEvaluation:
 
     def __init__(self, session: Session, settings: EvalPromptsConfig, engine: InJobEngine, sampling: Sampling):
         self._session, self._settings = session, settings
-        self._prompts = held_out_prompts(session, settings)
-        if (words := shared_prompts(session, self._prompts)) is not None:
+        self._prompts = held_out_prompts(session.models, session.data, session.rollout, settings)
+        words = None if session.rollout is None else shared_prompts(session.data.train.documents, self._prompts)
+        if words is not None:
             log_rank0(f"warning: {words}")
-        section = session.rollout_config or RolloutConfig()  # without one, its defaults hold for servers
-        require_end_of_turn(session, section)
+        # without the section, its defaults hold for servers
+        section = RolloutConfig() if session.rollout is None else session.rollout.config
+        require_end_of_turn(session.models, session.data, section)
         if has_turns(section):  # a turn ends as in training
             sampling = replace(sampling, stop=tuple(section.stop))
         changes = {
@@ -67,7 +69,7 @@ class PromptEvaluation:
         }
         self._rollout, self._engine = section.model_copy(update=changes), engine.with_sampling(sampling)
         packed = session.data.train
-        budget = session.schedule.eval_config.micro_batch_tokens or session.schedule.train_config.micro_batch_tokens
+        budget = session.schedule.held_out_tokens
         self._packer = StepPacker(packed, budget, session.data.by_length)
         self._documents_at_once = max(1, budget // packed.max_tokens)
 
@@ -93,7 +95,15 @@ class PromptEvaluation:
         calls_functions = self._rollout.reward is not None or has_turns(self._rollout)
         watchdog.enter("eval.prompts", timed=not calls_functions)  # functions and servers may take any time
         self._engine.version = step
-        samples = completed(session, self._rollout, self._prompts, self._engine, EVAL_REWARD)
+        samples = completed(
+            session.models.ranks,
+            session.data,
+            session.schedule.seed,
+            self._rollout,
+            self._prompts,
+            self._engine,
+            EVAL_REWARD,
+        )
         watchdog.enter("the scores of eval.prompts")
         metrics = {
             "completion_tokens": float(np.mean([sample.generated_tokens for sample in samples])),
@@ -101,7 +111,7 @@ class PromptEvaluation:
         } | turn_statistics(samples, [self._rollout])
         if session.models.teacher_configs:
             sums = session.models.engine.evaluate(self._scored(samples), divergence=reverse_kl())
-            temperatures = {store.signal.temperature or 1.0 for store in session.models.stores.values()}
+            temperatures = session.models.signal_temperatures
             token_metrics = means(sums, session.loss.spec, mixes_temperatures=len(temperatures) > 1)
             metrics |= {
                 name: value for name, value in token_metrics.items() if name.partition("/")[0] == "reverse_kl"
@@ -150,10 +160,9 @@ class PromptEvaluation:
         )
 
 
-def shared_prompts(session: Session, prompts: Documents) -> str | None:
-    """A warning about held-out prompts that an on-policy run trains on; None without any."""
-    train = session.data.train.documents
-    if session.plan is None or prompts.media is not None:  # one question may be asked about several files
+def shared_prompts(train: Documents, prompts: Documents) -> str | None:
+    """A warning about held-out prompts that an on-policy run trains on; None without any. train: its prompts"""
+    if prompts.media is not None:  # one question may be asked about several files
         return None
     held_out = [prompts.tokens(number).tobytes() for number in range(len(prompts))]
     shared = set(held_out).intersection(train.tokens(number).tobytes() for number in range(len(train)))
@@ -165,38 +174,34 @@ def shared_prompts(session: Session, prompts: Documents) -> str | None:
     )
 
 
-def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents:
+def held_out_prompts(models: Models, data: Data, plan: RolloutPlan | None, settings: EvalPromptsConfig) -> Documents:
     """Return up to `settings.count` prompts, the same ones in every run on this data.
 
     Raises ConfigError if the data cannot be read or if a record has no prompt.
     """
-    named = {key.removeprefix("teachers."): config for key, config in session.models.teacher_configs.items()}
+    named = {key.removeprefix("teachers."): config for key, config in models.teacher_configs.items()}
     prefixes = {name: prefix for name, config in named.items() if (prefix := getattr(config, "prefix", None))}
-    route = session.values.get("teachers.route")
+    route, rollout = data.train.together, None if plan is None else plan.config
     options = LoadOptions(
-        session.data.train.max_tokens - settings.max_new_tokens,
-        columns=() if route is None else (str(route),),
-        allowed={} if route is None else {str(route): list(named)},
+        data.train.max_tokens - settings.max_new_tokens,
+        columns=() if route is None else (route,),
+        allowed={} if route is None else {route: list(named)},
         prefixes=prefixes,
-        reader=None if route is None else str(route),
+        reader=route,
         prompts=True,
         keep_records=True,
-        tools=tool_schemas(session.rollout_config),
+        tools=tool_schemas(rollout),
     )
     with as_config_error("eval.prompts.data"):
         documents = load_documents(
             settings.data,
-            session.data.tokenizer,
+            data.tokenizer,
             options,
-            processor=session.data.media_processor,
-            teachers=session.data.teacher_media,
+            processor=data.media_processor,
+            teachers=data.teacher_media,
         )
-    rollout = session.rollout_config
-    if (
-        rollout is not None
-        and rollout.reply_role
-        and not are_conversations(documents.records[0], session.data.tokenizer)
-    ):
+    has_reply = rollout is not None and rollout.reply_role
+    if rollout is not None and has_reply and not are_conversations(documents.records[0], data.tokenizer):
         raise ConfigError(
             "eval.prompts.data",
             f"the prompts of {settings.data} are strings, with rollout.reply={rollout.reply}: expected conversations "
@@ -206,7 +211,13 @@ def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents
 
 
 def completed(
-    session: Session, rollout: RolloutConfig, prompts: Documents, engine: JobEngine, reward_key: str
+    ranks: Ranks,
+    data: Data,
+    seed: int,
+    rollout: RolloutConfig,
+    prompts: Documents,
+    engine: JobEngine,
+    reward_key: str,
 ) -> list[Sample]:
     """Return a sample of each prompt, with the reward, the environment and the tools of `rollout`, on all ranks.
 
@@ -218,17 +229,17 @@ def completed(
     finished: list[Sample] = []
     with ExitStack() as stack:
         samples: Samples | None = None
-        with session.models.ranks.shared(*ERRORS):
+        with ranks.shared(*ERRORS):
             if is_first():
-                processor = session.data.media_processor
-                calls = CompletionCalls([rollout], session.data.tokenizer, processor, [None], reward_key=reward_key)
+                processor = data.media_processor
+                calls = CompletionCalls([rollout], data.tokenizer, processor, [None], reward_key=reward_key)
                 stack.callback(calls.close)
-                plan, tokenizer = _PromptSeeds(session.schedule.seed), session.data.tokenizer
+                plan, tokenizer = _PromptSeeds(seed), data.tokenizer
                 samples = Samples(prompts, plan, tokenizer, calls.sources, together=True, alive=require_no_signal)
                 stack.callback(samples.close)
                 samples.start([(number, number) for number in range(len(prompts))])
         engine.complete(samples, *ERRORS)
-        with session.models.ranks.shared(*ERRORS) as shared:
+        with ranks.shared(*ERRORS) as shared:
             if samples is not None:
                 finished = sorted(samples.finished(), key=lambda sample: sample.number)
                 finished = [samples.rewarded(sample) for sample in finished]

@@ -13,7 +13,7 @@ from stillhouse.data.media import shown_text
 from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.rollout_warnings import RolloutWarnings
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import Data, RolloutPlan
 from stillhouse.output import records
 from stillhouse.output.metrics import REWARD_PART
 from stillhouse.parallel import Ranks, ShardedMicroBatches
@@ -128,19 +128,19 @@ class RolloutMetrics:
 
 
 def shown_samples(
-    session: Session,
+    ranks: Ranks,
+    data: Data,
+    plan: RolloutPlan,
     step: int,
     samples: Sequence[Sample],
     micro_batches: ShardedMicroBatches,
     output: StepOutput,
 ) -> list[records.Sample]:
     """Return the samples of a step that samples.jsonl shows (`rollout.samples`). A collective of all processes."""
-    assert session.rollout_config is not None
-    assert session.plan is not None
-    most = session.rollout_config.samples
-    numbers = shown_numbers(samples, session.plan, step, len(samples) if most == "all" else most)
-    divergences = _divergences(session, numbers, micro_batches, output)
-    return [sample_record(session, step, samples[number], divergences[number]) for number in numbers]
+    most = plan.config.samples
+    numbers = shown_numbers(samples, plan.prompts, step, len(samples) if most == "all" else most)
+    divergences = _divergences(ranks, numbers, micro_batches, output)
+    return [sample_record(data, plan, step, samples[number], divergences[number]) for number in numbers]
 
 
 def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: int) -> list[int]:
@@ -162,7 +162,7 @@ def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: 
 
 
 def _divergences(
-    session: Session, numbers: list[int], micro_batches: ShardedMicroBatches, output: StepOutput
+    ranks: Ranks, numbers: list[int], micro_batches: ShardedMicroBatches, output: StepOutput
 ) -> dict[int, dict[int, float]]:
     """Return {document: {position of a token: sum of the divergences at the row that predicts this token}}.
 
@@ -182,27 +182,25 @@ def _divergences(
         positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
         rows_here += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
     by_document: dict[int, dict[int, float]] = {number: {} for number in numbers}
-    for rows_of_rank in session.models.ranks.gather(rows_here):
+    for rows_of_rank in ranks.gather(rows_here):
         for document, position, value in rows_of_rank:
             by_document[document][position] = value
     return by_document
 
 
 def sample_record(
-    session: Session, step: int, sample: Sample, divergences: Mapping[int, float] = MappingProxyType({})
+    data: Data, plan: RolloutPlan, step: int, sample: Sample, divergences: Mapping[int, float] = MappingProxyType({})
 ) -> records.Sample:
     """Return the record of a sample, as samples.jsonl has it. divergences: by position, see `_divergences`."""
-    assert session.rollout_config is not None
-    assert session.plan is not None
-    source = session.plan.source_of(session.plan.group_of(sample.number))
-    completion, tokenizer = sample.completion, session.data.tokenizer
-    prompt_ids = session.data.train.documents.tokens(sample.prompt)
-    by_student = session.rollout_config.writer == "student"
+    source = plan.prompts.source_of(plan.prompts.group_of(sample.number))
+    completion, tokenizer = sample.completion, data.tokenizer
+    prompt_ids = data.train.documents.tokens(sample.prompt)
+    by_student = plan.config.writer == "student"
     columns_N = (
         completion.ids_N,
         completion.versions_N,
         sample.is_generated_N,
-        TargetRules.of(session.rollouts).is_target_N(sample),
+        TargetRules.of(plan.configs).is_target_N(sample),
     )
     tokens = [
         records.SampleToken(
@@ -218,15 +216,15 @@ def sample_record(
     oldest = int(completion.versions_N[sample.is_generated_N].min())
     return records.Sample(
         step=step + 1,
-        prompt=shown_text(tokenizer, prompt_ids, session.data.media_processor),
+        prompt=shown_text(tokenizer, prompt_ids, data.media_processor),
         completion=tokenizer.decode(completion.ids_N),
         tokens=tokens,
         length=len(tokens),
         reward=sample.reward,
-        reward_parts=dict(zip(part_names(session.rollouts[source].reward), sample.reward_parts, strict=False)),
+        reward_parts=dict(zip(part_names(plan.configs[source].reward), sample.reward_parts, strict=False)),
         advantage=None if sample.reward is None else sample.advantage,
         finish=completion.finish,
         source="student" if by_student else "teacher",
         staleness=step - oldest if by_student else 0,
-        prompt_source=session.prompt_sources[source].shown_name if session.prompt_sources else None,
+        prompt_source=plan.sources[source].shown_name if plan.sources else None,
     )

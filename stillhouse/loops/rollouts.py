@@ -26,9 +26,8 @@ def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) ->
 
     is_new: whether the run has no checkpoint. Raises ConfigError for an engine that cannot be used.
     """
-    config, plan = session.rollout_config, session.plan
-    assert config is not None
-    assert plan is not None
+    assert session.rollout is not None
+    config, plan = session.rollout.config, session.rollout.prompts
     by_student, run = config.writer == "student", ""
     if config.urls and by_student:
         with session.models.ranks.shared(*ERRORS) as shared:
@@ -36,19 +35,21 @@ def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) ->
         run = shared.value
     packer = StepPacker(session.data.train, session.schedule.train_config.micro_batch_tokens, session.data.by_length)
     with ExitStack() as stack:
-        engine = open_engine(session, config, run)
+        engine = open_engine(session, run)
         if engine is not None:
             stack.callback(engine.close)
         servers = cast(RemoteEngine, engine) if config.urls and engine is not None else None
-        weights = WeightsOnServers(session, servers, packer, folder, run) if run else None
+        weights = (
+            WeightsOnServers(session.models, session.data, config, servers, packer, folder, run) if run else None
+        )
         schedule, queue, calls = RolloutSchedule.of(config, session.schedule.step_schedule.steps), None, None
-        require_end_of_turns(session)
+        require_end_of_turns(session.models, session.data, session.rollout)
         if is_first():
             calls = CompletionCalls(
-                session.rollouts,
+                session.rollout.configs,
                 session.data.tokenizer,
                 session.data.media_processor,
-                samplings(session),
+                samplings(session.models, session.data.tokenizer, session.rollout.configs),
                 compare_first=is_new,
             )
             stack.callback(calls.close)
@@ -63,7 +64,7 @@ def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) ->
             stack.callback(samples.close)
             queue = make_queue(config, samples, plan, schedule, servers)
         yield Rollout(
-            session.rollouts,
+            session.rollout.configs,
             engine if isinstance(engine, InJobEngine) else None,
             weights,
             queue,
@@ -77,9 +78,9 @@ def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) ->
         )
 
 
-def require_same_weights(session: Session, rollout: Rollout, folder: RunFolder) -> None:
+def require_same_weights(config: RolloutConfig, rollout: Rollout, folder: RunFolder) -> None:
     """Raise ValueError on all ranks if servers that keep their weights had other weights when the run began."""
-    if session.rollouts[0].urls and session.rollouts[0].writer == "teacher":
+    if config.urls and config.writer == "teacher":
         with rollout.shared():
             if rollout.queue is not None:
                 require_same_writer(cast(RemoteEngine, rollout.queue.servers), folder)

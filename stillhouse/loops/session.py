@@ -255,20 +255,3 @@ class Session:
     def close(self) -> None:
         """Give up pending requests for signals."""
         self.models.source.close()
-
-    @property
-    def rollout_config(self) -> RolloutConfig | None:
-        """The section rollout; None in a run on a fixed dataset."""
-        return None if self.rollout is None else self.rollout.config
-
-    @property
-    def rollouts(self) -> Sequence[RolloutConfig]:
-        return () if self.rollout is None else self.rollout.configs
-
-    @property
-    def prompt_sources(self) -> Sequence[SourceConfig]:
-        return () if self.rollout is None else self.rollout.sources
-
-    @property
-    def plan(self) -> PromptPlan | None:
-        return None if self.rollout is None else self.rollout.prompts

@@ -20,9 +20,10 @@ from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
 from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
-from stillhouse.loops.session import Session
+from stillhouse.loops.session import RolloutPlan
 from stillhouse.objective.origins import origin_masks
-from stillhouse.parallel import ShardedMicroBatches
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.parallel import Ranks, ShardedMicroBatches
 from stillhouse.rollout import PromptPlan, Sample
 from stillhouse.rollout.reward import mean_and_deviation
 
@@ -33,21 +34,24 @@ _TOKENS = "tokens"
 
 
 def source_metrics(
-    session: Session,
+    ranks: Ranks,
+    rollout: RolloutPlan,
+    spec: ObjectiveSpec,
     step: int,
     samples: Sequence[Sample],
     micro_batches: ShardedMicroBatches,
     output: StepOutput,
+    *,
+    one_teacher_per_document: bool,
 ) -> dict[str, float]:
     """Return the metrics of the sources that have documents in this step. A collective of all processes."""
-    plan = session.plan
-    assert plan is not None
-    metrics: dict[str, float] = {}
-    sums = _sums_by_source(session, step, samples, micro_batches, output)
-    for number, settings in enumerate(session.prompt_sources):
+    plan, metrics = rollout.prompts, dict[str, float]()
+    sums = _sums_by_source(ranks, plan, bool(spec.by_origin), step, samples, micro_batches, output)
+    for number, settings in enumerate(rollout.sources):
         of_source = [sample for sample in samples if _source_of(plan, sample) == number]
-        values = _of_samples(of_source, session.rollouts[number], plan) if of_source else {}
-        values |= {f"{kind}_nats_per_token": mean for kind, mean in _means(session, sums[number]).items()}
+        values = _of_samples(of_source, rollout.configs[number], plan) if of_source else {}
+        means = _means(spec, sums[number], weighted=not one_teacher_per_document)
+        values |= {f"{kind}_nats_per_token": mean for kind, mean in means.items()}
         metrics |= {f"rollout/{settings.shown_name}/{name}": value for name, value in values.items()}
     return metrics
 
@@ -76,7 +80,9 @@ def _of_samples(samples: Sequence[Sample], rollout: RolloutConfig, plan: PromptP
 
 
 def _sums_by_source(
-    session: Session,
+    ranks: Ranks,
+    plan: PromptPlan,
+    by_origin: bool,
     step: int,
     samples: Sequence[Sample],
     micro_batches: ShardedMicroBatches,
@@ -87,8 +93,6 @@ def _sums_by_source(
     With an objective by origin, also the number of the target tokens of each origin. Processes that hold copies of a
     row all add it, to the sums and to the numbers.
     """
-    plan, spec = session.plan, session.loss.spec
-    assert plan is not None
     source_D = torch.tensor(
         [_source_of(plan, sample) for sample in samples]
         + [plan.source_of_document(document) for document in plan.from_dataset(step)]
@@ -99,7 +103,7 @@ def _sums_by_source(
         weights_R = micro_batch.weights_T[rows].double().cpu()
         source_R = source_D[micro_batch.document_T[rows].cpu()]
         counted = {_TOKENS: torch.ones_like(weights_R)}
-        masks = origin_masks(micro_batch.labels_T, micro_batch.per_token) if spec.by_origin else {}
+        masks = origin_masks(micro_batch.labels_T, micro_batch.per_token) if by_origin else {}
         counted |= {f"{_TOKENS}/{origin}": mask_T[rows].double().cpu() for origin, mask_T in masks.items()}
         for name, value_T in of_micro_batch.per_token.items():
             if name not in _NO_TERMS:
@@ -109,25 +113,25 @@ def _sums_by_source(
             for of_source, value in zip(sums, of_sources, strict=True):
                 of_source[name] = of_source.get(name, 0.0) + value
     totals = [dict[str, float]() for _ in plan.sources]
-    for of_rank in session.models.ranks.gather(sums):
+    for of_rank in ranks.gather(sums):
         for total, of_source in zip(totals, of_rank, strict=True):
             for name, value in of_source.items():
                 total[name] = total.get(name, 0.0) + value
     return totals
 
 
-def _means(session: Session, sums: dict[str, float]) -> dict[str, float]:
+def _means(spec: ObjectiveSpec, sums: dict[str, float], *, weighted: bool) -> dict[str, float]:
     """Return the means of the terms of one source over its target tokens, of several teachers or origins together.
 
     As in `step_metrics.means`: with the teachers' weights unless each document has one teacher; a term of some
     origins is a mean over the tokens of these origins.
     """
-    spec, averages, tokens = session.loss.spec, dict[str, float](), dict[str, float]()
+    averages, tokens = dict[str, float](), dict[str, float]()
     for name, value in sums.items():
         kind, _, label = name.partition("/")
         if kind == _TOKENS:
             continue
-        is_weighted = label in spec.teachers and session.data.train.together is None
+        is_weighted = weighted and label in spec.teachers
         averages[kind] = averages.get(kind, 0.0) + value * (spec.teachers[label].weight if is_weighted else 1.0)
         if label in spec.by_origin:
             tokens[kind] = tokens.get(kind, 0.0) + sums[f"{_TOKENS}/{label}"]

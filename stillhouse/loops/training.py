@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import prune
+from stillhouse.checkpoint.identity import RunIdentity
 from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.checkpoint.rollouts_file import read_queue
 from stillhouse.checkpoint.save import load_checkpoint, require_room, save_checkpoint
@@ -19,7 +20,7 @@ from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluati
 from stillhouse.loops.held_out_metrics import held_out_metrics
 from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import PROMPTS
-from stillhouse.loops.session import RolloutPlan, Session
+from stillhouse.loops.session import Models, RolloutPlan, Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.models import NotFiniteError
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
@@ -224,7 +225,8 @@ def training(
         if is_first():
             sections = ((), None) if rollout is None else (rollout.configs, rollout.config)
             functions = FunctionStates(loaded_functions(schedule.eval_config, *sections))
-    progress = _progress(session, folder, checkpoint, queue, functions)
+    arguments = folder, checkpoint, queue, functions
+    progress = _progress(models, session.identity, schedule.steps, *arguments, on_policy=rollout is not None)
     if progress.step < schedule.steps:
         require_room(folder.checkpoints, models.engine)  # otherwise all steps could be trained and lost
     with ExitStack() as stack:
@@ -245,18 +247,22 @@ def training(
 
 
 def _progress(
-    session: Session,
+    models: Models,
+    identity: RunIdentity,
+    steps: int,
     folder: RunFolder,
     checkpoint: IntactCheckpoint | None,
     queue: RolloutQueue | None,
     functions: FunctionStates | None,
+    *,
+    on_policy: bool,
 ) -> Progress:
     """Load the checkpoint, if there is one, and return the run's progress at its start."""
-    progress, models, steps = Progress(), session.models, session.schedule.steps
+    progress = Progress()
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, models.engine)
         if folder.owns(checkpoint.path):
-            if session.rollout is not None:
+            if on_policy:
                 _restore_queue(models.ranks, checkpoint, progress.step, queue)
             with models.ranks.all_raise(UserFunctionError):
                 if functions is not None:
@@ -269,12 +275,8 @@ def _progress(
             no_history: dict[str, Any] = {"log_bytes": 0, "data": {}, "functions": {}, "sources": {}}
             progress = replace(progress, started_from=str(checkpoint.path.resolve()), **no_history)
     prompts = {name: digest for name, digest in progress.data.items() if name.startswith(PROMPTS)}
-    return replace(
-        progress,
-        data=session.identity.data | prompts,
-        models=session.identity.models,
-        configuration=session.identity.configuration,
-    )
+    data = identity.data | prompts
+    return replace(progress, data=data, models=identity.models, configuration=identity.configuration)
 
 
 def require_same_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> None:

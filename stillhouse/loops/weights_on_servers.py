@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from stillhouse.config import RolloutConfig
 from stillhouse.config.servers import ServerError, server_kinds
 from stillhouse.data import Documents
-from stillhouse.loops.session import Models, Session
+from stillhouse.loops.session import Data, Models
 from stillhouse.models import model_fingerprint
 from stillhouse.models.processors import cross_entropy
 from stillhouse.objective.metric_keys import OLD_LOG_PROBS
@@ -45,34 +46,39 @@ class WeightsOnServers:
     """
 
     def __init__(
-        self, session: Session, engine: RemoteEngine | None, packer: StepPacker, folder: RunFolder, run: str
+        self,
+        models: Models,
+        data: Data,
+        config: RolloutConfig,
+        engine: RemoteEngine | None,
+        packer: StepPacker,
+        folder: RunFolder,
+        run: str,
     ):
-        assert session.rollout_config is not None
-        self._session, self._config, self._engine = session, session.rollout_config, engine
+        self._models, self._data, self._config, self._engine = models, data, config, engine
         self._packer, self._run = packer, run
         weights = self._config.weights
         # runs that share rollout.weights have subfolders
         self.folder = Path(weights) / run if weights else folder.path / "weights"
         self._published = self.folder
         self._base: AdapterBase | None = None
-        student = session.models.student_config
+        student = models.student_config
         if student.adapter is not None:
-            with session.models.ranks.shared(*ERRORS) as shared:
-                if session.models.ranks.is_first:
+            with models.ranks.shared(*ERRORS) as shared:
+                if models.ranks.is_first:
                     fingerprint = model_fingerprint(local_folder(student.model, student.revision))
                     shared.value = {"fingerprint": fingerprint, "dtype": student.dtype, "quantize": student.quantize}
             self._base = AdapterBase(**shared.value)
 
     def publish(self, version: int) -> None:
         """Write the weights to a folder; the servers may still generate."""
-        session = self._session
         with explained_write_errors(self.folder):
             self._published = publish(
-                session.models.engine.student,
+                self._models.engine.student,
                 self.folder,
                 version,
                 run=self._run,
-                tokenizer=session.data.tokenizer,
+                tokenizer=self._data.tokenizer,
                 base=self._base,
             )
 
@@ -82,30 +88,27 @@ class WeightsOnServers:
         Raises SignalsLostError on all ranks if a server generates with other weights than the student's, or if no
         server answers before a signal.
         """
-        session = self._session
+        models, prompts = self._models, self._data.train.documents
         try:
-            with session.models.ranks.shared(*ERRORS) as shared:
+            with models.ranks.shared(*ERRORS) as shared:
                 if self._engine is not None:
                     self._update_servers(version, self._engine)
                     by_server = self._engine.weights.probed
-                    samples = probe_samples(session.data.train.documents, by_server)
+                    samples = probe_samples(prompts, by_server)
                     shared.value = [list(by_server), [sample.as_json() for sample in samples]]
         except (ServerError, OverdueError) as error:
             raise SignalsLostError(str(error)) from error
         urls, content = shared.value
         if not urls:  # all servers have just been restarted, and will get the weights again
             return
-        prompts, engine = session.data.train.documents, self._config.engine
         probes = [Sample.from_json(values) for values in content]
         documents = step_documents(prompts, probes, TargetRules())
-        layout = session.models.engine.student.layout
-        micro_batches = session.models.shard(
-            self._packer.micro_batches(documents, layout.degrees.data * layout.stages)
-        )
+        layout = models.engine.student.layout
+        micro_batches = models.shard(self._packer.micro_batches(documents, layout.degrees.data * layout.stages))
         with watchdog.nested(
             f"the proof that servers generate with version {version}"
         ):  # ranks compute, servers do not
-            rounding = require_weights_in_use(session.models, prompts, engine, version, urls, micro_batches)
+            rounding = require_weights_in_use(models, prompts, self._config.engine, version, urls, micro_batches)
         if self._engine is not None:
             self._engine.weights.set_proved(urls[0], rounding)
 

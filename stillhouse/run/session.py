@@ -90,8 +90,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     decisive = _decisive_for_completions(models, data, config.rollout, config.eval)
     hashes = _data_hashes(models, data, schedule)
     identity = RunIdentity(configuration_hash(setup.values), hashes, model_hashes | decisive)
-    session = Session(models, data, loss, schedule, rollout, identity, setup.values)
-    _add_trained_ends(session)
+    _add_trained_ends(models, data, rollout)
     warnings = [
         *setup.warnings,
         *data.warnings,
@@ -108,7 +107,8 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         student = config.student
         code = student.trust_remote_code
         warnings += tower_warnings(str(student.model), student.revision, trust_remote_code=code)
-    return replace(session, warnings=[escaped(line) for line in dict.fromkeys(warnings)])
+    warnings = [escaped(line) for line in dict.fromkeys(warnings)]
+    return Session(models, data, loss, schedule, rollout, identity, setup.values, warnings)
 
 
 def _enter(phase: str, announce: bool) -> None:
@@ -198,15 +198,14 @@ def _decisive_for_completions(
     return decisive
 
 
-def _add_trained_ends(session: Session) -> None:
+def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -> None:
     """Add the tokens with which the student learns to stop: those of documents, and those that end completions."""
-    data = session.data
-    documents = data.train.documents if session.rollout is None else data.dataset
+    documents = data.train.documents if rollout is None else data.dataset
     ends = set[int]() if documents is None else set(documents.report.trained_ends)
     added = data.tokenizer.get_added_vocab()
-    for sampling in samplings(session) if session.rollout is not None else ():
+    for sampling in () if rollout is None else samplings(models, data.tokenizer, rollout.configs):
         ends |= {*sampling.eos_ids, *(added[stop] for stop in sampling.stop if stop in added)}
-    for decoder in session.models.engine.student.decoders:
+    for decoder in models.engine.student.decoders:
         add_end_ids(decoder, ends)
 
 

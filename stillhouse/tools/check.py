@@ -74,7 +74,7 @@ def check(config: RunConfig) -> None:
         _print(_row("warning", warning) for warning in session.warnings)
         _print(_data_lines(data, schedule, rollout))
         if rollout is not None and (prompts := config.eval.prompts) is not None:
-            warning = shared_prompts(session, held_out_prompts(session, prompts))
+            warning = shared_prompts(data.train.documents, held_out_prompts(models, data, rollout, prompts))
             _print([] if warning is None else [_row("warning", warning)])
         _print([_row("device", f"{models.device}, {schedule.train_config.precision}")])
         _print([_row("run folder", f"{session.values['out']}: {state}")])
@@ -180,7 +180,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     else:
         yield "running one step: the completions …"
         samples, micro_batches = first_rollouts(session, folder)
-        yield from (_row(*row) for row in sample_rows(session, session.rollout.prompts, samples))
+        yield from (_row(*row) for row in sample_rows(session.data, session.rollout, samples))
         if not micro_batches.all_ranks.targets:
             yield _row("verdict", f"the first step {no_targets_in_words(session.rollout)}")
             return

@@ -23,12 +23,12 @@ from stillhouse.loops.greedy_evaluation import greedy_evaluation
 from stillhouse.loops.prompt_evaluation import completed
 from stillhouse.loops.rollout_records import sample_record
 from stillhouse.loops.sample_statistics import equal_rewards, has_turns
-from stillhouse.loops.session import RolloutPlan, Session
+from stillhouse.loops.session import Data, Models, RolloutPlan, Session
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import Ranks
 from stillhouse.preemption import OverdueError
-from stillhouse.rollout import Completion, GenerationRequest, PromptPlan, Sample
+from stillhouse.rollout import Completion, GenerationRequest, Sample
 from stillhouse.rollout.engines import Requester
 from stillhouse.rollout.reward import mean_and_deviation
 from stillhouse.signals import SignalsLostError
@@ -70,13 +70,13 @@ def prompt_rows(rollout: RolloutPlan, steps: int) -> Iterator[tuple[str, str]]:
         yield ("dataset", f"{completions:,} of the completions are {share_words}")
 
 
-def sample_rows(session: Session, plan: PromptPlan, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
+def sample_rows(data: Data, plan: RolloutPlan, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
     """Yield the title and the text of the rows about the first completion of a step, and about the step's rewards."""
     if not samples:
         return
-    record = sample_record(session, 0, samples[0])
-    facts = [session.data.train.documents.sources[samples[0].prompt], *record.facts]
-    completion = _completion(session.data.tokenizer, samples[0])
+    record = sample_record(data, plan, 0, samples[0])
+    facts = [data.train.documents.sources[samples[0].prompt], *record.facts]
+    completion = _completion(data.tokenizer, samples[0])
     prompt = record.prompt if len(record.prompt) <= _PROMPT else f"…{record.prompt[-_PROMPT:]}"
     yield (
         "completion",
@@ -87,7 +87,7 @@ def sample_rows(session: Session, plan: PromptPlan, samples: Sequence[Sample]) -
         return
     mean, deviation = mean_and_deviation(rewards)
     values = f"from {min(rewards):.4g} to {max(rewards):.4g}, mean {mean:.4g}, standard deviation {deviation:.4g}"
-    share = equal_rewards(samples, plan)["equal_rewards"]
+    share = equal_rewards(samples, plan.prompts)["equal_rewards"]
     words = (
         f"; {share:.0%} of the prompts have equal rewards, which are no signal for policy_gradient" if share else ""
     )
@@ -100,12 +100,12 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
     A collective of all processes. Raises the errors of the run about these functions.
     """
     if session.rollout is not None and session.rollout.config.urls:
-        require_end_of_turns(session)
+        require_end_of_turns(session.models, session.data, session.rollout)
         first_prompts = accumulate((source.prompts for source in session.rollout.prompts.sources), initial=0)
         for rollout, first in zip(session.rollout.configs, first_prompts, strict=False):
             if rollout.reward is not None or has_turns(rollout):
                 prompts = session.data.train.documents.select([first])
-                reward = _reward_of_stand_in(session, rollout, prompts)
+                reward = _reward_of_stand_in(session.models, session.data, session.schedule.seed, rollout, prompts)
                 given = "" if reward is None else f" has the reward {reward:.4g}"
                 yield "functions", f"{STAND_IN!r} in place of a completion of {prompts.sources[0]}{given}"
     settings = session.schedule.eval_config
@@ -122,13 +122,14 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
             yield "evaluation", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
-def _reward_of_stand_in(session: Session, rollout: RolloutConfig, prompts: Documents) -> float | None:
+def _reward_of_stand_in(
+    models: Models, data: Data, seed: int, rollout: RolloutConfig, prompts: Documents
+) -> float | None:
     """Call the functions of a source of prompts with one completion, which is `STAND_IN`."""
-    models, tokenizer = session.models, session.data.tokenizer
-    engine = _StandIn(models.ranks, tokenizer, eos_ids(tokenizer, models.student))
+    engine = _StandIn(models.ranks, data.tokenizer, eos_ids(data.tokenizer, models.student))
     one_worker = rollout.model_copy(update={"workers": min(rollout.workers, 1)})
     try:
-        return completed(session, one_worker, prompts, engine, REWARD)[0].reward
+        return completed(models.ranks, data, seed, one_worker, prompts, engine, REWARD)[0].reward
     except (OverdueError, ServerError) as error:
         raise SignalsLostError(str(error)) from error
 

@@ -178,12 +178,12 @@ def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Pa
         with closing(prepare(write_on_policy_run(tmp_path, **settings), announce=False)) as session:
             assert session.rollout.config is not None
             with pytest.raises(ConfigError, match="is a vLLM on a CPU") as raised:
-                open_engine(session, session.rollout.config)
+                open_engine(session)
         assert raised.value.key == "rollout.url"
         settings["student.adapter"] = {"r": 4}
         with closing(prepare(write_on_policy_run(tmp_path, **settings), announce=False)) as session:
             assert session.rollout.config is not None
-            engine = open_engine(session, session.rollout.config)
+            engine = open_engine(session)
             assert engine is not None
             engine.close()
 
