@@ -79,19 +79,17 @@ class Rollout:
         with watchdog.nested(phase, timed=False):
             self._update_weights(step, timeline)
             with timeline.trainer(WAIT_FOR_COMPLETIONS):
-                if self.engine is None:
-                    with self.shared():
-                        if queue is not None:
-                            queue.start(step)
-                else:
+                with self.shared():
                     if queue is not None:
                         queue.start(step)
+                if self.engine is not None:
                     try:
                         self.engine.complete(None if queue is None else queue.samples, *ERRORS)
                     except (ServerError, OverdueError) as error:
                         raise SignalsLostError(str(error)) from error
-                    if queue is not None:
-                        queue.collect()
+                    with self.shared():
+                        if queue is not None:
+                            queue.collect()
                 if step not in self._taken:
                     self._take(step, timeline)
         return self._taken[step]
