@@ -97,8 +97,8 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
     descriptor = signal.set_wakeup_fd(_listener.descriptor, warn_on_full_buffer=False)
     for number in handled:
         signal.signal(number, _listener.arrive)  # only a signal with a Python handler is written to the descriptor
-    of_functions = {_INTERRUPT: _listener.interrupt, _YIELD: _yield}
-    before_functions = {number: signal.signal(number, handler) for number, handler in of_functions.items()}
+    handlers = {_INTERRUPT: _listener.interrupt, _YIELD: _yield}
+    before_functions = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

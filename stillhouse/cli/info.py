@@ -3,6 +3,7 @@
 import platform
 from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
+from textwrap import fill
 from typing import Any
 
 import click
@@ -33,7 +34,9 @@ def info() -> None:
             print_escaped(f"\n{content} ({group})")
         for name, point in points.items():
             capabilities = _in_words(getattr(load(group, name), "capabilities", ()))
-            print_escaped(f"  {name:<18} {distribution(point)}{capabilities and f': {capabilities}'}")
+            print_escaped(f"  {name:<18} {distribution(point)}")
+            if capabilities:
+                print_escaped(fill(capabilities, 118, initial_indent=" " * 21, subsequent_indent=" " * 21))
 
 
 def _in_words(capabilities: Any) -> str:

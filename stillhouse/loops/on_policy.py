@@ -51,7 +51,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             seconds, waited = timeline.end_step()
             log.write(shown)
             measured = metrics.of(step, samples, micro_batches, output, seconds, waited)
-            measured |= metrics.of_calls(rollout.call_times(), seconds)
+            measured |= metrics.call_metrics(rollout.call_times(), seconds)
             if plan.sources:
                 together = session.data.train.together is not None
                 arguments = plan, session.loss.spec, step, samples, micro_batches, output

@@ -83,7 +83,7 @@ class RolloutMetrics:
         self._warnings.watch(samples, metrics)
         return metrics
 
-    def of_calls(self, times: Mapping[str, tuple[int, float]], seconds: float) -> dict[str, float]:
+    def call_metrics(self, times: Mapping[str, tuple[int, float]], seconds: float) -> dict[str, float]:
         """Return the mean seconds of a call of a reward's function; empty without such a call.
 
         times: see `Rollouts.call_times`. seconds: of the step.

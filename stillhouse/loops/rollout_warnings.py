@@ -55,7 +55,7 @@ class RolloutWarnings:
         times: the number and the seconds of the calls in this step, by the keys of their functions. seconds: of the
             step.
         """
-        spent = sum(of_calls for _, of_calls in times.values())
+        spent = sum(duration for _, duration in times.values())
         if not self._rollouts[0].workers and spent > MOST_OF_STEP * seconds:
             count = sum(count for count, _ in times.values())
             self._warn(

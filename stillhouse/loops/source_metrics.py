@@ -48,8 +48,8 @@ def source_metrics(
     plan, metrics = rollout.prompts, dict[str, float]()
     sums = _sums_by_source(ranks, plan, bool(spec.by_origin), step, samples, micro_batches, output)
     for number, settings in enumerate(rollout.sources):
-        of_source = [sample for sample in samples if _source_of(plan, sample) == number]
-        values = _of_samples(of_source, rollout.configs[number], plan) if of_source else {}
+        taken = [sample for sample in samples if _source_of(plan, sample) == number]
+        values = _sample_metrics(taken, rollout.configs[number], plan) if taken else {}
         means = _means(spec, sums[number], weighted=not one_teacher_per_document)
         values |= {f"{kind}_nats_per_token": mean for kind, mean in means.items()}
         metrics |= {f"rollout/{settings.shown_name}/{name}": value for name, value in values.items()}
@@ -60,7 +60,7 @@ def _source_of(plan: PromptPlan, sample: Sample) -> int:
     return plan.source_of(plan.group_of(sample.number))
 
 
-def _of_samples(samples: Sequence[Sample], rollout: RolloutConfig, plan: PromptPlan) -> dict[str, float]:
+def _sample_metrics(samples: Sequence[Sample], rollout: RolloutConfig, plan: PromptPlan) -> dict[str, float]:
     reward_names = part_names(rollout.reward)
     values = {
         "completions": float(len(samples)),
@@ -98,24 +98,24 @@ def _sums_by_source(
         + [plan.source_of_document(document) for document in plan.from_dataset(step)]
     )
     sums = [dict[str, float]() for _ in plan.sources]
-    for micro_batch, of_micro_batch in zip(micro_batches, output.outputs, strict=False):
+    for micro_batch, step_output in zip(micro_batches, output.outputs, strict=False):
         rows = micro_batch.weights_T.nonzero()[:, 0]
         weights_R = micro_batch.weights_T[rows].double().cpu()
         source_R = source_D[micro_batch.document_T[rows].cpu()]
         counted = {_TOKENS: torch.ones_like(weights_R)}
         masks = origin_masks(micro_batch.labels_T, micro_batch.per_token) if by_origin else {}
         counted |= {f"{_TOKENS}/{origin}": mask_T[rows].double().cpu() for origin, mask_T in masks.items()}
-        for name, value_T in of_micro_batch.per_token.items():
+        for name, value_T in step_output.per_token.items():
             if name not in _NO_TERMS:
                 counted[name] = value_T.detach()[rows].double().cpu() * weights_R
         for name, value_R in counted.items():
-            of_sources = torch.bincount(source_R, weights=value_R, minlength=len(sums)).tolist()
-            for of_source, value in zip(sums, of_sources, strict=True):
-                of_source[name] = of_source.get(name, 0.0) + value
+            source_sums = torch.bincount(source_R, weights=value_R, minlength=len(sums)).tolist()
+            for source, value in zip(sums, source_sums, strict=True):
+                source[name] = source.get(name, 0.0) + value
     totals = [dict[str, float]() for _ in plan.sources]
-    for of_rank in ranks.gather(sums):
-        for total, of_source in zip(totals, of_rank, strict=True):
-            for name, value in of_source.items():
+    for rank_sums in ranks.gather(sums):
+        for total, source in zip(totals, rank_sums, strict=True):
+            for name, value in source.items():
                 total[name] = total.get(name, 0.0) + value
     return totals
 

@@ -33,7 +33,7 @@ class PackedAttention:
         self._model, name = model, attention_name(model)
         self.is_required = name == VARLEN
         self.reason: str | None = None
-        self.usual, self.of_lengths = (_USUAL if self.is_required else name), VARLEN
+        self.usual, self.with_lengths = (_USUAL if self.is_required else name), VARLEN
         self.is_possible = self.is_required or (activations is not None and name == _USUAL)
         if not self.is_possible:
             return
@@ -49,12 +49,12 @@ class PackedAttention:
     @property
     def reads_lengths(self) -> bool:
         """Whether the model uses variable-length attention now."""
-        return attention_name(self._model) == self.of_lengths
+        return attention_name(self._model) == self.with_lengths
 
     def use(self, *, lengths: bool) -> None:
         """Use variable-length attention, or the usual one."""
         if self.is_possible:
-            name, config = self.of_lengths if lengths else self.usual, self._model.config
+            name, config = self.with_lengths if lengths else self.usual, self._model.config
             part = varlen.text_part(config)
             # the attention of a vision tower stays as it is
             config._attn_implementation = name if part is None else {"": name, part: name}
@@ -69,13 +69,13 @@ class PackedAttention:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the functions that the model may use."""
-        return (self.usual, self.of_lengths) if self.is_possible else (self.usual,)
+        return (self.usual, self.with_lengths) if self.is_possible else (self.usual,)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Use other functions, which are registered under new names. names: by the names of `names`."""
         reads_lengths = self.reads_lengths
-        self.usual, self.of_lengths = names[self.usual], names.get(self.of_lengths, self.of_lengths)
-        name, part = self.of_lengths if reads_lengths else self.usual, varlen.text_part(self._model.config)
+        self.usual, self.with_lengths = names[self.usual], names.get(self.with_lengths, self.with_lengths)
+        name, part = self.with_lengths if reads_lengths else self.usual, varlen.text_part(self._model.config)
         # the attention of a vision tower stays as it is
         self._model.set_attn_implementation(name if part is None else {"": name, part: name})
 

@@ -79,19 +79,6 @@ class PromptPlan:
         self._stops = [0]  # for each planned step, the number of groups before it; then that of all planned groups
         self._from_dataset: list[list[int]] = []
 
-    @classmethod
-    def of_one(
-        cls,
-        prompts: int,
-        dataset: int,
-        prompts_per_step: int,
-        samples_per_prompt: int,
-        seed: int,
-        share: float = 1.0,
-    ) -> Self:
-        """Return the plan of a run with one source."""
-        return cls([PromptSource(prompts, samples_per_prompt, dataset, share)], prompts_per_step, seed)
-
     def groups(self, step: int) -> range:
         """The numbers of the groups of a step; steps count from 0."""
         self._plan(step)

@@ -229,9 +229,9 @@ def load_data(
     """
     cache = user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache)
 
-    def load(key: str, source: str, of_source: ToolSchemas, rollout: RolloutConfig | None = None) -> Documents:
+    def load(key: str, source: str, schemas: ToolSchemas, rollout: RolloutConfig | None = None) -> Documents:
         options = _load_options(data, objective, teachers, rollout)
-        options = replace(options, fits_teachers=fits_teachers, tools=of_source, end_ids=end_ids)
+        options = replace(options, fits_teachers=fits_teachers, tools=schemas, end_ids=end_ids)
         try:
             documents = load_documents(source, tokenizer, options, cache, processor, readers)
         except NoSourceError as error:
@@ -247,8 +247,8 @@ def load_data(
     def load_train(rollouts: Sequence[RolloutConfig] = ()) -> Documents:
         paths = [item.source for item in data.weighted_sources] or [str(data.train)]
         none: list[None] = [None] * len(paths)
-        of_sources = zip(paths, source_tools or none, rollouts or none, strict=True)
-        loaded = {path: load("data.train", path, of_source, rollout) for path, of_source, rollout in of_sources}
+        sources = zip(paths, source_tools or none, rollouts or none, strict=True)
+        loaded = {path: load("data.train", path, schemas, rollout) for path, schemas, rollout in sources}
         return Documents.joined(loaded) if data.weighted_sources else loaded[str(data.train)]
 
     train = load_train(rollouts)

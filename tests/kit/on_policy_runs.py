@@ -27,7 +27,7 @@ from stillhouse.rollout import (
     Sampling,
     SourceSettings,
 )
-from stillhouse.rollout.plan import RolloutSchedule
+from stillhouse.rollout.plan import PromptSource, RolloutSchedule
 from stillhouse.rollout.records import Inbox
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def prompts() -> Documents:
 
 
 def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1.0, slack: int = 0) -> RolloutQueue:
-    plan = PromptPlan.of_one(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
+    plan = one_source_plan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
     samples = Samples(prompts(), plan, toy_tokenizer(), [SourceSettings(8)], alive=engine.answer)
     schedule = RolloutSchedule(ahead, in_order, ahead + slack, STEPS - 1)
     return RolloutQueue(samples, plan, schedule, engine, alive=engine.answer)
@@ -148,3 +148,9 @@ def assert_same_rollouts(out: Path, expected_out: Path, keys: Sequence[str], los
     assert_same_figures(out, expected_out, keys, loss)
     for name, weight in weights(expected_out).items():
         assert weights(out)[name].sub(weight).abs().max() < 1e-4, name
+
+
+def one_source_plan(
+    prompts: int, dataset: int, prompts_per_step: int, samples_per_prompt: int, seed: int, share: float = 1.0
+) -> PromptPlan:
+    return PromptPlan([PromptSource(prompts, samples_per_prompt, dataset, share)], prompts_per_step, seed)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, prompts, queue_of
+from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, one_source_plan, prompts, queue_of
 from kit.toy_tokenizer import toy_tokenizer
 from kit.user_functions import Episodic
 
@@ -22,7 +22,6 @@ from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PRO
 from stillhouse.rollout import (
     POLICY_VERSION,
     Completion,
-    PromptPlan,
     RolloutQueue,
     Sample,
     Samples,
@@ -161,7 +160,7 @@ def test_after_a_failed_reply_an_engine_in_the_job_gets_the_batches_of_an_undist
             return done(None if episode.number % 2 or len(episode.turns) == 3 else " no!")
 
         source = SourceSettings(30, environment=TextReplies(Episodic(reply), toy_tokenizer()), max_turns=4)
-        plan = PromptPlan.of_one(PROMPTS, 0, 2, SAMPLES, seed=3)
+        plan = one_source_plan(PROMPTS, 0, 2, SAMPLES, seed=3)
         samples = Samples(prompts(), plan, toy_tokenizer(), [source], together=True)
         return RolloutQueue(samples, plan, RolloutSchedule(0, True, 0, STEPS - 1))
 
@@ -196,7 +195,7 @@ def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> 
 
 
 def test_each_epoch_has_every_prompt_once() -> None:
-    plan = PromptPlan.of_one(PROMPTS, 5, 4, SAMPLES, seed=3)
+    plan = one_source_plan(PROMPTS, 5, 4, SAMPLES, seed=3)
     for epoch in range(3):
         groups = range(epoch * PROMPTS, (epoch + 1) * PROMPTS)
         assert sorted(map(plan.prompt_of, groups)) == list(range(PROMPTS))
@@ -207,7 +206,7 @@ def test_each_epoch_has_every_prompt_once() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 1.0])
 def test_the_share_is_exact_over_many_steps_and_each_step_has_as_many_completions(share: float) -> None:
-    plan = PromptPlan.of_one(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
+    plan = one_source_plan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
     generated_groups = sum(len(plan.groups(step)) for step in range(100))
     assert generated_groups == pytest.approx(400 * share)
     for step in range(100):
@@ -217,12 +216,12 @@ def test_the_share_is_exact_over_many_steps_and_each_step_has_as_many_completion
 
 
 def test_seeds_differ_by_sample_and_turn_and_are_those_of_the_run() -> None:
-    plan = PromptPlan.of_one(PROMPTS, 0, 4, SAMPLES, seed=3)
+    plan = one_source_plan(PROMPTS, 0, 4, SAMPLES, seed=3)
     seeds = [plan.sample_seed(sample, turn) for sample in range(50) for turn in range(3)]
     assert len(set(seeds)) == 150
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert plan.sample_seed(7, 1) == PromptPlan.of_one(1, 0, 9, 2, seed=3).sample_seed(7, 1)
-    assert plan.sample_seed(7, 1) != PromptPlan.of_one(PROMPTS, 0, 4, SAMPLES, seed=4).sample_seed(7, 1)
+    assert plan.sample_seed(7, 1) == one_source_plan(1, 0, 9, 2, seed=3).sample_seed(7, 1)
+    assert plan.sample_seed(7, 1) != one_source_plan(PROMPTS, 0, 4, SAMPLES, seed=4).sample_seed(7, 1)
 
 
 def sample(

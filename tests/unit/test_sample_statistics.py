@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.on_policy_runs import one_source_plan
 
 from stillhouse.config import RolloutConfig
 from stillhouse.loops.rollout_records import shown_numbers
@@ -13,7 +14,7 @@ from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.rollout import Completion, PromptPlan, Sample
 from stillhouse.rollout.plan import PromptSource
 
-PLAN = PromptPlan.of_one(7, 0, 2, 2, seed=3)
+PLAN = one_source_plan(7, 0, 2, 2, seed=3)
 TOOLS, GAME = RolloutConfig(tools="a:f"), RolloutConfig(environment="a:f")
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.on_policy_runs import prompts
+from kit.on_policy_runs import one_source_plan, prompts
 from kit.toy_tokenizer import toy_tokenizer
 from kit.user_functions import Episodic, control_c, counts, half, remembers
 
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.loops.completion_calls import warn
-from stillhouse.rollout import Completion, PromptPlan, Samples, SourceSettings
+from stillhouse.rollout import Completion, Samples, SourceSettings
 from stillhouse.rollout.reward import RepeatedCall, RewardPart, RewardSum
 from stillhouse.rollout.turns import TextReplies, done
 from stillhouse.rollout.user_functions import user_function
@@ -252,7 +252,7 @@ def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(
     tokenizer = toy_tokenizer()
     environment = TextReplies(Episodic(lambda *_: done(text)), tokenizer)
     settings = SourceSettings(512, environment=environment, max_turns=9)
-    samples = Samples(prompts(), PromptPlan.of_one(7, 0, 1, 1, 0), tokenizer, [settings])
+    samples = Samples(prompts(), one_source_plan(7, 0, 1, 1, 0), tokenizer, [settings])
     turn = Completion(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     started = time.monotonic()
     samples.start([(0, 0)])
