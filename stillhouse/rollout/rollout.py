@@ -65,6 +65,7 @@ class Rollout:
     def __post_init__(self) -> None:
         self._by_student = self.rollouts[0].writer == "student"
         self._ranks, self._taken = self.student.ranks, dict[int, list[Sample]]()
+        self._is_alone = self._ranks.size == 1
 
     def take(self, step: int, timeline: Timeline) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks.
@@ -87,11 +88,10 @@ class Rollout:
                         self.engine.complete(None if queue is None else queue.samples, *ERRORS)
                     except (ServerError, OverdueError) as error:
                         raise SignalsLostError(str(error)) from error
-                    with self.shared():
-                        if queue is not None:
-                            queue.collect()
                 if step not in self._taken:
                     self._take(step, timeline)
+                elif self.engine is not None and queue is not None:
+                    queue.collect()
         return self._taken[step]
 
     def micro_batches(self, steps: Iterable[int], timeline: Timeline) -> Iterator[ShardedMicroBatches | None]:
@@ -159,8 +159,10 @@ class Rollout:
         samples: list[Sample] = []
         with self.shared() as shared:
             if self.queue is not None:
+                if self.engine is not None:
+                    self.queue.collect()
                 samples = self.queue.take(step)
-                if self._ranks.size > 1:
+                if not self._is_alone:
                     shared.value = [sample.as_json() for sample in samples]
         if self.queue is None:
             samples = [Sample.from_json(values) for values in shared.value]
