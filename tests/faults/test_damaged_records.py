@@ -159,4 +159,4 @@ def test_a_file_that_a_run_does_not_write_is_not_missed(tmp_path: Path) -> None:
         assert [note.split()[0] for note in notes(run_dir)] == missing
         page = Page(write_report(run_dir))
         assert ("Held-out cross-entropy" in page.text) == bool(missing)
-        assert "Exact match, sums" in page.text
+        assert "Exact match: sums" in page.text

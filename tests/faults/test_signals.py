@@ -333,9 +333,9 @@ def test_torchrun_passes_its_signal_on(whole: Path) -> None:
 
 def fork_when_data_are_read() -> None:
     """The fork is still alive when the command ends, as the process of a chat template after an error."""
-    from stillhouse.run import inputs
+    from stillhouse.run import data
 
-    read = inputs.load_data
+    read = data.load_data
 
     def with_fork(*arguments: Any, **options: Any) -> Any:
         if not os.fork():
@@ -343,7 +343,7 @@ def fork_when_data_are_read() -> None:
             os._exit(0)
         return read(*arguments, **options)
 
-    inputs.load_data = with_fork
+    data.load_data = with_fork
 
 
 def test_a_fork_that_is_still_alive_does_not_keep_the_command(whole: Path) -> None:

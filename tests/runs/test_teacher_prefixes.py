@@ -120,7 +120,7 @@ class Reference:
 
 def first_step(session: Session) -> tuple[ShardedMicroBatches, Documents, list[int]]:
     """The micro-batches of the first step, and its documents."""
-    if session.rollout.prompts is not None:
+    if session.rollout is not None:
         _, micro_batches = first_rollouts(session, RunFolder(Path(str(session.values["out"]))))
     else:
         micro_batches = session.models.shard(session.schedule.step_schedule.micro_batches(session.data.train, 0))

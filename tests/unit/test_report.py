@@ -40,7 +40,7 @@ def test_page_shows_the_whole_run(run_dir):
     assert "minimise forward_kl on completions" in page.text
     assert page.titles == [
         "Held-out cross-entropy", "Held-out forward KL", "Held-out agreement", "Held-out entropy", "Loss: forward_kl",
-        "Training entropy", "Training agreement", "Gradient norm", "Learning rate", "Throughput",
+        "Training entropy", "Training agreement", "Learning rate", "Gradient norm", "Throughput",
     ]  # fmt: skip
     assert len(page.data["charts"]) == len(page.titles) == len(page.all("figure"))
     assert [title for title, chart in zip(page.titles, page.data["charts"], strict=True) if chart["log"]] == [
