@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, PROCESSED, WRITING, VllmProcess, start
 from benchmarks.training_runs import LOSS, run_config, values_of
+from stillhouse.data import Documents
 from stillhouse.loops import rollouts as rollouts_module
-from stillhouse.loops.session import Session
 from stillhouse.loops.weights_on_servers import WeightsOnServers
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.rollout import Sample
@@ -202,7 +202,7 @@ def _measure(
         "tokens": sum(map(len, versions)),
         "samples_of_several_versions": sum(len(set(versions_N.tolist())) > 1 for versions_N in versions),
         "staleness": _staleness(rollouts.steps),
-        **_log_probs(rollouts.steps, kept, rollouts.session),
+        **_log_probs(rollouts.steps, kept, rollouts.prompts),
         "largest_relative_loss_difference": float(np.max(differences)),  # unlike max(), it keeps a NaN
     }
 
@@ -214,7 +214,7 @@ def _staleness(steps: Sequence[list[Sample]]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _log_probs(steps: Sequence[list[Sample]], kept: Path, session: Session) -> dict[str, Any]:
+def _log_probs(steps: Sequence[list[Sample]], kept: Path, prompts: Documents) -> dict[str, Any]:
     """How far the engine's log-probabilities of tokens are from those of the version that generated them, as the
     engine says, and from those of the versions before and after it.
     """
@@ -226,7 +226,7 @@ def _log_probs(steps: Sequence[list[Sample]], kept: Path, session: Session) -> d
             versions_N = sample.completion.versions_N
             if not (np.abs(versions_N - number) <= 1).any():
                 continue
-            difference_N = np.abs(_of_model(model, session, sample) - sample.completion.log_probs_N)
+            difference_N = np.abs(_model_log_probs(model, prompts, sample) - sample.completion.log_probs_N)
             for version in set(versions_N.tolist()):
                 differences.setdefault((version, number), []).append(difference_N[versions_N == version])
     largest = {key: float(np.max(np.concatenate(difference))) for key, difference in differences.items()}
@@ -247,9 +247,9 @@ def _log_probs(steps: Sequence[list[Sample]], kept: Path, session: Session) -> d
     }
 
 
-def _of_model(model: PreTrainedModel, session: Session, sample: Sample) -> np.ndarray:
+def _model_log_probs(model: PreTrainedModel, prompts: Documents, sample: Sample) -> np.ndarray:
     """The log-probabilities of a sample's tokens, [tokens] float64."""
-    prompt_ids = session.data.train.documents.tokens(sample.prompt)
+    prompt_ids = prompts.tokens(sample.prompt)
     ids_L = torch.from_numpy(np.concatenate([prompt_ids, sample.completion.ids_N]).astype(np.int64))
     logits_NV = model(ids_L[None]).logits[0, len(prompt_ids) - 1 : -1].double()
     log_probs_NV = (logits_NV / TEMPERATURE).log_softmax(-1)

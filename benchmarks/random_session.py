@@ -68,7 +68,7 @@ def make_session(arguments: argparse.Namespace, folder: Path, steps: int) -> Ses
     layout = Layout(residual_dtype=residual, compile=arguments.compile, autocast=half)
     sources = (ModelSource(lambda: student, is_proven=True), ModelSource(lambda: teacher, is_proven=True))
     mesh = Mesh(Degrees(), torch.device(arguments.device), single_process=True)
-    runner = build_runner(layout, mesh, *sources, prove=False)
+    runner = build_runner(layout, mesh, *sources)
     train = TrainConfig(learning_rate=1e-5, betas=(0.9, 0.95), clip=1.0)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>")))
     engine = TorchEngine(runner, spec, train=train, autocast=half)
