@@ -236,7 +236,7 @@ def make_engine(name: str, layout: Layout, mesh: Mesh, sizes: Sizes, loss: str =
     )
     kind = load("stillhouse.engines", name)()
     train = TrainConfig(learning_rate=LEARNING_RATE)
-    distributed = kind.distribute(layout, mesh, student, teacher if loss == LOSS else None, prove=False)
+    distributed = kind.distribute(layout, mesh, student, teacher if loss == LOSS else None)
     return kind.engine(distributed, parse_objective(loss), train=train, autocast=layout.autocast)
 
 

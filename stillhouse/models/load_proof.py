@@ -194,9 +194,9 @@ def prove_decoder(decoder: Any) -> None:
     """
     model, subject = decoder.pretrained, _WholeDecoder(decoder)
     _require_placed(model)
-    dtype = autocast_dtype(model)
 
     def is_exact(training: bool) -> bool:
+        dtype = autocast_dtype(model)  # after a refused way of packing, another attention may need another dtype
         try:
             with in_mode(decoder, model, training=training), autocast(model.device, dtype):
                 with packing_errors(model, decoder.packing):
@@ -210,7 +210,7 @@ def prove_decoder(decoder: Any) -> None:
 
     while not all(map(is_exact, (False, True))):
         pass  # the model packs documents in its next way
-    with evaluating(decoder, model), autocast(model.device, dtype):
+    with evaluating(decoder, model), autocast(model.device, autocast_dtype(model)):
         document_ids_S = subject.probe.ids_BS[0, : subject.probe.starts_B[0]]
         prove_logits(decoder, {"input_ids": document_ids_S[None].to(model.device)})
 

@@ -124,7 +124,7 @@ def test_all_ranks_stop_at_one_step(request: pytest.FixtureRequest, layout: str,
 BEFORE_TRAINING = {
     "preparing": ("stillhouse.run.data", "load_data"),
     "loading": ("stillhouse.run.models", "load_model"),
-    "first evaluation": ("stillhouse.loops.training", "evaluate"),
+    "first evaluation": ("stillhouse.loops.training", "held_out_metrics"),
 }
 
 

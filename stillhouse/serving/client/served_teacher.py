@@ -134,10 +134,11 @@ def _connected(
 ) -> RemoteSignals:
     urls = [server.url for server in pool.servers]
     kinds = {name: kind for name, kind in server_kinds().items() if getattr(kind, "signals", ())}
+    kinds = {name: kinds[name] for name in sorted(kinds, key=lambda name: name != "stillhouse")}
     apis: Iterable[ServerApi] = (kind.api() for name, kind in kinds.items() if teacher.api in ("auto", name))
     api = next((api for api in apis if teacher.api != "auto" or api.recognises(pool.asker(urls[0]))), None)
     if api is None:
-        raise ValueError(f"{urls[0]} is not a server that is known here: expected {', '.join(kinds)}")
+        raise ValueError(f"{urls[0]} is not a server that is known here: expected {', '.join(sorted(kinds))}")
     for url in urls:
         if other := api.other_version(pool.asker(url)):
             _warn(other)
