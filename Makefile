@@ -108,7 +108,7 @@ format: $(VENV)/.development
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.development
-	$(BIN)/python -m stillhouse.config.write_docs
+	$(BIN)/python docs/write_config.py
 
 # the documentation as a site, in site/; it loads nothing from elsewhere
 site: .site

@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from stillhouse.config.check_rules import check_rules
 from stillhouse.config.errors import ConfigError, listed
 from stillhouse.config.explain_errors import explain, unknown_key
-from stillhouse.config.rules import check_rules
+from stillhouse.config.run_section import RunConfig
 from stillhouse.config.schema import inner_section, named_sections, section_of, value_fields
 from stillhouse.config.section import Section
-from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.yaml_text import read_yaml, write_yaml
 
 Layer = Mapping[str, Any]

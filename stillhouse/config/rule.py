@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stillhouse.config.errors import ConfigError
+from stillhouse.config.rollout_section import PromptConfig
+from stillhouse.config.run_section import RunConfig
 from stillhouse.config.schema import ANY_NAME, value_fields, yaml_value
 from stillhouse.config.section import Section
-from stillhouse.config.sections.rollout_section import PromptConfig
-from stillhouse.config.sections.run_section import RunConfig
-from stillhouse.config.sections.teacher_section import TeachersConfig
+from stillhouse.config.teacher_section import TeachersConfig
 
 #: in a rule, `teacher.` means all teachers, and this prefix means only the teachers under `teachers`
 NAMED = f"teachers.{ANY_NAME}."

@@ -1,119 +1,27 @@
-"""The rules about several keys of a configuration, as one table, and their check.
+"""The rules between several keys of a configuration, as one table; `check_rules.py` adds those of add-ons.
 
 The class of a section defines the valid values of a single key. A rule defines a conflict between several keys.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, product
+from itertools import chain
 
-from stillhouse.config.engine_rules import LAYER_RULES, engine_rules
-from stillhouse.config.errors import ConfigError, listed
-from stillhouse.config.evaluation_rules import EVALUATION_RULES
-from stillhouse.config.other_tools import loss_hint
+from stillhouse.config.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
+from stillhouse.config.data_section import is_source_name
 from stillhouse.config.reward_sum import has_part_of_object, reward_parts
-from stillhouse.config.rule import FIELDS, NAMED, Rule, default, excludes, needs
+from stillhouse.config.rule import NAMED, Rule, default, excludes, needs
 from stillhouse.config.schema import yaml_value
-from stillhouse.config.sections.data_section import is_source_name
-from stillhouse.config.sections.eval_section import EvalPromptsConfig
-from stillhouse.config.sections.rollout_section import RolloutConfig
-from stillhouse.config.sections.run_section import RunConfig
-from stillhouse.config.sections.teacher_section import TeacherConfig
-from stillhouse.config.sections.train_section import OFFLOADED
-from stillhouse.config.servers import GROUP, TOKEN_VARIABLE
-from stillhouse.config.source_kinds import WEIGHT_KEYS, source_kinds
-from stillhouse.display import enumerated, name_list
-from stillhouse.objective.expression import expression_fields
+from stillhouse.config.servers import GROUP
+from stillhouse.config.train_section import OFFLOADED
+from stillhouse.display import enumerated
 from stillhouse.registry import load, load_all, registered
 
 
-def check_rules(config: RunConfig) -> None:
-    """Raise ConfigError with the first mistake of each key if the configuration breaks rules."""
-    mistakes: dict[str | None, ConfigError] = {}
-    losses = dict(config.objective.losses)
-    if config.student.mtp is not None and config.student.mtp.objective is not None:
-        losses["student.mtp.objective"] = config.student.mtp.objective
-    rules = chain.from_iterable(rule.mistakes(config) for rule in all_rules())
-    unused = _unused_tokens(config.rollouts, config.eval.prompts)
-    shared = _shared_token(config.teacher_sections, config.rollout)
-    for mistake in chain(_mistakes_of_losses(losses), rules, unused, shared):
-        mistakes.setdefault(mistake.key, mistake)
-    if mistakes:
-        raise listed(list(mistakes.values()))
-
-
-def _mistakes_of_losses(losses: Mapping[str, str]) -> Iterator[ConfigError]:
-    """The errors of expressions of losses that cannot be read. losses: by their keys"""
-    for key, loss in losses.items():
-        try:
-            expression_fields(loss, load_all("stillhouse.divergences"))
-        except ValueError as error:
-            yield ConfigError(key, f"{error}{loss_hint(str(error))}")
-
-
-def _unused_tokens(rollouts: Sequence[RolloutConfig], prompts: EvalPromptsConfig | None) -> Iterator[ConfigError]:
-    """The keys of tokens of reward servers that no reward names, such as a misspelled address."""
-    sections: dict[str, list[RolloutConfig | EvalPromptsConfig]] = {"rollout": [*rollouts]}
-    if prompts is not None:
-        sections["eval.prompts"] = [prompts]
-    for key, section in sections.items():
-        servers = {part.server for source in section for part in reward_parts(source.reward) if part.is_server}
-        unused = {address for source in section for address in source.reward_tokens or {}} - servers
-        if unused:
-            among = f"among {name_list(servers)}" if servers else "the address of a server in reward"
-            yield ConfigError(f"{key}.reward_tokens", f"got {name_list(unused)}; expected {among}")
-
-
-def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig | None) -> Iterator[ConfigError]:
-    """The servers of several models, if all of them would get the token that is set in `TOKEN_VARIABLE`."""
-    sections: dict[str, TeacherConfig | RolloutConfig] = {
-        key: teacher for key, teacher in teachers.items() if teacher.urls
-    }
-    if rollout is not None and rollout.urls:
-        sections["rollout"] = rollout
-    unnamed = [key for key, section in sections.items() if section.token_variable is None]
-    if len(sections) > 1 and unnamed and os.environ.get(TOKEN_VARIABLE):
-        urls = enumerated([f"{key}.url" for key in sections], "and")
-        yield ConfigError(
-            f"{unnamed[0]}.token_variable",
-            f"is null, and {urls} are servers of different models, which get one token only on purpose; expected the "
-            f"name of the variable with its token, which may be {TOKEN_VARIABLE}",
-        )
-
-
-def all_rules() -> tuple[Rule, ...]:
-    """The rules of the registered sources of signals, those of the core, and those of the registered engines."""
-    return (*_source_rules(), *RULES, *engine_rules())
-
-
-def _is_within(folder: str, parent: str) -> bool:
+def is_within(folder: str, parent: str) -> bool:
+    """Whether a folder is another one, or lies in it."""
     parent = os.path.abspath(parent)
     return os.path.commonpath([parent, os.path.abspath(folder)]) == parent
-
-
-def _source_rules() -> Iterator[Rule]:
-    """The rules between the keys of a teacher's section that the registered kinds of sources have."""
-    kinds = [kind for kind in source_kinds().values() if kind.key != "model"]
-    complete: list[str] = []
-    for key, kind in ((f"teacher.{kind.key}", kind) for kind in kinds if not kind.needs_model):
-        if others := complete if "model" in kind.beside else ["teacher.model", *complete]:
-            yield excludes(key, *others, expected="one source of signals, and null for the others")
-        complete.append(key)
-    for key, kind in ((f"teacher.{kind.key}", kind) for kind in kinds):
-        if kind.needs_model:
-            yield excludes(key, *complete, because="it needs teacher.model, a teacher in this job")
-        if not kind.any_tokens:
-            yield excludes(key, "rollout", because="it has no signals of completions that the run writes")
-            yield excludes(f"{NAMED}prefix", key, because=f"the signals of {key} are of other tokens")
-    for name, because in product(WEIGHT_KEYS, dict.fromkeys(kind.because for kind in kinds)):
-        without = [kind.key for kind in kinds if kind.because == because and name not in kind.beside]
-        if without:
-            yield excludes(f"teacher.{name}", *(f"teacher.{key}" for key in without), because=because)
-    for option in dict.fromkeys(option for kind in kinds for option in kind.options):
-        section = "teacher." if f"teacher.{option}" in FIELDS else NAMED
-        yield needs(section + option, *(f"teacher.{kind.key}" for kind in kinds if option in kind.options))
-    yield from chain.from_iterable(kind.rules() for kind in kinds)
 
 
 RULES: tuple[Rule, ...] = (
@@ -197,15 +105,7 @@ RULES: tuple[Rule, ...] = (
         "a class with a method reward in rollout.environment or rollout.tools",
         "environment stands for what this method gives",
     ),
-    Rule(
-        ("rollout.max_turns", "rollout.environment", "rollout.tools"),
-        lambda turns, environment, tools: (
-            turns != default("rollout.max_turns") and environment is None and tools is None
-        ),
-        yaml_value(default("rollout.max_turns")),
-        "it has an effect only with rollout.environment or rollout.tools",
-        has_no_effect=True,
-    ),
+    needs("rollout.max_turns", "rollout.environment", "rollout.tools"),
     Rule(
         ("rollout.workers", "rollout.reward", "rollout.environment", "rollout.tools"),
         lambda workers, reward, environment, tools: (
@@ -236,11 +136,14 @@ RULES: tuple[Rule, ...] = (
         expected="at least 2",
         because="an advantage is relative to the other completions of the prompt",
     ),
-    Rule(
-        ("rollout.max_new_tokens", "data.max_tokens"),
-        lambda new_tokens, max_tokens: new_tokens > max_tokens - 2,
-        "at most data.max_tokens - 2, or a larger data.max_tokens",
-        "more leaves no room for a prompt of two tokens",
+    *(
+        Rule(
+            (f"{section}.max_new_tokens", "data.max_tokens"),
+            lambda new_tokens, max_tokens: new_tokens > max_tokens - 2,
+            "at most data.max_tokens - 2, or a larger data.max_tokens",
+            "more leaves no room for a prompt of two tokens",
+        )
+        for section in ("rollout", "eval.prompts")
     ),
     excludes("rollout.discount", "parallel.context", because="context parallelism divides completions"),
     Rule(
@@ -304,10 +207,79 @@ RULES: tuple[Rule, ...] = (
         "a different name for every source (letters, digits, _ and -, a letter first, not reward)",
         "metrics are named by sources, and a file's own name is not always enough",
     ),
-    *EVALUATION_RULES,
+    # evaluations, and the best checkpoint by them
+    Rule(
+        ("checkpoint.greater_is_better", "checkpoint.best"),
+        lambda greater, best: greater is not None and not is_of_callback(best),
+        "null",
+        "it is known which value of this metric is better",
+    ),
+    Rule(
+        ("checkpoint.best", "eval.callbacks"),
+        lambda best, callbacks: is_of_callback(best) and not callbacks,
+        f"{', '.join(KNOWN)}, eval/<set>/… of a set in data.eval, or a metric of eval.callbacks",
+    ),
+    Rule(
+        ("checkpoint.greater_is_better", "checkpoint.best", "eval.callbacks"),
+        lambda greater, best, callbacks: greater is None and is_of_callback(best) and bool(callbacks),
+        "true or false",
+        "the metric is one of yours",
+    ),
+    Rule(
+        ("checkpoint.best", "data.eval"),
+        lambda best, sets: set_of(best) is not None and (not isinstance(sets, dict) or set_of(best) not in sets),
+        "a metric of a set with a name in data.eval",
+    ),
+    Rule(
+        ("checkpoint.best", "eval.tasks"),
+        lambda best, tasks: (
+            (best or "").startswith("eval/exact_match/")
+            and not any(best.endswith(f"/{text.partition('(')[0]}") for text in tasks)
+        ),
+        "its task in eval.tasks",
+    ),
+    Rule(
+        ("checkpoint.best", "data.eval", "teacher", "teachers"),
+        lambda best, source, *teachers: compares_with_teacher(best) and bool(source) and not any(teachers),
+        "eval/cross_entropy, a task or null",
+        "there is no teacher",
+    ),
+    Rule(
+        ("checkpoint.best", "data.eval", "teacher.cross_tokenizer"),
+        lambda best, source, method: compares_with_teacher(best) and bool(source) and method == "uld",
+        "eval/cross_entropy, a task or null",
+    ),
+    Rule(
+        ("eval.samples", "data.eval", "eval.prompts"),
+        lambda samples, source, prompts: samples > 0 and source == 0 and prompts is None,
+        "held-out data to take prompts from, or the section eval.prompts",
+    ),
+    Rule(
+        ("checkpoint.best", "eval.prompts"),
+        lambda best, prompts: (best or "").startswith("eval/prompts/") and prompts is None,
+        "a metric of this run, or the section eval.prompts",
+    ),
+    Rule(
+        ("checkpoint.best", "eval.prompts.reward"),
+        lambda best, reward: best == "eval/prompts/reward" and reward is None,
+        "a metric of this run, or a function as eval.prompts.reward",
+    ),
+    Rule(
+        ("checkpoint.best", "teacher", "teachers"),
+        lambda best, *teachers: best == "eval/prompts/reverse_kl" and not any(teachers),
+        "a metric of this run, which has no teacher",
+    ),
+    excludes("eval.prompts", "teacher.cache", because="it has no signals of completions that the run writes"),
+    excludes("eval.prompts", "teacher.cross_tokenizer"),
+    Rule(
+        ("eval.prompts.reward", "rollout"),
+        lambda reward, rollout: has_part_of_object(reward) and rollout is None,
+        "functions and servers, or the section rollout with an environment or tools",
+        "environment stands for the reward that their object gives",
+    ),
     Rule(
         ("data.cache", "out"),
-        lambda cache, out: cache not in (None, "auto") and _is_within(cache, out),
+        lambda cache, out: cache not in (None, "auto") and is_within(cache, out),
         "a folder outside of out",
         "out is empty when a run begins",
     ),
@@ -359,6 +331,24 @@ RULES: tuple[Rule, ...] = (
         lambda name, offload: bool(offload) and OFFLOADED not in load("stillhouse.optimizers", name).capabilities,
         "adamw",
     ),
-    *LAYER_RULES,
+    # the dtypes between layers, and compiled layers
+    Rule(("teacher.parallel.engine",), lambda engine: engine not in (None, "torch"), "torch"),
+    Rule(("teacher.parallel.sequence",), bool, "false"),
+    *(
+        excludes(
+            key,
+            "train.precision=fp32",
+            expected="null, or train.precision=bf16",
+            because="fp32 computes in the weights' own dtype",
+        )
+        for key in ("parallel.gather_dtype", "train.residual_dtype")
+    ),
+    excludes(
+        "train.compile", "parallel.tensor", "parallel.expert", because="torch cannot compile layers with DTensors"
+    ),
+    *(
+        excludes("train.compile", f"{model}.quantize", because="its layers have no plain weights")
+        for model in ("student", "teacher")
+    ),
     *chain.from_iterable(kind.rules() for kind in load_all("stillhouse.parts").values()),
 )

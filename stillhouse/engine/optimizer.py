@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 
 from stillhouse.config import ConfigError, TrainConfig, as_config_error
-from stillhouse.config.sections.train_section import SHARDED
+from stillhouse.config.train_section import SHARDED
 from stillhouse.display import first_line
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import gathered_tensor, local, shard_slices

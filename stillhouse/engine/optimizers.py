@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from stillhouse.config import TrainConfig
-from stillhouse.config.sections.train_section import OFFLOADED, SHARDED
+from stillhouse.config.train_section import OFFLOADED, SHARDED
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RolloutConfig
+from stillhouse.config.data_section import source_prefix
 from stillhouse.config.reward_sum import has_part_of_object, reward_parts
-from stillhouse.config.sections.data_section import source_prefix
 from stillhouse.config.servers import server_token
 from stillhouse.data.media import MediaProcessor
 from stillhouse.data.render.reply_format import ReplyFormat, generation_prompt, reply_format

@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 
 from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
-from stillhouse.config.sections.student_section import StudentInitConfig
+from stillhouse.config.student_section import StudentInitConfig
 from stillhouse.engine.parts import LossPart
 from stillhouse.hashing import json_hash
 from stillhouse.models import (

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 
 from stillhouse.config import ConfigError, ParallelConfig, RunConfig, as_config_error
+from stillhouse.config.check_rules import check_rules
 from stillhouse.config.engines import GROUP, capabilities
 from stillhouse.config.read_config import dotted_values
-from stillhouse.config.rules import check_rules
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.engine_kind import EngineKind
 from stillhouse.loops.session import Data

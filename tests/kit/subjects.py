@@ -36,9 +36,9 @@ from kit.runs import save_model, write_records, write_texts
 from kit.template_messages import template_messages
 from kit.toy_tokenizer import GENERATION_TEMPLATE, REASONING_TEMPLATE, toy_tokenizer
 
+from docs.write_config import EXAMPLE
 from stillhouse.config import RunConfig, dump_config, load_config
 from stillhouse.config.schema import value_fields
-from stillhouse.config.write_docs import EXAMPLE
 from stillhouse.config.yaml_text import write_yaml
 from stillhouse.data import (
     LoadOptions,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from kit.config_cases import LEAST, load, yaml_file
 
+from docs.write_config import EXAMPLE
 from stillhouse.config import AdapterConfig, TrainConfig, load_config
-from stillhouse.config.write_docs import EXAMPLE
 
 #: a file, overrides, and the values that they give by their keys
 MEANINGS: list[tuple[str, list[str], dict[str, Any]]] = [
@@ -91,9 +91,7 @@ def test_steps_unset_epochs_in_python_too() -> None:
 
 
 def test_the_configuration_is_free_of_torch() -> None:
-    code = (
-        "import sys, stillhouse.config.write_docs; print(sorted({'torch', 'transformers', 'numpy'} & {*sys.modules}))"
-    )
+    code = "import sys, docs.write_config; print(sorted({'torch', 'transformers', 'numpy'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ast.literal_eval(done.stdout) == []
 

@@ -10,7 +10,7 @@ from kit.config_cases import MISTAKES, failure, load, overrides_of, yaml_file
 from pydantic import ValidationError
 
 from stillhouse.config import ConfigError, MissingKeyError, TrainConfig, load_config, read_config
-from stillhouse.config.rules import all_rules
+from stillhouse.config.check_rules import all_rules
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: str(mistake.get("given", mistake.get("file")))[:60])

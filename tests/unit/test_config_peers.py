@@ -11,12 +11,12 @@ from kit.config_cases import failure, load, yaml_file
 from kit.pages import code_blocks
 from ruamel.yaml import YAML
 
+from docs.write_config import with_names
 from stillhouse.cli import cli
 from stillhouse.config import RunConfig, load_config, override_hint
 from stillhouse.config.explain_errors import nearest
 from stillhouse.config.other_tools import PEERS, loss_hint, peer_entries, peer_hint, peer_table
 from stillhouse.config.schema import value_fields
-from stillhouse.config.write_docs import with_names
 from stillhouse.user_code.functions import REWARD, checked_reward, load_function
 
 #: the fields of GRPOConfig of TRL 1.16 that transformers' TrainingArguments does not have
@@ -162,7 +162,7 @@ def test_a_foreign_word_gets_no_near_name(word: str) -> None:
 def test_the_tables_of_the_page_are_up_to_date() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.count("<!-- names: ") == len(PEERS) == text.count("<!-- end -->")
-    assert with_names(text) == text, "run python -m stillhouse.config.write_docs"
+    assert with_names(text) == text, "run python docs/write_config.py"
 
 
 def test_our_configurations_of_the_page_load(tmp_path: Path) -> None:

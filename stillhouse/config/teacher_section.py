@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, create_model, model_validator
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
+from stillhouse.config.parallel_section import ParallelConfig
 from stillhouse.config.section import NO_GAIN, PathText, Removed, Section, Text, Urls, url_list
-from stillhouse.config.sections.model_section import ModelConfig
-from stillhouse.config.sections.parallel_section import ParallelConfig
-from stillhouse.config.sections.student_section import StudentConfig
 from stillhouse.config.servers import ApiName, VariableName
 from stillhouse.config.source_kinds import GROUP, SourceKind, source_kinds
+from stillhouse.config.student_section import ModelConfig, StudentConfig
 from stillhouse.registry import distribution, registered
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")

@@ -1,4 +1,4 @@
-"""The model that is trained: its first weights, its adapter, and its layers for multi-token prediction."""
+"""The keys of every model; and the model that is trained: its first weights, its adapter, its layers for MTP."""
 
 import re
 from typing import Annotated, Literal
@@ -6,7 +6,22 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, create_model
 
 from stillhouse.config.section import PathText, Section, Share, Text
-from stillhouse.config.sections.model_section import ModelConfig
+
+
+class ModelConfig(Section):
+    """A causal language model in Hugging Face's format."""
+
+    model: PathText | None
+    revision: Text | None = None
+    """Branch, tag or commit of the model on the hub; null: the default branch. No effect on a folder."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the weights. Use it only for sources that you trust. false: such code is refused
+    without a question. true is not possible under torchrun. Weights are read only from safetensors files in any
+    case."""
+    attention: Text | None = None
+    """Attention implementation, as transformers names it (sdpa, eager, flash_attention_2), or varlen: torch's
+    variable-length attention for packed documents, which needs a GPU and activations of 16 bits. null: varlen where
+    the device, the activations and the model allow it, else transformers' choice."""
 
 
 class AdapterConfig(Section):

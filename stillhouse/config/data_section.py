@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
+from stillhouse.config.rollout_section import SourceRolloutConfig
 from stillhouse.config.section import PathText, Section, Share
-from stillhouse.config.sections.rollout_section import SourceRolloutConfig
 
 #: a valid name of an evaluation set. mtp_1, … are excluded, because they name MTP depths in the keys of metrics
 _NAME = re.compile(r"(?!mtp_\d+$)[A-Za-z][A-Za-z0-9_-]*")

@@ -5,16 +5,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from stillhouse.config.checkpoint_section import CheckpointConfig
+from stillhouse.config.data_section import DataConfig
+from stillhouse.config.eval_section import EvalConfig
+from stillhouse.config.objective_section import ObjectiveConfig
+from stillhouse.config.parallel_section import ParallelConfig
+from stillhouse.config.rollout_section import RolloutConfig
 from stillhouse.config.section import PathText, Registered, Section
-from stillhouse.config.sections.checkpoint_section import CheckpointConfig
-from stillhouse.config.sections.data_section import DataConfig
-from stillhouse.config.sections.eval_section import EvalConfig
-from stillhouse.config.sections.objective_section import ObjectiveConfig
-from stillhouse.config.sections.parallel_section import ParallelConfig
-from stillhouse.config.sections.rollout_section import RolloutConfig
-from stillhouse.config.sections.student_section import StudentConfig
-from stillhouse.config.sections.teacher_section import NamedTeacherConfig, TeacherConfig, TeachersConfig
-from stillhouse.config.sections.train_section import TrainConfig
+from stillhouse.config.student_section import StudentConfig
+from stillhouse.config.teacher_section import NamedTeacherConfig, TeacherConfig, TeachersConfig
+from stillhouse.config.train_section import TrainConfig
 
 
 class RunConfig(Section):
