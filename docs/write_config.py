@@ -12,7 +12,7 @@ from typing import Any
 
 from stillhouse.config.other_tools import PEERS, peer_entries
 from stillhouse.config.run_section import RunConfig
-from stillhouse.config.schema import ANY_NAME, describe, item_section, named_sections, section_of, yaml_value
+from stillhouse.config.schema import ANY_NAME, accepted_values, item_section, named_sections, section_of, yaml_value
 from stillhouse.config.section import Section
 
 COMING_FROM = "coming_from.md"
@@ -139,7 +139,7 @@ def _table(title: str, prefix: str, section: type[Section], names: set[str]) -> 
         if name in names:
             default = "required" if field.is_required() else f"`{yaml_value(field.default)}`"
             meaning = properties[name]["description"]
-            lines.append(f"| `{prefix}{name}` | {describe(properties[name])} | {default} | {meaning} |")
+            lines.append(f"| `{prefix}{name}` | {accepted_values(properties[name])} | {default} | {meaning} |")
     return "\n".join([*lines, ""])
 
 

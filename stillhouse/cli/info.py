@@ -1,10 +1,8 @@
 """`stillhouse info`: lists the registered add-ons and the versions of the libraries."""
 
 import platform
-from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from textwrap import fill
-from typing import Any
 
 import click
 
@@ -33,16 +31,7 @@ def info() -> None:
         if points := registered(group):
             print_escaped(f"\n{content} ({group})")
         for name, point in points.items():
-            capabilities = _in_words(getattr(load(group, name), "capabilities", ()))
+            capabilities = ", ".join(getattr(load(group, name), "capabilities", ()))
             print_escaped(f"  {name:<18} {distribution(point)}")
             if capabilities:
                 print_escaped(fill(capabilities, 118, initial_indent=" " * 21, subsequent_indent=" " * 21))
-
-
-def _in_words(capabilities: Any) -> str:
-    """A tuple of texts, or the fields of a dataclass: without those that are false or empty."""
-    if not is_dataclass(capabilities):
-        return ", ".join(capabilities)
-    values = [(field.name, getattr(capabilities, field.name)) for field in fields(capabilities)]
-    words = [(name, " ".join(value) if isinstance(value, tuple) else value) for name, value in values if value]
-    return ", ".join(name if value is True else f"{name} {value}" for name, value in words)

@@ -3,10 +3,9 @@
 A component gets only its own section. The keys are a contract; `docs/config.md` is generated from these classes.
 """
 
-from stillhouse.config.checkpoint_section import CheckpointConfig
 from stillhouse.config.data_section import DataConfig, SourceConfig
 from stillhouse.config.errors import ConfigError, MissingKeyError, as_config_error
-from stillhouse.config.eval_section import EvalConfig, EvalPromptsConfig
+from stillhouse.config.evaluation_section import CheckpointConfig, EvalConfig, EvalPromptsConfig
 from stillhouse.config.explain_errors import override_hint
 from stillhouse.config.objective_section import ObjectiveConfig
 from stillhouse.config.parallel_section import ParallelConfig

@@ -60,7 +60,10 @@ class SourceConfig(Section):
 
 
 def source_prefix(sources: Sequence[SourceConfig], number: int, name: str) -> str:
-    """See `DataConfig.rollout_prefix`. sources: those with weights; empty for a single source."""
+    """The beginning of the key that sets `rollout.<name>` for a source of prompts; "" for the section rollout.
+
+    sources: those with weights; empty for a single source.
+    """
     rollout = sources[number].rollout if sources else None
     return f"data.train[{number}]." if rollout is not None and name in rollout.model_fields_set else ""
 
@@ -124,10 +127,6 @@ class DataConfig(Section):
     def weighted_sources(self) -> list[SourceConfig]:
         """The sources with weights; empty if data.train is a single source."""
         return [] if isinstance(self.train, str) else self.train
-
-    def rollout_prefix(self, source: int, name: str) -> str:
-        """What precedes `rollout.` in the key that sets a key of rollout for a source; "" for the section rollout."""
-        return source_prefix(self.weighted_sources, source, name)
 
     @property
     def eval_sets(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ from its capabilities.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from stillhouse.display import enumerated
 from stillhouse.registry import load
 
 GROUP = "stillhouse.engines"
@@ -37,9 +38,9 @@ class EngineCapabilities:
 
     def __iter__(self) -> Iterator[str]:
         """The capabilities in words, for `stillhouse info`."""
-        yield f"schedules {'all' if self.schedules is None else ' and '.join(self.schedules)}"
+        yield "all schedules" if self.schedules is None else f"schedules {enumerated(self.schedules, 'and')}"
         yield from ["sequence parallelism"] * self.sequence
-        yield from (f"no {key}" for key in self.without)
+        yield from [f"without {enumerated(self.without, 'and')}"] * bool(self.without)
 
 
 def capabilities(engine: str) -> EngineCapabilities:

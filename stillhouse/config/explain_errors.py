@@ -14,12 +14,13 @@ from stillhouse.config.other_tools import NO_KEY, peer_hint, peer_value
 from stillhouse.config.schema import (
     ANY_NAME,
     Schema,
-    describe,
+    accepted_values,
     inner_section,
     item_section,
     section_at,
     section_of,
     value_fields,
+    yaml_value,
 )
 from stillhouse.config.section import Section
 from stillhouse.display import name_list
@@ -52,10 +53,17 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
     elif error is not None:
         yield ConfigError(_field(detail["loc"], model)[0], str(error))
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
-        yield from _unknown(_dotted(detail["loc"], content), detail["input"], model)
+        unknown = _dotted(detail["loc"], content)
+        keys = [inner for inner in _leaves(unknown, detail["input"]) if inner != unknown]
+        peer_keys = [inner for inner in keys if peer_hint(inner)]
+        yield from (unknown_key(inner, model) for inner in peer_keys or [unknown])
+        # of a section of another tool, one error per key that is known
+        if peer_keys and (others := [key.removeprefix(f"{unknown}.") for key in keys if key not in peer_keys]):
+            yield ConfigError(unknown, f"unknown section; nothing is known here of its {name_list(others)}")
     else:
         key, owner, name = _field(detail["loc"], model)
-        if detail["type"] == "missing" and name == detail["loc"][-1] and owner is section_at(_parent(key), model):
+        section = section_at(key.rpartition(".")[0], model)
+        if detail["type"] == "missing" and name == detail["loc"][-1] and owner is section:
             yield from _missing(key, owner, name)
         else:
             yield _wrong_value(key, owner, name, content)
@@ -70,19 +78,6 @@ def _dotted(location: Sequence[int | str], content: Any) -> str:
         elif isinstance(content, Mapping):
             key, content = f"{key}.{part}", content.get(part)
     return key.removeprefix(".")
-
-
-def _parent(key: str) -> str:
-    return key.rpartition(".")[0]
-
-
-def _unknown(key: str, value: Any, model: type[Section]) -> Iterator[ConfigError]:
-    """The errors for an unknown key or section. For a section of another tool, one error per key that is known."""
-    keys = [inner for inner in _leaves(key, value) if inner != key]
-    peer_keys = [inner for inner in keys if peer_hint(inner)]
-    yield from (unknown_key(inner, model) for inner in peer_keys or [key])
-    if peer_keys and (others := [inner.removeprefix(f"{key}.") for inner in keys if inner not in peer_keys]):
-        yield ConfigError(key, f"unknown section; nothing is known here of its {name_list(others)}")
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
@@ -151,12 +146,12 @@ def _expected(owner: type[Section], name: str) -> str:
     schema = owner.model_json_schema()["properties"][name]
     if "anyOf" not in schema and (item := item_section(owner.model_fields[name])):
         return f"a list of sections with the keys {', '.join(item.model_fields)}"
-    return describe(schema)
+    return accepted_values(schema)
 
 
 def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return yaml_value(value)
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     return short.repr(value) + (" (text)" if isinstance(value, str) else "")
@@ -173,21 +168,18 @@ def _near_value(key: str, value: Any, schema: Schema, default: Any) -> str:
     choices = [choice for part in parts for choice in [*part.get("enum", []), *filter(None, [part.get("const")])]]
     if isinstance(value, str):
         near = peer_value(key, value) or _nearest_choice(value, choices)
-        return near or ("" if items is None else _in_brackets(value, items, default))
+        if near or items is None:
+            return near
+        if default == [] and value.lower() in ("none", "null", ""):
+            return "[]"
+        names = [name.strip() for name in value.split(",")]
+        if "enum" in items:
+            names = [_nearest_choice(name, items["enum"]) for name in names]
+        return f"[{', '.join(names)}]" if all(names) else ""
     if isinstance(value, list) and items is not None and "enum" in items:
         unknown = [name for name in value if isinstance(name, str) and name not in items["enum"]]
         return next(filter(None, (_nearest_choice(name, items["enum"]) for name in unknown)), "")
     return ""
-
-
-def _in_brackets(value: str, items: Schema, default: Any) -> str:
-    """The list that the user may mean: [tensorboard, wandb] for the text `tensorboard,wandb`, and [] for `none`."""
-    if default == [] and value.lower() in ("none", "null", ""):
-        return "[]"
-    names = [name.strip() for name in value.split(",")]
-    if "enum" in items:
-        names = [_nearest_choice(name, items["enum"]) for name in names]
-    return f"[{', '.join(names)}]" if all(names) else ""
 
 
 def _nearest_choice(value: str, choices: Sequence[Any]) -> str:
@@ -230,18 +222,13 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
 def override_hint(option: str, model: type[Section]) -> str:
     """The override that replaces an unknown option such as --learning-rate; "" for an unknown name."""
     name = option.lstrip("-").replace("-", "_")
-    fields = value_fields(model)
+    fields = [key for key in value_fields(model) if ANY_NAME not in key]
     if keys := [name] if name in fields else [key for key in fields if key.rpartition(".")[2] == name]:
-        return f"; an override has no dashes: {_overrides(keys)}"
+        return f"; an override has no dashes: {'=... or '.join(keys)}=..."
     if hint := peer_hint(name):
         return f"; {hint}" if NO_KEY in hint else f"; {hint}; write key=value, without dashes"
-    if keys := nearest(name, fields):
-        return f"; did you mean the override {_overrides(keys)}?"
-    return ""
-
-
-def _overrides(keys: Iterable[str]) -> str:
-    return " or ".join(f"{key}=..." for key in keys if ANY_NAME not in key)
+    keys = nearest(name, fields)
+    return f"; did you mean the override {'=... or '.join(keys)}=...?" if keys else ""
 
 
 def nearest(key: str, candidates: Iterable[str]) -> list[str]:

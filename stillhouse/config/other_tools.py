@@ -4,7 +4,7 @@ The names are in `other_tools.yaml`; it is read when the first hint is needed.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -103,18 +103,12 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
     if not entry.ours:
         return f"{subject} {NO_KEY}: {entry.note}"
     note = f" ({entry.note})" if entry.note else ""
-    keys = [ours if "." in ours else f"the key {ours}" for ours in _fitting(entry.ours, spelling)]
+    fitting = [ours for ours in entry.ours if spelling.startswith(ours.partition(".")[0])]
+    keys = [ours if "." in ours else f"the key {ours}" for ours in fitting or entry.ours]
     return f"{subject} is {enumerated(keys, 'or')} here{note}"
 
 
 def _same(spelling: str, name: str) -> bool:
     """Whether two names are equal, or one is the end of the other; a `spelling` without a dot is no end of `name`."""
-    if spelling == name or spelling.endswith(f".{name}"):
-        return True
-    return "." in spelling and name.endswith(f".{spelling}")
-
-
-def _fitting(keys: Sequence[str], spelling: str) -> Sequence[str]:
-    """The keys whose section is the beginning of `spelling`; all keys if there are none."""
-    section_keys = [key for key in keys if spelling.startswith(key.partition(".")[0])]
-    return section_keys or keys
+    is_end = "." in spelling and name.endswith(f".{spelling}")
+    return spelling == name or spelling.endswith(f".{name}") or is_end

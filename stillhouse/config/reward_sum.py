@@ -22,7 +22,7 @@ _WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?
 OBJECT_REWARD = "environment"
 
 
-class RewardPart(NamedTuple):
+class RewardSummand(NamedTuple):
     """A part of a reward. name: a function (package.module:function), the address of a server, or `OBJECT_REWARD`."""
 
     weight: float
@@ -50,7 +50,7 @@ class RewardPart(NamedTuple):
         return not (self.is_server or self.is_of_object)
 
 
-def reward_parts(reward: str | None) -> list[RewardPart]:
+def reward_parts(reward: str | None) -> list[RewardSummand]:
     """The parts of a valid reward; none without a reward. Raises ValueError for another text."""
     return [] if reward is None else [_part(text.strip()) for text in reward.split(" + ")]
 
@@ -67,22 +67,16 @@ def part_names(reward: str | None) -> list[str]:
     """
     parts, seen, names = reward_parts(reward), Counter[str](), []
     for part in parts if len(parts) > 1 else []:
-        name = _short_name(part)
+        address = urlsplit(part.name)
+        name = address.netloc + address.path.rstrip("/") if part.is_server else part.name.rpartition(":")[2]
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names
 
 
-def _short_name(part: RewardPart) -> str:
-    if not part.is_server:
-        return part.name.rpartition(":")[2]
-    address = urlsplit(part.name)
-    return address.netloc + address.path.rstrip("/")  # no query
-
-
-def _part(text: str) -> RewardPart:
+def _part(text: str) -> RewardSummand:
     match = _WEIGHT.fullmatch(text)
-    part = RewardPart(1.0, text) if match is None else RewardPart(float(match["weight"]), match["rest"])
+    part = RewardSummand(1.0, text) if match is None else RewardSummand(float(match["weight"]), match["rest"])
     if part.is_of_object:
         return part
     if not part.is_server:

@@ -13,8 +13,7 @@ from stillhouse.config.section import (
     Section,
     Text,
     Urls,
-    path_list,
-    url_list,
+    text_list,
 )
 from stillhouse.config.servers import EngineName, RewardTokens, VariableName
 
@@ -66,7 +65,7 @@ class PromptConfig(Section):
 
     @property
     def tool_paths(self) -> list[str]:
-        return path_list(self.tools)
+        return text_list(self.tools)
 
     @property
     def reply_role(self) -> Literal["user", "tool"] | None:
@@ -160,7 +159,7 @@ class RolloutConfig(PromptConfig):
 
     @property
     def urls(self) -> list[str]:
-        return url_list(self.url)
+        return text_list(self.url)
 
     def for_source(self, source: SourceRolloutConfig | None) -> "RolloutConfig":
         """The section with the keys that a source of prompts sets."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stillhouse.config.data_section import source_prefix
 from stillhouse.config.errors import ConfigError
 from stillhouse.config.rollout_section import PromptConfig
 from stillhouse.config.run_section import RunConfig
@@ -61,8 +62,8 @@ class Rule:
             return [(self, config)]
         variants = []
         for number, rollout in enumerate(config.rollouts):
-            prefixes = [config.data.rollout_prefix(number, key.removeprefix("rollout.")) for key in self.keys]
-            keys = tuple(prefix + key for prefix, key in zip(prefixes, self.keys, strict=True))
+            sources = config.data.weighted_sources
+            keys = tuple(source_prefix(sources, number, key.removeprefix("rollout.")) + key for key in self.keys)
             variants.append((replace(self, keys=keys), config.model_copy(update={"rollout": rollout})))
         return variants or [(self, config)]
 

@@ -7,8 +7,8 @@ import os
 import re
 from itertools import chain
 
-from stillhouse.config.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
 from stillhouse.config.data_section import is_source_name
+from stillhouse.config.evaluation_section import KNOWN, compares_with_teacher, is_of_callback, set_of
 from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.rule import NAMED, Rule, default, excludes, needs
 from stillhouse.config.schema import yaml_value

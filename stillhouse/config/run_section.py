@@ -5,9 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from stillhouse.config.checkpoint_section import CheckpointConfig
-from stillhouse.config.data_section import DataConfig
-from stillhouse.config.eval_section import EvalConfig
+from stillhouse.config.data_section import DataConfig, source_prefix
+from stillhouse.config.evaluation_section import CheckpointConfig, EvalConfig
 from stillhouse.config.objective_section import ObjectiveConfig
 from stillhouse.config.parallel_section import ParallelConfig
 from stillhouse.config.rollout_section import RolloutConfig
@@ -67,7 +66,7 @@ class RunConfig(Section):
 
     def rollout_key(self, source: int, name: str) -> str:
         """The full key that sets a key of rollout for the prompts of a source of data.train, from 0."""
-        return f"{self.data.rollout_prefix(source, name)}rollout.{name}"
+        return f"{source_prefix(self.data.weighted_sources, source, name)}rollout.{name}"
 
     @model_validator(mode="before")
     @classmethod

@@ -71,52 +71,37 @@ def value_fields(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]
     return fields
 
 
-def describe(schema: Schema) -> str:
+def accepted_values(schema: Schema) -> str:
     """The accepted values, such as `whole number >= 1 or null`, `bf16 or fp32`, `list of 2 (number >= 0 and < 1)`."""
     return enumerated(_options(schema), "or")
 
 
 def _options(schema: Schema) -> list[str]:
-    if "anyOf" in schema:
-        return [option for part in schema["anyOf"] for option in _options(part)]
-    if "enum" in schema:
-        return [str(value) for value in schema["enum"]]
-    if "const" in schema:
-        return [str(schema["const"])]
-    if "$ref" in schema:
-        return ["a section"]
-    if schema.get("pattern"):
-        return [f"text such as {', '.join(schema['examples'])}"]
-    return [_plain(schema)]
-
-
-def _plain(schema: Schema) -> str:
-    match schema["type"]:
-        case "integer":
-            return f"whole number{_range(schema)}"
-        case "number":
-            return f"number{_range(schema)}"
-        case "string":
-            return "text"
-        case "boolean":
-            return "true or false"
-        case "null":
-            return "null"
-        case "array" if "prefixItems" in schema:
-            return f"list of {len(schema['prefixItems'])} ({describe(schema['prefixItems'][0])})"
-        case "array" if "$ref" in schema["items"]:
-            return "list of sections"
-        case "array":
-            return f"list of {describe(schema['items'])}"
-        case "object":
-            return f"names with {describe(schema['additionalProperties'])} each"
-        case kind:
-            raise AssertionError(f"no words for a {kind} in the configuration")
-
-
-def _range(schema: Schema) -> str:
-    limits = [f"{sign} {schema[name]}" for name, sign in LIMITS.items() if name in schema]
-    return f" {' and '.join(limits)}" if limits else ""
+    limits = " and ".join(f"{sign} {schema[name]}" for name, sign in LIMITS.items() if name in schema)
+    match schema:
+        case {"anyOf": parts}:
+            return [option for part in parts for option in _options(part)]
+        case {"enum": values}:
+            return [str(value) for value in values]
+        case {"const": value}:
+            return [str(value)]
+        case {"$ref": _}:
+            return ["a section"]
+        case {"pattern": _}:
+            return [f"text such as {', '.join(schema['examples'])}"]
+        case {"type": "integer" | "number" as kind}:
+            return [" ".join(filter(None, ["whole number" if kind == "integer" else "number", limits]))]
+        case {"type": "string" | "boolean" | "null" as kind}:
+            return [{"string": "text", "boolean": "true or false", "null": "null"}[kind]]
+        case {"prefixItems": items}:
+            return [f"list of {len(items)} ({accepted_values(items[0])})"]
+        case {"items": {"$ref": _}}:
+            return ["list of sections"]
+        case {"items": items}:
+            return [f"list of {accepted_values(items)}"]
+        case {"additionalProperties": values}:
+            return [f"names with {accepted_values(values)} each"]
+    raise AssertionError(f"no words for {schema} in the configuration")
 
 
 def yaml_value(value: Any) -> str:

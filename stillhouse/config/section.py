@@ -73,42 +73,35 @@ class Section(BaseModel):
         return ConfigError(key, f"does not exist any more: {reason}; leave it out")
 
 
-def expand_home(path: str) -> str:
-    """Replace `~` in `~/runs` by the home folder, because no shell does this inside YAML."""
-    return os.path.expanduser(path) if path.startswith("~/") else path
+def text_list(texts: str | list[str] | None) -> list[str]:
+    """The value of a key that accepts a text, a list of texts, or null, as a list."""
+    return [] if texts is None else [texts] if isinstance(texts, str) else texts
 
 
-def url_list(urls: str | list[str] | None) -> list[str]:
-    """The value of a key that accepts an address, a list of addresses, or null, as a list."""
-    return [] if urls is None else [urls] if isinstance(urls, str) else urls
-
-
-def path_list(paths: str | list[str] | None) -> list[str]:
-    """The value of a key that accepts a path of a function, a list of paths, or null, as a list."""
-    return [] if paths is None else [paths] if isinstance(paths, str) else paths
-
-
-def _checked_paths(paths: str | list[str] | None) -> str | list[str] | None:
-    for path in [""] if paths == [] else path_list(paths):
+def _checked_functions(paths: str | list[str] | None) -> str | list[str] | None:
+    for path in [""] if paths == [] else text_list(paths):
         checked_function(path)
-    if len(set(path_list(paths))) < len(path_list(paths)):
+    if len(set(text_list(paths))) < len(text_list(paths)):
         raise ValueError(f"got {paths}, expected different functions")
     return paths
 
 
 def _checked_urls(urls: str | list[str] | None) -> str | list[str] | None:
-    for url in [""] if urls == [] else url_list(urls):
-        parts = checked_address(url, "http://host:port without a path, such as /v1", "token_variable")
+    expected = "http://host:port without a path, such as /v1"
+    for url in [""] if urls == [] else text_list(urls):
+        parts = checked_address(url, expected, "token_variable")
         if parts.path.strip("/") or parts.query:
-            raise ValueError(f"got {url!r}, expected http://host:port without a path, such as /v1")
+            raise ValueError(f"got {url!r}, expected {expected}")
     return urls
 
 
 def checked_address(
     url: str, expected: str, token_key: str, schemes: Collection[str] = ("http", "https")
 ) -> SplitResult:
-    """The parts of an address. Raises ValueError for another text, and for an address with a secret, because files of
-    the run have its addresses. token_key: the key for tokens. The message does not show the secret.
+    """The parts of an address. token_key: the key for tokens.
+
+    Raises ValueError for another text, and for an address with a secret, because files of the run have its addresses.
+    The message does not show the secret.
     """
     try:
         parts = urlsplit(url)
@@ -150,11 +143,12 @@ def function_hint(path: str) -> str:
 
 
 Text = Annotated[str, Field(min_length=1)]
-PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
+#: no shell replaces the ~ of ~/runs inside YAML
+PathText = Annotated[Text, AfterValidator(lambda path: os.path.expanduser(path) if path.startswith("~/") else path)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 #: the address of a server, a list of addresses, or None
 Urls = Annotated[Text | list[Text] | None, AfterValidator(_checked_urls)]
 #: a Python function of the user's own: package.module:function
 FunctionPath = Annotated[Text, AfterValidator(checked_function)]
 #: one such function, a list of them, or None
-FunctionPaths = Annotated[Text | list[Text] | None, AfterValidator(_checked_paths)]
+FunctionPaths = Annotated[Text | list[Text] | None, AfterValidator(_checked_functions)]

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, create_model, model_validator
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.parallel_section import ParallelConfig
-from stillhouse.config.section import NO_GAIN, PathText, Removed, Section, Text, Urls, url_list
+from stillhouse.config.section import NO_GAIN, PathText, Removed, Section, Text, Urls, text_list
 from stillhouse.config.servers import ApiName, VariableName
 from stillhouse.config.source_kinds import GROUP, SourceKind, source_kinds
 from stillhouse.config.student_section import ModelConfig, StudentConfig
@@ -106,7 +106,7 @@ class TeacherConfig(SourceKeys):
 
     @property
     def urls(self) -> list[str]:
-        return url_list(self.url)
+        return text_list(self.url)
 
     @property
     def source_in_words(self) -> str:
