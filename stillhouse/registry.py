@@ -3,7 +3,7 @@
 This distribution registers its own add-ons in the same way as any other one, in pyproject.toml:
 
     [project.entry-points."stillhouse.trackers"]
-    wandb = "stillhouse.output.trackers.wandb:Wandb"
+    wandb = "stillhouse.output.trackers:Wandb"
 
 What an entry point refers to depends on its group; docs/extending.md has an example for each. The module of an entry
 imports no heavy library, because the configuration and `stillhouse info` load all entries of a group.

@@ -39,8 +39,10 @@ class EngineCapabilities:
     def __iter__(self) -> Iterator[str]:
         """The capabilities in words, for `stillhouse info`."""
         yield "all schedules" if self.schedules is None else f"schedules {enumerated(self.schedules, 'and')}"
-        yield from ["sequence parallelism"] * self.sequence
-        yield from [f"without {enumerated(self.without, 'and')}"] * bool(self.without)
+        if self.sequence:
+            yield "sequence parallelism"
+        if self.without:
+            yield f"without {enumerated(self.without, 'and')}"
 
 
 def capabilities(engine: str) -> EngineCapabilities:

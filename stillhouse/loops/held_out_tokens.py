@@ -34,7 +34,7 @@ from stillhouse.objective.origins import DATASET
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.objective.top_k import largest
 from stillhouse.objective.vocab import AsyncAllGather
-from stillhouse.output.records import Document, HeldOutTokens, TermAtToken, Token
+from stillhouse.output.records import HeldOutDocument, HeldOutTokens, TermAtToken, Token
 
 DOCUMENTS = 4
 TOKENS = 256
@@ -93,7 +93,7 @@ def _document(
     document: int,
     positions: list[int],
     entries: dict[tuple[int, int], list[Any]],
-) -> Document:
+) -> HeldOutDocument:
     def texts(pairs: Ranked) -> list[tuple[str, float]]:
         rounded = [(token, round(value, 6)) for token, value in pairs]
         return [(data.tokenizer.decode([token]), value) for token, value in rounded if value]
@@ -109,7 +109,7 @@ def _document(
         text = data.tokenizer.decode([ids[position]])
         tokens.append(Token(text, targets[position], kl, texts(teacher), texts(student), by_name))
     shown = shown_media(documents.media_of(document), data.media_processor)
-    return Document(documents.sources[document], tokens, **shown)
+    return HeldOutDocument(documents.sources[document], tokens, **shown)
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:

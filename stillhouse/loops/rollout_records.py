@@ -135,7 +135,7 @@ def shown_samples(
     samples: Sequence[Sample],
     micro_batches: ShardedMicroBatches,
     output: StepOutput,
-) -> list[records.Sample]:
+) -> list[records.SampleRecord]:
     """Return the samples of a step that samples.jsonl shows (`rollout.samples`). A collective of all processes."""
     most = plan.config.samples
     numbers = shown_numbers(samples, plan.prompts, step, len(samples) if most == "all" else most)
@@ -190,7 +190,7 @@ def _divergences(
 
 def sample_record(
     data: Data, plan: RolloutPlan, step: int, sample: Sample, divergences: Mapping[int, float] = MappingProxyType({})
-) -> records.Sample:
+) -> records.SampleRecord:
     """Return the record of a sample, as samples.jsonl has it. divergences: by position, see `_divergences`."""
     source = plan.prompts.source_of(plan.prompts.group_of(sample.number))
     completion, tokenizer = sample.completion, data.tokenizer
@@ -214,7 +214,7 @@ def sample_record(
         )
     ]
     oldest = int(completion.versions_N[sample.is_generated_N].min())
-    return records.Sample(
+    return records.SampleRecord(
         step=step + 1,
         prompt=shown_text(tokenizer, prompt_ids, data.media_processor),
         completion=tokenizer.decode(completion.ids_N),

@@ -11,7 +11,7 @@ from stillhouse.loops.completion_engine import open_engine, samplings
 from stillhouse.loops.session import Session
 from stillhouse.loops.weights_on_servers import ServerWatch, WeightsOnServers
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.rollout_log import MonotonicClock, Timeline
+from stillhouse.output.rollout_log import MonotonicClock, WorkTimeline
 from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.rollout import PromptPlan, RolloutQueue, Sample, Samples
 from stillhouse.rollout.documents import StepPacker
@@ -88,7 +88,7 @@ def require_same_weights(config: RolloutConfig, rollout: Rollout, folder: RunFol
 
 def first_rollouts(session: Session, folder: RunFolder) -> tuple[list[Sample], ShardedMicroBatches]:
     """Return samples and micro-batches of a run's first step, generated in this job. Saves nothing."""
-    timeline = Timeline(MonotonicClock())
+    timeline = WorkTimeline(MonotonicClock())
     with open_rollout(session, folder) as rollout:
         samples = rollout.take(0, timeline)
         micro_batches = next(rollout.micro_batches([0], timeline))

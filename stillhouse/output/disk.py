@@ -21,15 +21,10 @@ UNFINISHED = ".partial"
 
 
 def replace_text(path: Path, content: str) -> None:
-    """`replace_bytes` for a text."""
-    replace_bytes(path, content.encode())
-
-
-def replace_bytes(path: Path, content: bytes) -> None:
     """Write a file under a temporary name and rename it, so that a reader never sees an incomplete file."""
     partial = path.with_name(f".{path.name}{UNFINISHED}")
     with explained_write_errors(path):
-        partial.write_bytes(content)
+        partial.write_bytes(content.encode())
         flush(partial)
         os.replace(partial, path)
 
@@ -42,15 +37,20 @@ def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bo
     exclusive: for a `final` outside a run's folder. If the temporary folder already exists, ValueError is raised; it
         is not removed, because it may belong to another process. If the block fails, the new one is removed.
     """
-    partial = _partial(final)
+    partial = final.with_name(final.name + UNFINISHED)
     with ExitStack() as stack, explained_write_errors(final, needed_bytes):
+        if partial.exists() and not exclusive:
+            shutil.rmtree(partial)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.mkdir()
+        except FileExistsError as error:
+            raise ValueError(
+                f"{partial} exists: another process is writing there, or was killed, or it is somebody's own; remove "
+                "it, or choose another name"
+            ) from error
         if exclusive:
-            _claim(partial)
             stack.callback(shutil.rmtree, partial, ignore_errors=True)
-        else:
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir(parents=True)
         yield partial
         for path in [*partial.rglob("*"), partial]:
             flush(path)
@@ -60,35 +60,16 @@ def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bo
         flush(final.parent)
 
 
-def _claim(partial: Path) -> None:
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        partial.mkdir()
-    except FileExistsError as error:
-        raise ValueError(
-            f"{partial} exists: another process is writing there, or was killed, or it is somebody's own; remove it,"
-            " or choose another name"
-        ) from error
-
-
 @contextmanager
 def written_together(final: Path, ranks: "Ranks", needed_bytes: int | None = None) -> Iterator[Path]:
     """`atomic_folder` for all ranks: rank 0 creates the folder, and renames it after all ranks are done."""
-    first = atomic_folder(final, needed_bytes) if ranks.is_first else nullcontext(_partial(final))
-    with explained_write_errors(final, needed_bytes), first as partial:
+    partial = final.with_name(final.name + UNFINISHED)
+    first = atomic_folder(final, needed_bytes) if ranks.is_first else nullcontext()
+    with explained_write_errors(final, needed_bytes), first:
         ranks.barrier()
         yield partial
         ranks.barrier()
     ranks.barrier()
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished files and folders of a process that was killed or ran out of disk space."""
-    for path in folder.glob(f"*{UNFINISHED}"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -149,10 +130,6 @@ def _free_bytes(path: Path) -> int:
     """Free bytes on the disk of `path`, which need not exist yet; `sys.maxsize` if the disk reports no total size."""
     usage = shutil.disk_usage(next(parent for parent in [path, *path.parents] if parent.exists()))
     return usage.free if usage.total else sys.maxsize
-
-
-def _partial(final: Path) -> Path:
-    return final.with_name(final.name + UNFINISHED)
 
 
 def flush(path: Path) -> None:

@@ -10,11 +10,12 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from filelock import FileLock, Timeout
 
 import stillhouse
 from stillhouse.display import escaped
-from stillhouse.output.disk import UNFINISHED, hashes, remove_unfinished, replace_text
+from stillhouse.output.disk import UNFINISHED, hashes, replace_text
 
 LOCK = ".lock"
 #: the file with a random text that identifies the run
@@ -37,48 +38,24 @@ WRITER = ".writer"
 HASHES = "hashes.json"
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """A folder that belongs to one run."""
+    """A folder that belongs to one run.
 
-    path: Path
+    model: the final model, which is written last. adapter: the adapter, if the run trains one; `model` is then its
+    base with the adapter merged in. timeline: of an on-policy run, a line for each span of work. samples: some of its
+    completions in each step. eval_samples: the student's completions of held-out prompts at each evaluation.
+    """
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def adapter(self) -> Path:
-        """The adapter, if the run trains one; `model` is then the base model with the adapter merged in."""
-        return self.path / "adapter"
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints, self.model, self.adapter = path / "checkpoints", path / "model", path / "adapter"
+        self.metrics, self.timeline = path / "metrics.jsonl", path / "timeline.jsonl"
+        self.samples, self.eval_samples = path / "samples.jsonl", path / "eval_samples.jsonl"
 
     @property
     def complete(self) -> bool:
-        """Whether the final model exists; it is written last."""
+        """Whether the final model exists."""
         return self.model.is_dir()
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        """The timeline of an on-policy run: one line per span of work."""
-        return self.path / "timeline.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """A few completions of each step of an on-policy run."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def eval_samples(self) -> Path:
-        """The student's completions of a few held-out prompts at each evaluation."""
-        return self.path / "eval_samples.jsonl"
 
     def identity(self) -> str:
         """A text that differs for every run, also for runs at the same path on different machines and for copies of
@@ -106,8 +83,12 @@ class RunFolder:
 def init_run_dir(folder: RunFolder, config_yaml: str) -> None:
     """Prepare the folder for this run. `candidates` must already have checked that the run may use it."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    for path in (folder.path, folder.checkpoints):
-        remove_unfinished(path)  # before the first write, because these files may fill the disk
+    # what a process that was killed has left, before the first write, because it may fill the disk
+    for path in [*folder.path.glob(f"*{UNFINISHED}"), *folder.checkpoints.glob(f"*{UNFINISHED}")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     folder.write_text("config.yaml", config_yaml)  # from now on the folder belongs to this run
     folder.checkpoints.mkdir(exist_ok=True)
 
@@ -122,9 +103,11 @@ def folder_lock(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / LOCK).acquire(timeout=0)
     except Timeout as error:
+        writer = ""  # the process that has the lock
+        with suppress(OSError):
+            writer = f" ({escaped((folder / WRITER).read_text(encoding='utf-8', errors='replace'))})"
         raise ValueError(
-            f"out: another process{_writer(folder)} is writing to {folder}; wait until it ends, or choose another "
-            "folder"
+            f"out: another process{writer} is writing to {folder}; wait until it ends, or choose another folder"
         ) from error
     except OSError as error:
         raise ValueError(
@@ -142,15 +125,6 @@ def folder_lock(folder: Path) -> Iterator[None]:
 def is_leftover(path: Path) -> bool:
     """Whether a process that was killed may have left this file: a lock, or an unfinished file."""
     return path.name in (LOCK, WRITER) or path.name.endswith(UNFINISHED)
-
-
-def _writer(folder: Path) -> str:
-    """The process that has the lock, in parentheses; "" if `WRITER` does not exist yet or is not readable."""
-    try:
-        text = (folder / WRITER).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return f" ({escaped(text)})"
 
 
 def require_intact_model(folder: RunFolder) -> str:
@@ -177,13 +151,17 @@ def require_intact_model(folder: RunFolder) -> str:
 
 def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:
     """The values outside the configuration that affect the results and the speed of a run."""
-    versions = library_versions()
+    versions, cpu = library_versions(), platform.processor()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        cpu = next(names, cpu)
     return {
         "objective": objective,
         "stillhouse": versions.pop("stillhouse"),
         **versions,
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(device),
@@ -202,15 +180,6 @@ def library_versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "stillhouse": stillhouse.__version__,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _commit() -> str | None:

@@ -1,4 +1,4 @@
-"""JSON and JSON-lines files of a run's folder.
+"""JSON and JSON-lines files of a run's folder; among them metrics.jsonl, a line for each step and each evaluation.
 
 A run appends lines to a file that stays open; if lines are not written, an error is raised. A reader gets typed
 values, or an error with the file and the line or key.
@@ -6,11 +6,14 @@ values, or an error with the file and the line or key.
 
 import errno
 import functools
+import itertools
 import json
+import math
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +23,10 @@ from pydantic import TypeAdapter, ValidationError
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.output.disk import UNFINISHED, explained_write_errors, flush
-from stillhouse.output.records import EvalSample, Sample, Span
+from stillhouse.output.records import EvalSample, SampleRecord, TimelineSpan
 
 T = TypeVar("T")
+_type_adapter = functools.cache(TypeAdapter)
 
 
 class LineFile:
@@ -35,7 +39,7 @@ class LineFile:
             # unbuffered, so that closing the file does not repeat a failed write
             self._file = path.open("ab", buffering=0)
 
-    def append(self, records: Sequence[Span | Sample | EvalSample]) -> None:
+    def append(self, records: Sequence[TimelineSpan | SampleRecord | EvalSample]) -> None:
         lines = "".join(json.dumps(asdict(record), allow_nan=False) + "\n" for record in records)
         append(self._path, self._file, lines.encode())
 
@@ -137,18 +141,13 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def validated(kind: Callable[..., T], value: object, where: str) -> T:
     """Return the value as this type. Raises ValueError with `where` and the key."""
     try:
-        record: T = _adapter(kind).validate_python(value)
+        record: T = _type_adapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         shown = reprlib.repr(first["input"])
         raise ValueError(f"{where}: {escaped(key)}: {first['msg'].lower()}, got {shown:.60}") from error
     return record
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
@@ -158,3 +157,61 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected an object, got {escaped(raw[:80].decode(errors='replace'))}")
     return value
+
+
+@dataclass(frozen=True)
+class MetricsLine:
+    """A line of metrics.jsonl.
+
+    values: the metrics and the run's "tokens" and "seconds" so far; None for a number that is not finite.
+    """
+
+    step: float
+    values: dict[str, float | None]
+
+    def encoded(self) -> bytes:
+        return (json.dumps({"step": self.step, **self.values}, allow_nan=False) + "\n").encode()
+
+
+def parse_metrics(raw: bytes, where: str) -> MetricsLine:
+    """Parse a line without its newline. Raises ValueError with `where` and the key."""
+    line = parse_object(raw, where)
+    if not _is_number(line.get("step")) or not math.isfinite(line["step"]):
+        shown = escaped(raw[:80].decode(errors="replace"))
+        raise ValueError(f'{where}: expected an object with a number "step", got {shown}')
+    for key, value in line.items():
+        if value is not None and not _is_number(value):
+            raise ValueError(f"{where}: {escaped(key)[:80]} is {reprlib.repr(value)}; expected a number or null")
+    return MetricsLine(line.pop("step"), without_infinity(line))
+
+
+def without_infinity(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Replace values that are not finite by None, because JSON has no infinity and no NaN."""
+    return {key: value if value is not None and math.isfinite(value) else None for key, value in values.items()}
+
+
+def read_metrics(path: Path) -> tuple[list[MetricsLine], list[str]]:
+    """Return the lines of a metrics.jsonl, and notes for the page.
+
+    An incomplete last line without a newline is skipped, because a killed run can end in such a line.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent} contains no run: it has no metrics.jsonl. Give the `out` folder of a run.")
+    notes: list[str] = []
+    lines = [line for _, _, line in read_lines(path, parse_metrics, notes)]
+    if not lines:
+        notes.append(f"{path.name} has no line yet, so there is no curve.")
+    for number, (before, line) in enumerate(itertools.pairwise(lines), start=2):
+        if line.step < before.step:
+            raise ValueError(
+                f"{path}:{number}: step {line.step} follows step {before.step}; steps must not decrease. "
+                "Two runs have written to this folder: remove the lines of one run, or run again with a new folder."
+            )
+    return lines, notes
+
+
+def _is_number(value: object) -> bool:
+    """Whether the value is a number that can be drawn: an integer must fit into a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) <= sys.float_info.max

@@ -15,9 +15,8 @@ from tqdm import tqdm
 from stillhouse.display import escaped
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.json_lines import append
-from stillhouse.output.metrics import table
-from stillhouse.output.metrics_file import MetricsLine, without_infinity
+from stillhouse.output.json_lines import MetricsLine, append, without_infinity
+from stillhouse.output.metrics import metric_table
 from stillhouse.output.progress import Progress
 from stillhouse.output.tracking import open_trackers
 from stillhouse.parallel import Ranks, watchdog
@@ -120,9 +119,8 @@ class RunLog:
             for key, value in metrics.items()
             if key.startswith("loss/")
         ]
-        parts += [
-            metric.figure.format(metrics[metric.key]) for metric in table() if metric.figure and metric.key in metrics
-        ]
+        shown = (metric for metric in metric_table() if metric.figure and metric.key in metrics)
+        parts += [metric.figure.format(metrics[metric.key]) for metric in shown]
         line = ", ".join([f"{metrics['speed/tokens_per_second']:,.0f} tokens/s", *parts])
         with surviving_lost_reader():
             self._bar.update(step - self._bar.n)
@@ -130,7 +128,11 @@ class RunLog:
         if self._bar.disable and (time.monotonic() - self._printed >= _PLAIN_EVERY or step == self._steps):
             left_out = f" (steps not shown before it: {self._left_out})" if self._left_out else ""
             self._printed, self._left_out = time.monotonic(), 0
-            self.print_line(f"step {step}/{self._steps}: {line}, {self._remaining(step)} left{left_out}")
+            done, remaining = step - self._first - 1, "?"  # without the first step, which compiles functions
+            if done or step == self._steps:
+                seconds = (time.monotonic() - self._compiled) / max(1, done) * (self._steps - step)
+                remaining = tqdm.format_interval(seconds)
+            self.print_line(f"step {step}/{self._steps}: {line}, {remaining} left{left_out}")
         else:
             self._left_out += 1
 
@@ -158,14 +160,6 @@ class RunLog:
         append(self._path, self._file, line)
         self._digest.update(line)
         self._trackers.log(step, metrics)
-
-    def _remaining(self, step: int) -> str:
-        """The remaining time, estimated from the steps since the run was started or resumed."""
-        done = step - self._first - 1  # without the first step, which compiles functions
-        if not done and step < self._steps:
-            return "?"
-        seconds = (time.monotonic() - self._compiled) / max(1, done) * (self._steps - step)
-        return str(tqdm.format_interval(seconds))
 
     def __enter__(self) -> Self:
         return self

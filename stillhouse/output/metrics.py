@@ -59,16 +59,16 @@ class Metric:
 
 
 @cache
-def table() -> tuple[Metric, ...]:
+def metric_table() -> tuple[Metric, ...]:
     """All metrics, in the order of the report."""
     rows = tomllib.loads(files("stillhouse.output").joinpath("metrics.toml").read_text())["metric"]
     return tuple(Metric(**row) for row in rows)
 
 
 @cache
-def described(key: str) -> Metric:
+def known_metric(key: str) -> Metric:
     """The metric of a key, with its names. If it is not in the table, its title is the key."""
-    for metric in table():
+    for metric in metric_table():
         if (names := metric.names(key)) is not None:
             return metric.named(*names)
     return Metric(key, key, "", "")

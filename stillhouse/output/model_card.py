@@ -18,8 +18,7 @@ import stillhouse
 from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
 from stillhouse.data.data_report import documents_in_words
 from stillhouse.libraries import reading
-from stillhouse.output.json_lines import read_object
-from stillhouse.output.metrics_file import parse_metrics
+from stillhouse.output.json_lines import parse_metrics, read_object
 from stillhouse.output.progress import Progress
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -75,32 +74,26 @@ def quoted_file(path: Path) -> dict[str, Any]:
 
 
 def _front_matter(student: StudentConfig, exported: Exported) -> str:
-    name = student.model
-    data = ModelCardData(
-        base_model=name if _is_hub_id(name) else None,
-        library_name="peft" if exported.adapter == "alone" else "transformers",
-        pipeline_tag="text-generation",
-        tags=["stillhouse", "distillation"] + (["lora"] if exported.adapter else []),
-        **_license(student),
-    )
-    return data.to_yaml().strip()
-
-
-def _license(student: StudentConfig) -> dict[str, Any]:
-    """The license in the front matter of the base model's card, if there is one."""
-    path = cached_file(
+    path = cached_file(  # the card of the base model, if there is one
         student.model,
         "README.md",
         revision=student.revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    if path is None:
-        return {}
-    with reading(f"the model card of {student.model} cannot be read"):
-        data = ModelCard.load(path, ignore_metadata_errors=True).data
-    values = {key: data.get(key) for key in ("license", "license_name", "license_link")}
-    return {key: value for key, value in values.items() if isinstance(value, str)}
+    license_keys: dict[str, Any] = {}
+    if path is not None:
+        with reading(f"the model card of {student.model} cannot be read"):
+            base = ModelCard.load(path, ignore_metadata_errors=True).data
+        license_keys = {key: base.get(key) for key in ("license", "license_name", "license_link")}
+    data = ModelCardData(
+        base_model=student.model if _is_hub_id(student.model) else None,
+        library_name="peft" if exported.adapter == "alone" else "transformers",
+        pipeline_tag="text-generation",
+        tags=["stillhouse", "distillation"] + (["lora"] if exported.adapter else []),
+        **{key: value for key, value in license_keys.items() if isinstance(value, str)},
+    )
+    return data.to_yaml().strip()
 
 
 def _summary(student: StudentConfig, chat_template: str | None, exported: Exported) -> str:
@@ -124,7 +117,13 @@ def _summary(student: StudentConfig, chat_template: str | None, exported: Export
 def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherConfig], progress: Progress) -> str:
     rows = [("student before training", _short_name(student.model), progress.models.get("student"))]
     for section, teacher in teachers.items():
-        rows.append((section.replace("teachers.", "teacher "), _teacher_name(teacher), progress.models.get(section)))
+        kind = teacher.source_kind
+        source = kind.title.format(_short_name(str(getattr(teacher, kind.key))))
+        name = source
+        if teacher.model is not None:
+            bits = "" if teacher.quantize is None else f", {teacher.quantize}"
+            name = f"{_short_name(teacher.model)}{bits}" + ("" if kind.runs_model else f", {source}")
+        rows.append((section.replace("teachers.", "teacher "), name, progress.models.get(section)))
     counts = quoted_file(run / "data.json")
     for name, mark in progress.data.items():
         if name not in _SPLITS:  # the order of documents, and processors of media
@@ -181,15 +180,6 @@ def _first_evaluation(run: Path, progress: Progress) -> dict[str, float | None]:
         )
     lines = (parse_metrics(line, str(path)) for line in beginning.splitlines())
     return next((line.values for line in lines if line.step == 0 and "eval/cross_entropy" in line.values), {})
-
-
-def _teacher_name(teacher: TeacherConfig) -> str:
-    kind = teacher.source_kind
-    source = kind.title.format(_short_name(str(getattr(teacher, kind.key))))
-    if teacher.model is None:
-        return source
-    bits = "" if teacher.quantize is None else f", {teacher.quantize}"
-    return f"{_short_name(teacher.model)}{bits}" + ("" if kind.runs_model else f", {source}")
 
 
 def _counts(report: Any, path: Path) -> str:

@@ -1,9 +1,9 @@
 """The records that a run writes for its report: one type per file.
 
-timeline.jsonl: Span    samples.jsonl: Sample    eval_samples.jsonl: EvalSample    tokens.json: HeldOutTokens
+timeline.jsonl: TimelineSpan  samples.jsonl: SampleRecord  eval_samples.jsonl: EvalSample  tokens.json: HeldOutTokens
 
 The keys in a file are the fields of its type, in their order. The report checks the values with
-`json_lines.validated`. The type of metrics.jsonl, whose keys differ between runs, is in `metrics_file.py`.
+`json_lines.validated`. The type of metrics.jsonl, whose keys differ between runs, is `MetricsLine`.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, Validat
 #: the parts of a job that have a lane in the timeline, in the order of the page
 Lane = Literal["rollout", "teacher", "trainer", "weights"]
 LANES: tuple[Lane, ...] = get_args(Lane)
-#: the first word of `Span.what` while the trainer waits
+#: the first word of `TimelineSpan.what` while the trainer waits
 WAIT = "wait"
 #: the number of characters that are kept: the last ones of a prompt, the first ones of a completion
 CHARACTERS = 4000
@@ -32,7 +32,7 @@ def _not_before_start(stop: float, span: ValidationInfo) -> float:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """A span of work on the timeline.
 
     step: the optimizer step to which the work belongs.
@@ -62,7 +62,7 @@ class SampleToken:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleRecord:
     """A completion on which a step was trained.
 
     length: the number of tokens of the completion. `tokens` may contain only the first of them.
@@ -127,7 +127,7 @@ class EvalSample:
     reference: the completion in the document; None for a prompt alone.
     tokens: the number of tokens of the full completion.
     images: the first ones of the prompt. image_count: the number of all of them.
-    reward, reward_parts: of eval.prompts.reward, as in `Sample`.
+    reward, reward_parts: of eval.prompts.reward, as in `SampleRecord`.
     """
 
     step: NonNegativeInt
@@ -179,7 +179,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Document:
+class HeldOutDocument:
     """source: `file:line`. tokens: only the first one of each run of placeholders of an image.
 
     images: the first ones of the document. image_count: the number of all of them.
@@ -196,4 +196,4 @@ class HeldOutTokens:
     """Held-out documents with the predictions of teacher and student after `step` steps."""
 
     step: int
-    documents: list[Document]
+    documents: list[HeldOutDocument]

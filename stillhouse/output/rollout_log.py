@@ -16,7 +16,7 @@ from typing import Protocol, Self
 
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import LineFile
-from stillhouse.output.records import CHARACTERS, WAIT, Lane, Sample, Span
+from stillhouse.output.records import CHARACTERS, WAIT, Lane, SampleRecord, TimelineSpan
 
 TOKENS = 512  # the maximum number of tokens of a sample
 OTHER = "other work"  # the trainer's spans between those that have a name
@@ -47,13 +47,13 @@ class RolloutLog:
 
     def __init__(self, folder: RunFolder | None, step: int, clock: Clock):
         self._samples = None if folder is None else LineFile(folder.samples, step)
-        self.timeline = Timeline(clock, None if folder is None else LineFile(folder.timeline, step))
+        self.timeline = WorkTimeline(clock, None if folder is None else LineFile(folder.timeline, step))
 
-    def write(self, samples: Sequence[Sample] = ()) -> None:
+    def write(self, samples: Sequence[SampleRecord] = ()) -> None:
         """Write the spans that have been added so far, and the samples, shortened."""
         self.timeline.write()
         if self._samples is not None and samples:
-            self._samples.append([_shortened(sample) for sample in samples])
+            self._samples.append([_bounded(sample) for sample in samples])
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +72,7 @@ class RolloutLog:
                 self._samples.close()
 
 
-class Timeline:
+class WorkTimeline:
     """Collects the spans of work, in seconds of the run; may be used from several threads.
 
     The clock is the host's, so the time of a GPU's work belongs to the span that waits for the GPU.
@@ -81,7 +81,7 @@ class Timeline:
     def __init__(self, clock: Clock, file: LineFile | None = None):
         self._clock, self._file = clock, file
         self._lock = threading.Lock()
-        self._unwritten: list[Span] = []
+        self._unwritten: list[TimelineSpan] = []
         self._step, self._began = 0, 0.0
         self._trainer: list[tuple[str, float, float]] = []  # the trainer's spans of the current step
 
@@ -93,7 +93,7 @@ class Timeline:
         """Add a span in seconds of the run. step: the optimizer step to which the work belongs."""
         with self._lock:
             if self._file is not None:
-                self._unwritten.append(Span(step, lane, what, round(start, 4), round(stop, 4)))
+                self._unwritten.append(TimelineSpan(step, lane, what, round(start, 4), round(stop, 4)))
 
     def add_monotonic(self, step: int, lane: Lane, what: str, start: float, stop: float) -> None:
         """As `add`, in seconds of `time.monotonic`."""
@@ -144,7 +144,7 @@ class Timeline:
             self._file.close()
 
 
-def _shortened(sample: Sample) -> Sample:
+def _bounded(sample: SampleRecord) -> SampleRecord:
     """Shorten a sample for the file. Numbers that are not finite become None, because JSON cannot represent them."""
     return replace(
         sample,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from stillhouse.config import ConfigError
 from stillhouse.libraries import reading
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.metrics_file import parse_metrics
+from stillhouse.output.json_lines import parse_metrics
 from stillhouse.output.progress import Progress
 from stillhouse.output.trackers import TrackedRun, Tracker
 from stillhouse.registry import load

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
-from stillhouse.output.metrics import LENGTH, TOTAL, Metric, table
-from stillhouse.output.metrics_file import MetricsLine
+from stillhouse.output.json_lines import MetricsLine
+from stillhouse.output.metrics import LENGTH, TOTAL, Metric, metric_table
 from stillhouse.report.run_files import Run
 
 POINTS = 2000  # the maximum number of points of a series; a longer series keeps the extremes of each section
@@ -85,7 +85,7 @@ def _without_unused_sides(chart: Chart, series: list[Series]) -> tuple[Chart, li
 
 def _charts(runs: Sequence[Run]) -> list[Chart]:
     """The charts of all known metrics, in the order of their table, and of the runs' unknown metrics."""
-    matches: dict[Metric, list[tuple[str, ...]]] = {metric: [] for metric in table()}
+    matches: dict[Metric, list[tuple[str, ...]]] = {metric: [] for metric in metric_table()}
     charts, unknown = dict[tuple[str, str], Chart](), list[Chart]()
     keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values)
     for key in sorted(keys, key=lambda key: LENGTH in key):

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from stillhouse.display import escaped
-from stillhouse.output.metrics import LENGTH, TASK, described
+from stillhouse.output.metrics import LENGTH, TASK, known_metric
 from stillhouse.report.curves import Drawing, draw
 from stillhouse.report.run_files import Run, read_run
 from stillhouse.report.shown_completions import (
@@ -181,7 +181,7 @@ def objective(run: Run) -> str:
 
 
 def _figure(runs: Sequence[Run], key: str) -> Figure:
-    metric = described(key)
+    metric = known_metric(key)
     return Figure(metric.title, metric.unit, _change(runs, key, percent=metric.percent))
 
 

@@ -16,9 +16,8 @@ from typing import Any
 from stillhouse.config import ConfigError
 from stillhouse.config.yaml_text import read_yaml
 from stillhouse.libraries import reading
-from stillhouse.output.json_lines import read_object, read_objects, validated
-from stillhouse.output.metrics_file import MetricsLine, read_metrics
-from stillhouse.output.records import EvalSample, HeldOutTokens, Sample, Span
+from stillhouse.output.json_lines import MetricsLine, read_metrics, read_object, read_objects, validated
+from stillhouse.output.records import EvalSample, HeldOutTokens, SampleRecord, TimelineSpan
 
 METRICS = "metrics.jsonl"
 #: the other files; for each file, what the page cannot show if the file is missing
@@ -49,8 +48,8 @@ class Rollouts:
     staleness: for each staleness, the number of the student's completions in the file.
     """
 
-    spans: list[Span]
-    samples: dict[int, list[Sample]]
+    spans: list[TimelineSpan]
+    samples: dict[int, list[SampleRecord]]
     sampled_steps: int
     staleness: dict[int, int]
 
@@ -142,14 +141,15 @@ def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts:
-    spans = (validated(Span, value, where) for where, _, value in read_objects(folder / "timeline.jsonl", notes))
+    lines = read_objects(folder / "timeline.jsonl", notes)
+    spans = (validated(TimelineSpan, value, where) for where, _, value in lines)
     last_spans = list(deque(spans, maxlen=SPANS))
     path = folder / "samples.jsonl"
     places: dict[int, list[tuple[str, int, int]]] = {}  # by step, for each sample: line, offset, number of tokens
     staleness = Counter[int]()
     for where, offset, value in read_objects(path, notes):
         tokens = value.get("tokens")
-        sample = validated(Sample, value | {"tokens": []} if isinstance(tokens, list) else value, where)
+        sample = validated(SampleRecord, value | {"tokens": []} if isinstance(tokens, list) else value, where)
         places.setdefault(sample.step, []).append((where, offset, len(tokens or [])))
         if sample.source == "student":
             staleness[sample.staleness] += 1
@@ -164,10 +164,10 @@ def first_samples(samples: Sequence[tuple[str, int, int]]) -> list[tuple[str, in
     return [(where, offset) for (where, offset, _), total in zip(samples, totals, strict=True) if total <= TOKENS]
 
 
-def _sample_at(path: Path, where: str, offset: int) -> Sample:
+def _sample_at(path: Path, where: str, offset: int) -> SampleRecord:
     with path.open("rb") as file:
         file.seek(offset)
-        return validated(Sample, json.loads(file.readline()), where)
+        return validated(SampleRecord, json.loads(file.readline()), where)
 
 
 def shown_steps(tokens: dict[int, int]) -> list[int]:

@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stillhouse.output.records import Document, EvalSample, HeldOutTokens, Sample, SampleToken, Token
+from stillhouse.output.records import EvalSample, HeldOutDocument, HeldOutTokens, SampleRecord, SampleToken, Token
 
 STALEST = 12  # this and larger values of staleness are counted together
 EVALUATIONS = 6  # the number of completions of a held-out prompt that are visible at first; the others are folded
@@ -42,7 +42,7 @@ class Prompt:
     folded: list[EvalSample]
 
 
-def shown_step(step: int, samples: Sequence[Sample]) -> ShownStep:
+def shown_step(step: int, samples: Sequence[SampleRecord]) -> ShownStep:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     targets = [token for sample in samples for token in sample.tokens if token.target]
     divergences = [token.divergence for token in targets if token.divergence is not None]
@@ -55,7 +55,7 @@ def shown_step(step: int, samples: Sequence[Sample]) -> ShownStep:
     return ShownStep(step, ", ".join(facts), [_sample(sample) for sample in samples])
 
 
-def _sample(sample: Sample) -> ShownSample:
+def _sample(sample: SampleRecord) -> ShownSample:
     before = [None, *(token.version for token in sample.tokens)]
     tokens = [
         (token, _title(token), version is not None and token.version not in (None, version))
@@ -138,7 +138,7 @@ def pieces(text: str) -> list[tuple[str, str]]:
     return [part for part in parts if part != ("", "")]
 
 
-def mean_kl(document: Document) -> float | None:
+def mean_kl(document: HeldOutDocument) -> float | None:
     """Return the mean KL of the targets in nats per token; None if no target has a KL."""
     divergences = [token.kl for token in document.tokens if token.target and token.kl is not None]
     return sum(divergences) / len(divergences) if divergences else None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stillhouse.display import escaped
-from stillhouse.output.records import LANES, WAIT, Span
+from stillhouse.output.records import LANES, WAIT, TimelineSpan
 
 STEPS = 12  # the number of the trainer's steps that are shown
 ROWS = 8  # the maximum number of rows of a lane; if more spans overlap in time, their boxes overlap
@@ -59,7 +59,7 @@ class Timeline:
     ticks: list[tuple[float, str]]
 
 
-def timeline(spans: Sequence[Span]) -> Timeline | None:
+def timeline(spans: Sequence[TimelineSpan]) -> Timeline | None:
     """Return the timeline of the trainer's last steps, or of the last steps of all lanes if there is no trainer."""
     step_spans = [span for span in spans if span.lane == "trainer"] or list(spans)
     shown = sorted({span.step for span in step_spans})[-STEPS:]
@@ -83,7 +83,7 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
     return Timeline(shown[0], shown[-1], start, seconds, waiting, lanes, marks, _ticks(seconds))
 
 
-def _lane(name: str, spans: list[Span], start: float, seconds: float) -> Lane:
+def _lane(name: str, spans: list[TimelineSpan], start: float, seconds: float) -> Lane:
     boxes: list[Box] = []
     free_at: list[float] = []  # for each row, the end of its last span
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
@@ -124,20 +124,20 @@ def _percentages(parts: dict[str, float], total: float) -> list[tuple[str, int]]
     return list(whole.items())
 
 
-def _waits(spans: Sequence[Span]) -> list[Span]:
+def _waits(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
     return [span for span in spans if span.what.startswith(WAIT)]
 
 
-def _whole_steps(spans: Sequence[Span]) -> list[Span]:
+def _whole_steps(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
     """Join the spans of each step. Evaluations and checkpoints are between steps, so they are not included."""
-    steps = dict[int, Span]()
+    steps = dict[int, TimelineSpan]()
     for span in spans:
         step = steps.get(span.step, span)
         steps[span.step] = replace(span, start=min(step.start, span.start), stop=max(step.stop, span.stop))
     return list(steps.values())
 
 
-def _covered(spans: list[Span], start: float) -> float:
+def _covered(spans: list[TimelineSpan], start: float) -> float:
     """Return how many seconds after `start` are covered by at least one span."""
     covered, until = 0.0, start
     for span in sorted(spans, key=lambda span: span.start):

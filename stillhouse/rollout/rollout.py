@@ -11,7 +11,7 @@ from typing import Protocol
 from stillhouse.config import RolloutConfig
 from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
-from stillhouse.output.rollout_log import Timeline
+from stillhouse.output.rollout_log import WorkTimeline
 from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, watchdog
 from stillhouse.parallel.ranks import Shared
 from stillhouse.preemption import OverdueError
@@ -67,7 +67,7 @@ class Rollout:
         self._ranks, self._taken = self.student.ranks, dict[int, list[Sample]]()
         self._is_alone = self._ranks.size == 1
 
-    def take(self, step: int, timeline: Timeline) -> list[Sample]:
+    def take(self, step: int, timeline: WorkTimeline) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks.
 
         Before, the engine gets the weights of this step and the requests that are due. Except under async, the
@@ -94,7 +94,7 @@ class Rollout:
                     queue.collect()
         return self._taken[step]
 
-    def micro_batches(self, steps: Iterable[int], timeline: Timeline) -> Iterator[ShardedMicroBatches | None]:
+    def micro_batches(self, steps: Iterable[int], timeline: WorkTimeline) -> Iterator[ShardedMicroBatches | None]:
         """Yield this process's part of each step, on its samples and on the dataset's completions.
 
         For a later step than the one of the last `take`, it yields None until the step's samples are finished. Only
@@ -137,7 +137,7 @@ class Rollout:
         except (ServerError, OverdueError) as error:
             raise SignalsLostError(str(error)) from error
 
-    def _update_weights(self, step: int, timeline: Timeline) -> None:
+    def _update_weights(self, step: int, timeline: WorkTimeline) -> None:
         """Give the weights of this step to the engine, if the student generates."""
         if self.served is not None:
             with timeline.trainer(f"publish version {step}", step + 1, "weights"):
@@ -154,7 +154,7 @@ class Rollout:
             if self.engine is not None:
                 self.engine.update_weights(step, None)
 
-    def _take(self, step: int, timeline: Timeline) -> None:
+    def _take(self, step: int, timeline: WorkTimeline) -> None:
         """Wait for the samples of a step and for their rewards."""
         samples: list[Sample] = []
         with self.shared() as shared:
@@ -172,7 +172,7 @@ class Rollout:
             require_versions(samples, step, self.rollouts[0].max_staleness)
         self._taken[step] = samples
 
-    def _take_early(self, step: int, timeline: Timeline) -> bool:
+    def _take_early(self, step: int, timeline: WorkTimeline) -> bool:
         """Take the samples of a later step if they are finished; returns whether they are."""
         if self.rollouts[0].schedule != "two_step_off":
             return False

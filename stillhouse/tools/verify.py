@@ -18,7 +18,7 @@ from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.folder import RunFolder, require_intact_model
-from stillhouse.output.metrics_file import MetricsLine, read_metrics
+from stillhouse.output.json_lines import MetricsLine, read_metrics
 from stillhouse.output.progress import Progress, read_state
 
 

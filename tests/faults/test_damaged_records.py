@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kit.report_runs import EVAL_SAMPLE, Page, make_on_policy_run, make_run
 
-from stillhouse.output.metrics_file import read_metrics
+from stillhouse.output.json_lines import read_metrics
 from stillhouse.report.page import write_report
 from stillhouse.report.run_files import OPTIONAL_FILES, read_run
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.records import Sample, SampleToken
-from stillhouse.output.rollout_log import RolloutLog, Timeline
+from stillhouse.output.records import SampleRecord, SampleToken
+from stillhouse.output.rollout_log import RolloutLog, WorkTimeline
 
 HOSTILE = 'if a < b && b > c:</script><b id="injected">\n\treturn "x"  # <!-- \u2028 &amp; \'quoted\'\x00'
 
@@ -197,7 +197,7 @@ def task_values(step, steps) -> dict:
     return {"eval/exact_match/gsm8k": 0.1 + 0.5 * step / steps, "eval/exact_match/math": 0.02 + 0.2 * step / steps}
 
 
-def add_step(timeline: Timeline, step, rng) -> None:
+def add_step(timeline: WorkTimeline, step, rng) -> None:
     """A step of 4 seconds: completions of the next steps are written while this one is trained."""
     start = 4.0 * (step - 1)
     for ahead, begin in ((1, 0.2), (2, 1.1), (2, 1.4)):
@@ -211,7 +211,7 @@ def add_step(timeline: Timeline, step, rng) -> None:
     timeline.add(step, "weights", f"publish <version {step}>", start + 3.8, start + 4.3)
 
 
-def make_sample(text: str, step, rng, **changes) -> Sample:
+def make_sample(text: str, step, rng, **changes) -> SampleRecord:
     tokens = [
         SampleToken(token["text"], token["kl"] if index else None, step - 2 + (index > 20), index % 9 != 8)
         for index, token in enumerate(token_entries(text, rng))
@@ -221,4 +221,4 @@ def make_sample(text: str, step, rng, **changes) -> Sample:
         "prompt": f"Write a function.\n{HOSTILE}\n", "completion": text, "tokens": tokens, "reward": rng.random(),
         "advantage": rng.gauss(0, 1), "finish": "stop", "source": "student", "staleness": step % 3,
     }  # fmt: skip
-    return Sample(**values | changes)
+    return SampleRecord(**values | changes)

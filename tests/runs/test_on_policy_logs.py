@@ -15,7 +15,7 @@ from kit.ranks import run_ranks
 from kit.runs import metrics, run
 
 from stillhouse.loops.callbacks import EvaluationContext
-from stillhouse.output.records import Span
+from stillhouse.output.records import TimelineSpan
 from stillhouse.report.timeline import timeline
 from stillhouse.run.run import distill
 
@@ -64,7 +64,7 @@ def test_console_timeline_and_metrics_count_the_same_seconds(tmp_path: Path, sch
     last = lines[max(lines)]
     (printed,) = re.findall(rf"^step {last['step']}/.* waiting (\d+)%, .* left", shown, re.MULTILINE)
     assert int(printed) == round(100 * last["speed/waiting"])
-    drawn = timeline([Span(**span) for span in spans])
+    drawn = timeline([TimelineSpan(**span) for span in spans])
     assert drawn is not None
     weighted = sum(line["speed/waiting"] * line["speed/step_seconds"] for line in lines.values())
     assert drawn.waiting == pytest.approx(

@@ -310,9 +310,9 @@ class _Wandb(BaseHTTPRequestHandler):
 
 
 def _log_online(folder: str, port: int) -> None:
-    from stillhouse.output.trackers import wandb
+    from stillhouse.output import trackers
 
-    wandb.SECONDS = 2.0
+    trackers.WANDB_SECONDS = 2.0
     proxies = [name for name in os.environ if name.lower().endswith("_proxy")]
     for name in ("WANDB_MODE", *proxies):
         os.environ.pop(name, None)

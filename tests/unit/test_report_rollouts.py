@@ -13,7 +13,7 @@ import pytest
 from kit.report_runs import HOSTILE, TEXT, Page, make_on_policy_run, make_sample
 
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.records import Span
+from stillhouse.output.records import TimelineSpan
 from stillhouse.output.rollout_log import RolloutLog
 from stillhouse.report import run_files, timeline
 from stillhouse.report.page import ASSETS, write_report
@@ -77,7 +77,7 @@ def test_the_timeline_shows_the_last_steps_and_who_waited(run_dir):
 
 
 def span(start, stop, step=1, lane="rollout", what="generate"):
-    return Span(step=step, lane=lane, what=what, start=start, stop=stop)
+    return TimelineSpan(step=step, lane=lane, what=what, start=start, stop=stop)
 
 
 def test_work_at_the_same_time_is_in_rows_and_counts_once():

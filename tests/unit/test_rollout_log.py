@@ -8,17 +8,17 @@ from threading import Thread
 import pytest
 
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.records import CHARACTERS, Sample, SampleToken
+from stillhouse.output.records import CHARACTERS, SampleRecord, SampleToken
 from stillhouse.output.rollout_log import TOKENS, RolloutLog
 
 
-def sample(**changes) -> Sample:
+def sample(**changes) -> SampleRecord:
     values = {
         "step": 4, "prompt": "1+1=", "completion": "2", "length": 1,
         "tokens": [SampleToken("2", 0.25, 3, True)], "reward": 1.0,
         "advantage": -0.5, "finish": "stop", "source": "student", "staleness": 1,
     }  # fmt: skip
-    return Sample(**values | changes)
+    return SampleRecord(**values | changes)
 
 
 def lines(path: Path) -> list[dict]:
