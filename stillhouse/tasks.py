@@ -171,8 +171,4 @@ class Task:
     write: Callable[[RandomNumbers, int], tuple[str, str]]
 
 
-TASKS = {
-    "sums": Task((2, 6), _sum),
-    "reversal": Task((2, 12), _reversal),
-    "brackets": Task((2, 12), _brackets),
-}
+TASKS = {"sums": Task((2, 6), _sum), "reversal": Task((2, 12), _reversal), "brackets": Task((2, 12), _brackets)}

@@ -40,10 +40,7 @@ OUT_OF_MEMORY = (
 )
 LOST_CONTACT = "lost contact with another rank, which has ended or hangs and may have printed an error of its own"
 #: other tools' names of our commands
-_OTHER_NAMES = dict.fromkeys(("train", "run", "sft", "gkd"), "distill") | {
-    "eval": "evaluate",
-    "vllm-serve": "serve",
-}
+_OTHER_NAMES = dict.fromkeys(("train", "run", "sft", "gkd"), "distill") | {"eval": "evaluate", "vllm-serve": "serve"}
 RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
 
 

@@ -17,12 +17,7 @@ from stillhouse.tasks import TASKS, TaskSpec, problem
 )
 @click.option("--lengths", metavar="A:B", help="Shortest and longest problem. [default: the task's usual range]")
 @click.option("--held-out", is_flag=True, help="Problems of the held-out split, such as for data.eval.")
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    required=True,
-    help="A new JSONL file.",
-)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A new JSONL file.")
 def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: bool, out: Path) -> None:
     """Write problems whose answers can be verified.
 

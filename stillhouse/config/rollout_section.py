@@ -6,15 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from stillhouse.config.reward_sum import RewardText
-from stillhouse.config.section import (
-    FunctionPath,
-    FunctionPaths,
-    PathText,
-    Section,
-    Text,
-    Urls,
-    text_list,
-)
+from stillhouse.config.section import FunctionPath, FunctionPaths, PathText, Section, Text, Urls, text_list
 from stillhouse.config.servers import EngineName, RewardTokens, VariableName
 
 

@@ -124,11 +124,9 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         match = re.fullmatch(_GRAMMAR, self.layers)
         assert match is not None
         k = int(self.layers.partition(" ")[2])
-        return {
-            "every": list(range(0, count, k)),
-            "first": list(range(k)),
-            "last": list(range(count - k, count)),
-        }[match[1]]
+        return {"every": list(range(0, count, k)), "first": list(range(k)), "last": list(range(count - k, count))}[
+            match[1]
+        ]
 
 
 class StudentConfig(ModelConfig):

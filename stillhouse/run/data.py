@@ -20,13 +20,7 @@ from stillhouse.config import (
     TeachersConfig,
     as_config_error,
 )
-from stillhouse.data import (
-    Documents,
-    LoadOptions,
-    NoSourceError,
-    PackedSequences,
-    load_documents,
-)
+from stillhouse.data import Documents, LoadOptions, NoSourceError, PackedSequences, load_documents
 from stillhouse.data.media import MediaProcessor, find_media_processor, media_kind
 from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.data.render.prefix_templates import PrefixTemplate

@@ -13,14 +13,7 @@ from stillhouse.loops import off_policy, on_policy
 from stillhouse.loops.held_out_tokens import held_out_tokens
 from stillhouse.loops.session import Session
 from stillhouse.output.disk import atomic_folder, file_names, hashes
-from stillhouse.output.folder import (
-    HASHES,
-    RunFolder,
-    environment,
-    folder_lock,
-    init_run_dir,
-    require_intact_model,
-)
+from stillhouse.output.folder import HASHES, RunFolder, environment, folder_lock, init_run_dir, require_intact_model
 from stillhouse.output.progress import Progress, folder_name
 from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing

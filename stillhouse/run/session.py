@@ -6,25 +6,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from stillhouse.checkpoint.identity import (
-    COMPLETION_KEYS,
-    DECAY,
-    ORDER,
-    PROCESSOR,
-    RunIdentity,
-    configuration_hash,
-)
+from stillhouse.checkpoint.identity import COMPLETION_KEYS, DECAY, ORDER, PROCESSOR, RunIdentity, configuration_hash
 from stillhouse.config import EvalConfig, RolloutConfig, RunConfig, SourceConfig, as_config_error
 from stillhouse.data import DataReport, Documents, text_fingerprint, tokenizer_fingerprint
 from stillhouse.data.media import media_kind
 from stillhouse.display import escaped, name_list
 from stillhouse.engine.optimizer import stacked_vectors
-from stillhouse.engine.schedule import (
-    StepSchedule,
-    make_on_policy_schedule,
-    make_step_schedule,
-    micro_batch_capacity,
-)
+from stillhouse.engine.schedule import StepSchedule, make_on_policy_schedule, make_step_schedule, micro_batch_capacity
 from stillhouse.loops.completion_engine import samplings
 from stillhouse.loops.session import Data, Loss, Models, RolloutPlan, Schedule, Session
 from stillhouse.models import add_end_ids, eos_ids
@@ -144,10 +132,7 @@ def _schedule(data: Data, setup: RunSetup) -> tuple[Schedule, RolloutPlan | None
 
 
 def prompt_sources(
-    rollouts: Sequence[RolloutConfig],
-    sources: Sequence[SourceConfig],
-    prompts: Documents,
-    dataset: Documents | None,
+    rollouts: Sequence[RolloutConfig], sources: Sequence[SourceConfig], prompts: Documents, dataset: Documents | None
 ) -> list[PromptSource]:
     """Return the sources of an on-policy run. prompts, dataset: their documents with prompts and with completions.
 

@@ -44,10 +44,7 @@ STUDENT = _Student(
     compares_tokenizer=True,
 )
 CACHE = _Cache(
-    "cache",
-    "cache {}",
-    beside=("attention", "revision", "trust_remote_code", "dtype"),
-    compares_tokenizer=True,
+    "cache", "cache {}", beside=("attention", "revision", "trust_remote_code", "dtype"), compares_tokenizer=True
 )
 CROSS_TOKENIZER = _CrossTokenizer(
     "cross_tokenizer", "{}", needs_model=True, beside=WEIGHT_KEYS, options=("top_k",), any_tokens=True

@@ -123,10 +123,7 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
         )
     kinds = load_all("stillhouse.divergences")
     for key, loss in objective.objective.losses.items():
-        if signal.kind == "sampled" and read_objective(loss, kinds).divergence not in (
-            None,
-            forward_kl(),
-        ):
+        if signal.kind == "sampled" and read_objective(loss, kinds).divergence not in (None, forward_kl()):
             raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
     several = objective.teachers
     if several is not None and several.sum == "distributions" and not signal.is_exact:

@@ -40,12 +40,7 @@ from stillhouse.signals import (
 
 
 def teacher_of_stages(
-    models: ModelSources,
-    teacher: TeacherConfig | None,
-    layout: Layout,
-    store: SignalStore | None,
-    *,
-    head_only: bool,
+    models: ModelSources, teacher: TeacherConfig | None, layout: Layout, store: SignalStore | None, *, head_only: bool
 ) -> ModelSource | None:
     """The source of the teacher whose layers run in the student's stages, or whose head is on the last stage.
 

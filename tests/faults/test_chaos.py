@@ -39,7 +39,7 @@ SETTINGS = {
     ],
     "one_step_off, fsdp 2": ["kill"],
     "async, served, teacher served, fsdp 2": [
-        *("kill", "stop and continue", "half open", "hostile answers", "damaged weights"),
+        *("kill", "stop and continue", "half open", "hostile answers", "damaged weights")
     ],
 }
 

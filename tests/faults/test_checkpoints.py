@@ -21,11 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from stillhouse.checkpoint import integrity
 from stillhouse.checkpoint.integrity import require_covered, stored_tensors, verified
 from stillhouse.hashing import json_hash
-from stillhouse.output.progress import (
-    DamagedCheckpointError,
-    State,
-    write_state,
-)
+from stillhouse.output.progress import DamagedCheckpointError, State, write_state
 from stillhouse.tools.verify import verify
 
 
@@ -52,9 +48,7 @@ def second(resume: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("run_on_two", "damage"),
-    [("fsdp", stale), slow("fsdp", lost), slow("pipeline", lost)],
-    indirect=["run_on_two"],
+    ("run_on_two", "damage"), [("fsdp", stale), slow("fsdp", lost), slow("pipeline", lost)], indirect=["run_on_two"]
 )
 def test_a_damaged_file_of_one_rank_is_named(
     run_on_two: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], str]
@@ -337,9 +331,7 @@ def other_state(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_on_two", "rank"),
-    [("fsdp", 1), slow("fsdp", 0), slow("pipeline", 0)],
-    indirect=["run_on_two"],
+    ("run_on_two", "rank"), [("fsdp", 1), slow("fsdp", 0), slow("pipeline", 0)], indirect=["run_on_two"]
 )
 def test_damage_that_one_rank_finds_is_refused_by_all(
     run_on_two: tuple[Path, str], tmp_path: Path, rank: int

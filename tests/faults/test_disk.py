@@ -68,10 +68,7 @@ def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None] | No
 
 @pytest.mark.parametrize(
     ("processes", "hook"),
-    [
-        (1, None),
-        *(slow(*case) for case in ((1, skip_space_check), (2, skip_space_check), (2, None))),
-    ],
+    [(1, None), *(slow(*case) for case in ((1, skip_space_check), (2, skip_space_check), (2, None)))],
 )
 def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[[], None] | None) -> None:
     write_run(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9})

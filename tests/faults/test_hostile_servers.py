@@ -154,12 +154,7 @@ def npz() -> bytes:
 
 #: answers that lie, by the kind of answer (`engine_answers.py`): what is changed, and the error
 LIES: list[tuple[str, str, str, str]] = [
-    (
-        "vLLM's completion",
-        '"end": 2',
-        '"end": 1000000000000',
-        "versions of the tokens 0 to 1000000000000",
-    ),
+    ("vLLM's completion", '"end": 2', '"end": 1000000000000', "versions of the tokens 0 to 1000000000000"),
     ("vLLM's completion", '"token_ids": [5, 7]', '"token_ids": [5, 300]', "differ"),
     ("vLLM's completion", "5", "300", "the ids 7 to 300: expected 0 to 299"),
     ("vLLM's completion", "5", "99999999999", "Input should be less than 2147483648"),

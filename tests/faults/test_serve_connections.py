@@ -254,10 +254,7 @@ def test_sigterm_answers_what_was_accepted_and_refuses_what_comes_later(folder: 
     def ask(_: int) -> httpx2.Response:
         return httpx2.post(server.url + path, json=body, timeout=60)
 
-    with (
-        Server(folder, *options, hook=slow_down, hook_arguments=delay) as server,
-        ThreadPoolExecutor(4) as threads,
-    ):
+    with Server(folder, *options, hook=slow_down, hook_arguments=delay) as server, ThreadPoolExecutor(4) as threads:
         accepted = [threads.submit(ask, number) for number in range(3)]
         wait_for(lambda: f"stillhouse_held_tokens {tokens}" in server.client.get("/metrics").text)
         server.end()

@@ -98,13 +98,7 @@ def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
 
 
 @pytest.mark.parametrize(
-    ("role", "count"),
-    [
-        ("server", 200),
-        ("writer", 100),
-        slow("server", 1000),
-        slow("writer", 500),
-    ],
+    ("role", "count"), [("server", 200), ("writer", 100), slow("server", 1000), slow("writer", 500)]
 )
 def test_thousands_of_changed_bodies_are_answered_or_refused(
     request: pytest.FixtureRequest, folder: Path, tmp_path: Path, role: str, count: int

@@ -130,10 +130,7 @@ BEFORE_TRAINING = {
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [
-        ("loading", "SIGTERM"),
-        *(slow(where, "SIGINT") for where in ("preparing", "first evaluation")),
-    ],
+    [("loading", "SIGTERM"), *(slow(where, "SIGINT") for where in ("preparing", "first evaluation"))],
 )
 def test_a_signal_before_the_first_step_ends_the_run_at_once(whole: Path, where: str, name: str) -> None:
     out = whole / f"{where} {name}"

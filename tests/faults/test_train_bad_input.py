@@ -60,10 +60,7 @@ def put(value: float, name: str) -> Callable[[Any], None]:
 @pytest.mark.parametrize("which", ["student", "teacher"])
 @pytest.mark.parametrize(
     "name",
-    [
-        "model.layers.1.mlp.up_proj.weight",
-        *(slow(name) for name in ("lm_head.weight", "model.embed_tokens.weight")),
-    ],
+    ["model.layers.1.mlp.up_proj.weight", *(slow(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))],
 )
 def test_weights_that_are_not_finite(here: Path, which: str, name: str) -> None:
     damaged = save_model(here / "damaged", tied=False, change=put(math.nan if which == "student" else math.inf, name))

@@ -182,8 +182,7 @@ def test_only_the_adapter_moves(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("teacher", "layout"),
-    [("another", "tensor=2"), ("own base", "fsdp=2"), ("own base", "pipeline=2")],
+    ("teacher", "layout"), [("another", "tensor=2"), ("own base", "fsdp=2"), ("own base", "pipeline=2")]
 )
 def test_every_layout_gives_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -> None:
     """A run under a layout, from the start or from a checkpoint of one process, gives the same adapter."""

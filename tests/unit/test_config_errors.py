@@ -49,7 +49,7 @@ def test_a_section_of_another_tool_has_a_line_for_each_key_that_is_known(tmp_pat
     text = "trainer: {total_epochs: 3, default_local_dir: a, nnodes: {x: 1}}\noptim: {}\n"
     error = failure(file=yaml_file(tmp_path, text))
     assert [part.key for part in error.parts] == [
-        *("trainer.total_epochs", "trainer.default_local_dir", "trainer", "optim"),
+        *("trainer.total_epochs", "trainer.default_local_dir", "trainer", "optim")
     ]
     assert "nothing is known here of its nnodes.x" in str(error)
     names = ["model_name_or_path", "learning_rate", "num_train_epochs", "output_dir", "lmbda", "beta", "seed_", "lr"]
