@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.data_report import DataReport, piece_source
-from stillhouse.data.document_writer import DocumentWriter
+from stillhouse.data.data_report import DataReport, TextWarnings, TrainedEnds, piece_source
 from stillhouse.data.documents import Documents
 from stillhouse.data.media import MediaProcessor, with_media
 from stillhouse.data.media_files import MediaFile
@@ -34,13 +33,11 @@ from stillhouse.data.record import (
     kept_value,
     without_null,
 )
-from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.record_forms import template_for
-from stillhouse.data.render.teacher_media import TeacherMedia, not_read
+from stillhouse.data.render.teacher_substitutions import PrefixTemplate, TeacherMedia, not_read
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.substitutions import Substitution, piece_substitutions
-from stillhouse.data.text_warnings import TextWarnings, TrainedEnds
-from stillhouse.data.token_cache import cached_documents, entry_key
+from stillhouse.data.token_cache import DocumentWriter, cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
 _BATCH = 512  # records per call of the tokenizer

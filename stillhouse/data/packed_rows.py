@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from stillhouse.data.documents import Documents
+from stillhouse.data.media import MediaInputs
 from stillhouse.data.micro_batch import NO_LABEL, MicroBatch
 from stillhouse.data.offsets import chosen_tokens, offsets_of
-from stillhouse.data.render.media_inputs import MediaInputs
 
 
 def make_micro_batch(

@@ -3,7 +3,7 @@
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.document_loader import LoadOptions, load_documents
 from stillhouse.data.documents import Documents
-from stillhouse.data.micro_batch import MicroBatch
+from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches
 from stillhouse.data.packed_rows import make_micro_batch
 from stillhouse.data.packing import PackedMicroBatches, PackedSequences
 from stillhouse.data.read.data_source import read_records
@@ -16,7 +16,6 @@ from stillhouse.data.render.tokenizers import (
     text_fingerprint,
     tokenizer_fingerprint,
 )
-from stillhouse.data.step_micro_batches import StepMicroBatches
 from stillhouse.data.substitutions import Substitution, Substitutions
 
 __all__ = [

@@ -82,7 +82,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 parsed_json = json.JSONDecoder(object_pairs_hook=unique_keys).decode
 
 
-def describe(value: Any) -> str:
+def value_in_words(value: Any) -> str:
     """A value for an error message: its JSON type and, if it is short, the value itself."""
     if value is None:
         return "null"
@@ -104,7 +104,7 @@ def kept_value(fields: Mapping[str, Any], column: str, allowed: Collection[Any] 
     if value is None:  # Parquet stores absent values as null
         raise RecordError(f"column '{column}' is null; expected a value in every record")
     if allowed is not None and value not in allowed:
-        raise RecordError(f"column '{column}' is {describe(value)}: expected one of {name_list(allowed)}")
+        raise RecordError(f"column '{column}' is {value_in_words(value)}: expected one of {name_list(allowed)}")
     return value
 
 
@@ -112,7 +112,7 @@ def string_value(fields: Mapping[str, Any], column: str, *, may_be_empty: bool =
     """The text of a column. Raises RecordError for another type, and for a text that cannot be tokenized."""
     value = column_value(fields, column)
     if not isinstance(value, str):
-        raise RecordError(f"'{column}' must be a string, got {describe(value)}")
+        raise RecordError(f"'{column}' must be a string, got {value_in_words(value)}")
     if not value and not may_be_empty:
         raise RecordError(f"'{column}' is empty")
     require_length(len(value), f"'{column}'")

@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from stillhouse.config import RunConfig
-    from stillhouse.data.media import MediaProcessor
+    from stillhouse.data.media import MediaInputs, MediaProcessor
     from stillhouse.data.media_files import MediaFile
     from stillhouse.data.record import Record
-    from stillhouse.data.render.media_inputs import MediaInputs
     from stillhouse.engine.engine import Engine
     from stillhouse.loops.session import Data
     from stillhouse.models import Decoder

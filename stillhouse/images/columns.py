@@ -15,7 +15,7 @@ from typing import Any
 from stillhouse.data.media_files import MAX_IMAGE_BYTES, MediaFile
 from stillhouse.data.read.messages import MARK, Message, messages_of, with_parts
 from stillhouse.data.read.open_files import kind_of
-from stillhouse.data.record import Record, RecordError, describe
+from stillhouse.data.record import Record, RecordError, value_in_words
 from stillhouse.display import name_list
 
 Fields = dict[str, Any]
@@ -158,7 +158,7 @@ def _encoded(value: Any, folder: Path, name: str) -> MediaFile:
             return _from_file(value, folder)
     except RecordError as error:
         raise RecordError(f"{name} {error}") from error
-    raise RecordError(f"{name} is {describe(value)}: expected a path, bytes, or a dict with 'bytes' or 'path'")
+    raise RecordError(f"{name} is {value_in_words(value)}: expected a path, bytes, or a dict with 'bytes' or 'path'")
 
 
 def _from_base64(text: str) -> bytes:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stillhouse.config import ConfigError, RunConfig, as_config_error
 from stillhouse.config.servers import server_kinds
-from stillhouse.data.render.media_inputs import MediaInputs
+from stillhouse.data.media import MediaInputs
 from stillhouse.engine.engine import Engine
 from stillhouse.images.proof import ImageModel, WholeModel, document_positions, prove_image_model
 from stillhouse.images.staged_models import staged_models

@@ -19,9 +19,8 @@ from stillhouse.config import (
     TrainConfig,
 )
 from stillhouse.data import Documents, PackedSequences, StepMicroBatches
-from stillhouse.data.media import MediaProcessor
-from stillhouse.data.render.media_inputs import MediaInputs
-from stillhouse.data.render.teacher_media import TeacherMedia
+from stillhouse.data.media import MediaInputs, MediaProcessor
+from stillhouse.data.render.teacher_substitutions import TeacherMedia
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
 from stillhouse.models import Decoder, weight_bytes

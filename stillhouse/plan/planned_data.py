@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stillhouse.config import RunConfig, TeacherConfig
 from stillhouse.data import DataReport, Documents, PackedSequences, StepMicroBatches
-from stillhouse.data.render.media_inputs import MediaInputs
+from stillhouse.data.media import MediaInputs
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
 from stillhouse.parallel import Layout, Mesh, ShardedMicroBatches, shard_micro_batches

@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from stillhouse.config import RolloutConfig
-from stillhouse.data.sequence_order import permutation
+from stillhouse.data.packing import permutation
 
 #: the number of the first epoch's permutation (see `permutation`), of the prompts and of the dataset's documents
 _PROMPTS, _DATASET = 1, 2**31

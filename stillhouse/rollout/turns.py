@@ -14,7 +14,7 @@ from stillhouse.data.media import MEDIA, MEDIUM
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.data.render.tool_format import Call, ToolFormat
+from stillhouse.data.render.tool_format import ToolCall, ToolFormat
 from stillhouse.display import first_line
 from stillhouse.user_code.episodes import Episode
 from stillhouse.user_code.function_calls import FunctionCalls
@@ -229,7 +229,7 @@ class MessageReplies(TurnReplies):
         if reply is None:
             return []
         try:
-            ids = self._format.reply_ids(beginning(self._format.text_ids, reply.text, most), ends=reply.ends)
+            ids = self._format.reply_ids(beginning(self._format.text.ids, reply.text, most), ends=reply.ends)
         except ValueError as error:
             raise UserFunctionError(str(error)) from error
         require_no_placeholder(ids, self._placeholders, reply.text)
@@ -303,7 +303,7 @@ class ToolReplies(TurnReplies):
         ]
         return Episode(sample.number, tuple(made), tuple(reply.texts for reply in sample.replies))
 
-    def _tool_calls(self, ids_N: np.ndarray) -> list[Call]:
+    def _tool_calls(self, ids_N: np.ndarray) -> list[ToolCall]:
         """The calls that a turn makes; none if it ends with another special token than the template's marker."""
         if int(ids_N[-1]) in self._special:
             return []

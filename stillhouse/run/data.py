@@ -21,12 +21,10 @@ from stillhouse.config import (
     as_config_error,
 )
 from stillhouse.data import Documents, LoadOptions, NoSourceError, PackedSequences, load_documents
-from stillhouse.data.media import MediaProcessor, find_media_processor, media_kind
-from stillhouse.data.render.media_inputs import MediaInputs
-from stillhouse.data.render.prefix_templates import PrefixTemplate
+from stillhouse.data.media import MediaInputs, MediaProcessor, find_media_processor, media_kind
 from stillhouse.data.render.record_forms import are_conversations
 from stillhouse.data.render.reply_format import reply_format
-from stillhouse.data.render.teacher_media import TeacherMedia
+from stillhouse.data.render.teacher_substitutions import PrefixTemplate, TeacherMedia
 from stillhouse.data.render.tool_format import tool_format
 from stillhouse.data.token_cache import user_folder
 from stillhouse.hashing import json_hash

@@ -24,8 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.data import DataError, Documents
-from stillhouse.data.media import MediaProcessor, MediaTensors
-from stillhouse.data.render.media_inputs import DocumentMedia
+from stillhouse.data.media import DocumentMedia, MediaProcessor, MediaTensors
 from stillhouse.hashing import json_hash
 from stillhouse.images.decode import MAX_PIXELS, pixel_count
 from stillhouse.images.processor import ImageProcessor

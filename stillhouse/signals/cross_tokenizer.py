@@ -38,8 +38,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents, tokenizer_fingerprint
+from stillhouse.data.media import MediaInputs
 from stillhouse.data.render.alignment import ABSENT, Aligner, Span
-from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
 from stillhouse.objective.signals import Tail
 from stillhouse.signals.local_model_store import LocalModelStore

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import Documents
-from stillhouse.data.media import MediaProcessor
-from stillhouse.data.render.media_inputs import MediaInputs
+from stillhouse.data.media import MediaInputs, MediaProcessor
 from stillhouse.models import Decoder, check_document_length
 from stillhouse.parallel import single_process_runner
 from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_media_inputs

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
-from stillhouse.data.media import MEDIA, MediaProcessor, media_kind
-from stillhouse.data.render.media_inputs import MediaInputs
+from stillhouse.data.media import MEDIA, MediaInputs, MediaProcessor, media_kind
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.models.document_packing import ROWS
 from stillhouse.objective import OutputHead

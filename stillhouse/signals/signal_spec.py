@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data.render.media_inputs import DocumentMedia
+from stillhouse.data.media import DocumentMedia
 from stillhouse.objective import Chosen, Sampled, Signal, TopK
 from stillhouse.objective.signals import Tail
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stillhouse.data import Documents, MicroBatch
-from stillhouse.data.render.media_inputs import MediaInputs
+from stillhouse.data.media import MediaInputs
 from stillhouse.dry_run import replaceable
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, OutputHead, Signals

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig
 from stillhouse.data import Documents
-from stillhouse.data.media import media_kind
+from stillhouse.data.media import MediaInputs, media_kind
 from stillhouse.data.packing import SINGLE
-from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.hashing import json_hash
 from stillhouse.loops.session import Data
 from stillhouse.parallel import watchdog

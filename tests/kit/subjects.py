@@ -49,8 +49,8 @@ from stillhouse.data import (
     make_micro_batch,
     tokenizer_fingerprint,
 )
+from stillhouse.data.media import MediaInputs
 from stillhouse.data.render import chat_template
-from stillhouse.data.render.media_inputs import MediaInputs
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.models import (
     Decoder,

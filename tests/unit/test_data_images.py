@@ -28,7 +28,7 @@ from stillhouse.data import (
     PackedSequences,
     make_micro_batch,
 )
-from stillhouse.data.render.media_inputs import MediaInputs
+from stillhouse.data.media import MediaInputs
 from stillhouse.images.decode import open_image
 
 

@@ -13,9 +13,8 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.data.record import RecordError
-from stillhouse.data.render.assistant_turns import ANCHOR
 from stillhouse.data.render.record_forms import template_for
-from stillhouse.data.render.templates import Encoded, Tokens
+from stillhouse.data.render.templates import ANCHOR, Encoded, Tokens
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

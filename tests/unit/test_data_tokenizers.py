@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.data import DataError, check_same_tokenizer, check_vocabulary, load_tokenizer, tokenizer_fingerprint
-from stillhouse.data.render.ordinary_text import OrdinaryText
+from stillhouse.data.render.reply_format import OrdinaryText
 from stillhouse.data.render.tokenizers import require_tokens_of_file
 from stillhouse.libraries import is_at_least
 

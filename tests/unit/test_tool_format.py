@@ -11,7 +11,7 @@ from kit.template_messages import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, e
 from kit.user_functions import Episodic
 from transformers.utils import get_json_schema
 
-from stillhouse.data.render.tool_format import UNKNOWN, Call, tool_format
+from stillhouse.data.render.tool_format import UNKNOWN, ToolCall, tool_format
 from stillhouse.rollout.turns import SampleTurns, ToolReplies, done
 from stillhouse.user_code.episodes import Episodes
 from stillhouse.user_code.tools import Tools
@@ -107,36 +107,36 @@ def test_the_tokenizers_own_response_template_is_used() -> None:
     }
     tools = tool_format(tokenizer, SCHEMAS)
     assert tools.title == "the tokenizer's response_template"
-    assert tools.calls(CALL.replace("tool_call>", "call>")) == [Call("add", {"a": 2, "b": 2})]
+    assert tools.calls(CALL.replace("tool_call>", "call>")) == [ToolCall("add", {"a": 2, "b": 2})]
 
 
 @pytest.mark.parametrize(
     ("turn", "expected"),
     [
-        (CALL, [Call("add", {"a": 2, "b": 2})]),
-        (f"I will add.\n{CALL}\n{CALL}", 2 * [Call("add", {"a": 2, "b": 2})]),
+        (CALL, [ToolCall("add", {"a": 2, "b": 2})]),
+        (f"I will add.\n{CALL}\n{CALL}", 2 * [ToolCall("add", {"a": 2, "b": 2})]),
         ("It is 4.", []),
         (f"<think>{CALL}</think>It is 4.", []),
-        ('<tool_call>{"name": "add", "arguments": {}}', [Call("add", {})]),
+        ('<tool_call>{"name": "add", "arguments": {}}', [ToolCall("add", {})]),
         (
             '<tool_call>{"name": "add", "arg</tool_call>',
-            [Call(UNKNOWN, {}, "the call cannot be parsed (json parser")],
+            [ToolCall(UNKNOWN, {}, "the call cannot be parsed (json parser")],
         ),
-        ("</tool_call> <tool_call>", [Call(UNKNOWN, {}, "the call cannot be parsed")]),
+        ("</tool_call> <tool_call>", [ToolCall(UNKNOWN, {}, "the call cannot be parsed")]),
         (
             '<tool_call>{"name": "sub"}</tool_call>',
-            [Call(UNKNOWN, {}, "there is no tool 'sub': expected add, find, echo")],
+            [ToolCall(UNKNOWN, {}, "there is no tool 'sub': expected add, find, echo")],
         ),
         (
             '<tool_call>{"name": "add", "arguments": "a"}</tool_call>',
-            [Call("add", {}, "the arguments of the call are no")],
+            [ToolCall("add", {}, "the arguments of the call are no")],
         ),
-        ('<tool_call>["add"]</tool_call>', [Call(UNKNOWN, {}, "the call has no name of a tool")]),
-        (f"<tool_call>{'[' * 100_000}</tool_call>", [Call(UNKNOWN, {}, "the call cannot be parsed (")]),
+        ('<tool_call>["add"]</tool_call>', [ToolCall(UNKNOWN, {}, "the call has no name of a tool")]),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", [ToolCall(UNKNOWN, {}, "the call cannot be parsed (")]),
     ],
     ids=range(11),
 )
-def test_calls_of_a_turn(turn: str, expected: list[Call]) -> None:
+def test_calls_of_a_turn(turn: str, expected: list[ToolCall]) -> None:
     calls = tool_format(tool_tokenizer(), SCHEMAS).calls(turn)
     assert [(call.name, call.arguments) for call in calls] == [(call.name, call.arguments) for call in expected]
     for call, of_test in zip(calls, expected, strict=True):
@@ -148,21 +148,21 @@ def test_a_model_of_gpt_oss_writes_another_header_than_its_template() -> None:
     thoughts = "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"
     turn = thoughts + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2}'
     tools = tool_format(tool_tokenizer(HARMONY), SCHEMAS)
-    assert tools.calls(turn) == [Call("add", {"a": 2})]
+    assert tools.calls(turn) == [ToolCall("add", {"a": 2})]
     assert tools.calls('<|channel|>commentary to=functions.add json<|message|>{"a"')[0].problem
 
 
 def test_arguments_in_xml_have_the_types_of_the_schema() -> None:
     tools = tool_format(tool_tokenizer(XML), SCHEMAS)
     turn = "<tool_call>\n<function=echo>\n<parameter=text>\n 75001\n\n</parameter>\n</function>\n</tool_call>"
-    assert tools.calls(turn) == [Call("echo", {"text": " 75001\n"})]
-    assert tools.calls(turn.replace("echo", "add").replace("text", "a")) == [Call("add", {"a": 75001})]
+    assert tools.calls(turn) == [ToolCall("echo", {"text": " 75001\n"})]
+    assert tools.calls(turn.replace("echo", "add").replace("text", "a")) == [ToolCall("add", {"a": 75001})]
 
 
 def test_one_call_at_a_time_where_the_template_writes_no_more() -> None:
     call = '{"name": "add", "parameters": {"a": 2}}'
     tools = tool_format(tool_tokenizer(LLAMA), SCHEMAS)
-    assert tools.calls(call) == [Call("add", {"a": 2})]
+    assert tools.calls(call) == [ToolCall("add", {"a": 2})]
     assert [bool(made.problem) for made in tools.calls(f"{call} {call}")] in ([True], [False])
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.read.messages import MASKS, OTHER_ROLES
-from stillhouse.data.record import RecordError, describe
+from stillhouse.data.record import RecordError, value_in_words
 from stillhouse.display import name_list
 
 Fields = dict[str, Any]
@@ -68,7 +68,9 @@ def foreign_columns(
 def _from_sharegpt(fields: Fields) -> Fields:
     turns = fields.get("conversations")
     if not isinstance(turns, list):
-        raise RecordError(f"'conversations' must be a list of turns with 'from' and 'value', got {describe(turns)}")
+        raise RecordError(
+            f"'conversations' must be a list of turns with 'from' and 'value', got {value_in_words(turns)}"
+        )
     _require_absent(fields, "messages", "prompt", "text")
     messages = [_turn(number, turn) for number, turn in enumerate(turns, start=1)]
     system = _system(fields)
@@ -80,14 +82,14 @@ def _from_sharegpt(fields: Fields) -> Fields:
 def _turn(number: int, turn: Any) -> Fields:
     where = f"turn {number} of 'conversations'"
     if not isinstance(turn, dict):
-        raise RecordError(f"{where} must have 'from' and 'value', found {describe(turn)}")
+        raise RecordError(f"{where} must have 'from' and 'value', found {value_in_words(turn)}")
     if not {"from", "value"} <= set(turn):
         hint = "; 'role' and 'content' belong in a column 'messages'" if "role" in turn else ""
         raise RecordError(f"{where} must have 'from' and 'value', found {name_list(turn)}{hint}")
     if not isinstance(turn["from"], str) or turn["from"] not in ROLES:
-        raise RecordError(f"'from' of {where} is {describe(turn['from'])}: expected one of {name_list(ROLES)}")
+        raise RecordError(f"'from' of {where} is {value_in_words(turn['from'])}: expected one of {name_list(ROLES)}")
     if not isinstance(turn["value"], str):
-        raise RecordError(f"'value' of {where} must be a string, got {describe(turn['value'])}")
+        raise RecordError(f"'value' of {where} must be a string, got {value_in_words(turn['value'])}")
     role = ROLES[turn["from"]]
     # keep these marks, for which the template raises an error
     masks = {key: turn[key] for key in MASKS if turn.get(key) not in (None, 1)} if role == "assistant" else {}
@@ -97,7 +99,7 @@ def _turn(number: int, turn: Any) -> Fields:
 def _system(fields: Fields) -> list[Fields]:
     text = fields.get("system") or ""
     if not isinstance(text, str):
-        raise RecordError(f"'system' must be a string, got {describe(text)}")
+        raise RecordError(f"'system' must be a string, got {value_in_words(text)}")
     return [{"role": "system", "content": text}] if text else []
 
 
@@ -111,7 +113,7 @@ def _alpaca(fields: Fields) -> tuple[str, str, str | None]:
         values["output"] = fields["output"]
     for name, value in values.items():
         if not isinstance(value, str):
-            raise RecordError(f"'{name}' must be a string, got {describe(value)}")
+            raise RecordError(f"'{name}' must be a string, got {value_in_words(value)}")
     if not values["instruction"]:
         raise RecordError("'instruction' is empty")
     if values.get("output") == "":

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from stillhouse.data.record import RecordError, column_value, describe, parsed_json
+from stillhouse.data.record import RecordError, column_value, parsed_json, value_in_words
 from stillhouse.display import first_line, name_list
 
 Message = dict[str, Any]
@@ -37,7 +37,7 @@ def messages_of(fields: dict[str, Any], column: str) -> list[Message]:
     """The messages of a column, without null keys. Raises RecordError if the messages are invalid."""
     value = column_value(fields, column)
     if not isinstance(value, list):
-        raise RecordError(f"'{column}' must be a list of messages, got {describe(value)}")
+        raise RecordError(f"'{column}' must be a list of messages, got {value_in_words(value)}")
     if not value:
         raise RecordError(f"'{column}' is empty")
     return [_message(message, f"message {number} of '{column}'") for number, message in enumerate(value, start=1)]
@@ -45,7 +45,7 @@ def messages_of(fields: dict[str, Any], column: str) -> list[Message]:
 
 def _message(message: Any, name: str) -> Message:
     if not isinstance(message, dict):
-        raise RecordError(f"{name} must be an object with 'role' and 'content', got {describe(message)}")
+        raise RecordError(f"{name} must be an object with 'role' and 'content', got {value_in_words(message)}")
     message = {key: value for key, value in message.items() if value is not None}  # Parquet adds absent keys as null
     for key in ("role", "content"):
         if key == "content" and (message.get("tool_calls") or message.get("function_call")):
@@ -58,7 +58,7 @@ def _message(message: Any, name: str) -> Message:
                 message = with_joined_parts(message)
         elif not isinstance(message[key], str):
             expected = "a string" if key == "role" else "a string or a list of parts"
-            raise RecordError(f"'{key}' of {name} must be {expected}, got {describe(message[key])}")
+            raise RecordError(f"'{key}' of {name} must be {expected}, got {value_in_words(message[key])}")
     if expected := _expected_role(message["role"]):
         raise RecordError(f"'role' of {name} is {message['role']!r}: expected {expected!r} (system, user, assistant)")
     for number, call in enumerate(_calls(message), start=1):
@@ -67,7 +67,7 @@ def _message(message: Any, name: str) -> Message:
         except (ValueError, RecursionError) as error:
             raise RecordError(
                 f"'arguments' of call {number} of {name} is a string, but not the JSON of an object "
-                f"({first_line(error)}), got {describe(call['arguments'])}"
+                f"({first_line(error)}), got {value_in_words(call['arguments'])}"
             ) from error
     return message
 
@@ -88,7 +88,7 @@ def _parsed(arguments: Any) -> Any:
     if isinstance(arguments, str):
         arguments = parsed_json(arguments) if arguments.strip() else None
         if arguments is not None and not isinstance(arguments, dict):
-            raise ValueError(f"it is {describe(arguments)}")
+            raise ValueError(f"it is {value_in_words(arguments)}")
     return {} if arguments is None else arguments
 
 
@@ -125,7 +125,7 @@ def _parts(parts: list[Any], name: str) -> list[dict[str, Any]]:
 def _part(part: Any, name: str) -> dict[str, Any]:
     """A part with the keys `type` and `text`, or `type` and, if it has a value, `image`."""
     if not isinstance(part, dict):
-        raise RecordError(f"{name} must be an object with 'type', got {describe(part)}")
+        raise RecordError(f"{name} must be an object with 'type', got {value_in_words(part)}")
     part = {key: value for key, value in part.items() if value is not None}  # Parquet adds absent keys as null
     kind = part.get("type")
     other = next((key for key in (_IMAGE_KEYS if kind == "text" else ("text",)) if part.get(key)), None)
@@ -133,10 +133,10 @@ def _part(part: Any, name: str) -> dict[str, Any]:
         raise RecordError(f"{name} has the type {kind!r} and '{other}': expected two parts")
     if kind == "text":
         if not isinstance(part.get("text"), str):
-            raise RecordError(f"'text' of {name} must be a string, got {describe(part.get('text'))}")
+            raise RecordError(f"'text' of {name} must be a string, got {value_in_words(part.get('text'))}")
         return {"type": "text", "text": part["text"]}
     if kind not in ("image", "image_url"):
-        raise RecordError(f"'type' of {name} is {describe(kind)}: expected 'text' or 'image'")
+        raise RecordError(f"'type' of {name} is {value_in_words(kind)}: expected 'text' or 'image'")
     values = {key: part[key] for key in _IMAGE_KEYS if key in part}
     if len(values) > 1:
         raise RecordError(f"{name} has {name_list(values)}: expected one of them")
@@ -188,8 +188,8 @@ def require_targets(messages: list[Message], column: str) -> None:
         mask = next((key for key in MASKS if message.get(key, 1) != 1), None)
         if mask is not None and message["role"] == "assistant":
             raise RecordError(
-                f"'{mask}' of message {number} of '{column}' is {describe(message[mask])}, but every turn of the "
-                "assistant is a target with the weight 1: expected 'prompt' and 'completion' as two lists of "
+                f"'{mask}' of message {number} of '{column}' is {value_in_words(message[mask])}, but every turn of "
+                "the assistant is a target with the weight 1: expected 'prompt' and 'completion' as two lists of "
                 "messages, or records without such turns"
             )
 
@@ -204,13 +204,13 @@ def tools_of(fields: dict[str, Any]) -> Tools:
             tools = parsed_json(tools)
         except (ValueError, RecursionError) as error:
             raise RecordError(
-                f"'tools' is a string, but not JSON ({first_line(error)}), got {describe(value)}"
+                f"'tools' is a string, but not JSON ({first_line(error)}), got {value_in_words(value)}"
             ) from error
     if tools is not None and not isinstance(tools, list):
-        raise RecordError(f"'tools' must be a list of objects, or the JSON of one, got {describe(value)}")
+        raise RecordError(f"'tools' must be a list of objects, or the JSON of one, got {value_in_words(value)}")
     for number, tool in enumerate(tools or [], start=1):
         if not isinstance(tool, dict):
-            raise RecordError(f"tool {number} of 'tools' must be an object, got {describe(tool)}")
+            raise RecordError(f"tool {number} of 'tools' must be an object, got {value_in_words(tool)}")
     return tools or None
 
 
@@ -222,7 +222,7 @@ def require_among(tools: list[dict[str, Any]], tools_in_run: Sequence[dict[str, 
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or name not in parameters:
             raise RecordError(
-                f"'tools' has {describe(name)}, which is not in rollout.tools: expected {name_list(parameters)}"
+                f"'tools' has {value_in_words(name)}, which is not in rollout.tools: expected {name_list(parameters)}"
             )
         (names, _), (names_of_run, required_of_run) = _parameters({"function": function}), parameters[name]
         if not required_of_run <= names <= names_of_run:

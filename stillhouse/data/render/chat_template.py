@@ -35,14 +35,13 @@ from stillhouse.data.record import (
     TemplateLimitError,
     TemplateSyntaxError,
     column_value,
-    describe,
     require_encodable,
     require_length,
+    value_in_words,
 )
-from stillhouse.data.render.assistant_turns import ANCHOR, Span
 from stillhouse.data.render.conversations import Conversations
 from stillhouse.data.render.isolated_process import IsolatedJson, LimitError
-from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets, Template
+from stillhouse.data.render.templates import ANCHOR, BosFrom, Encoded, Rendered, Span, Targets, Template
 from stillhouse.data.render.tokenizers import encode, is_rendered
 from stillhouse.data.render.written_texts import Lost, is_refused
 from stillhouse.display import name_list
@@ -202,7 +201,7 @@ class ChatTemplate(Template):
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if not messages:
-            raise RecordError(f"'{column}' has only turns of the assistant, got {describe(fields[column])}")
+            raise RecordError(f"'{column}' has only turns of the assistant, got {value_in_words(fields[column])}")
         return messages
 
     def _example(self, message: Message) -> str:

@@ -1,23 +1,32 @@
-"""Renders conversations as text with a chat template. A chat template is untrusted code that comes with a model.
+"""Renders conversations as text with a chat template, and finds the assistant's turns in them.
 
-Therefore `Conversations.answer` runs in a separate process (`isolated_process.py`). Its arguments and results have
-JSON types. It returns an error of the template instead of raising it.
+A chat template is untrusted code that comes with a model. Therefore `Conversations.answer` runs in a separate process
+(`isolated_process.py`). Its arguments and results have JSON types. It returns an error of the template instead of
+raising it.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
 from textwrap import shorten
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from stillhouse.data.read.messages import Message, Tools, with_joined_parts, with_parts
+from stillhouse.data.read.messages import (
+    Message,
+    Tools,
+    text_of,
+    with_joined_parts,
+    with_parts,
+    with_text_appended,
+)
 from stillhouse.data.record import require_length
-from stillhouse.data.render.assistant_turns import Span, Turns
-from stillhouse.data.render.templates import Targets
+from stillhouse.data.render.templates import ANCHOR, Span, Targets, token_at
 from stillhouse.data.render.written_texts import Lost, is_refused, losses
 from stillhouse.display import first_line
 from stillhouse.libraries import reading
@@ -26,6 +35,157 @@ _REFUSED = "the chat template refuses the messages"
 #: the date that templates get instead of today's date: the default of Llama's templates
 DATE = datetime(2024, 7, 26)
 _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[^'"\\]*)(?P=quote)\s*\)""")
+#: the text, its target ranges, the token that ends the last turn, and the texts that are lost
+_Answer = tuple[str, list[Span], str, list[Lost]]
+
+
+@lru_cache(maxsize=8)
+def undated(template: str) -> str:
+    """Replace today's date in the template by `DATE`. Otherwise the documents would change every day: a run could not
+    be resumed, and a signal cache would not contain its documents.
+    """
+    return _ASKS_FOR_THE_DATE.sub(lambda match: repr(DATE.strftime(match["form"])), template)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Finds the assistant's turns in one conversation that a chat template rendered without marking them.
+
+    text: renders messages. If its argument `prompt` is true, the generation prompt follows the messages.
+    body: the whole conversation as text.
+    special: the tokenizer's added tokens. ends: those of them that are end-of-sequence tokens of the model.
+
+    With most templates, the text of the first n messages (and the generation prompt after them) is a prefix of the
+    text of the whole conversation. The length of this prefix is then the edge of a turn.
+
+    Templates of reasoning models drop the thoughts of all turns except the last. For them, an anchor (a unique text)
+    is appended to the content of message n. Then the first n messages are rendered, and the whole conversation. Their
+    texts after the anchor are compared: the text from the first n messages must be a prefix of the text from the
+    whole conversation. Without the anchor, the two renderings must still end with these texts. So an edge is never
+    searched in the conversation, and no text of a user can be mistaken for an edge.
+
+    Some templates end a turn with nothing but the header of the next turn (GLM: `<|user|>`, `<|observation|>`). If
+    this header begins with an end-of-sequence token of the model, the token belongs to the turn that it ends.
+
+    Two deviations are supported in turns before the last message. The generation prompt may open the thoughts of a
+    turn that has no thoughts in the whole conversation. The template may write a text after the end marker only in
+    the last turn. Every other deviation raises ValueError.
+    """
+
+    text: Callable[[list[Message], bool], str]
+    messages: list[Message]
+    body: str
+    special: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+
+    def spans(self, first: int) -> list[Span]:
+        """The characters that the assistant generates, as one range per turn, in the messages from `first` on.
+
+        A range includes the template's text between the generation prompt and the content (such as an empty thinking
+        block). It also includes the end marker of the turn, but not the white space after the marker. A turn without
+        a marker includes the end-of-sequence token with which the next turn begins.
+        """
+        spans: list[Span] = []
+        for index, message in enumerate(self.messages):
+            if message["role"] == "assistant" and index >= first:
+                start = self.edge(index, prompt=True)
+                stop = self.edge(index + 1, prompt=False)
+                if not (spans[-1][1] if spans else 0) <= start <= stop:
+                    raise self._error(index + 1, prompt=False)
+                turn = self.body[start:stop].rstrip()
+                if not turn.endswith(self.ends) and (end := token_at(self.body, self.ends, stop)):
+                    stop += len(end)
+                elif turn.endswith(self.special):
+                    stop = start + len(turn)
+                spans.append((start, stop))
+        return spans
+
+    def edge(self, count: int, *, prompt: bool) -> int:
+        """The position in the body where the first `count` messages (and the generation prompt) end."""
+        if not count:
+            raise ValueError(
+                "the conversation begins with a turn of the assistant: a chat template writes no generation prompt "
+                "without a message before it, so the tokens that the assistant generates cannot be identified; "
+                "expected a turn of the user or system first, this turn in 'prompt' and the turns to learn in "
+                "'completion' (lists of messages), or a chat template with {% generation %} blocks"
+            )
+        if count == len(self.messages) and not prompt:
+            return len(self.body)
+        beginning = self.text(self.messages[:count], prompt)
+        if self.body.startswith(beginning):
+            return len(beginning)
+        anchored = self._anchored(count)
+        shortened, complete = self._behind(anchored, prompt), self._behind(anchored + self.messages[count:])
+        if shortened is None or complete is None:
+            raise self._error(count, prompt)
+        if not text_of(self.messages[count - 1]).strip():
+            # Before a tool call, templates write white space only if the content is not empty.
+            shortened, complete = shortened.lstrip(), complete.lstrip()
+        if not complete or not beginning.endswith(shortened) or not self.body.endswith(complete):
+            raise self._error(count, prompt)
+        common = shortened  # the characters of `complete` that belong to the first messages
+        if not complete.startswith(shortened):
+            common = ""
+            if count + prompt < len(self.messages) and prompt:
+                # between the content of message number `count` and the content of the next message
+                following, behind = self.messages[count], self.messages[count + 1 :]
+                empty: str | list[Any] = [] if isinstance(following.get("content"), list) else ""
+                turn = with_text_appended(following | {"content": empty}, ANCHOR)
+                common = (self._behind([*anchored, turn, *behind]) or "").partition(ANCHOR)[0]
+            elif count + prompt < len(self.messages) and not self.messages[count - 1].get("tool_calls"):
+                # the token behind the content, which is the last one in `shortened`, must end the turn
+                common = token_at(shortened, self.special)
+            if not (common and shortened.startswith(common) and complete.startswith(common)):
+                raise self._error(count, prompt)
+        return len(self.body) - len(complete) + len(common)
+
+    def closing_header(self) -> str:
+        """The end-of-sequence token with which the template would begin a turn behind the last message, which is the
+        assistant's. It is "" if the turn has an end marker, or if the next turn does not begin with such a token.
+        """
+        if not self.ends or self.body.rstrip().endswith(self.ends):
+            return ""
+        anchored, following = self._anchored(len(self.messages)), {"role": "user", "content": "a"}
+        if calls := self.messages[-1].get("tool_calls"):
+            call = calls[0] if isinstance(calls[0], dict) else {}
+            function = call.get("function", call)
+            name = (function.get("name") if isinstance(function, dict) else None) or "a"
+            following = {"role": "tool", "content": "a", "name": name, "tool_call_id": call.get("id") or "000000000"}
+        try:
+            behind, longer = self._behind(anchored), self._behind([*anchored, following])
+        except ValueError:
+            return ""  # the template refuses a turn behind this one
+        if behind is None or longer is None or not longer.startswith(behind):
+            return ""
+        return token_at(longer, self.ends, len(behind))
+
+    def _anchored(self, count: int) -> list[Message]:
+        return [*self.messages[: count - 1], with_text_appended(self.messages[count - 1], ANCHOR)]
+
+    def _behind(self, messages: list[Message], prompt: bool = False) -> str | None:
+        """The text after the first anchor of these messages; None if the template has dropped it."""
+        _, anchor, behind = self.text(messages, prompt).partition(ANCHOR)
+        return behind if anchor else None
+
+    def _error(self, count: int, prompt: bool) -> ValueError:
+        what = "the assistant's tokens cannot be identified: the chat template"
+        is_last = count + prompt == len(self.messages)
+        if prompt and is_last and self.body.startswith(before := self.text(self.messages[:count], False)):
+            expected = self.text(self.messages[:count], True).removeprefix(before)
+            written = self.body[len(before) : len(before) + len(expected) + 20]
+            return ValueError(
+                f"{what} ends a prompt with {expected[-80:]!r}, but begins message {count + 1} with "
+                f"{written[:100]!r}: expected a message with thoughts ('reasoning_content') if the generation prompt "
+                "opens them, and without if it closes them, a template with another generation prompt "
+                "(data.chat_template: if it reads enable_thinking, a copy of it with {%- set enable_thinking = false "
+                "%}, or true, as its first line), or one with {% generation %} blocks"
+            )
+        only = "" if is_last else "give only the last turn, as 'prompt' and 'completion' (lists of messages), or "
+        return ValueError(
+            f"{what} renders the first {count} messages{' and the generation prompt' if prompt else ''} by "
+            "themselves differently from the same messages within the whole conversation (reasoning templates "
+            f"rewrite earlier turns); {only}use a chat template with {{% generation %}} blocks"
+        )
 
 
 class Conversations:
@@ -55,14 +215,16 @@ class Conversations:
             body, spans, end, lost = self._in_a_form(messages, tools, first)
             require_length(len(body), "the text that the chat template renders")
         except ValueError as error:
-            if isinstance(error.__cause__, TemplateSyntaxError):
-                return "", [], "", [], _syntax_problem(error.__cause__), True
-            return "", [], "", [], str(error), False
+            cause = error.__cause__
+            if not isinstance(cause, TemplateSyntaxError):
+                return "", [], "", [], str(error), False
+            lines = (cause.source or "").splitlines()
+            line = lines[cause.lineno - 1].strip() if 0 < cause.lineno <= len(lines) else ""
+            shown = f" ({shorten(line, 80)!r})" if line else ""
+            return "", [], "", [], f"has a syntax error in line {cause.lineno:,}{shown}: {first_line(cause)}", True
         return body, spans, end, lost, "", False
 
-    def _in_a_form(
-        self, messages: list[Message], tools: Tools, first: int | None
-    ) -> tuple[str, list[Span], str, list[Lost]]:
+    def _in_a_form(self, messages: list[Message], tools: Tools, first: int | None) -> _Answer:
         """The conversation in the first of these forms in which the template writes all texts: with its contents as
         they are, with all as strings (parts joined, "" for a call without content), with all as parts.
         """
@@ -85,14 +247,17 @@ class Conversations:
             return min(
                 answers, key=lambda answer: (any(loss.kind == "object" for loss in answer[-1]), len(answer[-1]))
             )
-        problem = min(problems, key=_concerns_form)
-        if parts_answer and _concerns_form(problem) and not any(loss.kind == "object" for loss in parts_answer[-1]):
+
+        def concerns_form(problem: ValueError) -> bool:
+            """Whether the template's code cannot use a form, and does not raise the error on purpose."""
+            return str(problem).startswith(_REFUSED) and type(problem.__cause__) is not TemplateError
+
+        problem = min(problems, key=concerns_form)
+        if parts_answer and concerns_form(problem) and not any(loss.kind == "object" for loss in parts_answer[-1]):
             return parts_answer
         raise problem
 
-    def _with_losses(
-        self, messages: list[Message], tools: Tools, first: int | None
-    ) -> tuple[str, list[Span], str, list[Lost]]:
+    def _with_losses(self, messages: list[Message], tools: Tools, first: int | None) -> _Answer:
         prompt = self.targets == "none" and first is not None
         lost = partial(losses, partial(self._text, tools, prompt=prompt), messages, template=self._source(tools))
         try:
@@ -133,62 +298,29 @@ class Conversations:
             source = self.tokenizer.get_chat_template(tools=tools)
         return undated(source)
 
-    def _turns(self, messages: list[Message], tools: Tools, body: str) -> Turns:
-        return Turns(partial(self._text, tools), messages, body, self.special, self.ends)
-
     def _with_spans(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span]]:
-        if first is None:
-            return self._text(tools, messages), []
-        if self.targets == "none":
-            return self._text(tools, messages, prompt=True), []
+        if first is None or self.targets == "none":
+            return self._text(tools, messages, prompt=first is not None), []
         source = self._source(tools)
-        if self.targets != "all" and "endgeneration" in source:
-            return self._with_marked_spans(source, messages, tools, first)
+        turns = partial(Turns, partial(self._text, tools), messages, special=self.special, ends=self.ends)
+        has_marks = "endgeneration" in source
+        if self.targets != "all" and has_marks:
+            # `apply_chat_template(return_assistant_tokens_mask=True)` cannot be used. It looks up single characters,
+            # and stops if the tokenizer's offsets skip a leading space, so that the rest would have no targets.
+            with reading(_REFUSED):
+                (body, *_), (spans, *_) = render_jinja_template(
+                    conversations=[messages],
+                    tools=tools,
+                    chat_template=source,
+                    return_assistant_tokens_mask=True,
+                    **self.tokenizer.special_tokens_map,
+                )
+            start = turns(body=body).edge(first, prompt=False) if first else 0
+            return body, [span for span in spans if span[0] >= start]
         body = self._text(tools, messages)
-        turns = self._turns(messages, tools, body)
-        closes = messages[-1]["role"] == "assistant" and "endgeneration" not in source
-        header = turns.closing_header() if closes else ""
-        spans = turns.spans(first) if self.targets == "completion" else [(0, len(body))]
+        header = turns(body=body).closing_header() if messages[-1]["role"] == "assistant" and not has_marks else ""
+        spans = turns(body=body).spans(first) if self.targets == "completion" else [(0, len(body))]
         if header:
             body += header
             spans[-1] = spans[-1][0], len(body)
         return body, spans
-
-    def _with_marked_spans(
-        self, source: str, messages: list[Message], tools: Tools, first: int
-    ) -> tuple[str, list[Span]]:
-        # `apply_chat_template(return_assistant_tokens_mask=True)` cannot be used. It looks up single characters, and
-        # stops if the tokenizer's offsets skip a leading space, so that the rest of the text would have no targets.
-        with reading(_REFUSED):
-            bodies, spans = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=source,
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
-            )
-        if first == 0:
-            return bodies[0], spans[0]
-        turns = self._turns(messages, tools, bodies[0])
-        start = turns.edge(first, prompt=False)
-        return bodies[0], [(begin, end) for begin, end in spans[0] if begin >= start]
-
-
-@lru_cache(maxsize=8)
-def undated(template: str) -> str:
-    """Replace today's date in the template by `DATE`. Otherwise the documents would change every day: a run could not
-    be resumed, and a signal cache would not contain its documents.
-    """
-    return _ASKS_FOR_THE_DATE.sub(lambda match: repr(DATE.strftime(match["form"])), template)
-
-
-def _concerns_form(problem: ValueError) -> bool:
-    """Whether an error tells only that the template's code cannot use a form, and is not raised by it on purpose."""
-    return str(problem).startswith(_REFUSED) and type(problem.__cause__) is not TemplateError
-
-
-def _syntax_problem(error: TemplateSyntaxError) -> str:
-    lines = (error.source or "").splitlines()
-    line = lines[error.lineno - 1].strip() if 0 < error.lineno <= len(lines) else ""
-    shown = f" ({shorten(line, 80)!r})" if line else ""
-    return f"has a syntax error in line {error.lineno:,}{shown}: {first_line(error)}"

@@ -1,11 +1,13 @@
-"""How a chat template writes a reply of an environment as a turn of its own. It is proven for the template.
+"""How a chat template writes replies behind turns of the assistant. It is proven for the template.
 
 A reply follows the tokens that the model has generated, which stay as they are. So the template must write the same
-text behind a turn of the assistant, whatever came before this turn.
+text behind a turn of the assistant, whatever came before this turn. Added tokens of the tokenizer are ordinary text
+in a reply, so that it can neither end its turn nor begin one of the student.
 """
 
+import re
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -13,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data.media import MediaProcessor
 from stillhouse.data.read.messages import Message, Tools
 from stillhouse.data.record import RecordError
-from stillhouse.data.render.assistant_turns import ANCHOR
 from stillhouse.data.render.chat_template import ChatTemplate
-from stillhouse.data.render.ordinary_text import OrdinaryText
+from stillhouse.data.render.templates import ANCHOR, token_at
+from stillhouse.data.render.tokenizers import tokenize
 
-_QUESTION: Message = {"role": "user", "content": "Please help."}
+QUESTION: Message = {"role": "user", "content": "Please help."}
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _TOOL: dict[str, Any] = {
     "type": "function",
@@ -27,11 +29,134 @@ _TOOL: dict[str, Any] = {
 _REPLIES = (f"Reply{ANCHOR}", '75001 "b" <c>\n{d} [é]', "no")
 
 
-class ReplyFormat:
-    """Writes replies of the role `user` or `tool` behind turns of the assistant.
+class OrdinaryText:
+    """Tokenizes texts without their added tokens. key: of the configuration, for errors."""
 
-    marker_id: the special token with which the template ends a turn of the assistant. If it writes nothing behind the
-        last turn (GLM), this is the header with which it begins the reply.
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str):
+        self.tokenizer, self.key = tokenizer, key
+        added = {text: index for text, index in tokenizer.get_added_vocab().items() if text.strip()}
+        self._added_ids = set(added.values())
+        self._added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+
+    def template_ids(self, text: str) -> list[int]:
+        """The tokens of a text of the chat template, with its added tokens. Raises ValueError as `tokenize` does."""
+        try:
+            return tokenize(self.tokenizer, [text], special=False)[0] if text else []
+        except RecordError as error:
+            raise ValueError(f"{self.key}: {error}") from error
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text by itself, in which added tokens are ordinary text."""
+        ids, end = list[int](), 0
+        for match in self._added.finditer(text):
+            ids += self.template_ids(text[end : match.start()]) + self._without_token(match[0])
+            end = match.end()
+        return ids + self.template_ids(text[end:])
+
+    def ids_within(self, write: Callable[[Sequence[str]], str], replies: Sequence[str]) -> list[int]:
+        """The tokens of a text of the chat template with replies, in which added tokens are ordinary text.
+
+        write: returns the text with these replies. Raises ValueError for a reply that has such tokens nevertheless.
+        """
+        salt = f"{ANCHOR}Text"
+        while any(salt in reply for reply in replies):
+            salt += "x"
+        texts: list[str] = []
+
+        def hide(match: re.Match[str]) -> str:
+            texts.append(match[0])
+            return f"{salt}{len(texts) - 1}z"
+
+        written = write([self._added.sub(hide, reply) for reply in replies])
+        ids = list[int]()
+        for number, piece in enumerate(re.split(f"{salt}([0-9]+)z", written)):
+            ids += self._without_token(texts[int(piece)]) if number % 2 else self.template_ids(piece)
+        short_ids = self.template_ids(write(["a"] * len(replies)))
+        if self._added_among(ids) != self._added_among(short_ids):
+            raise ValueError(
+                f"{self.key}: the reply {replies[0][:80]!r} would have special tokens of the tokenizer, which cannot "
+                "be tokenized as ordinary text"
+            )
+        return ids
+
+    def _without_token(self, added: str) -> list[int]:
+        """The tokens of the text of an added token, without this token."""
+        for pieces in ([added[:1], added[1:]], list(added)):
+            ids = [index for piece in pieces for index in self.template_ids(piece)]
+            if not self._added_among(ids):
+                return ids
+        raise ValueError(f"{self.key}: a reply has the token {added!r}, which cannot be written as ordinary text")
+
+    def _added_among(self, ids: Sequence[int]) -> list[int]:
+        return [index for index in ids if index in self._added_ids]
+
+
+class TurnFormat:
+    """Writes replies behind turns of the assistant: the part that `ReplyFormat` and `ToolFormat` share.
+
+    key: of the configuration, for errors. what: it writes. expected: of a template, for errors.
+    turn, reply: a turn of the assistant with the anchor, and a reply to it. tools: those of the conversation.
+
+    text: tokenizes texts of replies. marker_id: the special token with which the template ends a turn. If it writes
+    nothing behind the last turn (GLM), this is the header with which it begins the reply.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, key: str, what: str, expected: str, turn: Message, reply: Message, tools: Tools
+    ):
+        self.tokenizer, self.text = template.tokenizer, OrdinaryText(template.tokenizer, key)
+        self._template, self._what, self._expected, self._lock = template, what, expected, threading.Lock()
+        self._before, self._prompted = (self._written([QUESTION], tools, prompt=prompt) for prompt in (False, True))
+        #: the generation prompt
+        self.prompt = self._prompted.removeprefix(self._before)
+        self._last_turn = self._written([QUESTION, turn], tools)
+        _, anchor, tail = self._last_turn.partition(ANCHOR)
+        tail = tail.rstrip()
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        marker = max((text for text in special if tail.endswith(text)), key=len, default="")
+        if anchor and not marker:
+            replied = self._written([QUESTION, turn, reply], tools, prompt=True).partition(ANCHOR)[2]
+            marker = token_at(replied, special, len(tail)) if replied.startswith(tail) else ""
+            tail += marker
+        self.marker, self._tail = marker, tail
+        self.marker_id: int = self.tokenizer.convert_tokens_to_ids(marker)
+
+    def _ids(self, suffix: Callable[[Sequence[str]], str], replies: Sequence[str], ends: bool) -> list[int]:
+        ids = self.text.ids_within(suffix, replies)
+        return [self.marker_id, *ids] if ends else ids
+
+    def _prove_ids(self, complete: str, suffix: str, ids: list[int]) -> None:
+        """Raise ValueError unless a conversation ends with the generation prompt, and its suffix has these tokens."""
+        if not suffix.endswith(self.prompt):
+            raise self._error(
+                f"ends with {suffix[-80:]!r} after a reply, and not with its generation prompt {self.prompt!r}"
+            )
+        head = complete.removesuffix(suffix)
+        if self.text.template_ids(complete) != self.text.template_ids(head) + ids:
+            raise self._error("writes replies of which the first token also has characters of the turn before")
+
+    def _behind_turn(self, complete: str) -> str:
+        """What the template writes in a conversation between the end of the anchor's turn and the next turn."""
+        _, anchor, behind = complete.partition(ANCHOR)
+        if not anchor or not behind.startswith(self._tail):
+            raise self._error(f"ends a turn with {self._tail!r}, and with {behind[:60]!r} if a reply follows")
+        return behind.removeprefix(self._tail)
+
+    def _written(self, messages: list[Message], tools: Tools = None, *, prompt: bool = False) -> str:
+        try:
+            with self._lock:
+                return self._template.text(messages, tools, prompt=prompt)
+        except RecordError as error:
+            raise self._error(f"cannot write {self._what}: {error}") from error
+
+    def _error(self, problem: str) -> ValueError:
+        return ValueError(
+            f"the chat template of {self.tokenizer.name_or_path!r} {problem}: expected {self._expected}"
+        )
+
+
+class ReplyFormat(TurnFormat):
+    """Writes replies of the role `user` or `tool` behind turns of the assistant.
 
     Raises ValueError unless this is proven: behind a turn of the assistant, the template writes its end marker, and
     then a text with the unchanged reply that ends with the generation prompt. This text is the same behind one turn
@@ -40,18 +165,38 @@ class ReplyFormat:
     """
 
     def __init__(self, template: ChatTemplate, role: Literal["user", "tool"]):
-        self.tokenizer = template.tokenizer
-        self._template, self._role, self._lock = template, role, threading.Lock()
-        self._text = OrdinaryText(self.tokenizer, "rollout.environment")
-        self._end, self.marker = self._end_of_turn()
-        self.marker_id: int = self.tokenizer.convert_tokens_to_ids(self.marker)
-        self._prove_text()
-        self._prove_histories()
-        reply = _REPLIES[1]
-        complete = self._conversation([_QUESTION], reply)
-        head = complete.removesuffix(self._suffix([_QUESTION], reply))
-        if self._text.template_ids(complete) != self._text.template_ids(head) + self.reply_ids(reply):
-            raise self._error("writes replies of which the first token also has characters of the turn before")
+        expected = (
+            "one that writes replies as turns (data.chat_template), or rollout.reply=raw with replies that have all "
+            "text of a turn"
+        )
+        self._role, what, reply = role, f"a reply of the role {role}", {"role": role, "content": "a"}
+        super().__init__(template, "rollout.environment", what, expected, _answer(ANCHOR), reply, None)
+        if not self.marker or self._tail.strip() != self.marker:
+            end = self._last_turn[-60:]
+            raise self._error(f"does not end a turn of the assistant with a special token, but with {end!r}")
+        frames = set()
+        for reply_text in _REPLIES:
+            head, is_written, tail = self._suffix([QUESTION], reply_text).partition(reply_text)
+            if not is_written:
+                raise self._error(f"does not write a message of the role {role} with its content: {head!r:.200}")
+            frames.add((head, tail))
+        if len(frames) > 1:
+            raise self._error(f"writes messages of the role {role} in different ways: {sorted(frames)!r:.200}")
+        complete = self._conversation([QUESTION], _REPLIES[1])
+        self._prove_ids(complete, self._behind_turn(complete), self.reply_ids(_REPLIES[1]))
+        alone = self._suffix([QUESTION], "a")
+        histories: list[tuple[str, list[Message], Tools]] = [
+            ("a system message", [_SYSTEM, QUESTION], None),
+            ("tools", [QUESTION], [_TOOL]),
+            ("another reply", [QUESTION, _answer("b"), {"role": role, "content": "c"}], None),
+        ]
+        for name, history, tools in histories:
+            try:
+                template.text(history, tools, prompt=True)
+            except RecordError:
+                continue  # the template refuses such prompts
+            if (suffix := self._suffix(history, "a", tools)) != alone:
+                raise self._error(f"writes a reply as {suffix!r:.200} after {name}, and as {alone!r:.200} without")
 
     def reply_ids(self, reply: str, *, ends: bool = False) -> list[int]:
         """The tokens between the end of a turn and the beginning of the next turn.
@@ -59,87 +204,14 @@ class ReplyFormat:
         reply: a text. Added tokens of the tokenizer in it become ordinary text.
         ends: whether the end marker of the turn comes first, because the model has not generated it.
         """
-        ids = self._text.ids_within(lambda replies: self._suffix([_QUESTION], replies[0]), [reply])
-        return [self.marker_id, *ids] if ends else ids
-
-    def text_ids(self, reply: str) -> list[int]:
-        """The tokens of a reply by itself, in which added tokens of the tokenizer are ordinary text."""
-        return self._text.ids(reply)
-
-    def _end_of_turn(self) -> tuple[str, str]:
-        """What the template writes behind the content of the last turn of the assistant, and the token in it."""
-        written = self._written([_QUESTION, _answer(ANCHOR)])
-        behind = written.rpartition(ANCHOR)[2].rstrip()
-        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        if ANCHOR in written and not behind:
-            behind = first_special(self._conversation([_QUESTION], "a").partition(ANCHOR)[2], special)
-        if ANCHOR not in written or behind.strip() not in special:
-            raise self._error(
-                f"does not end a turn of the assistant with a special token, but with {written[-60:]!r}"
-            )
-        return behind, behind.strip()
-
-    def _prove_text(self) -> None:
-        before, prompted = (self._written([_QUESTION], prompt=prompt) for prompt in (False, True))
-        prompt = prompted.removeprefix(before) if prompted.startswith(before) else prompted
-        frames = set()
-        for reply in _REPLIES:
-            head, is_written, tail = self._suffix([_QUESTION], reply).partition(reply)
-            if not is_written:
-                raise self._error(
-                    f"does not write a message of the role {self._role} with its content: {head!r:.200}"
-                )
-            frames.add((head, tail))
-        if len(frames) > 1:
-            raise self._error(f"writes messages of the role {self._role} in different ways: {sorted(frames)!r:.200}")
-        if not tail.endswith(prompt):
-            raise self._error(
-                f"ends with {tail[-80:]!r} after a reply, and not with its generation prompt {prompt!r}"
-            )
-
-    def _prove_histories(self) -> None:
-        expected = self._suffix([_QUESTION], "a")
-        histories: list[tuple[str, list[Message], Tools]] = [
-            ("a system message", [_SYSTEM, _QUESTION], None),
-            ("tools", [_QUESTION], [_TOOL]),
-            ("another reply", [_QUESTION, _answer("b"), self._reply("c")], None),
-        ]
-        for name, history, tools in histories:
-            try:
-                self._template_text(history, tools, prompt=True)
-            except RecordError:
-                continue  # the template refuses such prompts
-            if (suffix := self._suffix(history, "a", tools)) != expected:
-                raise self._error(f"writes a reply as {suffix!r:.200} after {name}, and as {expected!r:.200} without")
+        return self._ids(lambda replies: self._suffix([QUESTION], replies[0]), [reply], ends)
 
     def _suffix(self, history: Sequence[Message], reply: str, tools: Tools = None) -> str:
-        """What the template writes between the end of a turn behind these messages and the next turn."""
-        _, anchor, behind = self._conversation(history, reply, tools).partition(ANCHOR)
-        if not anchor or not behind.startswith(self._end):
-            raise self._error(f"ends a turn with {self._end!r}, and with {behind[:60]!r} if a reply follows")
-        return behind.removeprefix(self._end)
+        return self._behind_turn(self._conversation(history, reply, tools))
 
     def _conversation(self, history: Sequence[Message], reply: str, tools: Tools = None) -> str:
-        return self._written([*history, _answer(ANCHOR), self._reply(reply)], tools, prompt=True)
-
-    def _reply(self, text: str) -> Message:
-        return {"role": self._role, "content": text}
-
-    def _written(self, messages: list[Message], tools: Tools = None, *, prompt: bool = False) -> str:
-        try:
-            return self._template_text(messages, tools, prompt=prompt)
-        except RecordError as error:
-            raise self._error(f"cannot write a reply of the role {self._role}: {error}") from error
-
-    def _template_text(self, messages: list[Message], tools: Tools, *, prompt: bool) -> str:
-        with self._lock:
-            return self._template.text(messages, tools, prompt=prompt)
-
-    def _error(self, problem: str) -> ValueError:
-        return ValueError(
-            f"the chat template of {self.tokenizer.name_or_path!r} {problem}: expected one that writes replies as "
-            "turns (data.chat_template), or rollout.reply=raw with replies that have all text of a turn"
-        )
+        turns = [*history, _answer(ANCHOR), {"role": self._role, "content": reply}]
+        return self._written(turns, tools, prompt=True)
 
 
 def reply_format(
@@ -155,15 +227,10 @@ def generation_prompt(tokenizer: PreTrainedTokenizerBase, processor: MediaProces
         return ""
     try:
         template = ChatTemplate(tokenizer, ("messages",), "none", processor)
-        before, prompted = (template.text([_QUESTION], None, prompt=prompt) for prompt in (False, True))
+        before, prompted = (template.text([QUESTION], None, prompt=prompt) for prompt in (False, True))
     except ValueError:
         return ""  # a run whose prompts are strings does not use its template
     return prompted.removeprefix(before) if prompted.startswith(before) else ""
-
-
-def first_special(text: str, special: Collection[str]) -> str:
-    """The special token with which a text begins; "" if it begins with another text."""
-    return max((token for token in special if text.startswith(token)), key=len, default="")
 
 
 def _answer(content: str) -> Message:

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.media_files import MediaFile
 from stillhouse.data.record import column_value, string_value
-from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.tokenizers import last_written, tokenize
 
 Tokens = Literal["completion", "all"]
@@ -25,6 +24,14 @@ Tokens = Literal["completion", "all"]
 Targets = Tokens | Literal["none"]
 #: who adds the beginning-of-sequence token (BOS) to a document; None if documents have no BOS
 BosFrom = Literal["tokenizer", "chat template"] | None
+Span = tuple[int, int]
+#: templates do not change this text: it has no white space, no tags and no characters to escape
+ANCHOR = "StillhouseAnchor8f3a"
+
+
+def token_at(text: str, tokens: Collection[str], start: int = 0) -> str:
+    """The longest of these tokens at a position of a text; "" if there is none."""
+    return max((token for token in tokens if text.startswith(token, start)), key=len, default="")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from stillhouse.data import DataError, Documents
-from stillhouse.data.media import MediaProcessor
-from stillhouse.data.render.media_inputs import MediaInputs
+from stillhouse.data.media import MediaInputs, MediaProcessor
 from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.models import model_fingerprint
 from stillhouse.serving.client.apis.server_api import Scores, ServerApi, ServerInfo

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from stillhouse.data import Documents
-from stillhouse.data.media import MediaTensors
-from stillhouse.data.render.media_inputs import DocumentMedia, MediaInputs
+from stillhouse.data.media import DocumentMedia, MediaInputs, MediaTensors
 from stillhouse.signals.signal_spec import DocumentRows
 
 #: the number of documents that are scored, how many more with images, and the most tokens of a text

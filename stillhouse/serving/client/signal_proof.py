@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
-from stillhouse.data.render.media_inputs import MediaInputs
+from stillhouse.data.media import MediaInputs
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.objective import OutputHead, linear_log_probs

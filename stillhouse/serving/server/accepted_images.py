@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.media import MediaProcessor, find_media_processor
+from stillhouse.data.media import DocumentMedia, MediaInputs, MediaProcessor, find_media_processor
 from stillhouse.data.media_files import MediaFile
-from stillhouse.data.render.media_inputs import DocumentMedia, MediaInputs
 from stillhouse.images.decode import MAX_PIXELS, require_pillow, require_size
 from stillhouse.images.proof import document_positions
 from stillhouse.libraries import reading

@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data.media import MEDIA
-from stillhouse.data.render.media_inputs import DocumentMedia
+from stillhouse.data.media import MEDIA, DocumentMedia
 from stillhouse.display import escaped
 from stillhouse.hashing import json_hash
 from stillhouse.signals.cache.shard_layout import ShardLayout, layout_of

@@ -16,8 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stillhouse.data import Documents
-from stillhouse.data.media import MEDIA, MEDIUM
-from stillhouse.data.render.media_inputs import MediaInputs
+from stillhouse.data.media import MEDIA, MEDIUM, MediaInputs
 from stillhouse.hashing import file_hash
 from stillhouse.libraries import reading
 from stillhouse.signals.cache.files import (

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
-from stillhouse.data.render.media_inputs import DocumentMedia
+from stillhouse.data.media import DocumentMedia
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.image_wire import decode_prompt
 from stillhouse.serving.server.application import BINARY, Application, Parsed, content_type, required_body

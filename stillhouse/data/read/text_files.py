@@ -1,16 +1,17 @@
-"""Reads records from JSON Lines and from files with one JSON array.
+"""Reads records of text files: JSON Lines, one JSON array, and CSV or TSV with a header line.
 
 JSON Lines is not read by a library, because an error must name the record's line.
 """
 
 import codecs
+import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from stillhouse.data.read.open_files import DECOMPRESSES, MAX_BYTES, Reader, format_of, open_bytes
-from stillhouse.data.record import DataError, Record, describe, parsed_json, unique_keys
+from stillhouse.data.record import DataError, Record, parsed_json, unique_keys, value_in_words
 from stillhouse.display import first_line
 
 
@@ -20,17 +21,21 @@ class Json(Reader):
     @classmethod
     def read(cls, path: Path) -> Iterator[Record]:
         """The records of a JSON Lines file; a file named .json may also contain one array."""
-        if format_of(path) == ".json" and _is_array(path):
-            yield from _read_array(path)
-            return
+        if format_of(path) == ".json":
+            with open_bytes(path) as file:
+                start = file.read(3).removeprefix(codecs.BOM_UTF8)
+                while not start.strip() and (more := file.read(2**16)):
+                    start = more
+            if start.lstrip().startswith(b"["):
+                yield from _read_array(path)
+                return
         with open_bytes(path) as file:  # bytes, so that only \n ends a line and a wrong encoding affects one line
             for number, line in enumerate(_lines(file), start=1):
+                where = f"{path}:{number}"
                 if len(line) > MAX_BYTES:
-                    yield Record(
-                        f"{path}:{number}", problem=f"longer than {MAX_BYTES:,} bytes; expected shorter records"
-                    )
+                    yield Record(where, problem=f"longer than {MAX_BYTES:,} bytes; expected shorter records")
                 elif line.strip():
-                    yield _parse_line(f"{path}:{number}", line)
+                    yield _parse_line(where, line)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -54,16 +59,8 @@ def _parse_line(where: str, line: bytes) -> Record:
     else:
         if isinstance(fields, dict):
             return Record(where, fields)
-        problem = f"expected a JSON object per line, got {describe(fields)}"
+        problem = f"expected a JSON object per line, got {value_in_words(fields)}"
     return Record(where, problem=problem)
-
-
-def _is_array(path: Path) -> bool:
-    with open_bytes(path) as file:
-        start = file.read(3).removeprefix(codecs.BOM_UTF8)
-        while not start.strip() and (more := file.read(2**16)):
-            start = more
-    return start.lstrip().startswith(b"[")
 
 
 def _read_array(path: Path) -> Iterator[Record]:
@@ -83,7 +80,7 @@ def _read_array(path: Path) -> Iterator[Record]:
             line, counted = line + text.count("\n", counted, at), at
             fields, at = decoder.raw_decode(text, at)
             is_object = isinstance(fields, dict)
-            problem = "" if is_object else f"expected an array of JSON objects, got {describe(fields)} in it"
+            problem = "" if is_object else f"expected an array of JSON objects, got {value_in_words(fields)} in it"
             yield Record(f"{path}:{line}", fields if is_object else {}, problem)
             at = _next_character(text, at)
             if text[at] == ",":
@@ -104,3 +101,62 @@ def _next_character(text: str, at: int) -> int:
     while text[at : at + 1] in (" ", "\t", "\r", "\n"):
         at += 1
     return at
+
+
+class Csv(Reader):
+    capabilities, delimiter = (DECOMPRESSES,), ","
+
+    @classmethod
+    def read(cls, path: Path) -> Iterator[Record]:
+        """The records of a UTF-8 file. The first line is the header. All values are strings. Empty lines are skipped.
+
+        Raises DataError for a missing or invalid header and for damaged quotes.
+        """
+        csv.field_size_limit(MAX_BYTES)  # changes the limit of the process; the default is 128 KiB
+        with open_bytes(path) as file:
+            rows = csv.reader(_decoded(file), delimiter=cls.delimiter, strict=True)
+            names: list[str] | None = None
+            while True:
+                where = f"{path}:{rows.line_num + 1}"
+                try:
+                    values = next(rows, None)
+                except csv.Error as error:
+                    raise DataError(where, f"not valid {format_of(path)[1:].upper()}: {error}") from error
+                if values is None:
+                    return
+                if not values:
+                    continue
+                damaged = [number for number, value in enumerate(values) if _is_damaged(value)]
+                if names is None:
+                    twice = next((name for name in values if values.count(name) > 1), None)
+                    if twice is not None:
+                        reason = f"the header names the column {twice!r} twice; expected different names"
+                        raise DataError(where, reason)
+                    if damaged:
+                        raise DataError(where, "the header is not UTF-8 text")
+                    names = values
+                elif len(values) != len(names):
+                    expected = f"expected {len(names)}: {', '.join(names)}"
+                    yield Record(where, problem=f"has {len(values)} fields, {expected}")
+                elif damaged:
+                    yield Record(where, problem=f"not UTF-8 text in the column {names[damaged[0]]!r}")
+                else:
+                    yield Record(where, dict(zip(names, values, strict=True)))
+
+
+class Tsv(Csv):
+    delimiter = "\t"
+
+
+def _decoded(file: BinaryIO) -> Iterator[str]:
+    """Lines that end only at a line feed. Bytes that are not UTF-8 become lone surrogates: see `_is_damaged`."""
+    encoding = "utf-8-sig"
+    for line in _lines(file):
+        if len(line) > MAX_BYTES:
+            raise csv.Error(f"a line is longer than {MAX_BYTES:,} bytes; expected shorter records")
+        yield line.decode(encoding, "surrogateescape")
+        encoding = "utf-8"
+
+
+def _is_damaged(text: str) -> bool:
+    return not text.isascii() and any("\udc80" <= character <= "\udcff" for character in text)
