@@ -11,13 +11,15 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.data_report import DataReport, TextWarnings, TrainedEnds, piece_source
+from stillhouse.data.data_report import DataReport, TextFindings
 from stillhouse.data.documents import Documents
 from stillhouse.data.media import MediaProcessor, with_media
 from stillhouse.data.media_files import MediaFile
@@ -34,11 +36,11 @@ from stillhouse.data.record import (
     without_null,
 )
 from stillhouse.data.render.record_forms import template_for
-from stillhouse.data.render.teacher_substitutions import PrefixTemplate, TeacherMedia, not_read
+from stillhouse.data.render.teacher_substitutions import PrefixTemplate, TeacherMedia
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.substitutions import Substitution, piece_substitutions
 from stillhouse.data.token_cache import DocumentWriter, cached_documents, entry_key
-from stillhouse.display import first_line, name_list
+from stillhouse.display import first_line
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the most errors that a report keeps
@@ -111,7 +113,8 @@ def load_documents(
     name = os.fspath(source)
 
     def load(folder: Path | None) -> Documents:
-        with _Loader(name, tokenizer, options, folder, processor, teachers or {}) as loader:
+        with closing(DocumentWriter(folder)) as writer:
+            loader = _Loader(name, tokenizer, options, writer, processor, teachers or {})
             for record in read_records(source):
                 loader.add(record)
             return loader.finish()
@@ -157,26 +160,25 @@ class _Loader:
         source: str,
         tokenizer: PreTrainedTokenizerBase,
         options: LoadOptions,
-        folder: Path | None,
+        writer: DocumentWriter,
         processor: MediaProcessor | None,
         teachers: Mapping[str, TeacherMedia],
     ):
-        self.tokenizer, self.options, self.processor, self.teachers = tokenizer, options, processor, teachers
+        self.tokenizer, self.options, self.writer = tokenizer, options, writer
+        self.processor, self.teachers = processor, teachers
         self.prefix_templates = {name: PrefixTemplate(name, text) for name, text in options.prefixes.items()}
         self.report = DataReport(source)
         self.template: Template | None = None
         self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
         self.characters = 0  # the total length of the waiting records
-        self.writer = DocumentWriter(folder)
-        self.text_warnings = TextWarnings(tokenizer, options.targets)
         self.end_ids = {*options.end_ids, *([] if (eos := tokenizer.eos_token_id) is None else [eos])}
-        self.trained_ends = TrainedEnds(tokenizer, self.end_ids)
+        self.findings = TextFindings(tokenizer, options.targets, self.end_ids)
 
     def add(self, record: Record) -> None:
         self.report.read += 1
         if record.problem:
-            self._reject(DataError(record.where, record.problem))
+            self._reject(record.where, record.problem)
             return
         try:
             template = self.template or self._template_for(record)
@@ -184,7 +186,7 @@ class _Loader:
         except (TemplateLimitError, ProcessorError) as error:
             raise DataError(record.where, str(error)) from error
         except (RecordError, RecursionError) as error:
-            self._reject(DataError(record.where, first_line(error)))
+            self._reject(record.where, first_line(error), error)
             return
         if self.waiting and self.characters + waiting.characters > MAX_CHARACTERS:
             self._encode(template)
@@ -200,24 +202,11 @@ class _Loader:
             raise ValueError(self.report.why_empty(self.options.max_tokens))
         tokens_N, targets_N = self.writer.arrays()
         report = self.report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
-        report.trained_ends = sorted(self.trained_ends.ids)
-        if self.options.targets != "none" and self.end_ids and not report.trained_ends:
-            ends = self.tokenizer.convert_ids_to_tokens(sorted(self.end_ids))
-            report.warnings.append(
-                f"{report.source}: no token that ends a text is a target (the student's: {name_list(ends)}), so it "
-                "does not learn to stop (the chat template ends turns without a special token, its {% generation %} "
-                "blocks leave it out, or the limit cuts every document)"
-            )
-        report.warnings.extend(self.text_warnings.lines())
+        report.trained_ends = sorted(self.findings.trained_ends)
+        report.warnings.extend(self.findings.warnings(report.source))
         if self.template is not None:
             report.warnings.extend(f"{report.source}: {line}" for line in self.template.warnings())
         return self.writer.documents(report, self.options.columns, self.prefix_templates, self.teachers)
-
-    def __enter__(self) -> "_Loader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.writer.close()
 
     def _template_for(self, first: Record) -> Template:
         """Choose the template and the conversion of columns by the first record. Raises RecordError for an error of
@@ -246,40 +235,44 @@ class _Loader:
         """own_fields: those of the record as it is in the source."""
         fields, options = record.fields, self.options
         rendered = template.render(fields)
-        self.text_warnings.add(rendered, record.where)
+        self.findings.add(rendered, record.where)
+        # the key is the first 64 bits of the sha256 of the used columns. A file counts as its bytes, not as its path
+        used = [*template.columns, *(column for column in template.extras if fields.get(column))]
+        content = json.dumps(
+            [without_null(fields[column]) for column in used],
+            sort_keys=True,
+            default=lambda value: value.sha256.hex() if isinstance(value, MediaFile) else str(value),
+        )
+        values = [kept_value(fields, column, options.allowed.get(column)) for column in options.columns]
+        reader = None if options.reader is None else fields[options.reader]
+        prefixes = [
+            prefix.render(fields, template) if reader in (None, name) else ""
+            for name, prefix in self.prefix_templates.items()
+        ]
+        media: dict[str, list[Substitution]] = {}
+        if (encoded := rendered.encoded) is not None and encoded.media:
+            for name, teacher in self.teachers.items():
+                if reader in (None, name):
+                    special = template.adds_special
+                    media[name] = teacher.substitutions(rendered.body, encoded, encoded.media, special=special)
+                elif teacher.is_shared:
+                    media[name] = []
+                else:  # the teacher reads nothing of the document
+                    media[name] = [Substitution(0, len(encoded.ids), np.empty(0, dtype=np.int32))]
         return _Waiting(
             rendered,
             record.where,
-            _content_key(fields, template),
-            [kept_value(fields, column, options.allowed.get(column)) for column in options.columns],
-            [
-                prefix.render(fields, template) if options.reader is None or fields[options.reader] == name else ""
-                for name, prefix in self.prefix_templates.items()
-            ],
-            self._media_of_teachers(rendered, template, fields),
+            int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big"),
+            values,
+            prefixes,
+            media,
             own_fields if options.keep_records else None,
         )
 
-    def _media_of_teachers(
-        self, rendered: Rendered, template: Template, fields: dict[str, Any]
-    ) -> dict[str, list[Substitution]]:
-        """What teachers read in place of a document's media, by name. Raises RecordError and ProcessorError."""
-        encoded, reader = rendered.encoded, self.options.reader
-        if encoded is None or not encoded.media:
-            return {}
-        substitutions = {}
-        for name, teacher in self.teachers.items():
-            if reader is None or fields[reader] == name:
-                special = template.adds_special
-                replaced = teacher.substitutions(rendered.body, encoded, encoded.media, special=special)
-            else:
-                replaced = [] if teacher.is_shared else not_read(encoded)
-            substitutions[name] = replaced
-        return substitutions
-
-    def _reject(self, error: DataError) -> None:
+    def _reject(self, where: str, problem: str, cause: Exception | None = None) -> None:
+        error = DataError(where, problem)
         if self.options.on_error == "raise":
-            raise error
+            raise error from cause
         self.report.skipped += 1
         if len(self.report.reasons) < _REASONS:
             self.report.reasons.append(str(error))
@@ -301,15 +294,13 @@ class _Loader:
             ]
         except RecordError as error:
             if len(records) == 1:
-                self._reject(DataError(records[0].where, str(error)))
+                self._reject(records[0].where, str(error))
             else:  # one by one, because the error does not say which record it is
                 for record in records:
                     self._encode_together(template, [record])
             return
         for number, (encoded, record) in enumerate(zip(batch, records, strict=True)):
-            prefixes = dict(
-                zip(self.prefix_templates, (batch_prefixes[number] for batch_prefixes in by_teacher), strict=True)
-            )
+            prefixes = {name: by_teacher[place][number] for place, name in enumerate(self.prefix_templates)}
             self._keep(encoded, record, prefixes, template.splits)
 
     def _keep(self, encoded: Encoded, waiting: _Waiting, prefixes: dict[str, Substitution], splits: bool) -> None:
@@ -319,19 +310,25 @@ class _Loader:
         room = self.options.max_tokens - max([0, *gains.values()])
         problem = self._problem(encoded, gains, room)
         if problem:
-            self._reject(DataError(waiting.where, problem))
+            self._reject(waiting.where, problem)
             return
-        is_prompt = self.options.targets == "none"
-        pieces = [encoded] if is_prompt else self._fit(encoded, room, splits)
-        if not is_prompt and not any(piece.targets.any() for piece in pieces):
-            self.report.without_target += 1
-            return
-        self.report.kept += 1
-        self.report.joined_turns += encoded.joined_turns
-        if not is_prompt:
-            self.trained_ends.add(encoded, sum(len(piece.ids) for piece in pieces), waiting.rendered.end)
+        pieces, excess, report = [encoded], len(encoded.ids) - room, self.report
+        if excess > 0 and splits:
+            report.split_documents += 1
+            pieces = encoded.pieces(room)
+        elif excess > 0:
+            report.cut_documents += 1
+            report.cut_tokens += excess
+            pieces = [replace(encoded, ids=encoded.ids[:room], targets=encoded.targets[:room])]
+        if self.options.targets != "none":
+            if not any(piece.targets.any() for piece in pieces):
+                report.without_target += 1
+                return
+            self.findings.add_ends(encoded, sum(len(piece.ids) for piece in pieces), waiting.rendered.end)
+        report.kept += 1
+        report.joined_turns += encoded.joined_turns
         for number, piece in enumerate(pieces):
-            source = piece_source(waiting.where, number, len(pieces))
+            source = f"{waiting.where} (piece {number + 1} of {len(pieces)})" if len(pieces) > 1 else waiting.where
             by_teacher = piece_substitutions(prefixes, waiting.media, len(piece.ids), is_first=not number)
             self.writer.add(piece, source, waiting.key, waiting.values, by_teacher, waiting.record)
 
@@ -365,27 +362,3 @@ class _Loader:
                 "behind it; shorten it, raise data.max_tokens, or lower rollout.max_new_tokens"
             )
         return ""
-
-    def _fit(self, encoded: Encoded, max_tokens: int, splits: bool) -> list[Encoded]:
-        """Fit a document into the limit: return it unchanged, split into pieces, or truncated."""
-        excess = len(encoded.ids) - max_tokens
-        if excess <= 0:
-            return [encoded]
-        if splits:
-            self.report.split_documents += 1
-            return encoded.pieces(max_tokens)
-        self.report.cut_documents += 1
-        self.report.cut_tokens += excess
-        return [replace(encoded, ids=encoded.ids[:max_tokens], targets=encoded.targets[:max_tokens])]
-
-
-def _as_json(value: Any) -> str:
-    """The text that stands for a value without a JSON type: a file counts as its bytes, and not as its path."""
-    return value.sha256.hex() if isinstance(value, MediaFile) else str(value)
-
-
-def _content_key(fields: dict[str, Any], template: Template) -> int:
-    """The first 64 bits of the sha256 of a record's used columns. An absent extra counts as a null or empty one."""
-    used = [*template.columns, *(column for column in template.extras if fields.get(column))]
-    content = json.dumps([without_null(fields[column]) for column in used], sort_keys=True, default=_as_json)
-    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")

@@ -142,8 +142,7 @@ class Documents:
 
     def gaps_D(self, teachers: Sequence[str]) -> np.ndarray:
         """The most tokens of each document that one of these teachers reads more than the student, int64; maybe 0."""
-        gains = [self.substitutions[name].gains_D for name in teachers if name in self.substitutions]
-        return np.max([np.zeros(len(self), dtype=np.int64), *gains], axis=0)
+        return self.widths(np.arange(len(self)), teachers) - self.lengths_D
 
     def as_read_by(self, teacher: str) -> "Documents":
         """Make this teacher's substitutions. Returns the same documents if the teacher has none."""
@@ -165,8 +164,7 @@ class Documents:
         )
 
     def fingerprint(self) -> str:
-        """A sha256 of tokens, targets, offsets, columns, substitutions, records and media. A resumed run compares
-        it."""
+        """A sha256 of all contents, which a resumed run compares."""
         digest = hashlib.sha256()
         arrays = [self.tokens_N, self.targets_N, self.offsets]
         for substitutions in (self.substitutions[name] for name in sorted(self.substitutions)):
@@ -243,8 +241,8 @@ class Documents:
     def check_ids(self, rows: int, which: str, teachers: Sequence[str] = ()) -> None:
         """Raise DataError for the first document with a token id ≥ `rows`, the number of rows of a head.
 
-        which: the model, for the error. teachers: the names of the teachers that are this model. Their substitutions
-        are also checked. Tokens that all of them substitute are not.
+        which: the model, for the error. teachers: those that are this model, whose substitutions are also checked.
+        Tokens that all of them substitute are not.
         """
         substitutions = {name: self.substitutions[name] for name in teachers if name in self.substitutions}
         is_beyond_N = self.tokens_N >= rows

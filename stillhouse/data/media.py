@@ -171,29 +171,24 @@ def with_media(record: Record) -> Record:
 
 def shown_positions(ids: np.ndarray, processor: MediaProcessor | None) -> np.ndarray:
     """The positions of all tokens, but only of the first one of each run of placeholders."""
-    is_placeholder = _is_placeholder(ids, processor)
+    is_placeholder = np.isin(ids, [] if processor is None else processor.placeholder_ids)
     return np.flatnonzero(~is_placeholder | ~np.concatenate([[False], is_placeholder[:-1]]))
 
 
 def shown_text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, processor: MediaProcessor | None) -> str:
     """Decode token ids, with one placeholder for each run of them."""
-    text: str = tokenizer.decode(ids[shown_positions(ids, processor)].tolist())
-    return text
+    return str(tokenizer.decode(ids[shown_positions(ids, processor)].tolist()))
 
 
 def media_end(ids: np.ndarray, processor: MediaProcessor | None) -> int:
     """The least length of a prompt that has all media of its document and a token behind them; 0 without media."""
-    places = np.flatnonzero(_is_placeholder(ids, processor))
+    places = np.flatnonzero(np.isin(ids, [] if processor is None else processor.placeholder_ids))
     return int(places[-1]) + 2 if len(places) else 0
 
 
 def shown_media(files: Sequence[MediaFile], processor: MediaProcessor | None) -> dict[str, Any]:
     """The fields of a record with which a page shows a document's files; empty without files."""
     return {} if processor is None or not files else media_kind(processor).shown(files)
-
-
-def _is_placeholder(ids: np.ndarray, processor: MediaProcessor | None) -> np.ndarray:
-    return np.isin(ids, [] if processor is None else processor.placeholder_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,10 +203,6 @@ class DocumentMedia:
     identity: bytes
     read: Callable[[], MediaTensors]
     placeholder_ids: Sequence[int] = ()
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of the media, as arguments of the model."""
-        return self.read().tensors
 
 
 class MediaInputs:

@@ -18,6 +18,7 @@ from stillhouse.data.record import RecordError
 
 #: the most bytes of an encoded image
 MAX_IMAGE_BYTES = 64 * 2**20
+_RESTORE = "restore the file, or start again without the entry of data.cache that names it"
 _SCHEMA = pyarrow.schema(
     [("path", pyarrow.large_string()), ("sha256", pyarrow.binary(32)), ("data", pyarrow.large_binary())]
 )
@@ -43,13 +44,9 @@ class MediaFile:
             raise RecordError(f"has {len(data):,} bytes: expected at most {MAX_IMAGE_BYTES:,}")
         return cls(hashlib.sha256(data).digest(), path, data)
 
-    @property
-    def as_stored(self) -> "MediaFile":
-        """The same without the bytes that are in a file."""
-        return self if self.path is None else MediaFile(self.sha256, self.path, None)
-
     def as_json(self) -> list[str | None]:
-        data = None if self.data is None else base64.b64encode(self.data).decode()
+        """The bytes only if they are in no file."""
+        data = None if self.data is None or self.path is not None else base64.b64encode(self.data).decode()
         return [self.sha256.hex(), self.path, data]
 
     @classmethod
@@ -65,15 +62,11 @@ class MediaFile:
         try:
             data = Path(self.path).read_bytes()
         except OSError as error:
-            raise ValueError(
-                f"{self.path}: the image cannot be read ({error.strerror}), but it could when the data was loaded: "
-                "restore the file, or start again without the entry of data.cache that names it"
-            ) from error
+            problem = f"cannot be read ({error.strerror}), but it could when the data was loaded"
+            raise ValueError(f"{self.path}: the image {problem}: {_RESTORE}") from error
         if hashlib.sha256(data).digest() != self.sha256:
-            raise ValueError(
-                f"{self.path}: the image has other bytes than when the data was loaded and tokenized: restore the "
-                "file, or start again without the entry of data.cache that names it"
-            )
+            problem = "has other bytes than when the data was loaded and tokenized"
+            raise ValueError(f"{self.path}: the image {problem}: {_RESTORE}")
         return data
 
 
@@ -89,11 +82,6 @@ class MediaFiles:
     table: pyarrow.Table
     rows_I: np.ndarray
     offsets: np.ndarray
-
-    @classmethod
-    def stored(cls, table: pyarrow.Table, offsets: np.ndarray) -> "MediaFiles":
-        """The media of a table, in its order."""
-        return cls(table, np.arange(offsets[-1]), offsets)
 
     @classmethod
     def joined(cls, parts: Sequence["MediaFiles"]) -> "MediaFiles":
@@ -117,15 +105,15 @@ class MediaFiles:
 
     def of(self, document: int) -> list[MediaFile]:
         """The media of one document."""
-        return [self._file(int(row)) for row in self.rows_I[self.offsets[document] : self.offsets[document + 1]]]
+        files = []
+        for row in self.rows_I[self.offsets[document] : self.offsets[document + 1]].tolist():
+            path, sha256, data = (self.table.column(name)[row].as_py() for name in _SCHEMA.names)
+            files.append(MediaFile(sha256, path, data))
+        return files
 
     def hashes(self) -> bytes:
         """The hashes of all media in the order of the documents."""
         return b"".join(self.table.column("sha256")[int(row)].as_py() for row in self.rows_I)
-
-    def _file(self, row: int) -> MediaFile:
-        path, sha256, data = (self.table.column(name)[row].as_py() for name in _SCHEMA.names)
-        return MediaFile(sha256, path, data)
 
 
 class MediaWriter:
@@ -142,16 +130,18 @@ class MediaWriter:
         """Write the media of the next document."""
         self.counts.append(len(files))
         if files:
-            stored = [file.as_stored for file in files]
-            columns = [[getattr(file, name) for file in stored] for name in _SCHEMA.names]
-            arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, _SCHEMA.types, strict=True)]
-            self._writer.write_batch(pyarrow.record_batch(arrays, schema=_SCHEMA))
+            # without the bytes that are in a file
+            rows = [
+                {"path": file.path, "sha256": file.sha256, "data": file.data if file.path is None else None}
+                for file in files
+            ]
+            self._writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema=_SCHEMA))
 
     def finish(self) -> MediaFiles:
         """Read back all media."""
         self.close()
         source = pyarrow.BufferReader(self._sink.getvalue()) if self.path is None else self.path
-        return MediaFiles.stored(media_table(source), offsets_of(self.counts))
+        return MediaFiles(media_table(source), np.arange(sum(self.counts)), offsets_of(self.counts))
 
     def close(self) -> None:
         """Complete the file. A second call does nothing."""

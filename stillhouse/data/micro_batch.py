@@ -1,4 +1,6 @@
-"""A micro-batch: the data of some packed sequences, independent of any loss. `packed_rows.py` builds it.
+"""A micro-batch: the data of some packed sequences, independent of any loss, and the micro-batches of a step.
+
+`packed_rows.py` builds a micro-batch.
 
 B rows, S columns per row (the length of the longest row), T = B·S.
 """
@@ -105,13 +107,8 @@ class MicroBatch:
         if self.teacher_inputs is None:
             return self
         document_T = self.document_T if self.teacher_document_T is None else self.teacher_document_T
-        return replace(
-            self,
-            inputs=self.teacher_inputs,
-            lengths=self.teacher_lengths,
-            media=self.teacher_media,
-            document_T=document_T,
-        )
+        inputs, lengths, media = self.teacher_inputs, self.teacher_lengths, self.teacher_media
+        return replace(self, inputs=inputs, lengths=lengths, media=media, document_T=document_T)
 
     def in_student_rows(self, values_BS: Tensor) -> Tensor:
         """The values [B, S, …] of the rows that predict the same tokens. values_BS: of the teacher's rows."""
@@ -121,10 +118,7 @@ class MicroBatch:
         return values_BS.flatten(0, 1)[row_T].unflatten(0, self.shape_BS)
 
     def without_targets(self) -> "MicroBatch":
-        """The same tokens without labels, documents and media, and with weights 0.
-
-        All tokens are padding then, so that no placeholder token gets a feature.
-        """
+        """The same tokens as padding: without labels, weights, documents and media."""
         return replace(
             self,
             labels_T=torch.full_like(self.labels_T, NO_LABEL),
@@ -143,17 +137,15 @@ class MicroBatch:
         if self.shape_BS == (rows, tokens):
             return self
         index_BS = torch.full((rows, tokens), -1)
-        index_BS[: self.shape_BS[0], : self.shape_BS[1]] = self._numbers_BS()
+        index_BS[: self.shape_BS[0], : self.shape_BS[1]] = torch.arange(len(self.labels_T)).view(self.shape_BS)
         return self.select(index_BS)
 
     def part(self, number: int, count: int) -> "MicroBatch":
-        """The shard of a context rank: a block of columns, and all media.
-
-        `count` must divide the number of columns.
-        """
+        """The shard of a context rank: a block of columns, and all media. `count` must divide the columns."""
         if count == 1:
             return self
-        columns, whole = self.select(self._numbers_BS().chunk(count, 1)[number]), self.with_lengths()
+        numbers_BS, whole = torch.arange(len(self.labels_T)).view(self.shape_BS), self.with_lengths()
+        columns = self.select(numbers_BS.chunk(count, 1)[number])
         return replace(columns, lengths=whole.lengths, teacher_lengths=whole.teacher_lengths)
 
     def with_lengths(self) -> "MicroBatch":
@@ -179,9 +171,7 @@ class MicroBatch:
             document_T=take(self.document_T, index_T, -1),
             valid_index=weights_T.nonzero()[:, 0],
             per_token={name: take(values_T, index_T) for name, values_T in self.per_token.items()},
-            teacher_inputs=None
-            if self.teacher_inputs is None
-            else self._select_inputs(self.teacher_inputs, index_BS),
+            teacher_inputs=self.teacher_inputs and self._select_inputs(self.teacher_inputs, index_BS),
             lengths=None,
             teacher_lengths=None,
             teacher_document_T=None
@@ -195,9 +185,6 @@ class MicroBatch:
         values = vars(self.with_lengths())
         moved = _copies(_tensors(values.values()), torch.device(device))
         return replace(self, **{name: _replaced(value, moved) for name, value in values.items()})
-
-    def _numbers_BS(self) -> Tensor:
-        return torch.arange(len(self.labels_T)).view(self.shape_BS)
 
     def _select_inputs(self, inputs: Mapping[str, Tensor], index_BS: Tensor) -> dict[str, Tensor]:
         chosen = dict(inputs)
@@ -250,18 +237,17 @@ def _copies(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor
     if device.type != "cuda" or not all(tensor.device.type == "cpu" for tensor in by_id.values()):
         return {key: tensor.to(device) for key, tensor in by_id.items()}
     ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in by_id.values()))
+
+    def views(buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip([0, *ends], by_id.values(), strict=False)
+        ]
+
     buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
-    for value, tensor in zip(_views(buffer, by_id.values(), ends), by_id.values(), strict=True):
+    for value, tensor in zip(views(buffer), by_id.values(), strict=True):
         value.copy_(tensor)
-    return dict(zip(by_id, _views(buffer.to(device, non_blocking=True), by_id.values(), ends), strict=True))
-
-
-def _views(buffer: Tensor, tensors: Iterable[Tensor], ends: Sequence[int]) -> list[Tensor]:
-    """Return parts of a buffer with the dtypes and shapes of the tensors. ends: where the parts end, in bytes."""
-    return [
-        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip([0, *ends], tensors, strict=False)
-    ]
+    return dict(zip(by_id, views(buffer.to(device, non_blocking=True)), strict=True))
 
 
 class StepMicroBatches(Sequence[MicroBatch]):
@@ -330,9 +316,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
         raise ValueError(f"column '{column}' of document {document} is not known: these are only tokens")
 
     def for_teacher(self, name: str) -> "StepMicroBatches":
-        """The same micro-batches. If this teacher has substitutions that fit into them, they have its
-        `teacher_inputs`.
-        """
+        """The same micro-batches, with this teacher's `teacher_inputs` if it has substitutions that fit into them."""
         return self
 
     def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -41,7 +41,8 @@ class PackedSequences:
     media_inputs: see `make_micro_batch`.
 
     set_S: int64, the set of each sequence; 0 without sets.
-    widths_D: int64, the number of columns of each document (its gap and its tokens).
+    widths_D, widths_S: int64, the columns of each document (its gap and its tokens), and of each sequence.
+    tokens_S: int64, the tokens of each sequence, without gaps.
     """
 
     def __init__(
@@ -84,21 +85,15 @@ class PackedSequences:
         self._borders = offsets_of(np.bincount(sequence_D))
         first_S = self._members[self._borders[:-1]]
         self._kinds, self.set_S = kind_D[first_S], set_D[first_S]
+        self.widths_S = np.add.reduceat(widths_D[self._members], self._borders[:-1])
+        self.tokens_S = np.add.reduceat(documents.lengths_D[self._members], self._borders[:-1])
         self._weighted_order: np.ndarray | None = None
 
     def sorted_by_length(self, max_tokens: int) -> "PackedSequences":
         """The same documents in sequences of documents of similar lengths, with another capacity."""
-        return PackedSequences(
-            self.documents,
-            max_tokens=max_tokens,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            gaps=self.gaps,
-            together=self.together,
-            weights=self.weights,
-            by_length=True,
-            media_inputs=self.media_inputs,
-        )
+        names = ("documents", "seed", "shuffle", "gaps", "together", "weights", "media_inputs")
+        kept = {name: getattr(self, name) for name in names}
+        return PackedSequences(**kept, max_tokens=max_tokens, by_length=True)
 
     def with_media_inputs(self, media_inputs: MediaInputs) -> "PackedSequences":
         """The same sequences, whose micro-batches have these inputs of media."""
@@ -110,22 +105,9 @@ class PackedSequences:
         return len(self._borders) - 1
 
     @cached_property
-    def widths_S(self) -> np.ndarray:
-        """The columns of each sequence, int64."""
-        return self._sums_S(self.widths_D)
-
-    @cached_property
-    def tokens_S(self) -> np.ndarray:
-        """The tokens of each sequence, without gaps, int64."""
-        return self._sums_S(self.documents.lengths_D)
-
-    @cached_property
     def targets_S(self) -> np.ndarray:
-        """The targets of each sequence, int64."""
-        return self._sums_S(self.documents.target_counts_D)
-
-    def _sums_S(self, values_D: np.ndarray) -> np.ndarray:
-        return np.add.reduceat(values_D[self._members], self._borders[:-1])
+        """The targets of each sequence, int64. The first access reads all targets."""
+        return np.add.reduceat(self.documents.target_counts_D[self._members], self._borders[:-1])
 
     @property
     def filled_share(self) -> float:
@@ -306,7 +288,11 @@ def weighted_order(
 ) -> np.ndarray:
     """The numbers of the sequences of a training on `total` sequences, [total] int64.
 
-    A longer training begins with the order of a shorter one. Raises ValueError if a source has no sequence.
+    A weight is a share of the tokens. A source's share s of the sequences is therefore proportional to its weight
+    divided by the mean number of tokens of its sequences. The k-th sequence of a source (from 0) gets the time
+    (k + 1/2) / s, and the sequences of all sources are sorted by these times, so that each step has nearly the right
+    shares. When all sequences of a source are used, the source begins again in another order. A longer training
+    begins with the order of a shorter one. Raises ValueError if a source has no sequence.
 
     source_S, tokens_S: the source and the number of tokens of each sequence.
     weights: the weights of the sources, above 0.
@@ -319,14 +305,11 @@ def weighted_order(
     # so many sequences of a source are enough, because no source lags behind its share by a sequence or more
     counts = np.ceil((total + len(weights)) * shares).astype(np.int64) + 1
     times = np.concatenate([(np.arange(count) + 0.5) / share for count, share in zip(counts, shares, strict=True)])
-    sequences = [_repeated(of, int(count), seed) for of, count in zip(members, counts, strict=True)]
+    sequences = []
+    for numbers, count in zip(members, counts.tolist(), strict=True):  # each source in another order in each epoch
+        orders = [permutation(len(numbers), seed, epoch + 1) for epoch in range(-(-count // len(numbers)))]
+        sequences.append(numbers[np.concatenate(orders)[:count]])
     return np.concatenate(sequences)[np.argsort(times, kind="stable")[:total]]
-
-
-def _repeated(members: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Repeat all members, in another order in each epoch, and return the first `count` of the result."""
-    epochs = range(-(-count // len(members)))
-    return np.concatenate([members[permutation(len(members), seed, epoch + 1)] for epoch in epochs])[:count]
 
 
 @lru_cache(maxsize=8)

@@ -21,8 +21,9 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow
@@ -43,15 +44,10 @@ from stillhouse.libraries import reading
 MANIFEST, SOURCES, IMAGES = "manifest.json", "sources.arrow", "images.arrow"
 _PROOF = "sha256_of_the_above"
 TOKENS, TARGETS = "tokens", "targets"
-_SUBSTITUTIONS = {
-    "substituted_tokens": np.int32,
-    "substituted_offsets": np.int64,
-    "substituted_spans": np.int64,
-    "substituted_parts": np.int64,
-}
+_SUBSTITUTIONS = ("substituted_tokens", "substituted_offsets", "substituted_spans", "substituted_parts")
 _IMAGE_OFFSETS = "image_offsets"
-_DTYPES = {TOKENS: np.int32, TARGETS: np.bool_, "offsets": np.int64, "keys": np.uint64} | _SUBSTITUTIONS
-_DTYPES |= {_IMAGE_OFFSETS: np.int64}
+#: of the arrays; all others are int64
+_DTYPES = {TOKENS: np.int32, TARGETS: np.bool_, "keys": np.uint64, "substituted_tokens": np.int32}
 _BATCH = 100_000  # strings of one batch in an Arrow file
 
 
@@ -65,11 +61,7 @@ class StoredStrings(Sequence[str]):
     def __len__(self) -> int:
         return len(self._strings)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         return self._strings[int(index)].as_py()
@@ -145,11 +137,15 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
         else:
             arrays[_IMAGE_OFFSETS] = documents.media.offsets
         for array, content in arrays.items():
-            _array_file(partial, array).write_bytes(np.ascontiguousarray(content).tobytes())
-        _write_strings(partial / SOURCES, documents.sources)
+            (partial / f"{array}.bin").write_bytes(np.ascontiguousarray(content).tobytes())
+        schema = pyarrow.schema([("source", pyarrow.large_string())])
+        with pyarrow.OSFile(str(partial / SOURCES), "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
+            for start in range(0, len(documents), _BATCH):
+                strings = pyarrow.array(documents.sources[start : start + _BATCH], pyarrow.large_string())
+                writer.write_batch(pyarrow.record_batch([strings], schema=schema))
         manifest = {
             "key": name,
-            "report": documents.report.as_dict(),
+            "report": asdict(documents.report),
             "columns": dict(documents.columns),
             "substitutions": list(documents.substitutions),
             "has_images": documents.media is not None,
@@ -181,9 +177,20 @@ def _read(path: Path, name: str) -> Documents:
     arrays += [f"{part}-{number}" for number in range(len(manifest["substitutions"])) for part in _SUBSTITUTIONS]
     image_arrays = [_IMAGE_OFFSETS] if manifest["has_images"] else []
     expected = {SOURCES, *([IMAGES] if image_arrays else ())}
-    expected |= {_array_file(path, array).name for array in [*arrays, *image_arrays]}
+    expected |= {f"{array}.bin" for array in [*arrays, *image_arrays]}
     if lost := expected - sha256.keys():
         raise ValueError(f"{damaged}: {', '.join(sorted(lost))} has no hash in {MANIFEST}")
+    substitutions, media = {}, None
+    for number, teacher in enumerate(manifest["substitutions"]):
+        tokens_N, offsets, spans, parts = (_array(path, f"{part}-{number}") for part in _SUBSTITUTIONS)
+        substitutions[teacher] = Substitutions(tokens_N, offsets, spans.reshape(-1, 2), parts)
+    if image_arrays:
+        offsets = _array(path, _IMAGE_OFFSETS)
+        with reading(damaged):
+            table = media_table(path / IMAGES)
+        if offsets[-1] != len(table):
+            raise ValueError(f"{damaged}: {IMAGES} has {len(table)} images, and {_IMAGE_OFFSETS} has {offsets[-1]}")
+        media = MediaFiles(table, np.arange(offsets[-1]), offsets)
     documents = Documents(
         _array(path, TOKENS),
         _array(path, TARGETS),
@@ -192,8 +199,8 @@ def _read(path: Path, name: str) -> Documents:
         StoredStrings(path / SOURCES),
         DataReport(**manifest["report"]),
         manifest["columns"],
-        {teacher: _substitutions(path, number) for number, teacher in enumerate(manifest["substitutions"])},
-        media=_images(path, damaged) if image_arrays else None,
+        substitutions,
+        media=media,
     )
     counts = {len(documents), len(documents.keys_D), len(documents.offsets) - 1}
     counts |= set() if documents.media is None else {len(documents.media.offsets) - 1}
@@ -202,37 +209,11 @@ def _read(path: Path, name: str) -> Documents:
     return documents
 
 
-def _substitutions(path: Path, number: int) -> Substitutions:
-    tokens_N, offsets, spans, parts = (_array(path, f"{part}-{number}") for part in _SUBSTITUTIONS)
-    return Substitutions(tokens_N, offsets, spans.reshape(-1, 2), parts)
-
-
-def _images(path: Path, damaged: str) -> MediaFiles:
-    offsets = _array(path, _IMAGE_OFFSETS)
-    with reading(damaged):
-        table = media_table(path / IMAGES)
-    if offsets[-1] != len(table):
-        raise ValueError(f"{damaged}: {IMAGES} has {len(table)} images, and {_IMAGE_OFFSETS} has {offsets[-1]}")
-    return MediaFiles.stored(table, offsets)
-
-
 def _array(folder: Path, name: str) -> np.ndarray:
-    file, dtype = _array_file(folder, name), _DTYPES[name.partition("-")[0]]
+    file, dtype = folder / f"{name}.bin", _DTYPES.get(name.partition("-")[0], np.int64)
     if not file.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype=dtype)
     return np.memmap(file, dtype=dtype, mode="r")
-
-
-def _array_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.bin"
-
-
-def _write_strings(path: Path, strings: Sequence[str]) -> None:
-    schema = pyarrow.schema([("source", pyarrow.large_string())])
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
-        for start in range(0, len(strings), _BATCH):
-            part = pyarrow.array(strings[start : start + _BATCH], pyarrow.large_string())
-            writer.write_batch(pyarrow.record_batch([part], schema=schema))
 
 
 def _states(files: Sequence[Path]) -> dict[str, tuple[int, int, int]]:
@@ -290,7 +271,14 @@ class DocumentWriter:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and targets of all documents, [N] each."""
-        return self._array(0, np.int32), self._array(1, np.bool_)
+        arrays: list[np.ndarray] = []
+        for file, name in zip(self._files, (TOKENS, TARGETS), strict=True):
+            if isinstance(file, io.BytesIO):
+                arrays.append(np.frombuffer(file.getbuffer(), dtype=_DTYPES[name]))
+            else:
+                file.flush()
+                arrays.append(np.memmap(file.name, dtype=_DTYPES[name], mode="r"))
+        return arrays[0], arrays[1]
 
     def documents(
         self, report: DataReport, columns: Sequence[str], prefixes: Collection[str], teachers: Iterable[str]
@@ -301,6 +289,8 @@ class DocumentWriter:
         """
         values = map(list, zip(*self._values, strict=True))
         media = self._media.finish()
+        names = dict.fromkeys([*prefixes, *teachers])
+        by_name = {name: [by_teacher.get(name, []) for by_teacher in self._substitutions] for name in names}
         return Documents(
             *self.arrays(),
             offsets_of(self._lengths),
@@ -308,7 +298,7 @@ class DocumentWriter:
             self.sources,
             report,
             dict(zip(columns, values, strict=True)),
-            self._by_teacher(prefixes, teachers),
+            {name: Substitutions.of(lists) for name, lists in by_name.items() if name in prefixes or any(lists)},
             self._records,
             media=media if len(media.table) else None,
         )
@@ -318,16 +308,3 @@ class DocumentWriter:
         for file in self._files:
             if not isinstance(file, io.BytesIO):  # the arrays use the buffer of a BytesIO
                 file.close()
-
-    def _by_teacher(self, prefixes: Collection[str], teachers: Iterable[str]) -> dict[str, Substitutions]:
-        """The substitutions of each teacher that has a prefix or other tokens of media."""
-        names = dict.fromkeys([*prefixes, *teachers])
-        by_name = {name: [by_teacher.get(name, []) for by_teacher in self._substitutions] for name in names}
-        return {name: Substitutions.of(lists) for name, lists in by_name.items() if name in prefixes or any(lists)}
-
-    def _array(self, number: int, dtype: type[np.generic]) -> np.ndarray:
-        file = self._files[number]
-        if isinstance(file, io.BytesIO):
-            return np.frombuffer(file.getbuffer(), dtype=dtype)
-        file.flush()
-        return np.memmap(file.name, dtype=dtype, mode="r")

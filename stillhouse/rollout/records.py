@@ -72,7 +72,7 @@ class GenerationRequest:
         return bool(self.media or self.media_tensors)
 
     def as_json(self) -> list[Any]:
-        media = [file.as_stored.as_json() for file in self.media]
+        media = [file.as_json() for file in self.media]
         sampling = None if self.sampling is None else asdict(self.sampling)
         return [self.number, self.prompt_ids.tolist(), self.seed, self.max_new_tokens, media, sampling]
 

@@ -127,7 +127,7 @@ class _RequestMedia(MediaInputs):
         self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray], *, may_skip: bool = False
     ) -> list[dict[str, Tensor]]:
         media = (self._documents[member].media for member in members)
-        return [{} if document_media is None else dict(document_media.tensors()) for document_media in media]
+        return [{} if document_media is None else dict(document_media.read().tensors) for document_media in media]
 
 
 def proven_media_inputs(

@@ -84,7 +84,7 @@ def test_a_chat_template_of_endless_text(conversations: Path) -> None:
 def test_the_process_of_a_template_ends_with_it(conversations: Path) -> None:
     template = chat_template.ChatTemplate(toy_tokenizer(chat="plain"), ("messages",), "completion")
     template.render(json.loads(conversations.read_text().splitlines()[0]))
-    process = template.render_isolated.isolated._process
+    process = template.isolated._process
     assert process is not None
     (pid, *_) = process.end.peek()[2]
     os.kill(pid, 0)
@@ -120,7 +120,7 @@ def test_the_process_of_a_template_keeps_no_file_open(conversations: Path) -> No
     template = chat_template.ChatTemplate(toy_tokenizer(chat="plain"), ("messages",), "completion")
     template.render(json.loads(conversations.read_text().splitlines()[0]))
     os.close(writer)
-    assert template.render_isolated.isolated._process is not None
+    assert template.isolated._process is not None
     readable_ends, _, _ = select.select([reader], [], [], 10)
     assert readable_ends == [reader]
     assert os.read(reader, 1) == b""

@@ -40,7 +40,7 @@ from stillhouse.data.record import (
     value_in_words,
 )
 from stillhouse.data.render.conversations import Conversations
-from stillhouse.data.render.isolated_process import IsolatedJson, LimitError
+from stillhouse.data.render.isolated_process import Isolated, LimitError, json_function
 from stillhouse.data.render.templates import ANCHOR, BosFrom, Encoded, Rendered, Span, Targets, Template
 from stillhouse.data.render.tokenizers import encode, is_rendered
 from stillhouse.data.render.written_texts import Lost, is_refused
@@ -94,19 +94,28 @@ class ChatTemplate(Template):
         self._tools_example: tuple[list[Message], Tools, int] | None = None
         # A method of this object would make a reference cycle, which would keep this object and its process alive.
         answer = Conversations(tokenizer, targets, end_ids).answer
-        self.render_isolated = IsolatedJson(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
+        self.isolated = Isolated(json_function(answer), seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
         self.needs_parts, self.adds_special = False, False
         if processor is not None:
             example: Message = {"role": "user", "content": ANCHOR}
-            self.needs_parts = ANCHOR not in self._example(example)
-            body = self._example(with_parts(example) if self.needs_parts else example)
-            self.adds_special = not is_rendered(tokenizer, body)
+            # "" if the template refuses the example
+            self.needs_parts = ANCHOR not in self._answer([example], None, None)[0]
+            form = with_parts(example) if self.needs_parts else example
+            self.adds_special = not is_rendered(tokenizer, self._answer([form], None, None)[0])
         has_bos = self.adds_special and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         self.bos_from: BosFrom = "tokenizer" if has_bos else "chat template"
 
     def render(self, fields: dict[str, Any]) -> Rendered:
         if self.targets == "none":
-            messages, first = self._prompt(fields), 0
+            for column in self.columns:
+                column_value(fields, column)
+            messages, first = messages_of(fields, self.columns[0]), 0
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()
+            if not messages:
+                name = self.columns[0]
+                got = value_in_words(fields[name])
+                raise RecordError(f"'{name}' has only turns of the assistant, got {got}")
         else:
             by_column = [messages_of(fields, column) for column in self.columns]
             require_targets(by_column[-1], self.columns[-1])
@@ -149,24 +158,22 @@ class ChatTemplate(Template):
                     f"the chat template of {name!r} does not write the descriptions of tools: the model does not see "
                     "them; expected a template that does (data.chat_template), or descriptions in the messages"
                 )
-        if self._prompt_example is not None and (heading := self._missing_heading(*self._prompt_example)):
-            lines.append(
-                f"the chat template of {name!r} writes no generation prompt (add_generation_prompt changes nothing): "
-                f"a prompt does not end with {heading!r}, with which the template begins a turn of the assistant, so "
-                "that the student must generate it; expected a template with a generation prompt (data.chat_template)"
-            )
+        if self._prompt_example is not None:
+            messages, tools = self._prompt_example
+            prompt, bare = (self._text_or_none(messages, tools, first) for first in (0, None))
+            answer: Message = {"role": "assistant", "content": ANCHOR}
+            answered = self._text_or_none([*messages, answer], tools, None)
+            heading = ""  # between a prompt and the assistant's content, if the template has no generation prompt
+            if prompt is not None and prompt == bare and answered is not None and answered.startswith(prompt):
+                heading = answered.removeprefix(prompt).partition(ANCHOR)[0] if ANCHOR in answered else ""
+            if heading.strip():  # white space needs no generation prompt
+                lines.append(
+                    f"the chat template of {name!r} writes no generation prompt (add_generation_prompt changes "
+                    f"nothing): a prompt does not end with {heading!r}, with which the template begins a turn of the "
+                    "assistant, so that the student must generate it; expected a template with a generation prompt "
+                    "(data.chat_template)"
+                )
         return lines
-
-    def _missing_heading(self, messages: list[Message], tools: Tools) -> str:
-        """What the template writes between a prompt and the assistant's content, if the template has no generation
-        prompt. It is "" if this is white space, as in templates that need no generation prompt.
-        """
-        prompt, bare = (self._text_or_none(messages, tools, first) for first in (0, None))
-        answered = self._text_or_none([*messages, {"role": "assistant", "content": ANCHOR}], tools, None)
-        if prompt is None or prompt != bare or answered is None or not answered.startswith(prompt):
-            return ""
-        heading, anchor, _ = answered.removeprefix(prompt).partition(ANCHOR)
-        return heading if anchor and heading.strip() else ""
 
     def _text_or_none(self, messages: list[Message], tools: Tools, first: int | None) -> str | None:
         """The text of a conversation; None if the template refuses it. See `Conversations.answer`."""
@@ -193,44 +200,26 @@ class ChatTemplate(Template):
         assert not prompt or self.targets == "none"
         return self._rendered(messages, tools, 0 if prompt else None)[0].body
 
-    def _prompt(self, fields: dict[str, Any]) -> list[Message]:
-        for column in self.columns:
-            column_value(fields, column)
-        column = self.columns[0]
-        messages = messages_of(fields, column)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if not messages:
-            raise RecordError(f"'{column}' has only turns of the assistant, got {value_in_words(fields[column])}")
-        return messages
-
-    def _example(self, message: Message) -> str:
-        """How the template writes a conversation of one message; "" if it refuses it."""
-        body: str = self.render_isolated([message], None, None)[0]
-        return body
-
     @cached_property
     def _joins_arguments(self) -> bool:
         """Whether the template writes arguments of calls only if they are JSON text: it joins them with other texts
         (DeepSeek-V3), or writes an object as Python does.
         """
-        arguments = {"a": ANCHOR}
-        as_object, as_text = (self._call_example(form) for form in (arguments, json.dumps(arguments)))
+        arguments, texts = {"a": ANCHOR}, []
+        function = {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}}
+        for form in (arguments, json.dumps(arguments)):
+            # Mistral's templates need such an id
+            call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": form}}
+            messages: list[Message] = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
+            if self.needs_parts:
+                messages = [with_parts(message) for message in messages]
+            # "" if the template refuses the call
+            texts.append(self._answer(messages, [{"type": "function", "function": function}], None)[0])
+        as_object, as_text = texts
         return (ANCHOR not in as_object or str(arguments) in as_object) and json.dumps(arguments) in as_text
-
-    def _call_example(self, arguments: Any) -> str:
-        """How the template writes a call with these arguments; "" if it refuses it."""
-        function = {"name": "f", "arguments": arguments}
-        call = {"id": "000000000", "type": "function", "function": function}  # Mistral's templates need such an id
-        messages: list[Message] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        tool = {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}}
-        if self.needs_parts:
-            messages = [with_parts(message) for message in messages]
-        body: str = self.render_isolated(messages, [{"type": "function", "function": tool}], None)[0]
-        return body
 
     def _with_media(self, rendered: Rendered, media: tuple[MediaFile, ...]) -> Rendered:
         """The record with its tokens. No token of media is a target."""
@@ -247,6 +236,13 @@ class ChatTemplate(Template):
             encoded.targets[start:stop] = False
         return replace(rendered, encoded=replace(encoded, media=media, media_spans=spans))
 
+    def _answer(self, messages: list[Message], tools: Tools, first: int | None) -> Any:
+        """See `Conversations.answer`. A value that JSON does not have becomes the text that transformers shows to a
+        chat template in its place; a dict key of such a type raises TypeError.
+        """
+        request = json.dumps([messages, tools, first], default=lambda value: f"<{type(value).__name__}>")
+        return json.loads(self.isolated(request.encode()))
+
     def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[Rendered, list[Lost]]:
         """The conversation as text, and the losses of its texts."""
         if self.needs_parts:
@@ -254,7 +250,7 @@ class ChatTemplate(Template):
         if any(message.get("tool_calls") or message.get("function_call") for message in messages):
             messages = [with_arguments(message, as_text=self._joins_arguments) for message in messages]
         try:
-            body, spans, end, lost, problem, is_syntax = self.render_isolated(messages, tools, first)
+            body, spans, end, lost, problem, is_syntax = self._answer(messages, tools, first)
         except LimitError as error:
             raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
         if is_syntax:
@@ -277,9 +273,12 @@ class ChatTemplate(Template):
                 "template that reads parts (data.chat_template), or a string"
             )
         has_calls = any(messages[loss.message].get(key) for key in ("tool_calls", "function_call"))
-        written = (
-            [] if has_calls else [other for other in ROLES if self._writes(other, messages, tools, loss.message)]
-        )
+        written = []
+        for other in () if has_calls else ROLES:
+            turn: Message = {"role": other, "content": ANCHOR}
+            turns = [*messages[: loss.message], turn, *messages[loss.message + 1 :]]
+            if ANCHOR in (self._text_or_none(turns, tools, None) or ""):
+                written.append(other)
         if written and role not in written:
             raise RecordError(
                 f"the chat template of {name!r} does not write {place}, whose role is {role!r}: expected a role that "
@@ -290,12 +289,6 @@ class ChatTemplate(Template):
             f"the chat template of {name!r} does not write {place}{beside}: expected a template that writes it "
             "(data.chat_template), or records without it"
         )
-
-    def _writes(self, role: str, messages: list[Message], tools: Tools, index: int) -> bool:
-        """Whether the template writes a message with this role in the place of message `index`."""
-        message: Message = {"role": role, "content": ANCHOR}
-        body = self._text_or_none([*messages[:index], message, *messages[index + 1 :]], tools, None)
-        return body is not None and ANCHOR in body
 
     def _name_of(self, loss: Lost, first: int) -> str:
         """The name of a lost text: the number of its message is that within its column."""

@@ -15,7 +15,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 from stillhouse.memory_limit import limit_memory
@@ -58,34 +57,22 @@ class Isolated:
             except (EOFError, OSError):
                 status = process.end()
                 assert status is not None, "the process was ended before"
-                raise LimitError(self._ended(status)) from None
+                if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+                    raise LimitError(f"it took more than {self.seconds:g} seconds of processor time") from None
+                how = f"status {os.WEXITSTATUS(status)}"
+                if os.WIFSIGNALED(status):
+                    how = f"signal {os.WTERMSIG(status)}"
+                limit = f"the limit is {self.memory_bytes / 2**30:g} GiB of memory"
+                raise LimitError(f"its process ended with {how} ({limit})") from None
             else:
                 self._process = process
                 return answer
         raise LimitError(f"its process did not answer within {_WAIT * self.seconds:g} seconds, twice")
 
-    def _ended(self, status: int) -> str:
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
-            return f"it took more than {self.seconds:g} seconds of processor time"
-        how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
-        return f"its process ended with {how} (the limit is {self.memory_bytes / 2**30:g} GiB of memory)"
 
-
-class IsolatedJson:
-    """`Isolated`, for a function whose arguments and result have JSON types."""
-
-    def __init__(self, function: Callable[..., Any], *, seconds: float, memory_bytes: int):
-        self.isolated = Isolated(partial(_json_answer, function), seconds=seconds, memory_bytes=memory_bytes)
-
-    def __call__(self, *arguments: Any) -> Any:
-        """As `Isolated`. `_placeholder` replaces argument values of types that JSON does not have; a dict key of such
-        a type raises TypeError.
-        """
-        return json.loads(self.isolated(json.dumps(arguments, default=_placeholder).encode()))
-
-
-def _json_answer(function: Callable[..., Any], request: bytes) -> bytes:
-    return json.dumps(function(*json.loads(request))).encode()
+def json_function(function: Callable[..., Any]) -> Callable[[bytes], bytes]:
+    """A function of bytes for `Isolated`, of one whose arguments and result have JSON types."""
+    return lambda request: json.dumps(function(*json.loads(request))).encode()
 
 
 class _Process:
@@ -145,8 +132,3 @@ def _serve(
             messages.send(answer)
     finally:
         os._exit(1)
-
-
-def _placeholder(value: Any) -> str:
-    """The text that transformers shows to a chat template in place of a value that JSON cannot represent."""
-    return f"<{type(value).__name__}>"

@@ -1,8 +1,11 @@
-"""Documents with images as a teacher reads them that has another processor of images than the student, or none.
+"""What a teacher reads in place of tokens of a document (`substitutions.py`): a prefix, and its tokens of images.
 
-The teacher's processor gets the text that the student's chat template has rendered, with its own placeholder in place
-of the student's. So its tokens of an image are those that it was trained on, and all others are the student's: this
-is proven for each document, by its token ids.
+A prefix is made from a template, in which `{column}` is replaced by the record's value. It is tokenized separately
+from the document.
+
+A teacher may have another processor of images than the student, or none. Its processor gets the text that the
+student's chat template has rendered, with its own placeholder in place of the student's. So its tokens of an image
+are those that it was trained on, and all others are the student's. This is proven for each document by token ids.
 """
 
 import json
@@ -14,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.media import MediaProcessor
@@ -60,9 +62,14 @@ class PrefixTemplate:
     def render(self, fields: Mapping[str, Any], template: Template) -> str:
         """The prefix of one record, as text. Raises RecordError if a column is missing or invalid."""
         try:
-            text = "".join(
-                literal + (_text(fields, column) if column is not None else "") for literal, column in self.parts
-            )
+            text = ""
+            for literal, column in self.parts:
+                value = "" if column is None else column_value(fields, column)
+                is_finite = not isinstance(value, float) or math.isfinite(value)
+                if not isinstance(value, str | bool | int | float) or not is_finite:
+                    expected = "a string, a finite number or a boolean"
+                    raise RecordError(f"'{column}' must be {expected}, got {value_in_words(value)}")
+                text += literal + (value if isinstance(value, str) else json.dumps(value))
             require_length(len(text), "it")
             rendered = template.render_prefix(text) if text else ""
             require_encodable(rendered, "it")
@@ -86,29 +93,15 @@ class PrefixTemplate:
             tokenized = tokenize(tokenizer, texts, special=False)
         except RecordError as error:
             raise RecordError(f"{self.what}: {error}") from error
-        return [
-            _behind_bos(np.asarray(ids, dtype=np.int32), document.ids, bos, bos_from)
-            for ids, document in zip(tokenized, documents, strict=True)
-        ]
-
-
-def _behind_bos(ids: np.ndarray, document: np.ndarray, bos: int | None, bos_from: BosFrom) -> Substitution:
-    """Remove a BOS from the prefix if prefix and document begin with a BOS."""
-    if bos is None or bos_from is None or document[:1].tolist() != [bos]:
-        return Substitution(0, 0, ids)
-    both = ids[:1].tolist() == [bos]
-    place = int(both or bos_from == "tokenizer")  # the tokenizer has put its BOS before the document alone
-    return Substitution(place, place, ids[1:] if both else ids)
-
-
-def _text(fields: Mapping[str, Any], column: str) -> str:
-    value = column_value(fields, column)
-    if isinstance(value, str):
-        return value
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    if not isinstance(value, bool | int | float) or not is_finite:
-        raise RecordError(f"'{column}' must be a string, a finite number or a boolean, got {value_in_words(value)}")
-    return json.dumps(value)
+        prefixes = []
+        for ids, document in zip(tokenized, documents, strict=True):
+            place = 0
+            if bos is not None and bos_from is not None and document.ids[:1].tolist() == [bos]:
+                # a BOS of the prefix is removed, and one that the tokenizer has put before the document alone is kept
+                place = int(ids[:1] == [bos] or bos_from == "tokenizer")
+                ids = ids[1:] if ids[:1] == [bos] else ids
+            prefixes.append(Substitution(place, place, np.asarray(ids, dtype=np.int32)))
+        return prefixes
 
 
 class TeacherMedia:
@@ -125,7 +118,6 @@ class TeacherMedia:
         self.section, self.student, self.processor, self.is_routed = section, student, processor, is_routed
 
     def identity(self) -> list[Any] | None:
-        """See `MediaProcessor.identity`."""
         return None if self.processor is None else self.processor.identity()
 
     @cached_property
@@ -140,7 +132,10 @@ class TeacherMedia:
         if self.processor.pixels_identity != self.student.pixels_identity:
             return False
         pairs = zip(self.student.example_documents(), self.processor.example_documents(), strict=True)
-        return all(_are_equal(one, other) for one, other in pairs)
+        return all(
+            one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+            for one, other in pairs
+        )
 
     def substitutions(
         self, text: str, encoded: Encoded, images: Sequence[MediaFile], *, special: bool
@@ -177,11 +172,6 @@ class TeacherMedia:
         ]
 
 
-def not_read(encoded: Encoded) -> list[Substitution]:
-    """A document that a teacher does not read at all."""
-    return [Substitution(0, len(encoded.ids), np.empty(0, dtype=np.int32))]
-
-
 def text_problem(ids: np.ndarray, spans: Sequence[Span], other_ids: np.ndarray, other_spans: Sequence[Span]) -> str:
     """The first difference between two documents without the tokens of their images; "" if there is none.
 
@@ -189,21 +179,16 @@ def text_problem(ids: np.ndarray, spans: Sequence[Span], other_ids: np.ndarray, 
     """
     if len(spans) != len(other_spans):
         return f"{len(other_spans)} images, not {len(spans)}"
-    parts = [_between(values, media_spans) for values, media_spans in ((ids, spans), (other_ids, other_spans))]
-    for number, (one, other) in enumerate(zip(*parts, strict=True)):
+    sides = []
+    for values, media_spans in ((ids, spans), (other_ids, other_spans)):
+        borders = zip(
+            [0, *(stop for _, stop in media_spans)], [*(start for start, _ in media_spans), len(values)], strict=True
+        )
+        sides.append([values[start:stop] for start, stop in borders])
+    for number, (one, other) in enumerate(zip(*sides, strict=True)):
         place = f"behind {number} images" if number else "before the first image"
         if len(one) != len(other):
             return f"{len(other)} tokens {place}, not {len(one)}"
         for at in np.flatnonzero(one != other)[:1]:
             return f"token {int(at) + 1} {place} is {other[at]}, not {one[at]}"
     return ""
-
-
-def _between(ids: np.ndarray, spans: Sequence[Span]) -> list[np.ndarray]:
-    """The tokens before, between and behind the spans."""
-    starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), len(ids)]
-    return [ids[start:stop] for start, stop in zip(starts, stops, strict=True)]
-
-
-def _are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -208,7 +208,7 @@ def generation_part(
         eos_ids=tuple(sorted(ends)),
     )
     seed = secrets.randbits(63) if options.seed is None else options.seed
-    tensors = {} if images is None else images.tensors()
+    tensors = {} if images is None else images.read().tensors
     prompt = np.array(body.token_ids, dtype=np.int32)
     request = GenerationRequest(0, prompt, seed, options.max_tokens, media_tensors=tensors)
     return GenerationPart(request, sampling, tokens, images)
