@@ -31,9 +31,9 @@ from benchmarks.training_runs import CROSS_ENTROPY, run_config, student_settings
 from stillhouse.config import RunConfig
 from stillhouse.data.render.alignment import Aligner
 from stillhouse.run.run import distill
-from stillhouse.tools.demo.corpus import Document, collect_split, write_jsonl
+from stillhouse.tools.demo.corpus import NamedText, collect_split, write_jsonl
 from stillhouse.tools.demo.student import TEACHER, save_new_student
-from stillhouse.tools.demo.tokenizer import END, encode
+from stillhouse.tools.demo.tokenizer import END, token_stream
 
 MAX_TOKENS, TOP_K = 256, 256
 #: of the other tokenizer: its number of tokens, and Llama 3's pattern of words
@@ -106,12 +106,12 @@ def configuration(folder: Path, seed: int, steps: int, settings: dict[str, Any])
     return run_config(student | ({"teacher.dtype": "float32"} if "teacher.model" in settings else {}) | settings)
 
 
-def held_out() -> list[Document]:
+def held_out() -> list[NamedText]:
     """Every second document of the demo's held-out split: enough, and half of the time."""
     return collect_split("held_out")[::2]
 
 
-def other_tokenizer(documents: Sequence[Document]) -> PreTrainedTokenizerFast:
+def other_tokenizer(documents: Sequence[NamedText]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     by_words = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -144,7 +144,7 @@ def make_other_teacher(folder: Path, steps: int) -> dict[str, float]:
     save(model, tokenizer, folder)
     entropies = {"other tokenizer, untrained": bytes_entropy(folder)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    for step, batch_BS in enumerate(batches(encode(tokenizer, documents), steps)):
+    for step, batch_BS in enumerate(batches(token_stream(tokenizer, documents), steps)):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 20) * (1 - step / steps)
         logits_BSV = model(input_ids=batch_BS[:, :-1]).logits
@@ -192,7 +192,7 @@ def bytes_entropy(folder: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     documents = held_out()
-    tokens_T = encode(tokenizer, documents)
+    tokens_T = token_stream(tokenizer, documents)
     rows_NS = tokens_T.unfold(0, ROW + 1, ROW)
     per_token = sum(
         float(cross_entropy(model(input_ids=batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())) * len(batch)
@@ -205,7 +205,7 @@ def shared_tokens(folder: Path) -> dict[str, int]:
     """How many tokens student and other teacher have, how many are the same, and their spans of held-out text."""
     student, teacher = (AutoTokenizer.from_pretrained(path) for path in (TEACHER, folder))
     aligner = Aligner(student, teacher)
-    ids = [encode(student, [document]).numpy() for document in held_out()]
+    ids = [token_stream(student, [document]).numpy() for document in held_out()]
     aligned = aligner.align(ids)
     return {
         "student": len(student),

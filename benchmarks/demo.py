@@ -42,7 +42,7 @@ def main() -> None:
 def rows_at(seed: int, steps: int, rate: float = demo_run.LEARNING_RATE) -> list[dict[str, Any]]:
     """Return the demo's table for one seed and learning rate."""
     with tempfile.TemporaryDirectory() as folder:
-        return demo_run.demo(Path(folder), seed=seed, steps=steps, learning_rate=rate)
+        return demo_run.run_demo(Path(folder), seed=seed, steps=steps, learning_rate=rate)
 
 
 def gain(rows: list[dict[str, Any]]) -> float:

@@ -32,7 +32,7 @@ from stillhouse.models.quantized import weight_bytes
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import collect_split, write_jsonl
 from stillhouse.tools.demo.student import TEACHER, save_new_student
-from stillhouse.tools.demo.tokenizer import encode
+from stillhouse.tools.demo.tokenizer import token_stream
 
 TOKENS, ROUNDS = 512, 5
 WAYS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ def main() -> None:
 
 def rows() -> Tensor:
     """Held-out text [B, S]."""
-    ids_T = encode(load_tokenizer(str(TEACHER)), held_out())
+    ids_T = token_stream(load_tokenizer(str(TEACHER)), held_out())
     return ids_T[: len(ids_T) // TOKENS * TOKENS].view(-1, TOKENS)[:16]
 
 

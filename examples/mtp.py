@@ -24,7 +24,7 @@ from stillhouse import TEACHER, Decoder, DistillTargets, StepLoss, parse_objecti
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.tools.demo.corpus import collect_documents, split_of
 from stillhouse.tools.demo.student import TEACHER as DEMO_TEACHER
-from stillhouse.tools.demo.tokenizer import encode
+from stillhouse.tools.demo.tokenizer import token_stream
 
 ROW, ROWS = 128, 2  # tokens per row, rows per step
 LEARNING_RATE = 4e-3
@@ -117,7 +117,7 @@ def main(steps: int, depths: int, prompts: int, new_tokens: int, seed: int) -> d
     tokenizer = AutoTokenizer.from_pretrained(DEMO_TEACHER, trust_remote_code=False)
     documents = collect_documents()
     training_T, held_out_T = (
-        encode(tokenizer, [document for document in documents if split_of(document.name) == split])
+        token_stream(tokenizer, [document for document in documents if split_of(document.name) == split])
         for split in ("student", "held_out")
     )
     prompts_PS = held_out_T[: len(held_out_T) // PROMPT * PROMPT].view(-1, PROMPT)

@@ -15,7 +15,7 @@ from examples.mtp import acceptance
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import collect_split, write_jsonl
 from stillhouse.tools.demo.student import TEACHER
-from stillhouse.tools.demo.tokenizer import encode
+from stillhouse.tools.demo.tokenizer import token_stream
 
 STEPS, STEP_TOKENS, DOCUMENT_TOKENS = 300, 256, 128
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 48, 32, 64
@@ -54,7 +54,7 @@ def _accepted_share(runs: SeedRuns, folder: Path, *, is_sampled: bool) -> float:
     """The accepted share of the tokens that transformers drafts, one at a time, with the head of a folder."""
     logging.set_verbosity_error()  # transformers warns about the head at each load
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokens_T = encode(tokenizer, collect_split("held_out")[:HELD_OUT])
+    tokens_T = token_stream(tokenizer, collect_split("held_out")[:HELD_OUT])
     prompts_PS = tokens_T[: len(tokens_T) // PROMPT_TOKENS * PROMPT_TOKENS].view(-1, PROMPT_TOKENS)
     prompts_PS = prompts_PS[torch.linspace(0, len(prompts_PS) - 1, runs.part(PROMPTS)).long()]
     return statistics.fmean(acceptance(folder, prompts_PS, NEW_TOKENS, is_sampled, runs.seed))

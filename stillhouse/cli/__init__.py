@@ -168,9 +168,9 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
     stillhouse check run.yaml train.micro_batch_tokens=16384
     """
     config = load(arguments, flags, ("data", "run", "servers"))
-    from stillhouse.tools.check import check
+    from stillhouse.tools.check import print_check
 
-    check(config)
+    print_check(config)
 
 
 @click.command()
@@ -187,14 +187,14 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     """
     config = load(arguments, flags)
     from stillhouse.parallel import destroy_process_group, is_first
-    from stillhouse.tools.parity import HEADER, left_out, line, parity
+    from stillhouse.tools.parity import HEADER, compare_layouts, left_out, line
 
     same = True
     if is_first():
         if keys := left_out(config):
             print_escaped(f"not compared: {', '.join(keys)} (each step here is in float32, without these)")
         print_escaped(HEADER)
-    for row in parity(config):
+    for row in compare_layouts(config):
         same &= bool(row.refused) or row.verdict == "same"
         if is_first():
             print_escaped(line(row))
@@ -214,13 +214,13 @@ def verify(run_dir: Path) -> None:
     stillhouse verify runs/a
     """
     quiet_libraries()
-    from stillhouse.tools.verify import verify
+    from stillhouse.tools.verify import verify_run
 
     findings = []
-    for finding in verify(run_dir):
+    for finding in verify_run(run_dir):
         findings.append(finding)
         print_escaped(finding)
-    if wrong := [finding.what for finding in findings if finding.problem is not None]:
+    if wrong := [finding.part for finding in findings if finding.problem is not None]:
         raise ValueError(f"{run_dir}: {len(wrong)} of {len(findings)} parts are wrong: {', '.join(wrong)}")
 
 
@@ -249,11 +249,11 @@ def demo(out: Path | None, write: str | None) -> None:
     quiet_libraries()
     folder = out or Path(MEDIA[write].demo_folder if write in MEDIA else "runs/demo")
     if write is None:
-        from stillhouse.tools.demo.demo import demo
+        from stillhouse.tools.demo.demo import run_demo
 
-        demo(folder)
+        run_demo(folder)
         return
-    from stillhouse.tools.demo.run_files import write_text_run
+    from stillhouse.tools.demo.student import write_text_run
 
     configurations = MEDIA[write].write_demo(folder) if write in MEDIA else [write_text_run(folder)]
     print_escaped(

@@ -66,8 +66,7 @@ def export(
     if size is None or int(size[1]) == 0:
         raise misused(f"--shard-size: got {shard_size!r}, expected a number and KB, MB or GB, such as 5GB")
     quiet_libraries()
-    from stillhouse.tools.export_run import ExportSettings, export_run
-    from stillhouse.tools.push_folder import prepare_repository, push_folder
+    from stillhouse.tools.export_run import ExportSettings, export_run, prepare_repository, push_folder
 
     if push is not None:
         prepare_repository(push)  # before the export, which may take long

@@ -29,7 +29,7 @@ from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import forward_kl
-from stillhouse.objective.metric_keys import CHUNK_TOKENS
+from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import DistributedStudent, StageInputs

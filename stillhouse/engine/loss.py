@@ -28,8 +28,8 @@ from stillhouse.objective import (
     linear_objective,
     routed_objective,
 )
-from stillhouse.objective.metric_keys import IS_SAMPLED, WEIGHTS
-from stillhouse.objective.origins import origin_masks
+from stillhouse.objective.metrics import IS_SAMPLED, WEIGHTS
+from stillhouse.objective.sampled_tokens import origin_masks
 from stillhouse.objective.spec import ObjectiveSpec
 
 

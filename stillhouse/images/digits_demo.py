@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from stillhouse.tasks import RandomNumbers, is_held_out
-from stillhouse.tools.demo.run_files import write_configuration
+from stillhouse.tools.demo.student import write_configuration
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -29,8 +29,8 @@ from stillhouse.objective import (
     logits_objective,
 )
 from stillhouse.objective.head import Projection, common_vocabulary, operand_dtype
-from stillhouse.objective.metric_keys import unique_names
-from stillhouse.objective.origins import DATASET
+from stillhouse.objective.metrics import unique_names
+from stillhouse.objective.sampled_tokens import DATASET
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.objective.top_k import largest
 from stillhouse.objective.vocab import AsyncAllGather

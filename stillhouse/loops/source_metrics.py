@@ -21,7 +21,7 @@ from stillhouse.config.reward_sum import part_names
 from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.loops.session import RolloutPlan
-from stillhouse.objective.origins import origin_masks
+from stillhouse.objective.sampled_tokens import origin_masks
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Ranks, ShardedMicroBatches
 from stillhouse.rollout import PromptPlan, Sample

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from stillhouse.engine.parts import LossPart
 from stillhouse.engine.parts.mtp import PREFIX
-from stillhouse.objective.metric_keys import CHUNK_TOKENS, WEIGHTS
+from stillhouse.objective.metrics import CHUNK_TOKENS, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 
 #: the keys of a step's metrics that are not terms of the loss

@@ -23,7 +23,7 @@ from stillhouse.loops.prompt_evaluation import PROMPTS
 from stillhouse.loops.session import Models, RolloutPlan, Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.models import NotFiniteError
-from stillhouse.objective.metric_keys import CHUNK_TOKENS
+from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name

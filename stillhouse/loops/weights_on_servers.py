@@ -19,7 +19,7 @@ from stillhouse.data import Documents
 from stillhouse.loops.session import Data, Models
 from stillhouse.models import model_fingerprint
 from stillhouse.models.processors import cross_entropy
-from stillhouse.objective.metric_keys import OLD_LOG_PROBS
+from stillhouse.objective.metrics import OLD_LOG_PROBS
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import ShardedMicroBatches, local_folder, watchdog

@@ -112,7 +112,7 @@ class DistillTargets(Targets):
 
     signals: by the teachers' names; empty if no term needs a teacher. A `RoutedSignal` cannot be cut into rows, nor
         shifted for multi-token prediction.
-    per_token: other tensors about the tokens to predict, of the labels' shape, named as in `metric_keys.py`.
+    per_token: other tensors about the tokens to predict, of the labels' shape, named as in `metrics.py`.
     document_T: the document of each row, of the labels' shape, for a discount; documents follow one another.
     position_ids_BS: the position ids of depth 0, for `shift_for_mtp`.
     """

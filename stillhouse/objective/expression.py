@@ -29,8 +29,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds, require_weight
-from stillhouse.objective.policy import policy_fields
+from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds, policy_fields, require_weight
 
 Made = TypeVar("Made")
 Words = Mapping[str, Collection[str]]

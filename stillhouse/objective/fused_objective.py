@@ -21,13 +21,12 @@ from torch import Tensor
 # torch.compile must not trace the pass. `_disable_dynamo` is torch.compiler.disable without its imports (1 s)
 from torch._compile import _disable_dynamo
 
-from stillhouse.objective.head import OutputHead, require_head
+from stillhouse.objective.head import OutputHead
 from stillhouse.objective.input_checks import Leaves, check_leaves, check_pass, first_leaf
-from stillhouse.objective.metric_keys import CHUNK_TOKENS
+from stillhouse.objective.metrics import CHUNK_TOKENS, Totals
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.chunks import run_chunks
 from stillhouse.objective.tile.logits_provider import HeadLogits, LogitsProvider, TensorLogits
-from stillhouse.objective.tile.metric_sums import Totals
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
 
@@ -136,7 +135,11 @@ def _hidden_objective(
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
     """Run one pass per group. groups: the rows (None: all rows) and the terms of each group."""
-    require_head(head)
+    if not isinstance(head, OutputHead):
+        raise ValueError(
+            f"head is of type {type(head).__name__}: expected OutputHead(lm_head.weight, lm_head.bias), or the head"
+            " that a Decoder gives to an output processor"
+        )
     leaves: Leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
     check_leaves(leaves)
     if hidden_TD.dim() != 2 or hidden_TD.shape[1] != head.weight_VD.shape[1]:
@@ -166,14 +169,22 @@ def _objective(
     tokens = len(first_leaf(leaves)[1])
     totals: Totals | None = None
     for provider, terms, index in passes:
-        index = _valid_rows(weights_T, index, provider.device)
+        if index is None and weights_T is not None and weights_T.device.type == "cpu":
+            index = weights_T.nonzero()[:, 0]
+        if index is not None and provider.device.type == "cuda" and index.device.type == "cpu":
+            index = index.pin_memory().to(provider.device, non_blocking=True)
+        elif index is not None:
+            index = index.to(provider.device)
         with torch.no_grad(), torch.autocast(provider.device.type, enabled=False):
             group_totals = run_chunks(provider, terms, tokens, weights_T, index, chunk_tokens)
             totals = group_totals if totals is None else totals.plus(group_totals)
     if totals is None:
         raise ValueError("no group of rows: expected at least one, which may be empty")
     with torch.no_grad():
-        factor = _reciprocal(normalizer, provider)
+        if isinstance(normalizer, Tensor):
+            factor = normalizer.to(provider.device, provider.dtype).reshape(()).reciprocal()
+        else:
+            factor = torch.full((), 1 / normalizer, dtype=provider.dtype, device=provider.device)
         loss = totals.loss.to(provider.dtype) * factor
     if provider.needs_gradient:
         loss = _Attach.apply(loss, factor, provider.gradients, provider.shard, *leaves.values())
@@ -220,33 +231,14 @@ class _Attach(torch.autograd.Function):
         is_summed = ctx.shard is not None and len(gradients) > 1
         if is_summed and gradients[0] is not None:
             dtypes[0] = gradients[0].dtype
-        scaled = [
-            None if gradient is None else _scaled(gradient, factor, dtype, in_place)
-            for gradient, dtype in zip(gradients, dtypes, strict=True)
-        ]
+        scaled: list[Tensor | None] = []
+        for gradient, dtype in zip(gradients, dtypes, strict=True):
+            if gradient is None:
+                scaled.append(None)
+            elif gradient.dtype == dtype:
+                scaled.append(gradient.mul_(factor) if in_place else gradient * factor)
+            else:  # the product is computed in the gradient's dtype, and then rounded
+                scaled.append(torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype)))
         if is_summed and scaled[0] is not None:
             scaled[0] = reduce_hidden_grad(scaled[0], ctx.shard).to(ctx.dtypes[0])
         return (None, None, None, None, *scaled)
-
-
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
-    """Return the product, computed in the gradient's dtype and rounded to `dtype`."""
-    if gradient.dtype == dtype:
-        return gradient.mul_(factor) if in_place else gradient * factor
-    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-
-
-def _valid_rows(weights_T: Tensor | None, valid_index: Tensor | None, device: torch.device) -> Tensor | None:
-    if valid_index is None and weights_T is not None and weights_T.device.type == "cpu":
-        valid_index = weights_T.nonzero()[:, 0]
-    if valid_index is None:
-        return None
-    if device.type != "cuda" or valid_index.device.type != "cpu":
-        return valid_index.to(device)
-    return valid_index.pin_memory().to(device, non_blocking=True)
-
-
-def _reciprocal(normalizer: float | Tensor, provider: LogitsProvider) -> Tensor:
-    if isinstance(normalizer, Tensor):
-        return normalizer.to(provider.device, provider.dtype).reshape(()).reciprocal()
-    return torch.full((), 1 / normalizer, dtype=provider.dtype, device=provider.device)

@@ -183,15 +183,6 @@ class Projection:
         return torch.mm(left, right, out_dtype=self.compute_dtype, out=out)
 
 
-def require_head(head: object) -> None:
-    """Raise ValueError if `head` is not an `OutputHead`, for example a module or a weight."""
-    if not isinstance(head, OutputHead):
-        raise ValueError(
-            f"head is of type {type(head).__name__}: expected OutputHead(lm_head.weight, lm_head.bias), or the head"
-            " that a Decoder gives to an output processor"
-        )
-
-
 def operand_dtype(hidden: Tensor, weight_VD: Tensor) -> torch.dtype:
     """Return the dtype in which torch would multiply the two, autocast included."""
     device = hidden.device.type

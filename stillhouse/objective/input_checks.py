@@ -48,20 +48,8 @@ def check_pass(
     chunk_tokens: int | None,
 ) -> None:
     """Raise ValueError for invalid arguments of `linear_objective`."""
-    tokens = len(first_leaf(leaves)[1])
-    _check_terms(terms, tokens, leaves)
-    _check_weights("weights_T", weights_T, tokens)
-    for at, term in enumerate(terms):
-        _check_weights(f"terms[{at}].weights_T", term.weights_T, tokens)
-    if valid_index is not None:
-        _check_index(valid_index, tokens)
-    _check_normalizer(normalizer)
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
-
-
-def _check_terms(terms: Sequence[Term], tokens: int, leaves: Leaves) -> None:
-    """Require at least one term, `tokens` rows in each, and tensors on the device of the leaves."""
+    first, leaf = first_leaf(leaves)
+    tokens = len(leaf)
     require_terms(terms)
     if not terms:
         raise ValueError("no terms: expected at least one of CrossEntropy, Distill, Entropy")
@@ -72,25 +60,24 @@ def _check_terms(terms: Sequence[Term], tokens: int, leaves: Leaves) -> None:
                 "token on all sides"
             )
         for name, tensor in _tensors(f"terms[{at}]", term):
-            check_device(name, tensor, *first_leaf(leaves))
-
-
-def _check_weights(name: str, weights_T: Tensor | None, tokens: int) -> None:
-    if weights_T is None:
-        return
-    check_per_token(tokens, **{name: weights_T})
-    _check_constant(name, weights_T)
-    if weights_T.device.type == "cpu" and not weights_T.isfinite().all():
-        raise ValueError(f"{name} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
-
-
-def _check_normalizer(normalizer: float | Tensor) -> None:
+            check_device(name, tensor, first, leaf)
+    weights = {"weights_T": weights_T} | {f"terms[{at}].weights_T": term.weights_T for at, term in enumerate(terms)}
+    check_per_token(tokens, **weights)
+    for name, tensor_or_none in weights.items():
+        if tensor_or_none is None:
+            continue
+        _check_constant(name, tensor_or_none)
+        if tensor_or_none.device.type == "cpu" and not tensor_or_none.isfinite().all():
+            raise ValueError(f"{name} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
+    if valid_index is not None:
+        _check_index(valid_index, tokens)
+    is_on_device = isinstance(normalizer, Tensor) and normalizer.device.type != "cpu"
     if isinstance(normalizer, Tensor):
         _check_constant("normalizer", normalizer)
-        if normalizer.device.type != "cpu":
-            return
-    if not 0 < float(normalizer) < math.inf:
+    if not is_on_device and not 0 < float(normalizer) < math.inf:
         raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
 
 
 def _check_index(valid_index: Tensor, tokens: int) -> None:

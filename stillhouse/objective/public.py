@@ -1,5 +1,6 @@
 """The public names of the package, which `__init__.py` imports at their first use."""
 
+from stillhouse.objective.cross_tokenizer import Continuation, SortedL1, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import (
     acceptance,
@@ -19,17 +20,15 @@ from stillhouse.objective.fused_objective import (
     routed_objective,
 )
 from stillhouse.objective.head import OutputHead, detached
-from stillhouse.objective.importance_correction import Correction
-from stillhouse.objective.log_probs import linear_log_probs
-from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL
+from stillhouse.objective.log_probs import linear_log_probs, teacher_log_probs
+from stillhouse.objective.sampled_terms import Correction, LogRatio, PolicyGradient, SampledKL
 from stillhouse.objective.sampled_tokens import discounted_sum, sequence_ratios
-from stillhouse.objective.signal_log_probs import teacher_log_probs
 from stillhouse.objective.signals import (
     TEACHER,
     Chosen,
     DenseLogits,
     FullVocab,
+    Mixture,
     RoutedSignal,
     Sampled,
     Signal,
@@ -37,8 +36,6 @@ from stillhouse.objective.signals import (
     StudentHidden,
     TopK,
 )
-from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
-from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 from stillhouse.objective.tile.kernels import use_kernels
 from stillhouse.objective.vocab import VocabShard

@@ -44,37 +44,41 @@ class RowTemperatures:
 Temperatures = float | RowTemperatures
 
 
+def distinct_temperatures(temperatures: Temperatures) -> tuple[float, ...]:
+    return temperatures.values if isinstance(temperatures, RowTemperatures) else (temperatures,)
+
+
 def term_options(temperatures: Temperatures) -> dict[str, Any]:
     """Return the argument of a `SampledTerm` with these temperatures."""
     name = "row_temperatures" if isinstance(temperatures, RowTemperatures) else "temperature"
     return {name: temperatures}
 
 
-def distinct(temperatures: Temperatures) -> tuple[float, ...]:
-    """Return the different temperatures."""
-    return temperatures.values if isinstance(temperatures, RowTemperatures) else (temperatures,)
-
-
-def at_rows(temperatures: Temperatures, by_value: Sequence[Tensor]) -> Tensor:
-    """Return each row's entry of the tensor of its temperature, [T]. by_value: in the order of `distinct`."""
-    return _selected(by_value, temperatures.number_T if isinstance(temperatures, RowTemperatures) else None)
+def select_rows(by_temperature: Sequence[Tensor], number_T: Tensor | None) -> Tensor:
+    """Return each row's entry of the tensor of its temperature, [T]. number_T: None if there is one temperature."""
+    selected_T, *others = by_temperature
+    for number, value_T in enumerate(others, start=1):
+        assert number_T is not None
+        selected_T = torch.where(number_T == number, value_T, selected_T)
+    return selected_T
 
 
 class OnTile:
     """A tile's numbers at the temperatures of its rows."""
 
     def __init__(self, tile: Tile, temperatures: Temperatures):
-        self._tile, self._values, self._number_C = tile, distinct(temperatures), None
+        self._tile, self._values, self._number_C = tile, distinct_temperatures(temperatures), None
         if isinstance(temperatures, RowTemperatures):
             self._number_C = tile.take(temperatures.number_T)
 
     def log_probs(self, labels_T: Tensor) -> Tensor:
         """Return log q of the labels, [C]."""
-        return self._select_rows([self._tile.log_probs_at(labels_T, value)[:, 0] for value in self._values])
+        log_probs = [self._tile.log_probs_at(labels_T, value)[:, 0] for value in self._values]
+        return select_rows(log_probs, self._number_C)
 
     def divided(self, weights_C: Tensor) -> Tensor:
         """Return weights_C / τ."""
-        return self._select_rows([weights_C / value for value in self._values])
+        return select_rows([weights_C / value for value in self._values], self._number_C)
 
     def add_probability(self, coefficient_C: Tensor) -> None:
         """Add coefficient_C · q to the gradient."""
@@ -82,14 +86,3 @@ class OnTile:
             is_other_C = None if self._number_C is None else self._number_C != number
             value_coefficient_C = coefficient_C if is_other_C is None else coefficient_C.masked_fill(is_other_C, 0.0)
             self._tile.add_probability(value, value_coefficient_C)
-
-    def _select_rows(self, by_value: Sequence[Tensor]) -> Tensor:
-        return _selected(by_value, self._number_C)
-
-
-def _selected(by_value: Sequence[Tensor], number_T: Tensor | None) -> Tensor:
-    selected_T, *others = by_value
-    for number, value_T in enumerate(others, start=1):
-        assert number_T is not None
-        selected_T = torch.where(number_T == number, value_T, selected_T)
-    return selected_T

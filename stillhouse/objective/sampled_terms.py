@@ -7,7 +7,8 @@ the expectation over y of the term's gradient. This is not the gradient of the t
 for the estimators k1, k2, k3 of a KL (Schulman 2020).
 
 If a token was sampled with older weights, or by an engine that computes differently, its distribution was q_old and
-not q. A `Correction` weights such a token by a limited ρ = q(y) / q_old(y), at the sampling temperature.
+not q. Weighting by ρ = q(y) / q_old(y) turns an expectation over q_old into one over q, but a few large ratios would
+dominate a step. So a `Correction` weights such a token by a limited ρ, at the sampling temperature.
 
 C rows of a chunk of T tokens.
 """
@@ -21,14 +22,48 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.expression import check_estimator
-from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
 from stillhouse.objective.numerics import expect
-from stillhouse.objective.policy import Surrogate
-from stillhouse.objective.row_temperatures import OnTile, RowTemperatures, Temperatures, distinct
+from stillhouse.objective.parameters import Surrogate
+from stillhouse.objective.row_temperatures import OnTile, RowTemperatures, Temperatures, distinct_temperatures
 from stillhouse.objective.signals import check_temperature
 from stillhouse.objective.terms import LabelTerm, check_labels, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import Plan
+from stillhouse.objective.tile.tile_plan import TilePlan
+
+CorrectionKind = Literal["none", "truncated", "masked"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Importance weights for tokens whose probability has changed since they were sampled, from their ratios ρ.
+
+    kind: "truncated" is min(ρ, limit), truncated importance sampling (TIS, Yao et al. 2025). "masked" is ρ if
+        1/limit ≤ ρ ≤ limit, otherwise 0: IcePop (Ring-1T, arXiv:2510.18855). With "none", every weight is 1.
+    limit: a number above 1. The weights are constants: no gradient flows through them.
+    """
+
+    kind: CorrectionKind = "none"
+    limit: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(CorrectionKind):
+            raise ValueError(f"correction {self.kind!r}: expected one of {', '.join(get_args(CorrectionKind))}")
+        if isinstance(self.limit, bool) or not self.limit > 1:
+            raise ValueError(f"limit={self.limit} of the correction: expected a number above 1 (infinity for none)")
+
+    def weights(self, ratio_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight of each ratio, and a mask of the weights that the limit changed. Ratios may be inf."""
+        if self.kind == "none":
+            return torch.ones_like(ratio_C), torch.zeros_like(ratio_C, dtype=torch.bool)
+        is_changed_C = ratio_C > self.limit
+        if self.kind == "truncated":
+            return ratio_C.clamp(max=self.limit), is_changed_C
+        # with an infinite limit, only an infinite ratio is changed
+        is_changed_C = is_changed_C | (ratio_C < 1 / self.limit) | (ratio_C == math.inf)
+        return ratio_C.masked_fill(is_changed_C, 0.0), is_changed_C
+
+
+NO_CORRECTION = Correction()
 
 
 class SampledTerm(LabelTerm):
@@ -43,8 +78,8 @@ class SampledTerm(LabelTerm):
     def temperatures(self) -> Temperatures:
         return self.temperature if self.row_temperatures is None else self.row_temperatures
 
-    def request(self, plan: Plan) -> None:
-        for value in distinct(self.temperatures):
+    def request(self, plan: TilePlan) -> None:
+        for value in distinct_temperatures(self.temperatures):
             plan.softmax(value)
         plan.logits_at(self.labels_T)
 
@@ -106,7 +141,7 @@ class SampledKL(SampledTerm):
             )
         per_token = {"teacher_log_probs_T": self.teacher_log_probs_T, "old_log_probs_T": self.old_log_probs_T}
         check_sampled_tokens(self.labels_T, **per_token)
-        for value in distinct(self._sampling_temperature):
+        for value in distinct_temperatures(self._sampling_temperature):
             check_temperature(value)
 
     @property
@@ -118,10 +153,10 @@ class SampledKL(SampledTerm):
     def name(self) -> str:
         return labelled(f"sampled_{self.descends}", self.label)
 
-    def request(self, plan: Plan) -> None:
+    def request(self, plan: TilePlan) -> None:
         super().request(plan)
         if self.correction.kind != "none":
-            for value in distinct(self._sampling_temperature):
+            for value in distinct_temperatures(self._sampling_temperature):
                 plan.softmax(value)
 
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -1,10 +1,17 @@
-"""The tokens of a batch that the student's policy has sampled, and their log-probabilities for the terms.
+"""The tokens of a batch that the student's policy has sampled, their log-probabilities, and the origin of each row.
 
     advantage_t += Σ_{u ≥ t} γ^(u−t) (log p_u − log q_old_u)        MiniLLM (arXiv:2306.08543), in the same document
     ratio_t = exp(mean_u (log q_u − log q_old_u))                   GSPO (arXiv:2507.18071), over the document
 
 p is the teacher's probability of a row's label; q_old is the probability with which the label was sampled. In a
-packed batch, a row's label may also come from the dataset, or be absent; such rows are ignored here. T tokens.
+packed batch, a row's label may also come from the dataset or the teacher, or be absent; these sums ignore such rows.
+The origins of labels are
+
+    dataset    a document of the dataset
+    student    a completion that the student has generated
+    teacher    a completion that the teacher has generated
+
+T tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,16 +23,42 @@ from torch import Tensor
 
 from stillhouse.objective.fused_objective import linear_objective
 from stillhouse.objective.head import OutputHead, common_vocabulary, detached
-from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
-from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures, at_rows, distinct, term_options
+from stillhouse.objective.log_probs import teacher_log_probs
+from stillhouse.objective.metrics import IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION
+from stillhouse.objective.row_temperatures import (
+    RowTemperatures,
+    Temperatures,
+    distinct_temperatures,
+    select_rows,
+    term_options,
+)
 from stillhouse.objective.sampled_terms import LogProb
-from stillhouse.objective.signal_log_probs import teacher_log_probs
 from stillhouse.objective.signals import Signal, check_per_token
+
+DATASET, STUDENT, TEACHER = ORIGINS = ("dataset", "student", "teacher")
+
+
+def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, for each origin, a mask of its rows, [T] bool.
+
+    per_token: the tensors of a batch of rollouts. Without them, all rows are of the dataset.
+    """
+    if IS_SAMPLED not in per_token:
+        none_T = torch.zeros_like(labels_T, dtype=torch.bool)
+        return {DATASET: ~none_T, STUDENT: none_T, TEACHER: none_T}
+    if POLICY_VERSION not in per_token:
+        raise ValueError(
+            f"{POLICY_VERSION} is missing in per_token (it has {', '.join(sorted(per_token))}): expected it beside "
+            f"{IS_SAMPLED}, because it tells the teacher's completions from the dataset's"
+        )
+    is_student_T = per_token[IS_SAMPLED] != 0
+    is_teacher_T = ~is_student_T & (per_token[POLICY_VERSION] >= 0)
+    return {DATASET: ~is_student_T & ~is_teacher_T, STUDENT: is_student_T, TEACHER: is_teacher_T}
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """per_token: the tensors of `metric_keys.py`, [T] each.
+    """per_token: the tensors of `metrics.py`, [T] each.
     document_T: the document of each row.
     hidden_TD: the student's hidden states, for `sequence_ratios`.
     valid_index: the rows that count; None: all rows.
@@ -41,17 +74,13 @@ class SampledTokens:
     hidden_TD: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_per_token(len(self.labels_T), **{f"per_token[{name!r}]": one for name, one in self.per_token.items()})
+        named = {f"per_token[{name!r}]": values_T for name, values_T in self.per_token.items()}
+        check_per_token(len(self.labels_T), **named)
 
     @property
     def weights_T(self) -> Tensor | None:
         """1 at sampled tokens, 0 elsewhere; None if `per_token` has no `IS_SAMPLED`."""
         return self.per_token.get(IS_SAMPLED)
-
-    @property
-    def others_T(self) -> Tensor | None:
-        """1 − `weights_T`; None if `weights_T` is None."""
-        return None if self.weights_T is None else 1 - self.weights_T
 
     @cached_property
     def is_sampled_T(self) -> Tensor:
@@ -76,31 +105,25 @@ class SampledTokens:
         """Return a tensor of `per_token`, with 0 at rows without a sampled token."""
         return self.require(name).masked_fill(~self.is_sampled_T, 0.0)
 
-    @property
-    def sampled_labels_T(self) -> Tensor:
-        """The sampled tokens, and −1 at other rows."""
-        return self.labels_T.masked_fill(~self.is_sampled_T, -1)
+    def log_probs(self, signals: Sequence[Signal], temperatures: Temperatures) -> Tensor:
+        """Return the teacher's log p of the sampled tokens, 0 elsewhere.
 
-    def temperatures(self, values: tuple[float, ...]) -> Temperatures:
-        """Return the sampling temperatures of the rows. values: one temperature, or those that `SAMPLING` numbers."""
-        return values[0] if len(values) == 1 else RowTemperatures(values, self.at_sampled(SAMPLING))
-
-    def log_probs(self, signal: Signal, temperature: float) -> Tensor:
-        """Return the teacher's log p of the sampled tokens, 0 elsewhere."""
+        signals: the teacher's signal for each of `distinct_temperatures`.
+        """
         student = self.student
-        return teacher_log_probs(
-            signal,
-            self.sampled_labels_T,
-            temperature,
-            vocabulary=None if student is None else common_vocabulary([student, *self.teacher_heads]),
-            shard=None if student is None else student.shard,
-            valid_index=self.valid_index,
-        )
-
-    def log_probs_at(self, signals: Sequence[Signal], temperatures: Temperatures) -> Tensor:
-        """Return the same at the temperatures of the rows. signals: the signal for each of `distinct`."""
-        pairs = zip(signals, distinct(temperatures), strict=True)
-        return at_rows(temperatures, [self.log_probs(signal, value) for signal, value in pairs])
+        by_temperature = [
+            teacher_log_probs(
+                signal,
+                self.labels_T.masked_fill(~self.is_sampled_T, -1),
+                temperature,
+                vocabulary=None if student is None else common_vocabulary([student, *self.teacher_heads]),
+                shard=None if student is None else student.shard,
+                valid_index=self.valid_index,
+            )
+            for signal, temperature in zip(signals, distinct_temperatures(temperatures), strict=True)
+        ]
+        number_T = temperatures.number_T if isinstance(temperatures, RowTemperatures) else None
+        return select_rows(by_temperature, number_T)
 
     def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
         """Return, for each sampled token, the discounted sum of log p − log q_old over it and later tokens, [T]."""
@@ -127,7 +150,7 @@ class SampledTokens:
         output = linear_objective(
             self.hidden_TD.detach(),
             head,
-            [LogProb(self.sampled_labels_T, **term_options(temperatures))],
+            [LogProb(self.labels_T.masked_fill(~self.is_sampled_T, -1), **term_options(temperatures))],
             weights_T=self.is_sampled_T.to(self.hidden_TD.dtype),
             valid_index=self.valid_index,
         )

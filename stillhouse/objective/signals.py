@@ -18,7 +18,7 @@ p is the teacher's probability.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -137,6 +137,68 @@ class DenseLogits(Signal):
     def __post_init__(self) -> None:
         if self.logits_TV.dim() != 2:
             raise ValueError(f"logits_TV of shape {tuple(self.logits_TV.shape)}: expected [tokens, vocabulary]")
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture(Signal):
+    """The weighted mean of the distributions of several dense teachers, p = Σ_i w_i softmax(z_i / τ), at a term's τ.
+
+    A pass stores p as one tile of logits τ·log p, whose softmax at τ is p. So terms treat a mixture like any other
+    dense teacher. p is exact: every member is normalized over the whole vocabulary before it is added.
+
+    signals: `FullVocab` or `DenseLogits`, all over the same tokens.
+    weights: a positive number for each signal; they are divided by their sum.
+    """
+
+    signals: Sequence[Signal]
+    weights: Sequence[float]
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        # tuples, because a caller could change a list after these checks
+        object.__setattr__(self, "signals", tuple(self.signals))
+        object.__setattr__(self, "weights", tuple(self.weights))
+        check_temperature(self.temperature)
+        if not self.signals or len(self.signals) != len(self.weights):
+            raise ValueError(
+                f"a mixture of {len(self.signals)} signals with {len(self.weights)} weights: expected one signal or "
+                "more, and one weight for each"
+            )
+        for at, signal in enumerate(self.signals):
+            if isinstance(signal, Mixture):
+                raise ValueError(
+                    f"signals[{at}] is a Mixture: expected FullVocab or DenseLogits; give that mixture's own signals "
+                    "instead, with its weight multiplied into theirs"
+                )
+            if not isinstance(signal, FullVocab | DenseLogits):
+                raise ValueError(
+                    f"signals[{at}] is of type {type(signal).__name__}: expected FullVocab or DenseLogits, which "
+                    "give every token's probability; give another signal a term of its own"
+                )
+            if signal.tokens != self.tokens:
+                raise ValueError(
+                    f"signals[{at}] has {signal.tokens} tokens, signals[0] {self.tokens}; expected one row per token "
+                    "in both"
+                )
+        for at, weight in enumerate(self.weights):
+            if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(f"weights[{at}]={weight}: expected a positive number; leave out signals of weight 0")
+
+    @property
+    def tokens(self) -> int:
+        return self.signals[0].tokens
+
+    @property
+    def log_weights(self) -> list[float]:
+        """log w_i."""
+        logs = [math.log(weight) for weight in self.weights]
+        # in log space, so that neither the sum of the weights nor a quotient overflows or underflows
+        largest = max(logs)
+        total = largest + math.log(math.fsum(math.exp(log - largest) for log in logs))
+        return [log - total for log in logs]
+
+    def heads(self) -> list[OutputHead]:
+        return [head for signal in self.signals for head in signal.heads()]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,26 +2,33 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
+from stillhouse.objective.cross_tokenizer import Continuation, SortedL1, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import Divergence, weighted_parts
 from stillhouse.objective.expression import expression_fields
 from stillhouse.objective.formulas import DIVERGENCES, weighted_sum
 from stillhouse.objective.head import OutputHead
-from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
-from stillhouse.objective.metric_keys import ADVANTAGES, OLD_LOG_PROBS
-from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.origins import origin_masks, terms_of_origin
-from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds
-from stillhouse.objective.policy import PolicySettings
-from stillhouse.objective.row_temperatures import Temperatures, distinct, term_options
-from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL
-from stillhouse.objective.sampled_tokens import SampledTokens
-from stillhouse.objective.signals import Signal, Signals
-from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
-from stillhouse.objective.spans import Continuation, SpanSignal
+from stillhouse.objective.metrics import ADVANTAGES, OLD_LOG_PROBS, SAMPLING
+from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds, PolicySettings
+from stillhouse.objective.row_temperatures import (
+    RowTemperatures,
+    Temperatures,
+    distinct_temperatures,
+    term_options,
+)
+from stillhouse.objective.sampled_terms import (
+    NO_CORRECTION,
+    Correction,
+    LogRatio,
+    PolicyGradient,
+    SampledKL,
+    SampledTerm,
+)
+from stillhouse.objective.sampled_tokens import SampledTokens, origin_masks
+from stillhouse.objective.signals import Mixture, Signal, Signals
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 
@@ -52,8 +59,8 @@ class ObjectiveSpec:
     sampling_temperature: the temperature at which the student samples tokens.
     sampling_temperatures: if tokens of a batch are sampled at different temperatures, these temperatures, in place of
         `sampling_temperature`; `per_token[SAMPLING]` has the number of each row's temperature.
-    by_origin: the objective of each origin (`origins.py`), in place of the coefficients above; all other settings are
-        the same in all of them. Rows of an origin that is absent have no loss.
+    by_origin: the objective of each origin (`sampled_tokens.py`), in place of the coefficients above; all other
+        settings are the same in all of them. Rows of an origin that is absent have no loss.
     """
 
     cross_entropy: float | None = None
@@ -103,11 +110,11 @@ class ObjectiveSpec:
 
     @property
     def needs_teacher(self) -> bool:
-        if self.by_origin:
-            return any(part.needs_teacher for part in self.parts)
-        has_policy_teacher = bool(self.policy_gradient and (self.teacher_kl or self.policy.kl_scale))
-        uses_sampled = self.sampled_kl is not None or has_policy_teacher
-        return self.divergence is not None or self.uld is not None or uses_sampled
+        return any(
+            any(term is not None for term in (part.divergence, part.uld, part.sampled_kl))
+            or bool(part.policy_gradient and (part.teacher_kl or part.policy.kl_scale))
+            for part in self.parts
+        )
 
     @property
     def needs_rollouts(self) -> bool:
@@ -117,11 +124,11 @@ class ObjectiveSpec:
     @property
     def uses_ratios(self) -> bool:
         """Whether a term depends on the ratio of a token's probabilities now and when the student sampled it."""
-        if self.by_origin:
-            return any(part.uses_ratios for part in self.parts)
-        is_corrected = self.correction.kind != "none"
-        has_policy_ratio = self.policy_gradient is not None and (is_corrected or self.policy.kind != "corrected")
-        return has_policy_ratio or (self.sampled_kl is not None and is_corrected)
+        return any(
+            (part.policy_gradient is not None and part.policy.kind != "corrected")
+            or (part.needs_rollouts and part.correction.kind != "none")
+            for part in self.parts
+        )
 
     @property
     def needs_rewards(self) -> bool:
@@ -161,7 +168,7 @@ class ObjectiveSpec:
         """Return the terms for one batch.
 
         signals: the signals of all teachers that score rows of the batch, by teacher name; empty without teachers.
-        per_token: the tensors of `metric_keys.py` for a batch of rollouts. If they include `OLD_LOG_PROBS`, the terms
+        per_token: the tensors of `metrics.py` for a batch of rollouts. If they include `OLD_LOG_PROBS`, the terms
             include a `LogRatio`.
         document_T: the document of each row, needed for a discount and for ratio=sequence.
         valid_index: the rows that count; None: all rows. The sampled terms read only these rows of a signal.
@@ -174,7 +181,7 @@ class ObjectiveSpec:
         self._require_signals(signals, len(labels_T))
         heads = [head for signal in signals.values() for head in signal.heads()]
         tokens = SampledTokens(labels_T, per_token or {}, document_T, valid_index, student, heads, hidden_TD)
-        terms = self._terms_by_origin(tokens, signals) if self.by_origin else self._terms(tokens, signals)
+        terms = self._terms(tokens, signals)
         if OLD_LOG_PROBS in tokens.per_token and tokens.weights_T is not None:
             old_T = tokens.at_sampled(OLD_LOG_PROBS)
             temperatures = term_options(self._temperatures(tokens))
@@ -182,20 +189,27 @@ class ObjectiveSpec:
         return terms
 
     def _terms_by_origin(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
+        """Return the terms of all origins for one pass: their weights are 0 at rows of other origins."""
+        terms: list[Term] = []
         masks = origin_masks(tokens.labels_T, tokens.per_token)
-        return [
-            term
-            for origin, part in self.by_origin.items()
-            for term in terms_of_origin(part._terms(tokens, signals), origin, masks[origin])
-        ]
+        for origin, part in self.by_origin.items():
+            for term in part._terms(tokens, signals):
+                mask_T = masks[origin]
+                weights_T = mask_T.float() if term.weights_T is None else term.weights_T * mask_T
+                # terms at sampled tokens keep their names, because only the student's completions have such terms
+                label: Any = {} if isinstance(term, SampledTerm) else {"label": origin}
+                terms.append(replace(term, weights_T=weights_T, **label))  # type: ignore[type-var]
+        return terms
 
     def _terms(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
+        if self.by_origin:
+            return self._terms_by_origin(tokens, signals)
         labels_T, terms = tokens.labels_T, list[Term]()
         if self.cross_entropy is not None:
             # the term's scale also multiplies z-loss, but in the expression z-loss has its own coefficient
-            z_loss = self.z_loss / self.cross_entropy
-            settings = (self.cross_entropy, self.label_smoothing, z_loss)
-            terms.append(CrossEntropy(labels_T, *settings, weights_T=tokens.others_T))
+            settings = (self.cross_entropy, self.label_smoothing, self.z_loss / self.cross_entropy)
+            others_T = None if tokens.weights_T is None else 1 - tokens.weights_T
+            terms.append(CrossEntropy(labels_T, *settings, weights_T=others_T))
         if self.divergence is not None:
             terms += self._divergence_terms(self.divergence, labels_T, signals)
         if self.uld is not None:
@@ -271,7 +285,7 @@ class ObjectiveSpec:
         return [
             SampledKL(
                 tokens.labels_T,
-                tokens.log_probs(signal, temperature),
+                tokens.log_probs([signal], temperature),
                 self.estimator,
                 scale * weight,
                 temperature,
@@ -289,35 +303,41 @@ class ObjectiveSpec:
         old_T = tokens.at_sampled(OLD_LOG_PROBS)
         has_rewards = self.needs_rewards or ADVANTAGES in tokens.per_token
         advantages_T = tokens.at_sampled(ADVANTAGES) if has_rewards else None
-        reference_T, temperatures = None, self._temperatures(tokens)
-        if self.teacher_kl or self.policy.kl_scale:
+        reference_T, temperatures, policy = None, self._temperatures(tokens), self.policy
+        if self.teacher_kl or policy.kl_scale:
             # for each teacher, its signal at each of the temperatures
-            shares = list(zip(*(self._shares(signals, value) for value in distinct(temperatures)), strict=True))
-            if self.policy.kl_scale and len(shares) > 1:
-                raise ValueError(f"kl_scale={self.policy.kl_scale} with {len(shares)} teachers: expected one")
-            for at_temperatures in shares:
-                weight = at_temperatures[0][2]
-                reference_T = tokens.log_probs_at([signal for _, signal, *_ in at_temperatures], temperatures)
+            at_temperatures = (self._shares(signals, value) for value in distinct_temperatures(temperatures))
+            shares = list(zip(*at_temperatures, strict=True))
+            if policy.kl_scale and len(shares) > 1:
+                raise ValueError(f"kl_scale={policy.kl_scale} with {len(shares)} teachers: expected one")
+            for teacher in shares:
+                weight = teacher[0][2]
+                reference_T = tokens.log_probs([signal for _, signal, *_ in teacher], temperatures)
                 if self.teacher_kl:
-                    teacher_advantages_T = self.teacher_kl * weight * tokens.log_ratio(reference_T, self.discount)
-                    advantages_T = (
-                        teacher_advantages_T if advantages_T is None else advantages_T + teacher_advantages_T
-                    )
+                    added_T = self.teacher_kl * weight * tokens.log_ratio(reference_T, self.discount)
+                    advantages_T = added_T if advantages_T is None else advantages_T + added_T
         assert advantages_T is not None
+        options: dict[str, Any] = {"surrogate": policy.kind, "kl_scale": policy.kl_scale}
+        if policy.kind == "corrected":
+            options["correction"] = self.correction
+        else:
+            low, high = policy.clips
+            options |= {"clip_low": low, "clip_high": high, "dual_clip": policy.dual_clip}
         return PolicyGradient(
             tokens.labels_T,
             advantages_T,
             old_T,
-            reference_T if self.policy.kl_scale else None,
+            reference_T if policy.kl_scale else None,
             scale=scale,
             weights_T=tokens.weights_T,
-            sequence_ratios_T=tokens.sequence_ratios(temperatures) if self.policy.ratio == "sequence" else None,
+            sequence_ratios_T=tokens.sequence_ratios(temperatures) if policy.ratio == "sequence" else None,
             **term_options(temperatures),
-            **self.policy.options(self.correction),
+            **options,
         )
 
     def _temperatures(self, tokens: SampledTokens) -> Temperatures:
-        return tokens.temperatures(self.sampling_temperatures or (self.sampling_temperature,))
+        values = self.sampling_temperatures or (self.sampling_temperature,)
+        return values[0] if len(values) == 1 else RowTemperatures(values, tokens.at_sampled(SAMPLING))
 
     def in_words(self) -> str:
         """Return the objective in words, for the first lines of a run's output."""
@@ -338,25 +358,20 @@ class ObjectiveSpec:
             parts.append(_times(self.uld, "distance of the sorted probabilities (ULD) of teacher and student"))
         if self.entropy is not None:
             parts.append(_times(self.entropy, "entropy"))
+        correction = self.correction
+        corrected = "" if correction.kind == "none" else f", ratio {correction.kind} at {correction.limit:g}"
         if self.sampled_kl is not None:
             descends = "reverse" if self.estimator == "k2" else "forward"
-            what = f"sampled KL ({self.estimator}, descends {descends} KL{self._corrected()})"
-            parts.append(_times(self.sampled_kl, f"{what} at the student's own tokens"))
+            words = f"sampled KL ({self.estimator}, descends {descends} KL{corrected}) at the student's own tokens"
+            parts.append(_times(self.sampled_kl, words))
         if self.policy_gradient is not None:
-            parts.append(_times(self.policy_gradient, f"policy gradient ({self._policy()})"))
+            words = "advantage from rewards" if self.needs_rewards else "advantage from rewards, if any, and from "
+            if self.teacher_kl:
+                discounted = f" discounted by {self.discount:g}" if self.discount else ""
+                words += _times(self.teacher_kl, f"(log p − log q){discounted} of teacher and student")
+            words += self.policy.in_words(corrected)
+            parts.append(_times(self.policy_gradient, f"policy gradient ({words})"))
         return " + ".join(parts).replace("+ −", "− ")
-
-    def _corrected(self) -> str:
-        return (
-            "" if self.correction.kind == "none" else f", ratio {self.correction.kind} at {self.correction.limit:g}"
-        )
-
-    def _policy(self) -> str:
-        advantage = "advantage from rewards" if self.needs_rewards else "advantage from rewards, if any, and from "
-        if self.teacher_kl:
-            discounted = f" discounted by {self.discount:g}" if self.discount else ""
-            advantage += _times(self.teacher_kl, f"(log p − log q){discounted} of teacher and student")
-        return advantage + self.policy.in_words(self._corrected())
 
 
 def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> ObjectiveSpec:
@@ -378,6 +393,6 @@ def read_objective(
     return ObjectiveSpec(**fields, temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared)
 
 
-def _times(coefficient: float, what: str) -> str:
+def _times(coefficient: float, words: str) -> str:
     sign = "−" if coefficient < 0 else ""
-    return what if coefficient == 1 else f"{sign}{abs(coefficient):g} × {what}"
+    return words if coefficient == 1 else f"{sign}{abs(coefficient):g} × {words}"

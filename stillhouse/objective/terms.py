@@ -23,7 +23,7 @@ from stillhouse.objective.numerics import expect, is_readable
 from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal, check_temperature
 from stillhouse.objective.sparse import sampled, sparse
 from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import Plan
+from stillhouse.objective.tile.tile_plan import TilePlan
 
 
 class Term(ABC):
@@ -57,7 +57,7 @@ class Term(ABC):
         return self.temperature**2 if self.scale_by_temperature_squared else 1.0
 
     @abstractmethod
-    def request(self, plan: Plan) -> None:
+    def request(self, plan: TilePlan) -> None:
         """Request every statistic and every gradient coefficient of a tile that `add_to` uses."""
 
     def check(self, tile: Tile) -> None:  # noqa: B027 (most terms support all values)
@@ -99,7 +99,7 @@ class LabelTerm(Term):
     def has_value(self, rows: RowIndex) -> Tensor:
         return self.labels_T[rows] >= 0
 
-    def request(self, plan: Plan) -> None:
+    def request(self, plan: TilePlan) -> None:
         plan.softmax(self.temperature)
         plan.logits_at(self.labels_T)
 
@@ -165,7 +165,7 @@ class CrossEntropy(LabelTerm):
         if not 0.0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss={self.z_loss}: expected a finite number, 0 or more")
 
-    def request(self, plan: Plan) -> None:
+    def request(self, plan: TilePlan) -> None:
         super().request(plan)
         if self.label_smoothing:
             plan.uniform()
@@ -180,17 +180,15 @@ class CrossEntropy(LabelTerm):
             parts["z_loss"] = self.z_loss * tile.log_normalizer(1.0).square()
             value_C = value_C + parts["z_loss"]
         if tile.needs_gradient:
-            self._add_gradient(tile, label_C, weights_C * has_label_C)
+            # q·(1 + 2·z_loss·log Σ e^logits) − ε/V − (1 − ε)·[v = y]
+            weights_C = weights_C * has_label_C
+            z_loss_C = 2 * self.z_loss * tile.log_normalizer(1.0) if self.z_loss else 0.0
+            tile.add_probability(1.0, expect(weights_C, torch.ones_like(weights_C) + z_loss_C))
+            tile.add_at(label_C[:, None], (weights_C * (self.label_smoothing - 1))[:, None])
+            if self.label_smoothing:
+                tile.add_uniform(weights_C * -self.label_smoothing)
         parts = {name: part_C.masked_fill(~has_label_C, 0.0) for name, part_C in parts.items()}
         return TermResult(value_C.masked_fill(~has_label_C, 0.0), {}, parts)
-
-    def _add_gradient(self, tile: Tile, label_C: Tensor, weights_C: Tensor) -> None:
-        """q·(1 + 2·z_loss·log Σ e^logits) − ε/V − (1 − ε)·[v = y]"""
-        z_loss_C = 2 * self.z_loss * tile.log_normalizer(1.0) if self.z_loss else 0.0
-        tile.add_probability(1.0, expect(weights_C, torch.ones_like(weights_C) + z_loss_C))
-        tile.add_at(label_C[:, None], (weights_C * (self.label_smoothing - 1))[:, None])
-        if self.label_smoothing:
-            tile.add_uniform(weights_C * -self.label_smoothing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +239,7 @@ class Distill(SignalTerm):
         name = "sampled_cross_entropy" if isinstance(self.signal, Sampled) else str(self.divergence)
         return labelled(name, self.label)
 
-    def request(self, plan: Plan) -> None:
+    def request(self, plan: TilePlan) -> None:
         plan.softmax(self.temperature)
         match self.signal:
             case Sampled():
@@ -284,7 +282,7 @@ class Entropy(Term):
     def name(self) -> str:
         return labelled("entropy", self.label)
 
-    def request(self, plan: Plan) -> None:
+    def request(self, plan: TilePlan) -> None:
         plan.entropy(self.temperature)
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:

@@ -61,7 +61,7 @@ def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor
         rest_C1 = torch.zeros_like(best_CK[:, :1])
     ranks_RCX = AsyncAllGather(torch.cat([best_CK, ids_CK, best_CK[:, :1], rest_C1], 1), shard).wait()
     logits_RCK, ids_RCK, largest_RC1, rest_RC1 = ranks_RCX.split([k, k, 1, 1], 2)
-    best_CK, ids_CK, others_CN = merged(logits_RCK, ids_RCK, k)
+    best_CK, ids_CK, others_CN = merged_top_k(logits_RCK, ids_RCK, k)
     largest_C = best_CK[:, 0]
     outside_C = (others_CN - largest_C[:, None]).exp().sum(1)
     outside_C += (rest_RC1[..., 0] * (largest_RC1[..., 0] - largest_C).exp()).sum(0)
@@ -72,7 +72,7 @@ def largest(values_CV: Tensor, k: int, shard: VocabShard | None) -> tuple[Tensor
     """Return the K largest values of each row over all ranks and their ids, in descending order, [C, K] each."""
     ranks_RCX = AsyncAllGather(torch.cat(local_top_k(values_CV, k, shard), 1), shard).wait()
     values_RCK, ids_RCK = ranks_RCX.chunk(2, 2)
-    values_CK, ids_CK, _ = merged(values_RCK, ids_RCK, k)
+    values_CK, ids_CK, _ = merged_top_k(values_RCK, ids_RCK, k)
     return values_CK, ids_CK
 
 
@@ -85,7 +85,7 @@ def local_top_k(values_CV: Tensor, k: int, shard: VocabShard | None) -> tuple[Te
     return pad(values_CK, missing, value=-math.inf), ids_CK
 
 
-def merged(values_RCK: Tensor, ids_RCK: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def merged_top_k(values_RCK: Tensor, ids_RCK: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the K largest of all ranks' candidates, their ids, and the candidates with −∞ in place of these K."""
     values_CN, ids_CN = (ranked_RCK.transpose(0, 1).flatten(1) for ranked_RCK in (values_RCK, ids_RCK))
     values_CK, places_CK = values_CN.topk(k, 1)

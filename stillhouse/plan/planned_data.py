@@ -17,7 +17,7 @@ from stillhouse.config import RunConfig, TeacherConfig
 from stillhouse.data import DataReport, Documents, PackedSequences, StepMicroBatches
 from stillhouse.data.media import MediaInputs
 from stillhouse.engine.schedule import make_step_schedule
-from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
+from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
 from stillhouse.parallel import Layout, Mesh, ShardedMicroBatches, shard_micro_batches
 from stillhouse.plan.fake_cuda import with_real_tensors
 from stillhouse.rollout.documents import POLICY_VERSION

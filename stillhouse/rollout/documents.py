@@ -16,7 +16,7 @@ import numpy as np
 from stillhouse.config import RolloutConfig, sampling_temperatures
 from stillhouse.data import DataReport, Documents, PackedMicroBatches, PackedSequences
 from stillhouse.data.offsets import offsets_of
-from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION, SAMPLING
+from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION, SAMPLING
 from stillhouse.rollout.records import Sample
 
 

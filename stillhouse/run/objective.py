@@ -15,8 +15,8 @@ from stillhouse.config import (
     sampling_temperatures,
 )
 from stillhouse.engine.parts import LossPart, LossSections
-from stillhouse.objective.importance_correction import Correction
-from stillhouse.objective.origins import DATASET, STUDENT
+from stillhouse.objective.sampled_terms import Correction
+from stillhouse.objective.sampled_tokens import DATASET, STUDENT
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, read_objective
 from stillhouse.registry import load_all
 from stillhouse.signals import SignalStore

@@ -54,7 +54,7 @@ _MEDIA_SAMPLES = 3
 Result = TypeVar("Result")
 
 
-def check(config: RunConfig) -> None:
+def print_check(config: RunConfig) -> None:
     """Print the findings. Raises the errors of the run; an error about the run's folder is raised last."""
     folder = RunFolder(Path(config.out))
     with closing(prepare(config, announce=is_first())) as session:

@@ -2,6 +2,9 @@
 
 Under every layout, a checkpoint contains the student as full (not sharded) tensors. So an export needs one process
 and has one file of weights in memory at a time. Merging an adapter loads the full model into host memory.
+
+`--push` uploads the folder to the hub; its address and the token are those of huggingface_hub: HF_ENDPOINT, and
+HF_TOKEN or `hf auth login`.
 """
 
 import json
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
@@ -37,6 +41,7 @@ from stillhouse.run.setup import RunSetup
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _STUDENT = ".safetensors", "student/"
+_HUB = "httpx2"
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
     has_adapter = (student / ADAPTER_CONFIG).is_file()
     if settings.merge is not None and not has_adapter:
         raise ValueError(f"{checkpoint.path} has no adapter: expected neither --merge nor --adapter")
-    if not settings.mtp and not _mtp_prefixes(_model_config(student)):
+    if not settings.mtp and not _config_and_mtp(student)[1]:
         raise ValueError(f"--no-mtp: the student of {checkpoint.path} has no MTP layers: expected no such option")
     config = _configuration(run, checkpoint) if settings.card or has_adapter else None
     merges = has_adapter and settings.merge is not False
@@ -100,21 +105,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
         if settings.card:
             assert config is not None
             adapter = "merged" if merges else "alone" if has_adapter else ""
-            setup = RunSetup(config)
-            if checkpoint.state.progress.configuration != configuration_hash(setup.values):
-                raise ValueError(
-                    f"{run / 'config.yaml'} is not the configuration that {checkpoint.path.name} was trained with, "
-                    "or is of another version of stillhouse: restore it, or export without a model card (--no-card)"
-                )
-            exported = Exported(
-                _objective(run, setup),
-                _processes(checkpoint, config.parallel.tensor),
-                _command(run, checkpoint, settings),
-                _dtype_of(folder),
-                adapter,
-                _has_template(folder),
-            )
-            card = model_card(run, config, checkpoint.state.progress, exported)
+            card = _model_card(run, checkpoint, config, settings, folder, adapter)
             (folder / "README.md").write_text(card, encoding="utf-8")
     return checkpoint
 
@@ -173,27 +164,27 @@ def _configuration(run: Path, checkpoint: IntactCheckpoint) -> RunConfig:
     return load_config(path)
 
 
-def _model_config(source: Path) -> PretrainedConfig | None:
-    """The configuration of a model's folder; None for a folder with only an adapter."""
-    return read_configuration(str(source)) if (source / CONFIG_NAME).is_file() else None
+def _config_and_mtp(source: Path) -> tuple[PretrainedConfig | None, tuple[str, ...]]:
+    """Return the configuration of a model's folder without MTP layers, and the prefixes of these layers' weights.
 
-
-def _mtp_prefixes(config: PretrainedConfig | None) -> tuple[str, ...]:
-    """The prefixes of the names of the MTP layers' weights. Also removes these layers from `config`."""
-    return () if config is None else tuple(without_mtp(config))
+    For a folder with only an adapter, the configuration is None.
+    """
+    if not (source / CONFIG_NAME).is_file():
+        return None, ()
+    config = read_configuration(str(source))
+    return config, tuple(without_mtp(config))
 
 
 def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, settings: ExportSettings) -> None:
     """Copy files of a model or an adapter and convert the weights to `dtype`, with one file in memory at a time."""
     stored = stored_tensors(source)
     wanted = None if dtype is None else parse_dtype(dtype)
-    config = _model_config(source)
-    kept = _kept_in_float32(config) if wanted in (torch.bfloat16, torch.float16) else []
-    left_out = () if settings.mtp else _mtp_prefixes(config)
+    config, mtp_prefixes = (None, ()) if settings.mtp else _config_and_mtp(source)
+    kept = _kept_in_float32(source) if wanted in (torch.bfloat16, torch.float16) else []
     with ExitStack() as opened:
         paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
-        file_of = {name: file for file in files for name in file.keys() if not name.startswith(left_out)}  # noqa: SIM118
+        file_of = {name: file for file in files for name in file.keys() if not name.startswith(mtp_prefixes)}  # noqa: SIM118
 
         def to(name: str) -> torch.dtype:
             trained: torch.dtype = stored[name].properties.dtype
@@ -208,7 +199,7 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
         shapes = {name: torch.empty(stored[name].size, dtype=to(name), device="meta") for name in file_of}
         name_of_file = ADAPTER_WEIGHTS if (source / ADAPTER_CONFIG).is_file() else SAFE_WEIGHTS_NAME
         write_weights(target, shapes, read, settings.shard_bytes, file=name_of_file)
-    if config is not None and left_out:
+    if config is not None and mtp_prefixes:
         config.save_pretrained(target)
     _copy_others(source, names, target)
     if dtype is not None and (target / CONFIG_NAME).is_file():
@@ -232,10 +223,11 @@ def _rounded(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded
 
 
-def _kept_in_float32(config: PretrainedConfig | None) -> list[str]:
+def _kept_in_float32(source: Path) -> list[str]:
     """Parts of the names of weights that transformers keeps in float32 for every dtype of the model."""
-    if config is None:
+    if not (source / CONFIG_NAME).is_file():
         return []
+    config = read_configuration(str(source))
     with reading(f"{config.name_or_path}: its configuration cannot be read"), torch.device("meta"):
         model = auto_class(config, multimodal=True).from_config(config, trust_remote_code=False)
     return sorted(model._keep_in_fp32_modules_strict or [])
@@ -246,16 +238,30 @@ def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in nested.items()}
 
 
-def _dtype_of(folder: Path) -> str:
+def _model_card(
+    run: Path, checkpoint: IntactCheckpoint, config: RunConfig, settings: ExportSettings, folder: Path, adapter: str
+) -> str:
+    setup, progress = RunSetup(config), checkpoint.state.progress
+    if progress.configuration != configuration_hash(setup.values):
+        raise ValueError(
+            f"{run / 'config.yaml'} is not the configuration that {checkpoint.path.name} was trained with, "
+            "or is of another version of stillhouse: restore it, or export without a model card (--no-card)"
+        )
+    # each tensor-parallel group writes one random state
+    states = [name for name in stored_tensors(checkpoint.path / RESUME) if name.startswith(f"{RANDOM}cpu.")]
+    processes = len(states) * config.parallel.tensor or 1
+    merge = {None: "", True: " --merge", False: " --adapter"}[settings.merge]
+    dtype = "" if settings.dtype is None else f" --dtype {settings.dtype}"
+    mtp = "" if settings.mtp else " --no-mtp"
+    command = f"stillhouse export {run.name} --step {progress.step}{merge}{dtype}{mtp} --out FOLDER"
     sizes: Counter[torch.dtype] = Counter()
     for tensor in stored_tensors(folder).values():
         sizes[tensor.properties.dtype] += tensor.size.numel()
-    return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
-
-
-def _has_template(folder: Path) -> bool:
+    stored_dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
     with reading(f"the tokenizer of {folder} cannot be read"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).chat_template is not None
+        has_template = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).chat_template is not None
+    exported = Exported(_objective(run, setup), processes, command, stored_dtype, adapter, has_template)
+    return model_card(run, config, progress, exported)
 
 
 def _objective(run: Path, setup: RunSetup) -> str:
@@ -273,16 +279,20 @@ def _objective(run: Path, setup: RunSetup) -> str:
     return words
 
 
-def _processes(checkpoint: IntactCheckpoint, tensor: int) -> int:
-    """The number of processes that wrote the checkpoint: `tensor` for each random state (one per tensor group)."""
-    name = f"{RANDOM}cpu."
-    states = [stored for stored in stored_tensors(checkpoint.path / RESUME) if stored.startswith(name)]
-    return len(states) * tensor or 1
+def prepare_repository(name: str) -> None:
+    """Create the model repository `name`, private, if it does not exist.
+
+    Raises ValueError if the name is not one, if the hub cannot be reached, or if the token may not write to it.
+    """
+    with reading(f"--push {name}: the hub did not accept the repository", library=_HUB):
+        HfApi().create_repo(name, private=True, exist_ok=True)
 
 
-def _command(run: Path, checkpoint: IntactCheckpoint, settings: ExportSettings) -> str:
-    """The export command, with the run's path shortened to its last part."""
-    merge = {None: "", True: " --merge", False: " --adapter"}[settings.merge]
-    dtype = "" if settings.dtype is None else f" --dtype {settings.dtype}"
-    mtp = "" if settings.mtp else " --no-mtp"
-    return f"stillhouse export {run.name} --step {checkpoint.state.progress.step}{merge}{dtype}{mtp} --out FOLDER"
+def push_folder(folder: Path, name: str, commit_message: str) -> str:
+    """Upload all files of a folder; return the address of the commit.
+
+    Raises ValueError, which says how to upload the folder again, if the upload fails.
+    """
+    again = f"{folder} is complete; upload it with `hf upload {name} {folder}`"
+    with reading(f"--push {name}: the upload failed ({again})", library=_HUB):
+        return str(HfApi().upload_folder(folder_path=folder, repo_id=name, commit_message=commit_message).commit_url)

@@ -102,7 +102,7 @@ def left_out(config: RunConfig) -> list[str]:
     return [f"{key}={values[key]}" for key in keys if values.get(key)]
 
 
-def parity(config: RunConfig) -> Iterator[Row]:
+def compare_layouts(config: RunConfig) -> Iterator[Row]:
     """One row per layout, replicated on all processes. Raises ConfigError and ValueError as a run does."""
     exact = {"dtype": "float32"}
     several = {

@@ -26,16 +26,16 @@ from stillhouse.output.progress import Progress, read_state
 class Finding:
     """One row of the table. problem: the error. None: `detail` describes the result."""
 
-    what: str
+    part: str
     detail: str = ""
     problem: str | None = None
 
     def __str__(self) -> str:
         verdict, text = ("ok", self.detail) if self.problem is None else ("WRONG", self.problem)
-        return f"{self.what:<28}{verdict:<7}{text}"
+        return f"{self.part:<28}{verdict:<7}{text}"
 
 
-def verify(path: Path) -> Iterator[Finding]:
+def verify_run(path: Path) -> Iterator[Finding]:
     """One finding per part of the folder. Raises ValueError for a folder without a run."""
     folder = RunFolder(path)
     if not (path / "config.yaml").is_file():

@@ -22,7 +22,7 @@ from stillhouse.checkpoint import integrity
 from stillhouse.checkpoint.integrity import require_covered, stored_tensors, verified
 from stillhouse.hashing import json_hash
 from stillhouse.output.progress import DamagedCheckpointError, State, write_state
-from stillhouse.tools.verify import verify
+from stillhouse.tools.verify import verify_run
 
 
 def distill_on_two(folder: Path, out: Path, *overrides: str) -> Ranks:
@@ -296,7 +296,7 @@ def test_verify_says_what_is_wrong(complete_run: Path, tmp_path: Path) -> None:
         content = (out / name).read_bytes()
         middle = len(content) // 2
         (out / name).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-        assert [finding.what for finding in verify(out) if finding.problem is not None] == [change]
+        assert [finding.part for finding in verify_run(out) if finding.problem is not None] == [change]
         (out / name).write_bytes(content)
     (out / "model" / "config.json").unlink()
     failed = run("verify", out, code=1)
@@ -311,9 +311,9 @@ def test_verify_counts_steps(complete_run: Path, tmp_path: Path) -> None:
     lines = log.read_text().splitlines(keepends=True)
     for changed, problem in (([*lines, lines[-2]], "more than once"), (lines[:2] + lines[3:], "steps from 1 to 6")):
         log.write_text("".join(changed))
-        assert any(problem in str(finding) for finding in verify(out))
+        assert any(problem in str(finding) for finding in verify_run(out))
     with pytest.raises(ValueError, match="contains no run"):
-        list(verify(tmp_path))
+        list(verify_run(tmp_path))
 
 
 def other_state(rank: int) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from stillhouse.engine.loss import StepLoss
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.objective import TEACHER, OutputHead, Signal
-from stillhouse.objective.metric_keys import IS_SAMPLED, POLICY_VERSION
-from stillhouse.objective.origins import origin_masks
+from stillhouse.objective.metrics import IS_SAMPLED, POLICY_VERSION
 from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.sampled_tokens import origin_masks
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.objective.tile import compiled
 

@@ -36,8 +36,8 @@ from stillhouse.objective import (
     OutputHead,
     linear_objective,
 )
-from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
-from stillhouse.objective.metric_keys import SAMPLING as NUMBER
+from stillhouse.objective.metrics import IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metrics import SAMPLING as NUMBER
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.objective.tile import chunks

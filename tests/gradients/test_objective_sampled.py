@@ -45,7 +45,7 @@ from stillhouse.objective import (
     reverse_kl,
     sequence_ratios,
 )
-from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metrics import IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import parse_objective
 
 SMALL = 7

@@ -90,7 +90,7 @@ def main() -> None:
     for divergence in (forward_kl(), jsd(0.5)):
         pairs = ((divergence, TeacherSoftmax(0), StudentSoftmax(0)),)
         plan = PointwisePlan(tiles=2, temperatures=(1.0,), teachers=((TileIndex(1), 1.0),), pairs=pairs)
-        kernels.piece_sums(plan, tiles_CV)
+        kernels.kernel_piece_sums(plan, tiles_CV)
         result[f"raw_sums of {divergence}"] = counts(recorded["raw_sums_kernel"])
         rows_CX = torch.zeros(C, len(plan.normalizers) + len(plan.coefficients))
         if plan.two_sweep:

@@ -35,7 +35,7 @@ from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, TopK
-from stillhouse.objective.metric_keys import CHUNK_TOKENS
+from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import (
     Degrees,

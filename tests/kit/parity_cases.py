@@ -27,7 +27,7 @@ from stillhouse.models.decoder import HEAD_WEIGHT
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective import TEACHER, TopK
-from stillhouse.objective.metric_keys import CHUNK_TOKENS
+from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, ShardedMicroBatches
 from stillhouse.proofs.layouts import build_proven_runner

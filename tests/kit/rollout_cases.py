@@ -15,8 +15,8 @@ from torch import Tensor
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, Correction, FullVocab, ObjectiveOutput, OutputHead, Signal, Signals
-from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
-from stillhouse.objective.metric_keys import SAMPLING as SAMPLING_NUMBER
+from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metrics import SAMPLING as SAMPLING_NUMBER
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 NORMALIZER = 23.0

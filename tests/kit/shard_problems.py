@@ -42,7 +42,7 @@ from stillhouse.objective import (
     parse_divergence,
     total_variation,
 )
-from stillhouse.objective.metric_keys import IS_SAMPLED, POLICY_VERSION
+from stillhouse.objective.metrics import IS_SAMPLED, POLICY_VERSION
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 #: uneven shards of 251 rows; over 4 ranks they are those of DTensor

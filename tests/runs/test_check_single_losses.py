@@ -10,7 +10,7 @@ from kit.runs import session_of, write_run
 
 from stillhouse.libraries import is_supported
 from stillhouse.loops.session import Session
-from stillhouse.tools.check import check, single_losses, verdict
+from stillhouse.tools.check import print_check, single_losses, verdict
 
 LOSS = "0.3*cross_entropy + 0.1*z_loss + 0.7*jsd(0.5) + 0.01*entropy"
 needs_mtp = pytest.mark.skipif(not is_supported("multi-token prediction"), reason="needs a later transformers")
@@ -51,7 +51,7 @@ def test_the_gradients_add_up(
     assert all(float(one.norm()) > 0 for one in alone.values())
     total = torch.stack(list(alone.values())).sum(0)
     assert (total - whole).norm() <= 1e-5 * whole.norm()
-    check(write_run(tmp_path, family=family, **settings))
+    print_check(write_run(tmp_path, family=family, **settings))
     shown = capsys.readouterr().out
     for name in names:
         (norm,) = re.findall(rf"^  {re.escape(name)} +gradient norm (\S+)$", shown, re.MULTILINE)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from stillhouse import cli
 from stillhouse.config import load_config
 from stillhouse.images.load_processor import load_processor
-from stillhouse.tools.demo.corpus import Document, Split, collect_split
-from stillhouse.tools.demo.demo import LABELS, OBJECTIVES, demo, table
+from stillhouse.tools.demo.corpus import NamedText, Split, collect_split
+from stillhouse.tools.demo.demo import LABELS, OBJECTIVES, aligned_rows, run_demo
 from stillhouse.tools.demo.student import TEACHER
 
 STEPS = 60
@@ -21,7 +21,7 @@ STEPS = 60
 LONGEST = 2_700
 
 
-def short_split(split: Split) -> list[Document]:
+def short_split(split: Split) -> list[NamedText]:
     """Return a split of the demo's text; of the held-out split only the short documents, an eighth of its text."""
     documents = collect_split(split)
     return [document for document in documents if split != "held_out" or len(document.text) <= LONGEST]
@@ -30,8 +30,8 @@ def short_split(split: Split) -> list[Document]:
 @pytest.mark.slow
 def test_the_distilled_student_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table has teacher, control and student. The students start equal; a second call adds nothing."""
-    monkeypatch.setattr("stillhouse.tools.demo.run_files.collect_split", short_split)
-    rows = demo(tmp_path, steps=STEPS)
+    monkeypatch.setattr("stillhouse.tools.demo.student.collect_split", short_split)
+    rows = run_demo(tmp_path, steps=STEPS)
     assert [row["run"] for row in rows] == ["teacher", "cross_entropy", "distilled"]
     teacher, text_only, distilled = rows
     assert teacher["forward_kl"] == pytest.approx(0, abs=1e-6)
@@ -41,7 +41,7 @@ def test_the_distilled_student_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert distilled["forward_kl"] < text_only["forward_kl"]
     assert text_only["tokens"] == distilled["tokens"] > 0
     assert teacher["parameters"] == AutoModelForCausalLM.from_pretrained(TEACHER).num_parameters()
-    shown = table(rows)
+    shown = aligned_rows(rows)
     assert all(label in shown for label in LABELS.values())
     first = [json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[0]) for run in OBJECTIVES]
     assert first[0]["eval/cross_entropy"] == first[1]["eval/cross_entropy"]
@@ -54,7 +54,7 @@ def test_the_distilled_student_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert trial.data == load_config(tmp_path / "distilled" / "config.yaml").data
     assert trial.student.model == str(tmp_path / "student")
     (tmp_path / "run.yaml").write_text("changed by the user")
-    assert demo(tmp_path, steps=STEPS) == rows
+    assert run_demo(tmp_path, steps=STEPS) == rows
     assert (tmp_path / "run.yaml").read_text() == "changed by the user"
     assert (tmp_path / "distilled" / "metrics.jsonl").read_bytes() == before
 

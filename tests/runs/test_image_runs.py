@@ -17,7 +17,7 @@ from stillhouse.config import ConfigError
 from stillhouse.images.load_processor import load_processor
 from stillhouse.run.data import load_run_data
 from stillhouse.run.run import distill
-from stillhouse.tools.check import check
+from stillhouse.tools.check import print_check
 
 
 @pytest.mark.parametrize("family", first_is_quick(FAMILIES))
@@ -64,7 +64,7 @@ def test_check_shows_images_and_the_trained_student_has_its_processor(
     write_data(tmp_path)
     settings = {"teacher": False, "train.steps": 2, **SETTINGS}
     config = write_run(tmp_path, **settings)
-    check(config)
+    print_check(config)
     shown = capsys.readouterr().out
     assert f"{tmp_path}/train.jsonl:2: images of 12 × 12 pixels, 9 placeholder tokens of " in shown
     assert shown.count("<|image_pad|>[× ") == 3

@@ -21,7 +21,7 @@ from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective
 from stillhouse.tools.demo import corpus
-from stillhouse.tools.demo.corpus import Document, split_of
+from stillhouse.tools.demo.corpus import NamedText, split_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,7 +111,7 @@ def test_the_example_measures_both_drafters(
         next(name for name in map(str, range(999)) if split_of(name) == split) for split in ("student", "held_out")
     ]
     text = "Return the next item from the iterator, or raise StopIteration. " * 20
-    monkeypatch.setattr(corpus, "collect_documents", lambda: [Document(name, text) for name in names])
+    monkeypatch.setattr(corpus, "collect_documents", lambda: [NamedText(name, text) for name in names])
     main = runpy.run_path(str(ROOT / "examples" / "mtp.py"))["main"]
     table = main(steps=2, depths=2, prompts=1, new_tokens=8, seed=0)
     assert table.keys() == {(name, sampled) for name in ("cross-entropy", "distilled") for sampled in (False, True)}

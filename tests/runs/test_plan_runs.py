@@ -30,7 +30,7 @@ from stillhouse.plan.layout_plan import DryRuns, Machine, planned_job
 from stillhouse.plan.rank_counts import RankCounts
 from stillhouse.plan.rank_step import _axes
 from stillhouse.run.setup import RunSetup, with_precision
-from stillhouse.tools.demo.run_files import write_text_run
+from stillhouse.tools.demo.student import write_text_run
 
 
 class HostCounts(DeviceCounts):

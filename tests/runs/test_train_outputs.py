@@ -19,7 +19,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import RunLog
 from stillhouse.output.progress import Progress
 from stillhouse.run.session import prepare
-from stillhouse.tools.check import check
+from stillhouse.tools.check import print_check
 
 COMMON_KEYS = {"step", "tokens", "seconds"}
 TRAIN_KEYS = COMMON_KEYS | {
@@ -250,7 +250,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_check_shows_the_numbers_of_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_run(tmp_path)
-    check(config)
+    print_check(config)
     shown = capsys.readouterr().out
     session = session_of(tmp_path)
     loss = forward_backward(session).sums["loss"]

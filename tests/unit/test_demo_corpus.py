@@ -10,14 +10,14 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.tools.demo import corpus, student
-from stillhouse.tools.demo.corpus import Document
+from stillhouse.tools.demo.corpus import NamedText
 
 TEACHER = student.TEACHER
 SPLITS = ("teacher", "student", "held_out")
 
 
 @pytest.fixture(scope="module")
-def documents() -> list[Document]:
+def documents() -> list[NamedText]:
     return corpus.collect_documents()
 
 
@@ -31,7 +31,7 @@ def teacher():
     return AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32).eval()
 
 
-def of_split(documents: list[Document], split: str) -> list[Document]:
+def of_split(documents: list[NamedText], split: str) -> list[NamedText]:
     return [document for document in documents if corpus.split_of(document.name) == split]
 
 
@@ -111,22 +111,22 @@ def test_topics_are_read_with_and_without_an_annotation(tmp_path):
     """And a library without topics, and with a broken module."""
     write(tmp_path, "broken.py", "def (:")
     write(tmp_path, "good.py", '"""Some words."""')
-    assert corpus.collect_documents(tmp_path) == [Document("good", "Some words.")]
+    assert corpus.collect_documents(tmp_path) == [NamedText("good", "Some words.")]
     (tmp_path / "good.py").unlink()
     for assignment in ("topics = ", "topics: dict[str, str] = "):
         write(tmp_path, "pydoc_data/topics.py", assignment + "{'if': 'The if statement.'}")
-        assert corpus.collect_documents(tmp_path) == [Document("topic:if", "The if statement.")]
+        assert corpus.collect_documents(tmp_path) == [NamedText("topic:if", "The if statement.")]
 
 
 def test_a_repeated_paragraph_stays_in_the_first_document(tmp_path):
     """And a file has a name and a text per line."""
     repeated = "A paragraph that the reference has on several of its pages."
-    documents = [Document("a", repeated), Document("b", f"Neü.\n\n{repeated}"), Document("c", repeated)]
+    documents = [NamedText("a", repeated), NamedText("b", f"Neü.\n\n{repeated}"), NamedText("c", repeated)]
     kept = corpus.without_repeats(documents)
-    assert kept == [documents[0], Document("b", "Neü.")]
+    assert kept == [documents[0], NamedText("b", "Neü.")]
     corpus.write_jsonl(kept, tmp_path / "a.jsonl")
     lines = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [Document(**json.loads(line)) for line in lines] == kept
+    assert [NamedText(**json.loads(line)) for line in lines] == kept
 
 
 def test_the_tokenizer_decodes_what_it_encodes_and_ends_documents(tokenizer, teacher):
@@ -144,7 +144,7 @@ def test_the_shipped_weights_are_small_and_bfloat16(teacher):
 
 
 @torch.no_grad()
-def nats_per_token(model, tokenizer, documents: list[Document], row: int = 512) -> float:
+def nats_per_token(model, tokenizer, documents: list[NamedText], row: int = 512) -> float:
     """Return the mean cross-entropy over the documents' tokens. No row contains tokens of two documents."""
     total, tokens = 0.0, 0
     for document in documents:

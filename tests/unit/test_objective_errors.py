@@ -28,13 +28,13 @@ from stillhouse.objective import (
     linear_log_probs,
     linear_objective,
     logits_objective,
-    metric_keys,
+    metrics,
     public,
     reference,
     spec,
 )
 from stillhouse.objective.divergence import Divergence, Sides
-from stillhouse.objective.metric_keys import IS_SAMPLED
+from stillhouse.objective.metrics import IS_SAMPLED
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 
 
@@ -51,7 +51,7 @@ class Chi2(Divergence):
 #: what the calls in messages.yaml may name, besides the names of this module
 NAMES = {
     name: value
-    for module in (dataclasses, metric_keys, divergence, reference, spec, loss, objective_cases, public)
+    for module in (dataclasses, metrics, divergence, reference, spec, loss, objective_cases, public)
     for name, value in vars(module).items()
 } | {"math": math, "np": np}
 NAN = math.nan

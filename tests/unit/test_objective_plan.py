@@ -7,7 +7,7 @@ from stillhouse.objective import DenseLogits, OutputHead, linear_objective
 from stillhouse.objective.formulas import forward_kl, jsd, reverse_kl
 from stillhouse.objective.terms import Entropy
 from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import Plan
+from stillhouse.objective.tile.tile_plan import TilePlan
 
 
 class ReadsTooMuch(Entropy):
@@ -19,7 +19,7 @@ class ReadsTooMuch(Entropy):
 
 def test_a_repeated_request_is_computed_once() -> None:
     signal, other, labels_T = DenseLogits(torch.zeros(37, 251)), DenseLogits(torch.ones(37, 251)), torch.arange(37)
-    plan = Plan()
+    plan = TilePlan()
     for _ in range(2):
         plan.logits_at(labels_T)
         plan.entropy(1.0)
@@ -38,7 +38,7 @@ def test_a_repeated_request_is_computed_once() -> None:
 
 def test_a_quantity_that_no_term_requested_cannot_be_read() -> None:
     signal = DenseLogits(torch.zeros(37, 251))
-    plan = Plan()
+    plan = TilePlan()
     plan.pair(forward_kl(), signal, 2.0)
     plan.close()
     for read in (

@@ -24,8 +24,8 @@ from stillhouse.objective import (
     logits_objective,
     parse_divergence,
 )
-from stillhouse.objective.metric_keys import ADVANTAGES, OLD_LOG_PROBS
-from stillhouse.objective.policy import PolicySettings
+from stillhouse.objective.metrics import ADVANTAGES, OLD_LOG_PROBS
+from stillhouse.objective.parameters import PolicySettings
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 

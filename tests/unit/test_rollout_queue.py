@@ -18,7 +18,7 @@ from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, one_source_p
 from kit.toy_tokenizer import toy_tokenizer
 from kit.user_functions import Episodic
 
-from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.rollout import (
     POLICY_VERSION,
     Completion,

@@ -26,7 +26,7 @@ from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
 from stillhouse.objective.formulas import total_variation
-from stillhouse.objective.metric_keys import CHUNK_TOKENS
+from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, read_objective
 from stillhouse.parallel import DistributedStudent, NextTokens
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun

@@ -1,6 +1,15 @@
-"""The chunks of a pass: the number of rows of a tile of logits, and the loop over the chunks.
+"""The loop over the chunks of a pass, and the work on a chunk's rows between its kernels and collectives.
 
-T tokens, C rows of a chunk.
+On a GPU, the statistics, terms and sums of a chunk would be hundreds of small kernels. So they run as two compiled
+functions:
+
+    row_masks     which rows are read and which are counted
+    finish_rows   from the gathered sums to the sums of the metrics, the terms' values and the numbers of the gradient
+
+Both run the terms' own Python code, once, on symbolic tensors. The code runs on terms that are rebuilt from a
+`TermLayout` and the tensors of a chunk. So it is compiled once for all micro-batches with equal layouts.
+
+C rows of a chunk of T tokens, K sums, N terms, R ranks, X numbers of a row.
 """
 
 import math
@@ -11,14 +20,15 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.head import ALIGNED
+from stillhouse.objective.metrics import Totals
 from stillhouse.objective.signals import RowIndex
 from stillhouse.objective.terms import Term
-from stillhouse.objective.tile.compiled import ROW_DEVICES
-from stillhouse.objective.tile.compiled_chunk import ChunkWork, masks
+from stillhouse.objective.tile.compiled import ROW_DEVICES, traced
 from stillhouse.objective.tile.logits_provider import LogitsProvider
-from stillhouse.objective.tile.metric_sums import Totals
-from stillhouse.objective.tile.term_layout import requested
+from stillhouse.objective.tile.term_layout import TermLayout, requested_plan, term_layout
 from stillhouse.objective.tile.tile import Tile
+from stillhouse.objective.tile.tile_plan import TilePlan
+from stillhouse.objective.vocab import VocabShard
 
 #: memory budget of one tile of logits, in bytes; a tile is float32, or float64 for float64 inputs. A pass keeps one
 #: tile for the student and one for each dense teacher, and twice as many with vocabulary shards (for two chunks).
@@ -66,9 +76,11 @@ def run_chunks(
     totals = Totals(terms, tokens, provider.dtype, provider.device)
     one = torch.ones(1, dtype=provider.dtype, device=provider.device)
     weights_T = one.expand(tokens) if weights_T is None else weights_T.to(provider.device, provider.dtype)
-    plan = requested(terms, provider.scale, provider.softcap)
+    plan = requested_plan(terms, provider.scale, provider.softcap)
     work = None
-    if provider.device.type in ROW_DEVICES and all(map(_is_of_this_package, terms)):
+    # a term of a user may contain anything, and its code may do what cannot be compiled
+    packages = {type(term).__module__.partition(".")[0] for term in terms}
+    if provider.device.type in ROW_DEVICES and packages <= {__name__.partition(".")[0]}:
         work = ChunkWork(terms, plan, provider, weights_T, valid_index)
     size = chunk_tokens or tile_rows(provider, tokens if valid_index is None else len(valid_index))
     # over several ranks, the next chunk's products run while the collective of this chunk is under way
@@ -94,12 +106,12 @@ def run_chunks(
     while started:
         _finish(provider, terms, started.popleft(), totals, work)
     if work is not None:
-        work.totals.add_to(totals)
+        work.add_to(totals)
     return totals
 
 
 def _finish(
-    provider: LogitsProvider, terms: Sequence[Term], tile: Tile, totals: Totals, work: ChunkWork | None
+    provider: LogitsProvider, terms: Sequence[Term], tile: Tile, totals: Totals, work: "ChunkWork | None"
 ) -> None:
     """Wait for the collective of a chunk, and add the chunk to the totals and gradients."""
     totals.chunk_tokens = max(totals.chunk_tokens, len(tile.weights_C))
@@ -112,6 +124,96 @@ def _finish(
         provider.pull_back(tile.rows, tile.counted_C, tile.gradient(provider.rounded_buffer(len(tile.counted_C))))
 
 
-def _is_of_this_package(term: Term) -> bool:
-    """A term of a user may contain anything, and its code may do what cannot be compiled."""
-    return type(term).__module__.partition(".")[0] == __name__.partition(".")[0]
+class ChunkWork:
+    """The compiled work on the rows of a pass's chunks. Its sums are one tensor, to launch few kernels per chunk."""
+
+    def __init__(
+        self,
+        terms: Sequence[Term],
+        plan: TilePlan,
+        provider: LogitsProvider,
+        weights_T: Tensor,
+        index: Tensor | None,
+    ):
+        """index: the rows of the pass; None: all."""
+        self._layout, self._per_token = term_layout(terms, plan, provider)
+        chosen = [tensor if index is None else tensor[index] for tensor in (weights_T, *self._per_token)]
+        # functions are compiled for the strides of their inputs
+        self._tensors = [tensor.contiguous() for tensor in chosen]
+        self._tokens = len(weights_T)
+        self._sums_K: Tensor | None = None
+        self._values_NT = torch.empty(0)
+
+    def taken(self, first: int, last: int) -> tuple[Tensor, dict[Tensor, Tensor]]:
+        """Return the weights, and the rows of each tensor of the terms, of one chunk of the rows."""
+        weights_C, *tensors = (tensor[first:last] for tensor in self._tensors)
+        return weights_C, dict(zip(self._per_token, tensors, strict=True))
+
+    def masks(self, weights_C: Tensor, taken: dict[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        seen_C, *counted = traced(row_masks, self._layout, [weights_C, *taken.values()], [])
+        return seen_C, (counted or [seen_C])[0]
+
+    def finish(self, tile: Tile) -> None:
+        """Add the terms' values on a chunk to the sums, and their gradient to the tile."""
+        # the rows are the first dim of every tensor
+        tensors = [sums_RCX.transpose(0, 1) for sums_RCX in tile.gathered_sums()]
+        tensors += [tile.weights_C, tile.counted_C, *tile.taken.values(), *tile.tiles_CV]
+        sums_K, values_NC, *gradients = traced(finish_rows, self._layout, tensors, tile.tiles_CV)
+        if self._sums_K is None:
+            self._sums_K = sums_K
+            self._values_NT = values_NC.new_zeros(len(values_NC), self._tokens)
+        else:
+            self._sums_K += sums_K
+        self._values_NT[:, tile.rows] = values_NC
+        if gradients:
+            tile.set_gradient(*gradients)
+
+    def add_to(self, totals: Totals) -> None:
+        """Add the sums of all chunks, of which there is at least one."""
+        assert self._sums_K is not None
+        totals.loss += self._sums_K[0]
+        for key, value in zip(self._layout.keys, self._sums_K[1:], strict=True):
+            totals.sums[key] += value
+        for name, values_T in zip(totals.names, self._values_NT, strict=True):
+            totals.per_token[name] += values_T
+
+
+def masks(terms: Sequence[Term], rows: RowIndex, weights_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that a term reads and those that the loss counts, [C] each; one tensor if they are equal."""
+    # a term of scale 0 is only reported: its rows are computed, but the term adds nothing to the loss
+    seen_C = counted_C = torch.zeros_like(weights_C, dtype=torch.bool)
+    for term in terms:
+        term_rows_C = term.counted(rows, weights_C)
+        seen_C = seen_C | term_rows_C
+        counted_C = counted_C | term_rows_C if term.scale else counted_C
+    return seen_C, seen_C if all(term.scale for term in terms) else counted_C
+
+
+def row_masks(layout: TermLayout, weights_C: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    seen_C, counted_C = masks(layout.build(tensors), slice(None), weights_C)
+    return (seen_C,) if counted_C is seen_C else (seen_C, counted_C)
+
+
+def finish_rows(layout: TermLayout, gathered_CRX: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the sums [K], of which the first is the loss, and the terms' values [N, C].
+
+    With gradients, further the normalizers and coefficients [C, X], and the tensors of `Tile.gradient_at_ids`.
+    tensors: the normalized sums, if the plan has a second sweep; the weights; the mask of counted rows; the tensors
+    of the terms; the tiles.
+    """
+    at = len(tensors) - layout.tensors - layout.tiles
+    gathered = [gathered_CRX, *tensors[: at - 2]]
+    weights_C, counted_C = tensors[at - 2 : at]
+    terms, tiles_CV = layout.build(tensors[at : at + layout.tensors]), list(tensors[at + layout.tensors :])
+    plan = requested_plan(terms, layout.scale, layout.softcap)
+    shard = VocabShard(layout.first, layout.first + tiles_CV[0].shape[1], None)
+    tile = Tile(plan, slice(None), weights_C, counted_C, tiles_CV, layout.vocabulary, shard, layout.needs_gradient)
+    tile.read(*(sums_CRX.transpose(0, 1) for sums_CRX in gathered))
+    totals = Totals(terms, weights_C.shape[0], layout.dtype, weights_C.device)
+    totals.add_tile(terms, tile)
+    layout.keys[:] = totals.sums
+    stacked = torch.stack([totals.loss, *totals.sums.values()]), torch.stack(list(totals.per_token.values()))
+    if not layout.needs_gradient:
+        return stacked
+    rows_CX = tile.gradient_rows()
+    return *stacked, rows_CX, *tile.gradient_at_ids(rows_CX, layout.rounded)

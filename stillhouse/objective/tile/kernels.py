@@ -111,7 +111,7 @@ def _has_kernels_of(divergence: Divergence) -> bool:
 
 def kernel_raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     """`pointwise.raw_sums`, [B, X]."""
-    return run_rows(merged_pieces, plan, piece_sums(plan, tiles_BV).transpose(0, 1))
+    return run_rows(merged_pieces, plan, kernel_piece_sums(plan, tiles_BV).transpose(0, 1))
 
 
 def merged_pieces(plan: PointwisePlan, pieces_BPX: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def merged_pieces(plan: PointwisePlan, pieces_BPX: Tensor) -> Tensor:
     return merged(plan, pieces_BPX.transpose(0, 1))
 
 
-def piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
+def kernel_piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     """Return the raw sums of all pieces, [P, B, X]."""
     student_BV, teacher_BV = tiles_BV[0], tiles_BV[-1]
     rows, columns = student_BV.shape
@@ -278,7 +278,7 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
     exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
     plain = statistics(plan, raw_sums(plan, tiles_BV)[None])
     # not compiled, because a run compiles another function of the pieces, and compiling takes seconds
-    piece_sums_BN = piece_sums(plan, tiles_BV).transpose(0, 1)
+    piece_sums_BN = kernel_piece_sums(plan, tiles_BV).transpose(0, 1)
     fused = statistics(plan, merged_pieces(plan, piece_sums_BN)[None])
     exact = statistics(plan, raw_sums(plan, exact_tiles_BV)[None])
     if not _is_as_exact(_numbers(fused), _numbers(plain), _numbers(exact)):

@@ -1,19 +1,24 @@
 """Provides a chunk's logits, from hidden states and a head or from given logits, and handles their gradient.
 
-T tokens, C rows of a chunk, D student width, E teacher width, V vocabulary (of this rank).
+T tokens, C rows of a chunk, D student width, E teacher width, V vocabulary of this rank, R ranks, X numbers of a row.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from stillhouse.objective.head import ALIGNED, OutputHead, Projection, common_vocabulary, operand_dtype
-from stillhouse.objective.mixture import Mixture, add_members
-from stillhouse.objective.signals import DenseLogits, FullVocab, RowIndex, Signal
+from stillhouse.objective.signals import DenseLogits, FullVocab, Mixture, RowIndex, Signal
 from stillhouse.objective.terms import Term
-from stillhouse.objective.vocab import VocabShard
+from stillhouse.objective.tile.compiled import pointwise
+from stillhouse.objective.tile.local_sums import local_sums, row_blocks
+from stillhouse.objective.tile.pointwise import log_mean
+from stillhouse.objective.tile.statistics import statistics
+from stillhouse.objective.tile.tile_plan import STUDENT, PointwisePlan
+from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
 
 class LogitsProvider:
@@ -36,7 +41,7 @@ class LogitsProvider:
         self.dtype = dtype
         self.gradients = gradients
         self._teachers: dict[int, Projection] = {}
-        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
 
     scale: float
     softcap: float | None
@@ -58,10 +63,10 @@ class LogitsProvider:
         way at the same time use different sets.
         """
         teachers = (
-            self._teacher_logits(signal.rows(rows), self._buffer(place, buffer, len(seen_C)))
+            self._teacher_logits(signal.rows(rows), self._buffer((place, buffer), len(seen_C)))
             for place, signal in enumerate(signals, start=1)
         )
-        return [self.student_logits(rows, seen_C, self._buffer(0, buffer, len(seen_C))), *teachers]
+        return [self.student_logits(rows, seen_C, self._buffer((0, buffer), len(seen_C))), *teachers]
 
     def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:
         raise NotImplementedError
@@ -103,7 +108,7 @@ class LogitsProvider:
             batch = slice(first, first + together)
             members_CV = [
                 # all chunks share these work tiles: they are free when this function returns
-                self._teacher_logits(signal, self._buffer(-place, 0, len(out_CV)) if place else out_CV)
+                self._teacher_logits(signal, self._buffer((-place, 0), len(out_CV)) if place else out_CV)
                 for place, signal in enumerate(mixture.signals[batch], start=min(first, 1))
             ]
             add_members(out_CV, members_CV, log_weights[batch], mixture.temperature, self.shard)
@@ -120,16 +125,47 @@ class LogitsProvider:
             "vocabulary: cut padded columns off, or set vocab_size on the head"
         )
 
-    def _buffer(self, place: int, number: int, rows: int) -> Tensor:
-        """Return a work tile [C, V], allocated once and overwritten by later chunks.
+    def _buffer(self, key: Hashable, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a work tile [C, V], allocated once and overwritten by later chunks. dtype: None: that of the logits.
 
-        place: 0 for the student, then 1, 2, … for dense signals; negative for the members of a mixture.
+        key: the place and the number of the set of buffers; the place is 0 for the student, then 1, 2, … for dense
+            signals, and negative for the members of a mixture.
         """
-        buffer_CV = self._buffers.get((place, number))
+        buffer_CV = self._buffers.get(key)
         if buffer_CV is None or len(buffer_CV) < rows:
-            buffer_CV = work_tile(rows, self.columns, self.dtype, self.device)
-            self._buffers[place, number] = buffer_CV
+            buffer_CV = work_tile(rows, self.columns, dtype or self.dtype, self.device)
+            self._buffers[key] = buffer_CV
         return buffer_CV[:rows]
+
+
+def add_members(
+    total_CV: Tensor,
+    members_CV: Sequence[Tensor],
+    log_weights: Sequence[float],
+    temperature: float,
+    shard: VocabShard | None,
+) -> None:
+    """Add w_i p_i of these members to the sum over the earlier members, which `total_CV` stores as τ·log(sum).
+
+    members_CV: the members' logits. If the first member is `total_CV` itself, there is no earlier member.
+    Over several ranks, one all-gather exchanges the sums of all these members.
+    """
+    plan = PointwisePlan(temperatures=(temperature,))
+    local_CX = torch.cat([local_sums(plan, [member_CV]) for member_CV in members_CV], 1)
+    gathered_RCX = AsyncAllGather(local_CX, shard).wait()
+    columns = []
+    for raw_RCX, log_weight in zip(gathered_RCX.split(len(plan.raw_sums), 2), log_weights, strict=True):
+        teacher_rows = statistics(plan, raw_RCX)
+        columns += [teacher_rows.references[STUDENT], teacher_rows.student_log_mass[0] - log_weight]
+    tiles_CV = list(members_CV)
+    if members_CV[0] is not total_CV:
+        # the total is added as one more tile; it is already normalized
+        tiles_CV = [total_CV, *tiles_CV]
+        columns = [torch.zeros_like(columns[0])] * 2 + columns
+    rows_CX = torch.stack(columns, 1)
+    plan = replace(plan, tiles=len(tiles_CV))
+    for block in row_blocks(total_CV):
+        pointwise(log_mean, plan, [tile_CV[block] for tile_CV in tiles_CV], rows_CX[block])
 
 
 class HeadLogits(LogitsProvider):
@@ -151,7 +187,6 @@ class HeadLogits(LogitsProvider):
             gradients = [zero_gradient(leaf, wide) for leaf in (hidden_TD, head.weight_VD, head.bias)]
         super().__init__([head], terms, head.shard, wide, gradients)
         self.projection = Projection(head, self.vocabulary, dtype, head.shard)
-        self._rounded_CV: Tensor | None = None
         #: (mask, result) of the last calls of `_hidden`, for the chunks that are under way
         self._masked: deque[tuple[Tensor, Tensor]] = deque(maxlen=2)
 
@@ -176,9 +211,7 @@ class HeadLogits(LogitsProvider):
         # a bias gets the sum of the gradient before it is rounded
         if self.projection.gradient_dtype == self.dtype or self.gradients[2] is not None:
             return None
-        if self._rounded_CV is None or len(self._rounded_CV) < rows:
-            self._rounded_CV = work_tile(rows, self.columns, self.projection.gradient_dtype, self.device)
-        return self._rounded_CV[:rows]
+        return self._buffer("rounded", rows, self.projection.gradient_dtype)
 
     def _hidden(self, rows: RowIndex, kept_C: Tensor) -> Tensor:
         # the other rows may contain NaN, and 0·NaN would make the weight's gradient NaN

@@ -5,7 +5,6 @@ T tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from stillhouse.objective.row_temperatures import RowTemperatures
 from stillhouse.objective.signals import Signal
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.logits_provider import LogitsProvider
-from stillhouse.objective.tile.tile_plan import Plan
+from stillhouse.objective.tile.tile_plan import TilePlan
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class TermLayout:
 
     tensors, tiles: the number of the terms' tensors, and of tiles.
     first: the first id of the vocabulary on this rank. dtype: of the logits. rounded: of the gradient of the logits.
-    keys: of the sums that `compiled_chunk.finish_rows` returns, which it sets.
+    keys: of the sums that `chunks.finish_rows` returns, which it sets.
     """
 
     terms: tuple[_Object, ...]
@@ -63,14 +62,17 @@ class TermLayout:
         return [_with_tensors(term, tensors, built) for term in self.terms]
 
 
-def layout_of(terms: Sequence[Term], plan: Plan, provider: LogitsProvider) -> tuple[TermLayout, list[Tensor]]:
+#: the first of all equal layouts, for which functions were compiled
+_LAYOUTS: dict[TermLayout, TermLayout] = {}
+
+
+def term_layout(terms: Sequence[Term], plan: TilePlan, provider: LogitsProvider) -> tuple[TermLayout, list[Tensor]]:
     """Return the layout of the terms and their tensors, which have one row per token."""
     numbers: dict[int, int] = {}
     slots: dict[Tensor, int] = {}  # a tensor as a key is compared by identity
     buffer_0V = provider.rounded_buffer(0)
-    descriptions = tuple(_described(term, plan, numbers, slots) for term in terms)
     layout = TermLayout(
-        descriptions,
+        tuple(_described(term, plan, numbers, slots) for term in terms),
         len(slots),
         plan.pointwise.tiles,
         provider.scale,
@@ -81,7 +83,7 @@ def layout_of(terms: Sequence[Term], plan: Plan, provider: LogitsProvider) -> tu
         provider.dtype,
         provider.dtype if buffer_0V is None else buffer_0V.dtype,
     )
-    return _first_equal(layout), list(slots)
+    return _LAYOUTS.setdefault(layout, layout), list(slots)
 
 
 # functions that call themselves are not within others, where they would hold tensors until the garbage collector runs
@@ -102,7 +104,7 @@ def _with_tensors(entry: Any, tensors: Sequence[Tensor], built: dict[int, Any]) 
     return built[entry.number]
 
 
-def _described(value: Any, plan: Plan, numbers: dict[int, int], slots: dict[Tensor, int]) -> Any:
+def _described(value: Any, plan: TilePlan, numbers: dict[int, int], slots: dict[Tensor, int]) -> Any:
     if isinstance(value, Tensor):
         return _Slot(slots.setdefault(value, len(slots)), tuple(value.shape[1:]), value.dtype)
     if isinstance(value, tuple):
@@ -116,15 +118,9 @@ def _described(value: Any, plan: Plan, numbers: dict[int, int], slots: dict[Tens
     return _Object(number, type(value), tuple(entries))
 
 
-@cache
-def _first_equal(layout: TermLayout) -> TermLayout:
-    """Return the first layout that is equal to this one: the one for which functions were compiled."""
-    return layout
-
-
-def requested(terms: Sequence[Term], scale: float, softcap: float | None) -> Plan:
-    """Return the plan of what the terms request."""
-    plan = Plan(scale, softcap)
+def requested_plan(terms: Sequence[Term], scale: float, softcap: float | None) -> TilePlan:
+    """Return the plan of all quantities that the terms request."""
+    plan = TilePlan(scale, softcap)
     for term in terms:
         term.request(plan)
     plan.close()

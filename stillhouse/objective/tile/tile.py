@@ -30,13 +30,13 @@ from stillhouse.objective.tile.kernels import (
     has_kernels,
     kernel_gradient,
     kernel_normalized_sums,
-    piece_sums,
+    kernel_piece_sums,
 )
 from stillhouse.objective.tile.local_sums import columns_of, local_sums, normalizers, row_blocks, sums_and_logits
 from stillhouse.objective.tile.pointwise import before_head, gradient, normalized_sums
 from stillhouse.objective.tile.statistics import RowStatistics, statistics
-from stillhouse.objective.tile.tile_plan import STUDENT, Column, Plan, PointwisePlan, StudentSoftmax
-from stillhouse.objective.top_k import local_top_k, merged
+from stillhouse.objective.tile.tile_plan import STUDENT, Column, PointwisePlan, StudentSoftmax, TilePlan
+from stillhouse.objective.top_k import local_top_k, merged_top_k
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
 #: ids per row up to which all pairs of ids are compared, to find those that occur several times
@@ -67,7 +67,7 @@ class Tile:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TilePlan,
         rows: RowIndex,
         weights_C: Tensor,
         counted_C: Tensor,
@@ -122,7 +122,7 @@ class Tile:
         raw_RCX, outside, entries = self._split(gathered_RCX)
         if self._plan.ranks:
             *entries, logits_RCK, ids_RCK = entries
-            self._top_k = merged(logits_RCK, ids_RCK, self._plan.ranks)[:2]
+            self._top_k = merged_top_k(logits_RCK, ids_RCK, self._plan.ranks)[:2]
         # an id's logit is on one rank; the other ranks send −inf
         self._entries = [logits_RCN.amax(0) for logits_RCN in entries]
         if self._statistics is None:
@@ -310,7 +310,7 @@ class Tile:
         """Return the raw sums and the student's logits at the plan's ids, over this rank's part, [C, X]."""
         ids = [ids_C[:, None] if ids_C.dim() == 1 else ids_C for ids_C in map(self.take, self._plan.ids)]
         if has_kernels(self._pointwise, self.tiles_CV):
-            sums_PCX = piece_sums(self._pointwise, self.tiles_CV)
+            sums_PCX = kernel_piece_sums(self._pointwise, self.tiles_CV)
         else:
             sums_PCX = local_sums(self._pointwise, self.tiles_CV)[None]
             if not ids:

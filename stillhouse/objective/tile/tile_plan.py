@@ -1,8 +1,8 @@
 """The quantities that terms read from a chunk's logits (softmaxes, sums and single logits), each computed once.
 
-Before the first chunk, each term requests its quantities from a `Plan`. The plan assigns an index to each requested
-quantity; the index is the same in every chunk. The pointwise functions are compiled for `Plan.pointwise`, the part of
-the plan without tensors, which is hashable.
+Before the first chunk, each term requests its quantities from a `TilePlan`. The plan assigns an index to each
+requested quantity; the index is the same in every chunk. The pointwise functions are compiled for
+`TilePlan.pointwise`, the part of the plan without tensors, which is hashable.
 
 The functions of a pass exchange numbers per row as the columns of one tensor [C, X]. The key of a column is its name
 and the index of the column's softmax, tile or pair (0 if there is only one).
@@ -30,33 +30,15 @@ IdsIndex = NewType("IdsIndex", int)
 #: the index of the student's tile; the other tiles are the logits of dense teachers
 STUDENT = TileIndex(0)
 
-SumName: TypeAlias = Literal[
-    "largest",
-    "both_top",
-    "student_others",
-    "student_mean",
-    "teacher_others",
-    "teacher_mean",
-    "mass_gap",
-    "excess",
-    "log_ratio",
-    "logits_sum",
-    "count",
-]
+SumName: TypeAlias = (
+    Literal["largest", "both_top", "student_others", "student_mean", "teacher_others", "teacher_mean"]
+    | Literal["mass_gap", "excess", "log_ratio", "logits_sum", "count"]
+)
 NormalizerName: TypeAlias = Literal["reference", "student_log_mass", "teacher_log_mass", "mass_ratio"]
-CoefficientName: TypeAlias = Literal[
-    "counted",
-    "probability",
-    "log_probability",
-    "slope",
-    "log_acceptance",
-    "above",
-    "below",
-    "outside_reference",
-    "outside_log_mass",
-    "outside",
-    "uniform",
-]
+CoefficientName: TypeAlias = (
+    Literal["counted", "probability", "log_probability", "slope", "log_acceptance", "above", "below"]
+    | Literal["outside_reference", "outside_log_mass", "outside", "uniform"]
+)
 Column: TypeAlias = tuple[SumName | NormalizerName | CoefficientName, int]
 Columns: TypeAlias = dict[Column, Tensor]
 
@@ -160,7 +142,7 @@ class PointwisePlan:
         return columns
 
 
-class Plan:
+class TilePlan:
     """Assigns an index to each quantity that terms request. A repeated request returns the same index.
 
     Before the first chunk, a term calls these methods in `Term.request` to request quantities. After `close`, the

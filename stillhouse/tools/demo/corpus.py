@@ -39,7 +39,7 @@ NOT_EVERYWHERE = frozenset(
 
 
 @dataclass(frozen=True)
-class Document:
+class NamedText:
     """A named text; its split depends only on the name."""
 
     name: str
@@ -58,7 +58,7 @@ def name_hash(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
-def collect_documents(library: Path | None = None, end: float = 1.0) -> list[Document]:
+def collect_documents(library: Path | None = None, end: float = 1.0) -> list[NamedText]:
     """Return the documents of this Python's standard library, in the order of their names' hashes.
 
     end: return only documents with a smaller hash. Documents with a larger hash do not affect the result.
@@ -66,26 +66,26 @@ def collect_documents(library: Path | None = None, end: float = 1.0) -> list[Doc
     library = library or Path(sysconfig.get_paths()["stdlib"])
     texts = {name: prose(source) for name, source in module_sources(library, end)}
     texts |= {f"topic:{topic}": text for topic, text in topics(library).items()}
-    documents = [Document(name, text) for name, text in texts.items() if name_hash(name) < end]
+    documents = [NamedText(name, text) for name, text in texts.items() if name_hash(name) < end]
     return without_repeats(sorted(documents, key=lambda document: (name_hash(document.name), document.name)))
 
 
-def collect_split(split: Split, library: Path | None = None) -> list[Document]:
+def collect_split(split: Split, library: Path | None = None) -> list[NamedText]:
     """Return the documents of one split."""
     return [document for document in collect_documents(library, ENDS[split]) if split_of(document.name) == split]
 
 
-def collect_teacher_sources(library: Path | None = None) -> list[Document]:
+def collect_teacher_sources(library: Path | None = None) -> list[NamedText]:
     """Return the source code of the modules in the teacher split: additional text for training the teacher."""
     library = library or Path(sysconfig.get_paths()["stdlib"])
     return [
-        Document(f"source:{name}", source)
+        NamedText(f"source:{name}", source)
         for name, source in module_sources(library)
         if split_of(name) == "teacher" and source.strip()
     ]
 
 
-def write_jsonl(documents: Iterable[Document], path: Path) -> None:
+def write_jsonl(documents: Iterable[NamedText], path: Path) -> None:
     """Write one JSON object per line, with the keys `name` and `text`."""
     lines = [json.dumps({"name": document.name, "text": document.text}) for document in documents]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
@@ -166,7 +166,7 @@ def quoted_lines(tree: ast.Module) -> set[int]:
     return {line for node in strings for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
 
 
-def without_repeats(documents: Iterable[Document]) -> list[Document]:
+def without_repeats(documents: Iterable[NamedText]) -> list[NamedText]:
     """Remove every paragraph that has occurred before, and documents without remaining paragraphs."""
     seen: set[str] = set()
     kept = []
@@ -178,5 +178,5 @@ def without_repeats(documents: Iterable[Document]) -> list[Document]:
                 fresh.append(paragraph)
             seen.add(key)
         if text := "\n\n".join(fresh).strip():
-            kept.append(Document(document.name, text))
+            kept.append(NamedText(document.name, text))
     return kept

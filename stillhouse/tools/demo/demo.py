@@ -21,8 +21,7 @@ from stillhouse.registry import load
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare
 from stillhouse.signals import InStageTeacher
-from stillhouse.tools.demo.run_files import LEARNING_RATE, text_settings, write_text_run
-from stillhouse.tools.demo.student import TEACHER
+from stillhouse.tools.demo.student import LEARNING_RATE, TEACHER, text_settings, write_text_run
 
 #: the two runs: folder name and objective; all other settings are the same
 OBJECTIVES = {"cross_entropy": "cross_entropy", "distilled": "forward_kl"}
@@ -32,16 +31,23 @@ STEPS = 600
 Row = dict[str, Any]
 
 
-def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> list[Row]:
+def run_demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> list[Row]:
     """Execute both runs, print the table and the report's path, and return the table's rows."""
     trial = write_text_run(out, seed)
-    configs = {name: demo_config(out, name, seed, steps, learning_rate) for name in OBJECTIVES}
+    configs = {}
+    for name, loss in OBJECTIVES.items():
+        settings = text_settings(out, steps) | {"objective": {"loss": loss}, "out": str(out / name), "seed": seed}
+        settings["train"]["learning_rate"] = learning_rate
+        configs[name] = load_config(None, settings=settings)
     for config in configs.values():
         print()
         distill(config)
-    rows = [_teacher_row(configs["distilled"])]
-    rows += [_student_row(name, Path(config.out)) for name, config in configs.items()]
-    print("\n" + table(rows))
+    rows = [_row("teacher", TEACHER, _teacher_metrics(configs["distilled"]), tokens=0, seconds=0.0)]
+    for name, config in configs.items():
+        lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+        last = [record for record in map(json.loads, lines) if "eval/cross_entropy" in record][-1]
+        rows.append(_row(name, Path(config.out) / "model", last, tokens=last["tokens"], seconds=last["seconds"]))
+    print("\n" + aligned_rows(rows))
     distilled, text_only = (Path(configs[name].out) for name in ("distilled", "cross_entropy"))
     print("\nreport: ", end="", flush=True)
     arguments = [str(distilled), "--compare", str(text_only), "--out", str(distilled / "report.html")]
@@ -50,16 +56,7 @@ def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float =
     return rows
 
 
-def demo_config(out: Path, name: str, seed: int, steps: int, learning_rate: float) -> RunConfig:
-    """Return the configuration of one of the two runs, as a user would write it."""
-    settings = text_settings(out, steps)
-    settings["train"]["learning_rate"] = learning_rate
-    return load_config(
-        None, settings=settings | {"objective": {"loss": OBJECTIVES[name]}, "out": str(out / name), "seed": seed}
-    )
-
-
-def table(rows: list[Row]) -> str:
+def aligned_rows(rows: list[Row]) -> str:
     """Return the rows as aligned text."""
     columns = {
         "": lambda row: LABELS[row["run"]],
@@ -76,7 +73,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(form.format(*line) for line in cells)
 
 
-def _teacher_row(config: RunConfig) -> Row:
+def _teacher_metrics(config: RunConfig) -> dict[str, float]:
     session = prepare(config, announce=False)
     models, held_out, spec = session.models, session.data.evaluation, session.loss.spec
     assert models.teacher is not None
@@ -84,29 +81,12 @@ def _teacher_row(config: RunConfig) -> Row:
     runner = single_process_runner(models.teacher, models.teacher)
     engine = TorchEngine(runner, spec, autocast=models.engine.autocast)
     models = replace(models, engine=engine, source=InStageTeacher(runner))
-    figures = held_out_metrics(models, held_out, spec, session.schedule.held_out_tokens)
-    return _row("teacher", TEACHER, figures, tokens=0, seconds=0.0)
+    return held_out_metrics(models, held_out, spec, session.schedule.held_out_tokens)
 
 
-def _student_row(name: str, run: Path) -> Row:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = [record for record in records if "eval/cross_entropy" in record][-1]
-    return _row(name, run / "model", last, tokens=last["tokens"], seconds=last["seconds"])
-
-
-def _row(run: str, model: Path, figures: dict[str, float], *, tokens: int, seconds: float) -> Row:
-    return {
-        "run": run,
-        "parameters": count_parameters(model),
-        "cross_entropy": figures["eval/cross_entropy"],
-        "forward_kl": figures["eval/forward_kl"],
-        "agreement": figures["eval/agreement"],
-        "tokens": tokens,
-        "seconds": seconds,
-    }
-
-
-def count_parameters(model: Path) -> int:
-    """Count the parameters of a saved model; tied weights count once."""
-    with safe_open(model / "model.safetensors", framework="pt") as tensors:
-        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+def _row(run: str, model: Path, metrics: dict[str, float], *, tokens: int, seconds: float) -> Row:
+    with safe_open(model / "model.safetensors", framework="pt") as tensors:  # tied weights count once
+        parameters = sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    names = ("cross_entropy", "forward_kl", "agreement")
+    figures = {name: metrics[f"eval/{name}"] for name in names}
+    return {"run": run, "parameters": parameters} | figures | {"tokens": tokens, "seconds": seconds}

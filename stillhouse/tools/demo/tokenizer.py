@@ -6,13 +6,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stillhouse.tools.demo.corpus import Document
+from stillhouse.tools.demo.corpus import NamedText
 
 VOCAB_SIZE = 3072
 END = "<|endoftext|>"
 
 
-def train_tokenizer(documents: Iterable[Document]) -> PreTrainedTokenizerFast:
+def train_tokenizer(documents: Iterable[NamedText]) -> PreTrainedTokenizerFast:
     """Train a tokenizer of `VOCAB_SIZE` entries that can encode and exactly decode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -29,7 +29,7 @@ def train_tokenizer(documents: Iterable[Document]) -> PreTrainedTokenizerFast:
     )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, documents: Iterable[Document]) -> torch.Tensor:
+def token_stream(tokenizer: PreTrainedTokenizerFast, documents: Iterable[NamedText]) -> torch.Tensor:
     """Return the documents as one stream of token ids, with `END` after each document."""
     ids = tokenizer([document.text for document in documents], add_special_tokens=False)["input_ids"]
     return torch.tensor([token for document in ids for token in [*document, tokenizer.eos_token_id]])

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from stillhouse.config import RunConfig, load_config
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import (
-    Document,
+    NamedText,
     collect_split,
     collect_teacher_sources,
     name_hash,
@@ -47,7 +47,7 @@ def teacher_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     )
 
 
-def chooses(document: Document) -> bool:
+def chooses(document: NamedText) -> bool:
     """Whether a document is used only to choose the checkpoint; the same for a module's source and its prose."""
     return name_hash("choosing:" + document.name.removeprefix("source:")) < CHOOSING_SHARE
 
@@ -96,7 +96,7 @@ def run_config(out: Path, steps: int, every: int, seed: int) -> RunConfig:
     )
 
 
-def main() -> None:
+def train_teacher() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; a run in it is resumed")
@@ -111,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train_teacher()

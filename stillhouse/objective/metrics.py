@@ -1,10 +1,18 @@
-"""The keys of an objective's metrics: one unique key for each term's value and for each statistic of a term."""
+"""The metrics of an objective: a unique key for each value and statistic of its terms, and the sums of a pass.
+
+T tokens, C rows of a chunk.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
+import torch
+from torch import Tensor
+
 from stillhouse.objective.terms import Distill, Term, labelled
+from stillhouse.objective.tile.tile import Tile
 
 #: the key of the only metric that is not a sum
 CHUNK_TOKENS = "chunk_tokens"
@@ -27,12 +35,9 @@ POLICY_VERSION = "policy_version"
 
 def unique_names(terms: Sequence[Term]) -> list[str]:
     """Return the terms' keys in metrics. The second term with the same name gets the suffix "#2", and so on."""
-    seen: dict[str, int] = defaultdict(int)
-    names = []
-    for term in terms:
-        seen[term.name] += 1
-        names.append(term.name if seen[term.name] == 1 else f"{term.name}#{seen[term.name]}")
-    return names
+    names = [term.name for term in terms]
+    numbers = [names[: position + 1].count(name) for position, name in enumerate(names)]
+    return [name if number == 1 else f"{name}#{number}" for name, number in zip(names, numbers, strict=True)]
 
 
 class StatisticKeys:
@@ -72,3 +77,51 @@ class StatisticKeys:
             self.taken.add(key)
             self.assigned[position, name] = key
         return self.assigned[position, name]
+
+
+class Totals:
+    """The loss, the metrics and the value of each term at every token of a pass.
+
+    Sums are float64, because a float32 running sum loses a digit every few hundred chunks. They are float32 on
+    Apple's GPUs, which have no float64.
+    """
+
+    def __init__(self, terms: Sequence[Term], tokens: int, dtype: torch.dtype, device: torch.device):
+        self.names = unique_names(terms)
+        self.keys = StatisticKeys(terms, self.names)
+        self.per_token = {name: torch.zeros(tokens, dtype=dtype, device=device) for name in self.names}
+        self.loss = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self.sums: dict[str, Tensor] = defaultdict(partial(torch.zeros_like, self.loss))
+        self.chunk_tokens = 0
+
+    def plus(self, other: "Totals") -> "Totals":
+        """Add the totals of another pass, over other rows."""
+        self.loss += other.loss
+        self.chunk_tokens = max(self.chunk_tokens, other.chunk_tokens)
+        for name, value in other.sums.items():
+            self.sums[name] += value
+        for name, value_T in other.per_token.items():
+            self.per_token[name] = self.per_token[name] + value_T if name in self.per_token else value_T
+        return self
+
+    def add_tile(self, terms: Sequence[Term], tile: Tile) -> None:
+        """Add the values of all terms on a chunk. The terms add their gradient to the tile."""
+        self.sums["tokens"] += (tile.weights_C != 0).sum()
+        for position, (name, term) in enumerate(zip(self.names, terms, strict=True)):
+            weights_C = tile.weights_C
+            if term.weights_T is not None:
+                weights_C = weights_C * tile.take(term.weights_T).to(weights_C.dtype)
+            result = term.add_to(tile, weights_C * term.scale)
+            # a row of weight 0 adds 0, even if its value is NaN
+            value_C = result.value_C.masked_fill(weights_C == 0, 0.0)
+            self.per_token[name][tile.rows] = value_C
+            value = self._weighted_sum(value_C, weights_C)
+            self.sums[name] += value
+            if term.scale:  # a term of scale 0 is only reported; its value may be infinite
+                self.loss += term.scale * value
+            for statistic, values_C in (result.statistics | result.parts).items():
+                if key := self.keys.of(position, statistic):
+                    self.sums[key] += self._weighted_sum(values_C, weights_C)
+
+    def _weighted_sum(self, values_C: Tensor, weights_C: Tensor) -> Tensor:
+        return (values_C.masked_fill(weights_C == 0, 0.0).to(self.loss.dtype) * weights_C).sum()
