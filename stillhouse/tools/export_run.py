@@ -105,7 +105,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
         if settings.card:
             assert config is not None
             adapter = "merged" if merges else "alone" if has_adapter else ""
-            card = _model_card(run, checkpoint, config, settings, folder, adapter)
+            card = _model_card(run, checkpoint, RunSetup(config), settings, folder, adapter)
             (folder / "README.md").write_text(card, encoding="utf-8")
     return checkpoint
 
@@ -239,9 +239,9 @@ def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _model_card(
-    run: Path, checkpoint: IntactCheckpoint, config: RunConfig, settings: ExportSettings, folder: Path, adapter: str
+    run: Path, checkpoint: IntactCheckpoint, setup: RunSetup, settings: ExportSettings, folder: Path, adapter: str
 ) -> str:
-    setup, progress = RunSetup(config), checkpoint.state.progress
+    progress = checkpoint.state.progress
     if progress.configuration != configuration_hash(setup.values):
         raise ValueError(
             f"{run / 'config.yaml'} is not the configuration that {checkpoint.path.name} was trained with, "
@@ -249,7 +249,7 @@ def _model_card(
         )
     # each tensor-parallel group writes one random state
     states = [name for name in stored_tensors(checkpoint.path / RESUME) if name.startswith(f"{RANDOM}cpu.")]
-    processes = len(states) * config.parallel.tensor or 1
+    processes = len(states) * setup.config.parallel.tensor or 1
     merge = {None: "", True: " --merge", False: " --adapter"}[settings.merge]
     dtype = "" if settings.dtype is None else f" --dtype {settings.dtype}"
     mtp = "" if settings.mtp else " --no-mtp"
@@ -261,7 +261,7 @@ def _model_card(
     with reading(f"the tokenizer of {folder} cannot be read"):
         has_template = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).chat_template is not None
     exported = Exported(_objective(run, setup), processes, command, stored_dtype, adapter, has_template)
-    return model_card(run, config, progress, exported)
+    return model_card(run, setup.config, progress, exported)
 
 
 def _objective(run: Path, setup: RunSetup) -> str:
