@@ -20,8 +20,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.record import result_file, write_result
 from benchmarks.teacher_economy import rows
 from stillhouse.models import Decoder
-from stillhouse.models.float8 import float8_problem, round_to_float8
-from stillhouse.models.quantized import weight_bytes
+from stillhouse.models.quantized import float8_problem, round_to_float8, weight_bytes
 from stillhouse.tools.demo.student import TEACHER
 
 

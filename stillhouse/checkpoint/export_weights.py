@@ -24,8 +24,8 @@ from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged_lora, save_lora
 from stillhouse.models.checkpoint_names import save_as, saved_names
 from stillhouse.models.families import ModelFacts
+from stillhouse.models.lm_head import match_tied_flag
 from stillhouse.models.pretrained import auto_class, load_causal_lm
-from stillhouse.models.shared_weights import match_tied_flag
 from stillhouse.parallel import Ranks
 
 #: the maximum size of one file when a model is written from a checkpoint

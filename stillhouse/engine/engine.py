@@ -6,15 +6,14 @@
 
 The loss of a micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So the
 step's loss and gradient do not depend on how the step is split into micro-batches. `engine_kind.py` has the interface
-of an entry of `stillhouse.engines`, which builds an engine. Each engine has its own step, gradients and state; the
-passes without gradients are the same in all of them.
+of an entry of `stillhouse.engines`, which builds an engine.
 """
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +24,7 @@ from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.parts import LossPart
+from stillhouse.engine.state_folder import write_tensors
 from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import Divergence
@@ -44,7 +44,7 @@ class StepOutput:
 
     outputs: the objective's outputs for this process's micro-batches, with detached losses. Empty without the last
         pipeline stage, and on all tensor ranks except the first, because tensor ranks have the same tokens.
-    named: the metrics and losses of this process's micro-batches, as 0-D tensors that are added up by name.
+    named: the metrics and losses of these micro-batches, as 0-D tensors that are added up by name.
     total: returns `sums` for the sums of this process. A collective of all processes.
     """
 
@@ -72,10 +72,8 @@ class StepOutput:
         """Return the values of 0-D tensors. `named` is read in the same copy, so the device is waited for once."""
         tensors = [*numbers, *(value for _, value in self.named)]
         values: list[float] = torch.stack(tensors).tolist() if tensors else []
-        names = [name for name, _ in self.named]
-        self._sums_of_process = add_up(
-            [{name: value} for name, value in zip(names, values[len(numbers) :], strict=True)]
-        )
+        named = zip((name for name, _ in self.named), values[len(numbers) :], strict=True)
+        self._sums_of_process = add_up([{name: value} for name, value in named])
         return values[: len(numbers)]
 
 
@@ -92,12 +90,9 @@ class SavedTensors:
 class Engine(ABC):
     """Trains a student on micro-batches and the teachers' signals for them. The methods are collectives.
 
-    student: distributed over the processes.
-    train: the optimizer's settings, and the norm above which the gradient is clipped.
-    autocast: the dtype of matrix products; the weights keep their own dtype. None: the dtype of the weights.
-    chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
-    parts: the losses beside the objective.
-    average: the moving average of the student's weights, if a teacher needs it. `update` also updates it.
+    train: the optimizer's settings, and the norm above which the gradient is clipped. autocast: the dtype of matrix
+    products; None: the dtype of the weights. chunk_tokens, parts: see `StepLoss`. average: the moving average of the
+    student's weights, if a teacher needs it; `update` also updates it.
     """
 
     optimizer: Any
@@ -124,8 +119,7 @@ class Engine(ABC):
     ) -> StepOutput:
         """Add the gradient of the micro-batches' losses to the student's gradient.
 
-        signals: the signals of each micro-batch, from a `SignalSource`.
-        normalizer: the number of target tokens of the step, over all processes.
+        signals: of each micro-batch. normalizer: the number of target tokens of the step, over all processes.
         """
 
     @abstractmethod
@@ -134,31 +128,38 @@ class Engine(ABC):
 
         Returns the norm of the full gradient before clipping, the same on every process. Raises NotFiniteError on
         every process for a gradient or a loss that is not finite; no weight and no moment is changed then.
-
-        output: the output of the step that added the gradient. None: only the gradient is checked.
+        output: of the step that added the gradient. None: only the gradient is checked.
         """
 
+    @property
     @abstractmethod
+    def _state(self) -> Any:
+        """The weights, the optimizer's state and the random states as named tensors, such as `TorchState`."""
+
     def require_finite(self) -> None:
         """Raise ValueError on all ranks, naming a tensor, if a checkpoint would have state that is not finite."""
+        self._state.require_finite()
 
-    @abstractmethod
     def bytes_to_save(self, *, all_moments: bool = False) -> int:
         """Return the bytes of a checkpoint with the exported student.
 
         all_moments: count the optimizer's state of all trained weights, also of those that had no step yet.
         """
+        size: int = self._state.bytes_to_write(all_moments=all_moments)
+        return size
 
-    @abstractmethod
     def save(self, folder: Path) -> SavedTensors:
         """Write the weights, the optimizer's state and the random states to a folder that all processes share.
 
         Call `require_finite` first: a run could not continue from state that is not finite.
         """
+        state = self._state
+        write_tensors(folder, state.tensors(), self.student.ranks)
+        return SavedTensors(state.element_count(), state.parameters_without_moments())
 
-    @abstractmethod
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:
         """Restore a state that `save` wrote under any layout. Raises ValueError for the state of another model."""
+        self._state.read(folder, without_moments)
 
     @abstractmethod
     def zero_grad(self) -> None: ...
@@ -173,12 +174,9 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the full gradient of each parameter on this process, by its name in the full model.
-
-        For a sharded gradient this is a collective of the processes that share it.
+        """Yield the full gradient of each parameter on this process, by its name in the full model. For a sharded
+        gradient this is a collective of the processes that share it.
         """
-
-    # ---- passes without gradients
 
     def evaluate(
         self,
@@ -189,14 +187,13 @@ class Engine(ABC):
     ) -> dict[str, float]:
         """Return metric sums over all held-out target tokens, the same on every process.
 
-        The metrics are the cross-entropy and, with signals, the forward KL. They do not depend on the engine's
-        objective. Their temperature is 1, but the forward KL from a sparse signal has the signal's temperature. For
-        signals with sorted probabilities, `uld` at the objective's temperature replaces the forward KL. The losses
-        of `LossPart.held_out` add their own metrics.
+        The metrics are the cross-entropy and, with signals, the forward KL or another `divergence`. They do not
+        depend on the engine's objective. Their temperature is 1, but the divergence from a sparse signal has the
+        signal's temperature. For signals with sorted probabilities, `uld` at the objective's temperature replaces the
+        divergence. The losses of `LossPart.held_out` add their own metrics.
 
         held_out: yields groups of micro-batches, each group with its signals.
         with_teacher: also return the teacher's cross-entropy on the labels; the signals must be exact (`FullVocab`).
-        divergence: in place of the forward KL; None: the forward KL.
         """
         outputs: list[ObjectiveOutput] = []
         parts = tuple(measured for part in self.parts if (measured := part.held_out()) is not None)
@@ -209,7 +206,7 @@ class Engine(ABC):
             )
             outputs += self.process(loss, micro_batches, signals, parts)
             del micro_batches, signals  # free a teacher's large hidden states before the next ones are computed
-        sums = StepOutput(outputs, named_metrics(outputs)).sums
+        sums = StepOutput(outputs, _named_metrics(outputs)).sums
         return add_up(self.student.ranks.gather(sums))
 
     def _held_out_objective(self, signals: Sequence[Signals], divergence: Divergence) -> ObjectiveSpec:
@@ -246,16 +243,12 @@ class Engine(ABC):
     ) -> list[Any]:
         """Run an output processor on each micro-batch, without gradients and in eval mode, and return its results.
 
-        The list is empty on processes without results (see `StepOutput.outputs`).
-
-        processor: its context is `DistillTargets`.
-        parts: the other losses of this pass. The MTP layers run only if an `MtpLoss` is among them.
+        The list is empty on processes without results (see `StepOutput.outputs`). processor: its context is
+        `DistillTargets`. parts: the other losses; the MTP layers run only if an `MtpLoss` is among them.
         """
         with evaluating(*self.student.decoders):
             results = self.student.forward(self._inputs(micro_batches, signals, processor, parts))
         return results if self.student.has_results else []
-
-    # ---- single losses
 
     @property
     def needs_teacher(self) -> bool:
@@ -270,10 +263,21 @@ class Engine(ABC):
         other.parts = *parts, *(silent for part in others if (silent := part.silent()) is not None)
         return other
 
-    # ---- for the step of a subclass
+    def _step_inputs(
+        self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
+    ) -> list[StageInputs]:
+        loss = StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts)
+        return self._inputs(micro_batches, signals, loss, self.parts, normalizer)
 
-    def _step_loss(self, normalizer: float) -> StepLoss:
-        return StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts)
+    def _step_output(
+        self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]], normalizer: float
+    ) -> StepOutput:
+        """Return the result of a step. losses: the names and values of the losses inside layers."""
+        for output in outputs:
+            output.loss.detach_()
+        outputs = outputs if self.student.has_results else []
+        named = [*_named_metrics(outputs), *(losses if self.student.is_counted else [])]
+        return StepOutput(outputs, named, partial(self._total, normalizer))
 
     def _inputs(
         self,
@@ -283,21 +287,17 @@ class Engine(ABC):
         parts: Sequence[LossPart] = (),
         normalizer: float = 1.0,
     ) -> list[StageInputs]:
-        """Raises ValueError unless there are signals for each micro-batch."""
         if not micro_batches or len(micro_batches) != len(signals):
-            raise ValueError(
-                f"{len(signals)} signals for {len(micro_batches)} micro-batches: expected one for each, and at least "
-                "one"
-            )
+            counts = f"{len(signals)} signals for {len(micro_batches)} micro-batches"
+            raise ValueError(f"{counts}: expected one for each, and at least one")
         return [
             StageInputs(micro_batch, teacher_signals, processor, parts, normalizer, self.autocast)
             for micro_batch, teacher_signals in zip(micro_batches, signals, strict=True)
         ]
 
     def _not_finite(self, norm: Tensor, output: StepOutput) -> Tensor:
-        """Return 1.0 if the gradient's norm or the step's loss is not finite on any process, otherwise 0.0.
-
-        The result is a 0-D tensor on the device; the host does not wait for it.
+        """Return 1.0 if the gradient's norm or the step's loss is not finite on any process, otherwise 0.0: a 0-D
+        tensor on the device, for which the host does not wait.
         """
         terms = {"loss", *(name for part in self.parts for name in part.terms)}
         numbers = [norm, *(value for name, value in output.named if name in terms)]
@@ -323,7 +323,7 @@ def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def named_metrics(outputs: Sequence[ObjectiveOutput]) -> list[tuple[str, Tensor]]:
+def _named_metrics(outputs: Sequence[ObjectiveOutput]) -> list[tuple[str, Tensor]]:
     return [pair for output in outputs for pair in [("loss", output.loss), *output.metrics.items()]]
 
 

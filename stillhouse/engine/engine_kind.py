@@ -5,20 +5,14 @@ library of its engine.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stillhouse.config.engines import EngineCapabilities
 
 if TYPE_CHECKING:
-    import torch
-
-    from stillhouse.config import TrainConfig
     from stillhouse.engine.engine import Engine
-    from stillhouse.engine.parts import LossPart
     from stillhouse.objective.spec import ObjectiveSpec
     from stillhouse.parallel import DistributedStudent, Layout, Mesh, ModelSource
-    from stillhouse.signals import WeightAverage
 
 
 class EngineKind(ABC):
@@ -35,27 +29,15 @@ class EngineKind(ABC):
         teacher: "ModelSource | None",
         *,
         teacher_head_only: bool = False,
-        prove: bool = True,
     ) -> "DistributedStudent":
-        """Build this process's part of the student, and of a teacher in its stages. A collective of all processes.
+        """Build and prove this process's part of the student, and of a teacher in its stages. A collective.
 
         teacher_head_only: whether the last stage gets the teacher's head, and no stage its layers.
-        prove: whether the models are compared with transformers' models under this layout.
         """
 
     @abstractmethod
-    def engine(
-        self,
-        student: Any,
-        objective: "ObjectiveSpec",
-        *,
-        train: "TrainConfig",
-        autocast: "torch.dtype | None" = None,
-        chunk_tokens: int | None = None,
-        parts: "Sequence[LossPart]" = (),
-        average: "WeightAverage | None" = None,
-    ) -> "Engine":
-        """Create the engine for a student of `distribute`; the arguments are those of `TorchEngine`."""
+    def engine(self, student: Any, objective: "ObjectiveSpec", **options: Any) -> "Engine":
+        """Create the engine for a student of `distribute`; the options are those of `Engine`."""
 
 
 class TorchKind(EngineKind):

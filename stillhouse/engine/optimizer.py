@@ -1,7 +1,7 @@
 """The step of an optimizer, its groups of parameters, and its state as plain tensors.
 
-What is a matrix is decided by the module that
-owns a parameter (`weight_kinds`): the biases of stacked experts and the A of a state-space layer have two dims, too.
+The module that owns a parameter decides whether it is a matrix (`weight_kinds`): the biases of stacked experts and
+the A of a state-space layer have two dims, too.
 """
 
 import re
@@ -53,8 +53,8 @@ def weight_kinds(models: Iterable[nn.Module]) -> dict[nn.Parameter, WeightKind]:
 
     matrix: the matrix of a linear map, or a stack of them (experts, heads), whose last two dims are rows and columns.
     vector: norms, biases, and the A of a state-space layer, alone or in a stack. table: embeddings, heads, kernels of
-    convolutions, and weights of unknown names, such as those of a model's own code and DBRX's experts, which are
-    below each other in one tensor. Weight decay applies to matrices and tables, Muon to matrices.
+    convolutions, and weights of unknown names, such as DBRX's experts, which are below each other in one tensor.
+    Weight decay applies to matrices and tables, Muon to matrices.
     """
     models = list(models)
     kinds: dict[nn.Parameter, WeightKind] = {}
@@ -162,9 +162,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's kernel skips a step itself if a flag on the device is 1 (see `make_step`).
 
-    With such an optimizer, the host reads the norm of the gradient after the step, together with the metrics: one
-    wait for the device. With all others, the host must read the norm before the step, because a step with a gradient
-    that is not finite could not be undone.
+    Then the host reads the norm of the gradient after the step, together with the metrics: one wait for the device.
+    Otherwise it must read the norm before, because a step with a gradient that is not finite could not be undone.
     """
     return type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
 
@@ -178,18 +177,12 @@ def make_step(optimizer: torch.optim.Optimizer, rate: float, skipped: Tensor | N
     set_learning_rate(optimizer, rate)
     if skipped is not None:
         optimizer.found_inf = skipped  # type: ignore[attr-defined]  # torch.amp.GradScaler sets it, too
-    if "torchao" not in sys.modules:
-        optimizer.step()
-        return
     try:
         optimizer.step()
     except torch._dynamo.exc.TorchDynamoException as error:
-        reason = first_line(error)
-        raise ConfigError(
-            _KEY,
-            f"torch.compile, which the step of torchao's adamw_8bit needs, fails here ({reason}): expected adamw, or "
-            "a C++ compiler that torch finds, on a GPU also Triton",
-        ) from error
+        needed = f"torch.compile, which the step of torchao's adamw_8bit needs, fails here ({first_line(error)})"
+        fix = "expected adamw, or a C++ compiler that torch finds, on a GPU also Triton"
+        raise ConfigError(_KEY, f"{needed}: {fix}") from error
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -215,9 +208,14 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 
     An 8-bit moment becomes two tensors: its codes, and one scale for each block of codes.
     """
+    eight_bits: Any = ()
+    if "torchao" in sys.modules:
+        from torchao.optim import subclass_8bit
+
+        eight_bits = subclass_8bit.OptimState8bit
     tensors: dict[str, Any] = {}
     for key, value in state.items():
-        if _has_8_bits(value):
+        if isinstance(value, eight_bits):
             tensors |= {f"{key}.codes": value.codes, f"{key}.scale": value.scale}
         else:
             tensors[key] = value
@@ -236,9 +234,7 @@ def parameter_groups(kinds: Mapping[nn.Parameter, WeightKind], train: TrainConfi
 
 
 def _orthogonal_step(momentum: Tensor, rate: float) -> Tensor:
-    """Return the change of a matrix, or of each matrix of a stack, in a step of torch's Muon with this momentum,
-    without weight decay.
-    """
+    """Return the change of a matrix, or of each matrix of a stack, in a step of torch's Muon without weight decay."""
     change = torch.zeros_like(momentum, memory_format=torch.contiguous_format)
     matrices = [nn.Parameter(matrix) for matrix in change[None].flatten(0, -3)]
     for matrix, gradient in zip(matrices, momentum[None].flatten(0, -3), strict=True):
@@ -247,11 +243,3 @@ def _orthogonal_step(momentum: Tensor, rate: float) -> Tensor:
     if matrices:  # a process may have no expert
         torch.optim.Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw", **options).step()
     return change
-
-
-def _has_8_bits(value: object) -> bool:
-    if "torchao" not in sys.modules:
-        return False
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    return isinstance(value, OptimState8bit)

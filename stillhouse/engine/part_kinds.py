@@ -53,7 +53,7 @@ class HiddenStatesKind(PartKind):
 
     @classmethod
     def part(cls) -> "type[LossPart]":
-        from stillhouse.engine.parts.hidden import HiddenStates
+        from stillhouse.engine.parts.layer_losses import HiddenStates
 
         return HiddenStates
 
@@ -90,6 +90,6 @@ class RouterKind(PartKind):
 
     @classmethod
     def part(cls) -> "type[LossPart]":
-        from stillhouse.engine.parts.router import RouterBalancing
+        from stillhouse.engine.parts.layer_losses import RouterBalancing
 
         return RouterBalancing

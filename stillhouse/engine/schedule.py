@@ -36,8 +36,8 @@ def make_step_schedule(
 ) -> StepSchedule:
     """Return the step schedule. sequences: the number of packed sequences, each of at most `max_tokens` tokens.
 
-    A micro-batch has at most `train.micro_batch_tokens` tokens, but at least one sequence. It is made smaller if a
-    data rank would otherwise get fewer micro-batches per step than the pipeline has stages.
+    A micro-batch has at most `train.micro_batch_tokens` tokens, but at least one sequence. It is smaller if a data
+    rank would otherwise get fewer micro-batches per step than the pipeline has stages.
     """
     per_step = max(1, train.tokens_per_step // max_tokens)
     rows = min(max(1, train.micro_batch_tokens // max_tokens), max(1, per_step // (data_ranks * stages)))
@@ -85,19 +85,11 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)  # 0 at the peak; 1 would be the step after the last
+    heights = {  # between the minimum (0) and the peak (1)
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "wsd": min(1.0, (1.0 - progress) / WSD_DECAY),
+    }
     floor = train.min_learning_rate
-    return train.learning_rate * (floor + (1 - floor) * _height(train.schedule, progress))
-
-
-def _height(schedule: str, progress: float) -> float:
-    """Return the learning rate's height between its minimum (0) and its peak (1)."""
-    match schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1.0 - progress
-        case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        case "wsd":
-            return min(1.0, (1.0 - progress) / WSD_DECAY)
-    raise AssertionError(schedule)
+    return train.learning_rate * (floor + (1 - floor) * heights[train.schedule])

@@ -9,7 +9,7 @@ The files are those of PyTorch's distributed checkpoints (DCP), as safetensors.
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,9 @@ def require_fit(
 ) -> None:
     """Raise ValueError, naming the first tensor of the checkpoint that does not fit the student.
 
-    DCP's own check ignores superfluous tensors of the checkpoint, and its error is not an `Exception`. wanted: the
-    tensors that this process will load. is_complete: this process has the full student, so a stored tensor that is
-    not in `wanted` is also an error. A run without an average ignores the checkpoint's average.
+    DCP's own check ignores superfluous tensors, and its error is not an `Exception`. wanted: the tensors that this
+    process will load. is_complete: this process has the full student, so a stored tensor that is not in `wanted` is
+    also an error. A run without an average ignores the checkpoint's average.
     """
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     expected = {name: tuple(value.shape) for name, value in wanted.items()}
@@ -75,16 +75,16 @@ def require_fit(
     if not any(name.startswith(AVERAGE) for name in expected):
         names = {name for name in names if not name.startswith(AVERAGE)}
     for name in sorted(name for name in names if name.startswith((WEIGHT, MOMENT, AVERAGE))):
-        there, here = (
-            f"of shape {shapes_of_one[name]}" if name in shapes_of_one else "absent"
-            for shapes_of_one in (shapes, expected)
-        )
+        there, here = (f"of shape {sizes[name]}" if name in sizes else "absent" for sizes in (shapes, expected))
         if there != here:
             remedy = (
                 "expected the same student, and the same train.optimizer, that wrote the checkpoint; the weights of "
                 "a loss inside layers are of its layers in the section objective"
             )
-            if _has_other_matrices(shapes.keys(), expected.keys(), name):
+            # both states are Muon's, and only one of them has Muon's moment for the weight of this moment
+            muons = f"{name.rpartition('.')[0]}{MUONS}"
+            both = any(other.endswith(MUONS) and other in expected for other in shapes)
+            if name.startswith(MOMENT) and both and (muons in shapes) != (muons in expected):
                 remedy = (
                     "Muon changed other weights in the version that wrote the checkpoint, which took all weights "
                     "with two dims for matrices (now the module decides: biases of experts and norms of heads "
@@ -95,13 +95,6 @@ def require_fit(
                 f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
                 f"{remedy}"
             )
-
-
-def _has_other_matrices(stored: Collection[str], wanted: Collection[str], name: str) -> bool:
-    """Whether both states are Muon's, and only one of them has Muon's moment for the weight of this moment."""
-    muons = f"{name.rpartition('.')[0]}{MUONS}"
-    both = any(other.endswith(MUONS) and other in wanted for other in stored)
-    return name.startswith(MOMENT) and both and (muons in stored) != (muons in wanted)
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stillhouse.data.media import MediaProcessor
 from stillhouse.models import Decoder
-from stillhouse.models.media_inputs import model_media, placeholder_ids, read_token_inputs
+from stillhouse.models.vision_language import model_media, placeholder_ids, read_token_inputs
 from stillhouse.rollout.records import GenerationRequest
 
 

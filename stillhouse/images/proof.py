@@ -22,8 +22,8 @@ from stillhouse.libraries import reading
 from stillhouse.models.document_packing import ROWS, PackingError
 from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating
 from stillhouse.models.load_proof import PLACE_TOLERANCE, compare, relative_errors
-from stillhouse.models.media_inputs import AXES, TOKEN_TYPES
-from stillhouse.models.model_checks import ProofError, describe
+from stillhouse.models.model_checks import ProofError, typename
+from stillhouse.models.vision_language import AXES, TOKEN_TYPES
 
 #: joins the images of several documents, as a micro-batch has them
 JoinImages = Callable[[Sequence[Mapping[str, Tensor]]], Mapping[str, Tensor]]
@@ -201,7 +201,7 @@ def _prove_packed(
     expected: of each document alone, [S, D].
     """
     decoder = model.decoders[0]
-    packed, name = PackedDocuments.of(decoder, documents), describe(decoder.pretrained)
+    packed, name = PackedDocuments.of(decoder, documents), typename(decoder.pretrained)
 
     def run(members: Sequence[ImageDocument]) -> Tensor | None:
         return model.packed(packed, join([document.images for document in members if document.images]))
@@ -251,7 +251,7 @@ def run_alone(decoder: Any, document: ImageDocument) -> Tensor:
     device = decoder.pretrained.device
     types = {name: value[None].to(device) for name, value in document.types_S.items()}
     images = {name: value.to(device) for name, value in document.images.items()}
-    with reading(f"{describe(decoder.pretrained)} cannot run a document with images", passes=ProofError):
+    with reading(f"{typename(decoder.pretrained)} cannot run a document with images", passes=ProofError):
         hidden_1SD: Tensor = decoder(document.ids_S[None].to(device), **types, images=images, head=False)
     return hidden_1SD
 
@@ -287,7 +287,7 @@ def _compare(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype, mes
 @contextmanager
 def image_packing_errors(decoder: Any) -> Iterator[None]:
     """Raise a library's error in the block as a PackingError: a `Decoder` that cannot run packed documents."""
-    what = f"{describe(decoder.pretrained)} cannot run packed documents with images"
+    what = f"{typename(decoder.pretrained)} cannot run packed documents with images"
     try:
         with reading(what, passes=ProofError):
             yield

@@ -29,7 +29,7 @@ from stillhouse.models.document_packing import PackingError
 from stillhouse.models.families import layer_list
 from stillhouse.models.forward_modes import autocast_dtype
 from stillhouse.models.layer_hooks import hidden_of, hooked
-from stillhouse.models.model_checks import describe
+from stillhouse.models.model_checks import typename
 from stillhouse.objective import TEACHER, Signals
 from stillhouse.parallel.apply.context_parallel import whole_sequences
 from stillhouse.parallel.backbone_cut import AbsentLayer
@@ -153,7 +153,7 @@ def _first_stage(decoder: Decoder, document: ImageDocument, stages: int) -> dict
     for number in absent:
         if not torch.equal(calls.outputs[number].to(read[number].dtype), read[number]):
             raise ProofError(
-                f"{describe(decoder.pretrained)} adds features of images behind its layer {number}, and the first of "
+                f"{typename(decoder.pretrained)} adds features of images behind its layer {number}, and the first of "
                 f"{stages} stages has only {absent[0]} of its layers: expected fewer stages, or pipeline=1"
             )
     return {_HIDDEN: hidden_1SD, **_encoded(decoder, {number: calls.arguments[number] for number in absent})}
@@ -177,7 +177,7 @@ def _later_stage(decoder: Decoder, hidden_1SD: Tensor, arguments: Mapping[int, M
         for number, layer in enumerate(_layers(decoder))
         if not isinstance(layer, AbsentLayer)
     ]
-    described = describe(decoder.pretrained)
+    described = typename(decoder.pretrained)
     with hooked(*hooks), reading(f"{described} cannot run a later stage with images", passes=ProofError):
         hidden_BSD: Tensor = decoder(None, inputs_embeds=hidden_1SD, head=False)
     return hidden_BSD
@@ -217,7 +217,7 @@ def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> di
                 places[number][name] = [place_of(member) for member in value]
             elif not (isinstance(value, bool | int | float | str) or (isinstance(value, Mapping) and not value)):
                 raise ProofError(
-                    f"layer {number} of {describe(decoder.pretrained)} reads '{name}' of type "
+                    f"layer {number} of {typename(decoder.pretrained)} reads '{name}' of type "
                     f"{type(value).__name__}, which cannot be compared between stages: expected attention sdpa, or "
                     "pipeline=1"
                 )

@@ -33,8 +33,7 @@ from torch.nn import functional as F
 
 from stillhouse.megatron.weights import Block, WeightTable
 from stillhouse.models import Decoder
-from stillhouse.models.adapter import base_name
-from stillhouse.models.lora import Lora
+from stillhouse.models.adapter import Lora, base_name
 
 _A, _B = "lora_A.default.weight", "lora_B.default.weight"
 

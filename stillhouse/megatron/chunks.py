@@ -31,13 +31,12 @@ from stillhouse.megatron.rows import LayerRows
 from stillhouse.megatron.weight_names import Place
 from stillhouse.megatron.weights import WeightTable, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
-from stillhouse.models.adapter import is_lora
+from stillhouse.models.adapter import Lora, is_lora
 from stillhouse.models.document_packing import ROWS
 from stillhouse.models.families import LogitRule
 from stillhouse.models.layer_hooks import Current
-from stillhouse.models.lora import Lora
+from stillhouse.models.layer_losses import RouterBalance
 from stillhouse.models.processors import full_vocab
-from stillhouse.models.router_aux_loss import RouterBalance
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import (
     Mesh,

@@ -6,8 +6,7 @@ So nothing is divided by the number of micro-batches or of data ranks.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch import Tensor
 
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
-from stillhouse.engine.engine import DEFAULT_TRAIN, Engine, SavedTensors, StepOutput, named_metrics
+from stillhouse.engine.engine import DEFAULT_TRAIN, Engine, StepOutput
 from stillhouse.engine.optimizer import weight_kinds
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
-from stillhouse.engine.state_folder import write_tensors
 from stillhouse.megatron.state import MegatronState
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.megatron.trained import require_partition, trained_parameters
@@ -65,8 +63,7 @@ class MegatronEngine(Engine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
-        loss = self._step_loss(normalizer)
-        inputs = self._inputs(micro_batches, signals, loss, self.parts, normalizer)
+        inputs = self._step_inputs(micro_batches, signals, normalizer)
         # at the end of a pass all ranks' gradients are added up, so those of an earlier pass must not be there
         earlier = [gradient.clone() for gradient in self.student.gradients] if self.student.has_gradient else []
         self._zero_buffers()
@@ -74,11 +71,7 @@ class MegatronEngine(Engine):
         for gradient, earlier_gradient in zip(self.student.gradients, earlier, strict=bool(earlier)):
             gradient.add_(earlier_gradient)
         self.student.has_gradient = True
-        for output in outputs:
-            output.loss.detach_()
-        outputs = outputs if self.student.has_results else []
-        losses = losses if self.student.is_counted else []
-        return StepOutput(outputs, [*named_metrics(outputs), *losses], partial(self._total, normalizer))
+        return self._step_output(outputs, losses, normalizer)
 
     def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
         output = StepOutput() if output is None else output
@@ -172,20 +165,6 @@ class MegatronEngine(Engine):
     @property
     def _state(self) -> MegatronState:
         return MegatronState(self.student, trained_parameters(self.student.student, self.optimizer), self.average)
-
-    def require_finite(self) -> None:
-        self._state.require_finite()
-
-    def bytes_to_save(self, *, all_moments: bool = False) -> int:
-        return self._state.bytes_to_write(all_moments=all_moments)
-
-    def save(self, folder: Path) -> SavedTensors:
-        state = self._state
-        write_tensors(folder, state.tensors(), self.student.ranks)
-        return SavedTensors(state.element_count(), state.parameters_without_moments())
-
-    def load(self, folder: Path, without_moments: Sequence[str]) -> None:
-        self._state.read(folder, without_moments)
 
     def _zero_buffers(self) -> None:
         for model in self.student.student.wrapped:

@@ -16,11 +16,10 @@ from torch import Tensor
 from stillhouse.megatron.chunks import Chunks
 from stillhouse.megatron.loading import LOAD_ERRORS
 from stillhouse.megatron.model_config import require_family
-from stillhouse.models.adapter import initial_matrix, is_lora
+from stillhouse.models.adapter import Lora, initial_matrix, is_lora
 from stillhouse.models.document_rows import UnpackedRows
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.load_proof import compare
-from stillhouse.models.lora import Lora
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Mesh, ModelSource
 from stillhouse.parallel.backbone_cut import require_cuttable

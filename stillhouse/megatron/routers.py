@@ -1,4 +1,4 @@
-"""The load-balancing loss of `models/router_aux_loss.py` in Megatron-Core's routers.
+"""The load-balancing loss of `models/layer_losses.py` in Megatron-Core's routers.
 
 Megatron-Core's own losses are means over the tokens of a rank, and count the padding of rows. This loss is a sum over
 sequences, as with the other engine.
@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from stillhouse.models.router_aux_loss import RouterBalance
+from stillhouse.models.layer_losses import RouterBalance
 from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 

@@ -30,18 +30,39 @@ from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.dtensors import name_seed, set_from_global
-from stillhouse.models.lora import Lora
 from stillhouse.models.quantized import element_count, is_quantized
 
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # peft's name for the only adapter of a model
-_LINEAR = (nn.Linear, Conv1D)
 ADAPTER_CONFIG = "adapter_config.json"
 #: the options without an effect on a server's layers: peft derives fan_in_fan_out from the class of each layer
 _WITHOUT_EFFECT = {
     *("base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_version", "revision"),
     "task_type",
 }
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The description of a decoder's adapter. layers: the number of modules with a LoRA.
+    trained, parameters: the numbers of trained parameters and of all parameters in the full model with its adapter.
+    """
+
+    r: int
+    alpha: float
+    layers: int
+    trained: int
+    parameters: int
+
+    def __str__(self) -> str:
+        def short(count: int) -> str:
+            for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+                if count >= size:
+                    return f"{count / size:.3g}{unit}"
+            return str(count)
+
+        counts = f"{short(self.trained)} of {short(self.parameters)} parameters train"
+        return f"LoRA r {self.r}, alpha {self.alpha:g} on {self.layers} modules, {counts}"
 
 
 def add_lora(
@@ -60,18 +81,20 @@ def add_lora(
     layer's weight if that dtype is wider.
 
     targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the last parts of module
-    names. base, revision: the name and revision of the base model for the adapter's files; base=None: the name from
-    which the model was loaded.
-    Raises ValueError for targets that cannot have an adapter.
+    names. base, revision: of the base model for the adapter's files; base=None: the name from which the model was
+    loaded. Raises ValueError for targets that cannot have an adapter.
     """
     from peft import LoraConfig
 
     model = decoder.pretrained
     names = target_names(decoder, targets)
+    # the last parts of the names, as is usual in adapters, if they select the same modules
+    last_parts = {name.rpartition(".")[2] for name in names}
+    selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
     config = LoraConfig(
         r=r,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        target_modules=_shortened(names, model),
+        target_modules=sorted(last_parts) if selected == set(names) else names,
         lora_dropout=dropout,
         task_type="CAUSAL_LM",
         revision=revision,
@@ -81,20 +104,18 @@ def add_lora(
         model.add_adapter(config)
     config.base_model_name_or_path = base or model.name_or_path
     config.target_modules = sorted(config.target_modules)  # peft's set has another order in every process
-    adapted = {name for name, module in model.named_modules() if _is_lora_layer(module)}
-    if different := sorted(adapted ^ set(names)):  # peft treats some names as names of experts
+    layers = _lora_layers(model)
+    if different := sorted(layers.keys() ^ set(names)):  # peft treats some names as names of experts
         raise ValueError(
             f"peft does not put a LoRA on the layers that were asked for in model type '{model.config.model_type}' "
             f"(first: '{different[0]}'): expected names that are not those of experts, such as [q_proj, v_proj]"
         )
-    layers = _lora_layers(decoder)
-    for layer in layers:
+    for layer in layers.values():
         weight = layer.get_base_layer().weight
         for matrices in (layer.lora_A, layer.lora_B):
             matrices.to_empty(device=weight.device).to(torch.promote_types(weight.dtype, torch.float32))
-    sizes = [(element_count(parameter), parameter.requires_grad) for parameter in decoder.parameters()]
-    trained = sum(size for size, trains in sizes if trains)
-    decoder.lora = Lora(r, alpha, len(layers), trained, sum(size for size, _ in sizes))
+    trained = sum(element_count(parameter) for parameter in decoder.parameters() if parameter.requires_grad)
+    decoder.lora = Lora(r, alpha, len(layers), trained, sum(map(element_count, decoder.parameters())))
     return decoder.lora
 
 
@@ -102,8 +123,8 @@ def add_lora(
 def initialize_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
     """Initialise the adapter's matrices on this process as peft does: A uniform, B zero.
 
-    The values depend on the seed and the matrix's name, but not on the decoder's sharding (`name_seed`). fresh=False
-    draws B in the same way as A, so that no gradient is 0. For a decoder without an adapter this does nothing.
+    The values do not depend on the decoder's sharding (`name_seed`). fresh=False draws B in the same way as A, so
+    that no gradient is 0. For a decoder without an adapter this does nothing.
     """
     for name, parameter in decoder.named_parameters():
         if is_lora(name):
@@ -144,7 +165,7 @@ def lora_parts(layer: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def without_lora(decoder: Decoder) -> Iterator[None]:
     """Switch the adapter off, for forward passes without gradients."""
-    layers = _lora_layers(decoder)
+    layers = _lora_layers(decoder).values()
     for layer in layers:
         layer.enable_adapters(False)
         # peft has also frozen the matrices. They must require grad, because FSDP records at its first forward which
@@ -217,10 +238,8 @@ def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies its input by its weight. Some subclasses of nn.Linear do something else: a router
-    (Llama 4), or a product by groups (DeepSeek-V4).
-    """
-    if not isinstance(module, _LINEAR):
+    """Whether a module multiplies its input by its weight. Some subclasses of nn.Linear do not (Llama 4's router)."""
+    if not isinstance(module, nn.Linear | Conv1D):
         return False
     if type(module).forward in (nn.Linear.forward, Conv1D.forward) or is_quantized(module.weight):
         return True
@@ -233,21 +252,11 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
 
 
-def _shortened(names: list[str], model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names, as is usual in adapters, if they select the same modules; else `names`."""
-    last_parts = {name.rpartition(".")[2] for name in names}
-    selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
-    return sorted(last_parts) if selected == set(names) else names
-
-
-def _lora_layers(decoder: Decoder) -> list[Any]:
-    return [module for module in decoder.modules() if _is_lora_layer(module)]
-
-
-def _is_lora_layer(module: nn.Module) -> bool:
+def _lora_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers with an adapter, by their names."""
     from peft.tuners.lora import LoraLayer
 
-    return isinstance(module, LoraLayer)
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 class _AdapterConfig(BaseModel):
@@ -279,7 +288,17 @@ class LoraOptions:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             place = escaped(".".join(map(str, first["loc"])))
             raise ValueError(f"{ADAPTER_CONFIG} describes no LoRA: {place}: {first['msg']}") from error
-        _require_plain(config.model_extra or {})
+        from peft import LoraConfig
+
+        defaults = json.loads(json.dumps(LoraConfig().to_dict()))
+        for name, value in sorted((config.model_extra or {}).items()):
+            default = defaults.get(name)
+            # options that make other layers, such as those of DoRA
+            if name not in _WITHOUT_EFFECT and value != default and (value or default):
+                raise ValueError(
+                    f"{ADAPTER_CONFIG} has {escaped(name)[:100]}={escaped(str(value))[:100]}: expected "
+                    f"{default}, because the server adds plain LoRA layers"
+                )
         return cls(config.r, config.lora_alpha, tuple(sorted(set(config.target_modules))))
 
     def __str__(self) -> str:
@@ -287,9 +306,9 @@ class LoraOptions:
 
 
 def expected_lora(decoder: Decoder, options: LoraOptions) -> dict[str, Tensor]:
-    """Return the matrices of the layers that `add_lora` would add, on the meta device, by their names in the decoder.
+    """Return the matrices that `add_lora` would add to a decoder without one, on the meta device, by their names.
 
-    The decoder is not changed, and must not have an adapter. Raises ValueError for targets that cannot have one.
+    Raises ValueError for targets that cannot have an adapter.
     """
     modules, prefix = dict(decoder.pretrained.named_modules()), f"{decoder.backbone_name}."
     matrices: dict[str, Tensor] = {}
@@ -298,31 +317,10 @@ def expected_lora(decoder: Decoder, options: LoraOptions) -> dict[str, Tensor]:
         if not name.startswith(prefix):
             raise ValueError(f"'{name}' is not in the model's backbone: expected layers of the backbone")
         dtype = torch.promote_types(module.weight.dtype, torch.float32)
-        inputs, outputs = _sizes(module)
+        weight = module.get_parameter("weight")  # Conv1D of GPT-2 stores [inputs, outputs]
+        is_linear = isinstance(module, nn.Linear)
+        inputs, outputs = (module.in_features, module.out_features) if is_linear else weight.shape
         for matrix, shape in (("lora_A", (options.r, inputs)), ("lora_B", (outputs, options.r))):
             in_decoder = f"backbone.{name.removeprefix(prefix)}.{matrix}.default.weight"
             matrices[in_decoder] = torch.empty(shape, dtype=dtype, device="meta")
     return matrices
-
-
-def _sizes(module: nn.Module) -> tuple[int, int]:
-    """The numbers of inputs and outputs of a linear layer."""
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    weight = module.get_parameter("weight")  # Conv1D of GPT-2 stores [inputs, outputs]
-    return weight.shape[0], weight.shape[1]
-
-
-def _require_plain(options: dict[str, Any]) -> None:
-    """Raise ValueError for an option that makes other layers, such as those of DoRA."""
-    from peft import LoraConfig
-
-    defaults = json.loads(json.dumps(LoraConfig().to_dict()))
-    for name, value in sorted(options.items()):
-        default = defaults.get(name)
-        if name in _WITHOUT_EFFECT or value == default or not (value or default):
-            continue
-        raise ValueError(
-            f"{ADAPTER_CONFIG} has {escaped(name)[:100]}={escaped(str(value))[:100]}: expected "
-            f"{default}, because the server adds plain LoRA layers"
-        )

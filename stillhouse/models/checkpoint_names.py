@@ -19,13 +19,16 @@ from transformers.core_model_loading import (
 from stillhouse.models.adapter import base_name
 from stillhouse.models.decoder import Decoder
 
+#: prefix of the names of a decoder's tensors that belong to its MTP layers
+MTP = "mtp."
+
 
 def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
     """Return the names that a tensor may have in transformers' files: of two tied tensors, one may be saved."""
     model, name = decoder.pretrained, base_name(name)
     prefix = f"{decoder.backbone_name}."
-    if decoder.mtp is not None and is_mtp(name):
-        return [decoder.mtp.checkpoint_name(model, name.removeprefix("mtp."))]
+    if decoder.mtp is not None and name.startswith(MTP):
+        return [decoder.mtp.checkpoint_name(model, name.removeprefix(MTP))]
     if name.startswith("backbone."):
         name = prefix + name.removeprefix("backbone.")
         return [name, *(target for target, source in model.all_tied_weights_keys.items() if source == name)]
@@ -37,9 +40,8 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
 
 
 def saved_names(decoder: Decoder) -> dict[str, str]:
-    """Return the names of a full decoder's tensors in its model, by their names in the decoder.
-
-    transformers saves the tensors under these names, after its conversions.
+    """Return the names of a full decoder's tensors in its model, before transformers' conversions, by their names in
+    the decoder.
     """
     names = (name for name in decoder.state_dict() if not decoder.is_of_layer_loss(name))
     return {name: checkpoint_names(decoder, name)[0] for name in names}
@@ -53,16 +55,15 @@ class StoredNames:
     """
 
     def __init__(self, model: PreTrainedModel, stored: Iterable[str]):
-        self._model = model
-        self._conversions = get_model_conversion_mapping(self._model)
+        self._model, self._conversions = model, get_model_conversion_mapping(model)
         renamings = [conversion for conversion in self._conversions if isinstance(conversion, WeightRenaming)]
         self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
         # transformers adds or removes the prefix of the backbone only for names with a value
-        names: dict[str, Any] = dict.fromkeys(map(base_name, self._model.state_dict()), True)
+        names: dict[str, Any] = dict.fromkeys(map(base_name, model.state_dict()), True)
         self._stored: dict[str, str] = {}
         self._groups: dict[str, list[tuple[str, str]]] = {}  # by the first target's name: (stored name, pattern)
         for key in sorted(stored, key=dot_natural_key):
-            prefix = self._model.base_model_prefix
+            prefix = model.base_model_prefix
             renamed = key if key in names else rename_source_key(key, renamings, [], prefix, names)[0]
             self._stored.setdefault(renamed, key)  # of several names of one tensor, transformers takes the first
             target, pattern = rename_source_key(key, renamings, self._converters, prefix, names)
@@ -84,11 +85,11 @@ class StoredNames:
         """
         for converter in self._converters:
             for target in converter.target_patterns:
-                group = self._groups.get(name.replace(target, converter.target_patterns[0]))
+                first = name.replace(target, converter.target_patterns[0])
+                group = self._groups.get(first)
                 if target not in name or group is None:
                     continue
                 conversion = copy.deepcopy(converter)
-                first = name.replace(target, converter.target_patterns[0])
                 for key, pattern in group:
                     conversion.add_tensor(first, key, pattern, read(key))
                 tensors = conversion.convert(first, model=self._model, config=self._model.config)
@@ -107,25 +108,15 @@ def save_as(model: PreTrainedModel, loaded: PreTrainedModel) -> None:
 def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
     """Return the names, in files, of the tensors that form the stack `name`, with a * for the expert's number.
 
-    A file has one tensor per expert; a model has one stacked tensor. transformers' conversions define which tensors
-    form a stack. The list is empty if `name` is not a stack. With two names (gate and up projection), an expert's
-    part of the stack has the rows of the first tensor, then the rows of the second one.
+    A file has one tensor per expert; a model has one stacked tensor. The list is empty if `name` is not a stack. With
+    two names (gate and up projection), an expert's part has the rows of the first tensor, then those of the second.
     """
     for conversion in get_model_conversion_mapping(decoder.pretrained):
         target = conversion.target_patterns[0]
-        if isinstance(conversion, WeightConverter) and name.endswith(target) and _stacks(conversion):
-            sources = [source.replace(r"\.", ".") for source in conversion.source_patterns]
-            return [name.removesuffix(target) + source for source in sources]
+        if isinstance(conversion, WeightConverter) and name.endswith(target):
+            merge, *rest = conversion.operations
+            joins_rows = [isinstance(operation, Concatenate) and operation.dim == 1 for operation in rest]
+            if isinstance(merge, MergeModulelist) and merge.dim == 0 and joins_rows in ([], [True]):
+                sources = [source.replace(r"\.", ".") for source in conversion.source_patterns]
+                return [name.removesuffix(target) + source for source in sources]
     return []
-
-
-def is_mtp(name: str) -> bool:
-    """Whether a tensor with this name in a decoder belongs to the decoder's MTP layers."""
-    return name.startswith("mtp.")
-
-
-def _stacks(conversion: WeightConverter) -> bool:
-    merge, *rest = conversion.operations
-    if not isinstance(merge, MergeModulelist) or merge.dim != 0:
-        return False
-    return not rest or (len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1)

@@ -9,6 +9,7 @@ registered as a submodule, so that each parameter is registered once.
 B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary.
 """
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,37 +23,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from stillhouse.display import escaped
 from stillhouse.document_lengths import DocumentLengths
-from stillhouse.models.document_packing import (
-    AUTO,
-    Packing,
-    backbone_inputs,
-    require_separable,
-)
+from stillhouse.models.document_packing import AUTO, Packing, backbone_inputs, require_separable
 from stillhouse.models.document_rows import JoinedRow, UnpackedRows
-from stillhouse.models.families import (
-    LogitRule,
-    backbone_name,
-    layer_list,
-    outermost_lists,
-    planned_part,
-    text_config,
-)
+from stillhouse.models.families import LogitRule, backbone_name, layer_list, outermost_lists, text_config
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
-from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough, input_embedding
+from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough, input_embedding, match_tied_flag
 from stillhouse.models.load_proof import prove_decoder, require_runnable
-from stillhouse.models.lora import Lora
-from stillhouse.models.media_inputs import AXES, axis_positions, model_media, read_token_inputs
 from stillhouse.models.model_checks import require_decoder
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
-from stillhouse.models.shared_weights import keep_shared_once, match_tied_flag
 from stillhouse.models.varlen import VARLEN_LENGTHS, Activations
-from stillhouse.models.vision_language import image_weights_reached
+from stillhouse.models.vision_language import AXES, TOKEN_TYPES, image_weights_reached, model_media, read_token_inputs
 from stillhouse.objective import FullVocab, OutputHead
 
-if TYPE_CHECKING:  # `mtp_layers` needs a later version of transformers than this file
-    from stillhouse.models.mtp.mtp_layers import MtpLayers
+if TYPE_CHECKING:  # `mtp` needs a later version of transformers than this file
+    from stillhouse.models.adapter import Lora
+    from stillhouse.models.mtp import MtpLayers
 
 HEAD_WEIGHT, HEAD_BIAS = "head.linear.weight", "head.linear.bias"
 Kind = TypeVar("Kind", bound=LayerLossModule)
@@ -61,14 +48,13 @@ Kind = TypeVar("Kind", bound=LayerLossModule)
 class Decoder(nn.Module):
     """Wraps a causal language model of transformers.
 
-    Raises ValueError, naming the model type and what is missing, for a model without an output head, with an
-    encoder, or with a head that is not a plain linear layer (a head with LoRA, or a quantized one).
+    Raises ValueError, naming the model type and the reason, for a model without an output head, with an encoder, or
+    with a head that is not a plain linear layer (a head with LoRA, or a quantized one).
 
-    `verify=True` runs a few artificial tokens, on the device of the weights. It also raises ValueError if the head
-    does not give the model's own logits, if tokens attend to later tokens, or if documents that are packed together
-    influence each other. `packing`: "packed", "rows", or "auto" for the first one
-    that is exact. `activations`: their device and dtype, to use variable-length attention for packed documents where
-    it is possible; None: the model's attention.
+    `verify=True` runs a few artificial tokens. It also raises ValueError if the head does not give the model's own
+    logits, if tokens attend to later tokens, or if documents that are packed together influence each other.
+    `packing`: "packed", "rows", or "auto" for the first one that is exact. `activations`: their device and dtype, to
+    use variable-length attention for packed documents where it is possible; None: the model's attention.
     """
 
     pretrained: PreTrainedModel
@@ -79,7 +65,7 @@ class Decoder(nn.Module):
     rows: UnpackedRows | JoinedRow | None  # while the backbone runs: its rows, if not those of the micro-batch
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
-    lora: Lora | None = None  # describes the adapter that `add_lora` has added
+    lora: "Lora | None" = None  # describes the adapter that `add_lora` has added
     mtp: "MtpLayers | None"  # the MTP layers that `add_mtp` has added
     layer_losses: dict[str, LayerLossModule]  # the losses that `add_layer_loss` has added, by their names
 
@@ -105,7 +91,9 @@ class Decoder(nn.Module):
         embedding = model.get_input_embeddings().weight
         self.tied = linear.weight is embedding
         self.embedding_name = next(name for name, weight in self.named_parameters() if weight is embedding)
-        keep_shared_once(self)
+        self.register_state_dict_post_hook(_drop_shared)
+        self.register_load_state_dict_pre_hook(_find_shared)
+        self.register_load_state_dict_post_hook(lambda *_: self.share(self.__dict__.pop("_shared")))
         if verify:
             prove_decoder(self)
 
@@ -130,10 +118,9 @@ class Decoder(nn.Module):
 
         `dtype`: a name such as "bfloat16"; "auto" or None: the dtype in which the weights were saved. None warns if
         this dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
-        `attn_implementation`. `device`: the model is moved to this device before it is verified, since some attention
-        implementations run only on a GPU. `quantize`: "int8", "nf4" or "fp8", for a frozen model whose layers have
-        weights of 8 or 4 bits (see `quantized.py`); `trained`: an adapter will be trained on it. `multimodal`: load
-        the vision tower, too, of a family that also has a class for its language model alone.
+        `attn_implementation`. `device`: some attention implementations can be verified only on a GPU. `quantize`:
+        "int8", "nf4" or "fp8", for a frozen model (see `quantized.py`); `trained`: an adapter will be trained on it.
+        `multimodal`: load the vision tower, too, of a family that also has a class for its language model alone.
 
         Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
@@ -148,15 +135,16 @@ class Decoder(nn.Module):
             multimodal=multimodal,
             device=device,
         )
+        what = f"model '{escaped(os.fspath(name_or_path))}'"
         if dtype is None and model.dtype.itemsize < torch.float32.itemsize:
             saved = str(model.dtype).removeprefix("torch.")
             warnings.warn(
-                f"model '{escaped(os.fspath(name_or_path))}' computes in {saved}, in which its weights were saved: "
+                f"{what} computes in {saved}, in which its weights were saved: "
                 'say dtype="auto" if that is intended, or dtype="float32"',
                 stacklevel=2,
             )
         if verify:
-            require_runnable(model, f"model '{escaped(os.fspath(name_or_path))}'")
+            require_runnable(model, what)
         return cls(model, packing=packing, activations=activations, verify=verify)
 
     def forward(
@@ -177,16 +165,16 @@ class Decoder(nn.Module):
         """Return logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
 
         `head=False`: return the hidden states [B, S, D] after the final norm and do not run the head.
-        `input_ids`: [B, S]. `position_ids`: [B, S], or [1, S] for all rows. If a row has several documents, the
-        positions restart at each document, and attention_mask must be None. `attention_mask`: [B, S], 1 for tokens, 0
-        for padding. `is_padding`: [B, S] bool; a backbone that gets one document per row does not run documents of
-        padding alone, and their hidden states are arbitrary. `lengths`: those of all documents that `position_ids`
-        separates, in place of reading them from the device. `images`: arguments of the backbone that belong to
-        images, in the order of the documents in the flattened rows. `backbone_kwargs` are passed to the backbone;
-        with `position_ids` and without a mask, they are tensors [B, S, …] of the tokens, such as `axis_position_ids`
-        [B, S, A], the rotary positions of A axes; with `inputs_embeds` [B, S, D], `input_ids` must be None.
-        `mtp_input_ids`: the token ids [B, S]; if given, the MTP layers run, and the head calls the processor once
-        with a tuple of the hidden states of depths 0, 1, ….
+        `position_ids`: [B, S], or [1, S] for all rows. If a row has several documents, the positions restart at each
+        document, and attention_mask must be None. `attention_mask`: [B, S], 1 for tokens, 0 for padding.
+        `is_padding`: [B, S] bool; a backbone that gets one document per row does not run documents of padding alone,
+        and their hidden states are arbitrary. `lengths`: those of all documents that `position_ids` separates, in
+        place of reading them from the device. `images`: arguments of the backbone that belong to images, in the order
+        of the documents in the flattened rows. `backbone_kwargs` are passed to the backbone; with `position_ids` and
+        without a mask, they are tensors [B, S, …] of the tokens, such as `axis_position_ids` [B, S, A], the rotary
+        positions of A axes; with `inputs_embeds` [B, S, D], `input_ids` must be None. `mtp_input_ids`: the token ids
+        [B, S]; if given, the MTP layers run, and the head calls the processor once with a tuple of the hidden states
+        of depths 0, 1, ….
         """
         rows, attention = None, self.packing.attention
         arguments = {"input_ids": input_ids, **read_token_inputs(self.backbone, backbone_kwargs)}
@@ -205,13 +193,13 @@ class Decoder(nn.Module):
             if position_ids is not None and attention_mask is not None:
                 require_separable(position_ids, attention_mask)
                 arguments["position_ids"] = position_ids
-        with nullcontext() if is_packed else attention.without_lengths():
-            with self._in_rows(rows), image_weights_reached(self):
+        with nullcontext() if is_packed else attention.without_lengths(), self._in_rows(rows):
+            with image_weights_reached(self):
                 hidden = self.backbone(**arguments, use_cache=False, return_dict=True).last_hidden_state
             depths: tuple[Tensor, ...] = (hidden,)
             if mtp_input_ids is not None:
                 kernel_lengths = {name: arguments[name] for name in VARLEN_LENGTHS if attention.reads_lengths}
-                depths += tuple(self._mtp_hidden(hidden, mtp_input_ids, position_ids, rows, kernel_lengths))
+                depths += tuple(self._mtp_hidden(hidden, mtp_input_ids, position_ids, kernel_lengths))
         if rows is not None:
             depths = tuple(rows.pack(hidden_NLD) for hidden_NLD in depths)
         hidden_states = depths[0] if mtp_input_ids is None else depths
@@ -235,11 +223,21 @@ class Decoder(nn.Module):
     def axis_positions(
         self, input_ids_S: Tensor, token_types_S: Tensor | None, images: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """Return the rotary positions of one document, [S, A] int64; None for a family with one axis.
+        """Return the positions of one document in each axis, [S, A] int64; None for a family with one axis.
 
-        See `media_inputs.axis_positions`.
+        All tensors are on the CPU. images: those of the document, as its processor returns them. The family's own
+        function computes the positions, and reads no weights.
         """
-        return axis_positions(self.backbone, input_ids_S, token_types_S, images)
+        function = getattr(self.backbone, "get_rope_index", None)
+        if function is None:
+            return None
+        types_S = torch.zeros_like(input_ids_S) if token_types_S is None else token_types_S
+        arguments = {"input_ids": input_ids_S[None], **dict.fromkeys(TOKEN_TYPES, types_S[None]), **images}
+        names = inspect.signature(function).parameters
+        with torch.device("cpu"):
+            positions_A1S, _ = function(**{name: value for name, value in arguments.items() if name in names})
+        positions_SA: Tensor = positions_A1S[:, 0].T.contiguous()
+        return positions_SA
 
     @property
     def has_head(self) -> bool:
@@ -260,7 +258,8 @@ class Decoder(nn.Module):
     @property
     def language_model(self) -> nn.Module:
         """The backbone, or the part of it beside a vision tower: transformers' plans name its submodules."""
-        return planned_part(self.pretrained, self.backbone)
+        decoder = self.pretrained.get_decoder()
+        return decoder if any(module is decoder for module in self.backbone.modules()) else self.backbone
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -307,18 +306,13 @@ class Decoder(nn.Module):
         return self.head
 
     def _mtp_hidden(
-        self,
-        hidden: Tensor,
-        input_ids_BS: Tensor,
-        position_ids: Tensor | None,
-        rows: UnpackedRows | JoinedRow | None,
-        lengths: Mapping[str, Any],
+        self, hidden: Tensor, input_ids_BS: Tensor, position_ids: Tensor | None, lengths: Mapping[str, Any]
     ) -> Iterator[Tensor]:
         """Yield the hidden states of the MTP depths, laid out as `hidden`. lengths: arguments of the layers."""
         assert self.mtp is not None, "multi-token prediction without its layers"
         self.mtp.model.config._attn_implementation = self.config._attn_implementation
-        if rows is not None and position_ids is not None:
-            input_ids_BS, position_ids = rows.unpack(input_ids_BS), rows.position_ids(position_ids)
+        if self.rows is not None and position_ids is not None:
+            input_ids_BS, position_ids = self.rows.unpack(input_ids_BS), self.rows.position_ids(position_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
         return self.mtp.hidden_states(hidden, input_ids_BS, position_ids, lengths)
@@ -326,17 +320,15 @@ class Decoder(nn.Module):
     @contextmanager
     def _in_rows(self, rows: UnpackedRows | JoinedRow | None) -> Iterator[None]:
         """Within the block, hooks of the layers see the documents in these rows."""
-
-        def set_rows(rows: UnpackedRows | JoinedRow | None) -> None:
-            self.rows = rows
-            for loss in self.layer_losses.values():
-                loss.current = loss.current._replace(rows=rows)
-
-        set_rows(rows)
+        self.rows = rows
+        for loss in self.layer_losses.values():
+            loss.current = loss.current._replace(rows=rows)
         try:
             yield
         finally:
-            set_rows(None)
+            self.rows = None
+            for loss in self.layer_losses.values():
+                loss.current = loss.current._replace(rows=None)
 
     def keep_part(self, *, first: bool, last: bool) -> None:
         """Remove the head and the MTP layers, unless this is the last pipeline stage.
@@ -385,7 +377,23 @@ class Decoder(nn.Module):
 
         The numbers of MTP layers follow the numbers of the model's own layers, as in released checkpoints.
         """
-        model, tensors = self.pretrained, None
+        tensors = None
         if self.mtp is not None:
-            tensors = model.state_dict() | self.mtp.checkpoint_tensors(model)
-        model.save_pretrained(folder, state_dict=tensors)
+            tensors = self.pretrained.state_dict() | self.mtp.checkpoint_tensors(self.pretrained)
+        self.pretrained.save_pretrained(folder, state_dict=tensors)
+
+
+def _drop_shared(decoder: Any, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
+    """Keep a shared weight in the state dict only once, so that a checkpoint contains it once."""
+    for name in decoder.shared_names():
+        state.pop(prefix + name, None)
+
+
+def _find_shared(decoder: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """When loading, use a shared weight for all parameters that share it, and note to share them again: with
+    `load_state_dict(assign=True)`, each name gets a parameter of its own.
+    """
+    decoder.__dict__["_shared"] = decoder.shared_names()
+    for name, other in decoder.shared_names().items():
+        if prefix + other in state:
+            state.setdefault(prefix + name, state[prefix + other])

@@ -5,10 +5,9 @@
     lengths   the same, with the documents' lengths for the kernels of layers that mix tokens without attention
     rows      one document per right-padded row (`document_rows.py`)
 
-transformers separates packed documents in attention only if there is no cache and no attention mask. With a cache or
-a mask, it silently lets tokens attend to other documents. Some families build their masks without position ids, and
-some layers mix tokens without attention (state-space layers, convolutions); their kernels, if installed, separate
-documents by lengths. `load_proof` runs the model to prove that a way is exact.
+transformers separates packed documents in attention only if there is no cache and no attention mask. Some families
+build their masks without position ids, and some layers mix tokens without attention (state-space layers,
+convolutions); their kernels, if installed, separate documents by lengths. `load_proof` proves that a way is exact.
 
 B rows, S columns of a micro-batch, T = B·S, D width; N documents, M = N + 1 borders of documents.
 """
@@ -30,20 +29,16 @@ from stillhouse.libraries import reading
 from stillhouse.models.document_rows import JoinedRow, UnpackedRows
 from stillhouse.models.families import ModelFacts
 from stillhouse.models.forward_modes import VARLEN, uses_flash_attention
-from stillhouse.models.media_inputs import AXES, is_placeholder, model_positions, padded_with_text
-from stillhouse.models.model_checks import ProofError, describe
-from stillhouse.models.packed_attention import PackedAttention
-from stillhouse.models.varlen import VARLEN_LENGTHS, Activations
+from stillhouse.models.model_checks import ProofError, typename
+from stillhouse.models.varlen import VARLEN_LENGTHS, Activations, PackedAttention
+from stillhouse.models.vision_language import AXES, model_positions, padded_with_text, placeholder_mask
 
 PACKED, MASKED, ROWS = "packed", "masked", "rows"
 LENGTHS, CU_SEQLENS = "lengths", "cu_seqlens"
 AUTO = "auto"
 #: way → the names of the lengths that a backbone gets. DeltaNet layers rename cu_seq_lens_q to fla's cu_seqlens and
 #: refuse a second one, and Kimi's layers pass on what they get
-_LENGTH_NAMES = {
-    LENGTHS: (_LENGTHS := (*VARLEN_LENGTHS, "seq_idx")),
-    CU_SEQLENS: (*_LENGTHS, "cu_seqlens"),
-}
+_LENGTH_NAMES = {LENGTHS: (_LENGTHS := (*VARLEN_LENGTHS, "seq_idx")), CU_SEQLENS: (*_LENGTHS, "cu_seqlens")}
 #: module → the package with kernels of layers that mix tokens without attention
 KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 _IN_ONE_ROW = (PACKED, MASKED, *_LENGTH_NAMES)
@@ -66,8 +61,7 @@ class KernelError(PackingError):
 class Packing:
     """The way in which a model's documents are packed: the first one that has not been refused.
 
-    setting: "packed", "rows", or "auto" for the cheapest way that is exact.
-    activations: of the forward passes, for the choice of the attention (`PackedAttention`).
+    setting: "packed", "rows", or "auto" for the cheapest way that is exact. activations: see `PackedAttention`.
     name: the way that is used. reason: why an earlier way was refused; None if none was.
     attention: the function for packed documents; with variable-length attention, each way is tried first.
     is_sharded: whether context parallelism shards the documents.
@@ -78,11 +72,7 @@ class Packing:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        backbone: nn.Module,
-        setting: str = AUTO,
-        activations: Activations | None = None,
+        self, model: PreTrainedModel, backbone: nn.Module, setting: str = AUTO, activations: Activations | None = None
     ):
         self._model, self._advice = model, _ADVICE
         self.is_sharded = self.reads_media = False
@@ -90,20 +80,14 @@ class Packing:
         self.reason: str | None = None
         self.attention = PackedAttention(model, activations)
         # each way, and whether with variable-length attention
-        self._ways = [
-            (way, reads_lengths)
-            for way in PACKINGS_OF[setting]
-            for reads_lengths in (True, False)
-            if (
-                self.attention.is_possible and way in (PACKED, *_LENGTH_NAMES)
-                if reads_lengths
-                else not self.attention.is_required
-            )
-        ]
+        self._ways: list[tuple[str, bool]] = []
+        for way in PACKINGS_OF[setting]:
+            if self.attention.is_possible and way in (PACKED, *_LENGTH_NAMES):
+                self._ways.append((way, True))
+            if not self.attention.is_required:
+                self._ways.append((way, False))
         if not self._ways:
-            raise ValueError(
-                f"attention '{VARLEN}' is for packed documents: expected another attention, such as sdpa"
-            )
+            raise ValueError(f"attention '{VARLEN}' is for packed documents: expected another one, such as sdpa")
         self._skip_refused()
 
     @property
@@ -176,24 +160,24 @@ def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> 
         return None
     if not takes_positions and packing not in _LENGTH_NAMES:
         return PackingError(
-            f"{describe(model)} takes no position_ids, so it cannot separate documents that share a row (state-space "
+            f"{typename(model)} takes no position_ids, so it cannot separate documents that share a row (state-space "
             "and ALiBi models)"
         )
     if windows := ModelFacts(model.config).row_windows:
         return PackingError(
-            f"{describe(model)} has {name_list(windows)}, which depends on a token's column in its row, so it cannot "
+            f"{typename(model)} has {name_list(windows)}, which depends on a token's column in its row, so it cannot "
             "separate documents that share a row"
         )
     if getattr(model.config, "alibi", None):
-        return PackingError(f"{describe(model)} has ALiBi, whose positions are those of the row")
+        return PackingError(f"{typename(model)} has ALiBi, whose positions are those of the row")
     if packing == MASKED:
         try:
-            with reading(f"{describe(model)} cannot be packed with masks"):
+            with reading(f"{typename(model)} cannot be packed with masks"):
                 masks = packed_masks(model, torch.tensor([[0, 1, 0]]))
         except ValueError as error:
             return PackingError(str(error))
         if masks is None:
-            return PackingError(f"transformers builds no attention masks for {describe(model)}")
+            return PackingError(f"transformers builds no attention masks for {typename(model)}")
     if packing in _LENGTH_NAMES and not any(find_spec(module) for module in KERNELS):
         return KernelError(
             f"none of {name_list(KERNELS.values())} is installed, whose kernels separate documents by their lengths"
@@ -217,7 +201,7 @@ def packing_errors(model: PreTrainedModel, packing: Packing) -> Iterator[None]:
     inputs = "masks" if packing.name == MASKED else "lengths"
     kind = KernelError if packing.name in _LENGTH_NAMES else PackingError
     try:
-        with reading(f"{describe(model)} cannot be packed with {inputs}", passes=ProofError):
+        with reading(f"{typename(model)} cannot be packed with {inputs}", passes=ProofError):
             yield
     except ProofError:
         raise
@@ -238,9 +222,7 @@ def backbone_inputs(
 
     inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other tensors [B, S, …] of the tokens, which are laid
         out as the ids are; `axis_position_ids` [B, S, A] are among the positions of the backbone.
-    is_padding_BS: bool; see `UnpackedRows.of`.
-    lengths: those of the documents in all rows; None: the position ids say them, which waits for the device.
-    images: the arguments of the backbone that belong to images, in the order of the documents.
+    is_padding_BS, lengths, images: see `Decoder.forward`.
     Raises ValueError for other inputs, such as images among `inputs`, and for images if it is not proven that packed
     documents with images are exact.
     """
@@ -249,7 +231,7 @@ def backbone_inputs(
     name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
     shape_BS = token_inputs[name].shape[:2]
     _require_inputs(model, packing, token_inputs, shape_BS, images)
-    placeholder_BS = is_placeholder(model, token_inputs)  # also on later pipeline stages, which get no images
+    placeholder_BS = placeholder_mask(model, token_inputs)  # also on later pipeline stages, which get no images
     if name == "input_ids" and placeholder_BS is not None and is_padding_BS is not None:
         token_inputs[name] = padded_with_text(token_inputs[name], placeholder_BS, is_padding_BS)
     layout: UnpackedRows | JoinedRow | None = None
@@ -290,22 +272,19 @@ def _require_inputs(
     """Raise ValueError for images that are not proven, and for tensors that are not those of tokens."""
     if images and not packing.reads_media and packing.name != ROWS:
         raise ValueError(
-            f"{describe(model)} got images, and it is not proven that their documents can be "
+            f"{typename(model)} got images, and it is not proven that their documents can be "
             f"{_IN_WORDS[packing.name]}: expected prove_images before, or data.packing: rows"
         )
     if others := [key for key, value in token_inputs.items() if getattr(value, "shape", ())[:2] != shape_BS]:
         raise ValueError(
-            f"{describe(model)} got {name_list(others)} with position_ids: expected tensors of the tokens, "
+            f"{typename(model)} got {name_list(others)} with position_ids: expected tensors of the tokens, "
             f"{list(shape_BS)}, and those of images in `images`"
         )
 
 
-def _lengths(position_ids_BS: Tensor, names: Sequence[str], lengths: DocumentLengths | None = None) -> dict[str, Any]:
-    """Return what kernels read of packed documents, by the names of their arguments.
-
-    lengths: None to read them from the positions, which waits for the device.
-    """
-    lengths = lengths or DocumentLengths.of(position_ids_BS)
+def _lengths(position_ids_BS: Tensor, names: Sequence[str], lengths: DocumentLengths | None) -> dict[str, Any]:
+    """Return what kernels read of packed documents, by the names of their arguments."""
+    lengths = lengths or DocumentLengths.of(position_ids_BS)  # this waits for the device
     values: dict[str, Any] = {
         **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"), lengths.borders_M),
         **dict.fromkeys(("max_length_q", "max_length_k"), lengths.longest),

@@ -26,9 +26,8 @@ class UnpackedRows:
     """The places of a micro-batch's documents in rows of one document, or in one row of all documents (N = 1).
 
     index_NL: the place of each row's tokens in the flattened micro-batch; for padding, the document's first token, or
-        its first one that is no placeholder of an image.
-    place_T: the place of each token in the flattened rows. Documents without a place have 0.
-    shape_BS: rows and columns of the micro-batch.
+        its first one that is no placeholder of an image. place_T: the place of each token in the flattened rows; 0 in
+        documents without a place. shape_BS: rows and columns of the micro-batch.
     """
 
     index_NL: Tensor
@@ -50,9 +49,8 @@ class UnpackedRows:
         is_padding_BS: bool. Documents of padding alone get no row, except for the first document if all are padding:
             the backbone runs on one row. None: all documents get one.
         lengths: those of the documents, with this padding; None: they are read, which waits for the device.
-        multiple: the number of the rows' columns is a multiple of this.
+        multiple: of the number of the rows' columns. is_placeholder_BS: bool, tokens that cannot be padding.
         widths: the columns that each document gets in one row of all; None: each document has a row of its own.
-        is_placeholder_BS: bool, the tokens that stand for features of images, which cannot be padding.
         """
         if lengths is None or is_padding_BS is None:
             lengths = DocumentLengths.of(position_ids_BS, is_padding_BS)

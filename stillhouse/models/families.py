@@ -41,47 +41,29 @@ class ModelFacts:
     """What a configuration says of its model's layers, positions, experts, MTP layers and plans.
 
     text: the part of the configuration that is the language model's.
+    row_windows: the layer types whose attention depends on a token's column in its row.
+    layers_with_state: the layer types that mix tokens without attention, by a state or a convolution.
+    max_positions: the number of positions; None if the configuration does not say it.
+    experts_per_token: the number of experts that each token chooses in a layer; 1 for a model without experts.
+    declares_mtp: whether transformers itself implements MTP layers for the family.
+    declared_depths: the number of MTP layers according to the configuration; 0 if it has no such number.
+    mixes_tokens_by_score: whether attention selects tokens by scores over a whole sequence.
+    mixes_columns: whether activations are chosen by the mean over a matrix's columns.
     """
 
     def __init__(self, config: PreTrainedConfig):
-        self.text = text_config(config)
-
-    @property
-    def row_windows(self) -> list[str]:
-        """The layer types whose attention depends on a token's column in its row."""
-        scaled = ["attn_temperature_tuning"] if getattr(self.text, "attn_temperature_tuning", None) else []
-        return sorted(_WINDOWS & set(getattr(self.text, "layer_types", None) or ())) + scaled
-
-    @property
-    def layers_with_state(self) -> list[str]:
-        """The layer types that mix tokens without attention, by a state or a convolution."""
-        return sorted(_STATES & set(getattr(self.text, "layer_types", None) or ()))
-
-    @property
-    def max_positions(self) -> int | None:
-        return getattr(self.text, "max_position_embeddings", None)
-
-    @property
-    def rope_parameters(self) -> list[dict[str, Any]]:
-        """The rotary settings: one dict for all layers, or one dict per kind of layer."""
-        parameters = getattr(self.text, "rope_parameters", None) or {}
-        nested = [values for values in parameters.values() if isinstance(values, dict)]
-        return nested or [parameters]
-
-    @property
-    def experts_per_token(self) -> int:
-        """The number of experts that each token chooses in a layer; 1 for a model without experts."""
-        return getattr(self.text, "num_experts_per_tok", None) or getattr(self.text, "top_k_experts", None) or 1
-
-    @property
-    def declares_mtp(self) -> bool:
-        """Whether transformers itself implements MTP layers for the family."""
-        return hasattr(type(self.text), "num_mtp_layers")
-
-    @property
-    def declared_depths(self) -> int:
-        """The number of MTP layers according to a configuration; 0 if the configuration has no such number."""
-        return getattr(self.text, "num_mtp_layers", None) or 0
+        text = self.text = text_config(config)
+        types = set(getattr(text, "layer_types", None) or ())
+        scaled = ["attn_temperature_tuning"] if getattr(text, "attn_temperature_tuning", None) else []
+        self.row_windows = sorted(_WINDOWS & types) + scaled
+        self.layers_with_state = sorted(_STATES & types)
+        self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
+        experts = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
+        self.experts_per_token: int = experts or 1
+        self.declares_mtp = hasattr(type(text), "num_mtp_layers")
+        self.declared_depths: int = getattr(text, "num_mtp_layers", None) or 0
+        self.mixes_tokens_by_score = getattr(text, "index_topk", None) is not None
+        self.mixes_columns = any(getattr(text, "activation_sparsity_pattern", None) or ())
 
     @property
     def mtp_prefixes(self) -> list[str]:
@@ -92,9 +74,8 @@ class ModelFacts:
     @property
     def shared_states(self) -> dict[int, int] | None:
         """The earlier layer of its kind whose keys and values a layer reads, by layer; None if that is not known."""
-        if (modes := getattr(self.text, "kv_sharing_modes", None)) is None:
-            return None
-        if any(mode not in (None, "store", "reuse") for mode in modes):
+        modes = getattr(self.text, "kv_sharing_modes", None)
+        if modes is None or any(mode not in (None, "store", "reuse") for mode in modes):
             return None
         stored: dict[str, int] = {}
         states: dict[int, int] = {}
@@ -104,16 +85,6 @@ class ModelFacts:
             elif mode == "reuse":
                 states[number] = stored[kind]
         return states
-
-    @property
-    def mixes_tokens_by_score(self) -> bool:
-        """Whether attention selects tokens by scores over a whole sequence (`index_topk`)."""
-        return getattr(self.text, "index_topk", None) is not None
-
-    @property
-    def mixes_columns(self) -> bool:
-        """Whether activations are chosen by the mean over a matrix's columns (`activation_sparsity_pattern`)."""
-        return any(getattr(self.text, "activation_sparsity_pattern", None) or ())
 
     def parallel_plan(self, kind: str) -> dict[str, Any]:
         """Return transformers' plan "tp", "ep" or "pp" by generic names (`plan_name`); empty without such a plan."""
@@ -144,18 +115,9 @@ def backbone_name(model: PreTrainedModel) -> str | None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     path = next((name for name, module in model.named_modules() if module is head), "")
     parent, _, _ = path.rpartition(".")
-    beside = [
-        name
-        for name, child in model.get_submodule(parent).named_children()
-        if embedding in set(child.modules()) - {child}
-    ]
+    children = model.get_submodule(parent).named_children()
+    beside = [name for name, child in children if embedding in set(child.modules()) - {child}]
     return ".".join(filter(None, [parent, *beside])) if len(beside) == 1 else None
-
-
-def planned_part(model: PreTrainedModel, backbone: nn.Module) -> nn.Module:
-    """Return the module whose submodules transformers' plans name: the language model inside of the backbone."""
-    decoder = model.get_decoder()
-    return decoder if any(module is decoder for module in backbone.modules()) else backbone
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -180,8 +142,7 @@ def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Any) -> tuple[int, ...]:
     """Return the end-of-sequence ids of the tokenizer and of the model's generation_config, in ascending order.
 
-    Training ends a text with the tokenizer's id. But a model that was trained on conversations may end a turn with an
-    id that only its generation_config has.
+    A model that was trained on conversations may end a turn with an id that only its generation_config has.
     """
     ids = {*_end_ids(decoder.pretrained.generation_config), tokenizer.eos_token_id} - {None}
     return tuple(sorted(map(int, ids)))
@@ -193,10 +154,8 @@ def read_end_ids(name_or_path: str, revision: str | None = None, *, trust_remote
         try:
             config = GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
         except OSError:  # the file is optional; transformers, too, reads the configuration then
-            model_config = AutoConfig.from_pretrained(
-                name_or_path, revision=revision, trust_remote_code=trust_remote_code
-            )
-            config = GenerationConfig.from_model_config(model_config)
+            options = {"revision": revision, "trust_remote_code": trust_remote_code}
+            config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(name_or_path, **options))
     return sorted(_end_ids(config))
 
 
@@ -225,13 +184,6 @@ def _end_ids(config: GenerationConfig | None) -> set[int]:
     return {int(number) for number in (named if isinstance(named, list | tuple) else [named]) if number is not None}
 
 
-def has_position_table(model: PreTrainedModel, positions: int) -> bool:
-    """Whether an embedding other than the token embedding has `positions` rows, or two more at most (OPT)."""
-    tokens = model.get_input_embeddings()
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
-    return any(positions <= table.num_embeddings <= positions + 2 for table in tables)
-
-
 @dataclass(frozen=True)
 class LogitRule:
     """How a model family changes its logits after the projection: softcap(scale · logits)."""
@@ -241,20 +193,19 @@ class LogitRule:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> "LogitRule":
-        """Read the rule from the names that transformers' configurations use.
+        """Read the rule from the names that transformers' configurations use, in their usual meaning.
 
-        A name can have different meanings in two families: `logits_scaling` divides in Granite and multiplies in
-        HyperCLOVA X. This function uses the usual meaning, and `verify` checks the resulting logits.
+        `logits_scaling` divides in Granite and multiplies in HyperCLOVA X; `verify` checks the resulting logits.
         """
         text = text_config(config)
         scale = 1.0
         for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
-            scale *= _number(text, name, 1.0)
+            scale *= float(getattr(text, name, None) or 1.0)
         for name in ("logits_scaling", "logits_mup_width_multiplier"):
-            scale /= _number(text, name, 1.0)
+            scale /= float(getattr(text, name, None) or 1.0)
         names = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
-        softcap = next((cap for name in names if (cap := _number(text, name, 0.0))), None)
-        return cls(scale, softcap)
+        softcaps = (getattr(text, name, None) for name in names)
+        return cls(scale, next((float(cap) for cap in softcaps if cap), None))
 
 
 def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
@@ -272,20 +223,14 @@ def is_of_experts(name: str) -> bool:
 
 def without_mtp(config: PreTrainedConfig) -> list[str]:
     """Remove the MTP layers from a configuration, and return the prefixes of their names in the checkpoint."""
-    family = ModelFacts(config)
-    prefixes = family.mtp_prefixes
+    prefixes, text = ModelFacts(config).mtp_prefixes, text_config(config)
     if prefixes:
-        family.text.num_mtp_layers = 0
+        text.num_mtp_layers = 0
     for kinds in ("mtp_layer_types", "mtp_mlp_layer_types"):
-        family.text.__dict__.pop(kinds, None)
+        text.__dict__.pop(kinds, None)
     return prefixes
 
 
 def plan_name(name: str) -> str:
     """Return a module's name as plans write it: with * in place of a layer's number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def _number(config: PreTrainedConfig, name: str, absent: float) -> float:
-    value = getattr(config, name, None)
-    return absent if value is None else float(value)

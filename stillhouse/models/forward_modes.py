@@ -97,9 +97,8 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
 def _grouped_mm_under_autocast(left: Tensor, right: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """Torch's grouped product, with which transformers computes experts, under autocast on a GPU.
 
-    It is not among the products that autocast converts. With float32 it has no kernel on a GPU: it waits for the
-    device to read where groups end, and launches a product for each group. The kernel for 16 bits needs widths that
-    are multiples of 8.
+    Autocast does not convert it. With float32 it has no kernel on a GPU: it waits for the device to read where groups
+    end, and launches a product for each group. The kernel for 16 bits needs widths that are multiples of 8.
     """
     if left.shape[-1] % 8 == 0 and right.shape[-1] % 8 == 0:
         dtype = torch.get_autocast_dtype("cuda")

@@ -1,37 +1,30 @@
-"""Tools for forward hooks, mainly for hooks that add a loss inside a decoder's layers.
+"""Hooks on a decoder's layers: access by number, recordings of outputs, and losses inside the layers.
 
 A hook of a `LayerLossModule` adds the loss of the current micro-batch to the autograd graph, so that no pipeline
 stage has to send a loss to the next stage. This also works if backward recomputes the layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple, Protocol
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-
-class LayerRows(Protocol):
-    """The rows of the layers' documents, such as `UnpackedRows`."""
-
-    def pack(self, values_NL: Tensor, /) -> Tensor: ...
-    def pack_tokens(self, values: Tensor, /) -> Tensor: ...
+from stillhouse.models.families import layer_list, text_config
 
 
 class Current(NamedTuple):
     """value: the loss of the current micro-batch; None: the hooks do nothing. recomputing: backward is recomputing a
-    layer whose hooks have already recorded their results. rows: the rows of the layers' documents; None: packed.
+    layer whose hooks have already recorded their results. rows: the rows of the layers' documents, such as
+    `UnpackedRows`; None: packed.
     """
 
     value: Any
     recomputing: bool
-    rows: LayerRows | None = None
-
-    def packed(self, values: Tensor) -> Tensor:
-        """Return values [N, L, …] of the layers' rows as those of the micro-batch's rows, [B, S, …]."""
-        return values if self.rows is None else self.rows.pack(values)
+    rows: Any = None
 
     def packed_tokens(self, values: Tensor) -> Tensor:
         """Return values [N·L, …] of the layers' rows as those of the micro-batch's tokens, [T, …]."""
@@ -64,10 +57,6 @@ class LayerLossModule(nn.Module):
     def keep(self, layers: range) -> None:
         """Remove the weights that only layers of other stages need."""
 
-    def with_weights(self) -> list[nn.Module]:
-        """Return this module and its submodules, without those that have no weights of their own."""
-        return [module for module in self.modules() if next(module.parameters(recurse=False), None) is not None]
-
 
 def checkpoint_contexts(
     losses: Mapping[str, LayerLossModule],
@@ -86,8 +75,7 @@ class _Using(AbstractContextManager[None]):
     """
 
     def __init__(self, values: Sequence[tuple[LayerLossModule, Current]]):
-        self.values = values
-        self.before: list[Current] = []
+        self.values, self.before = values, [loss.current for loss, _ in values]
 
     def __enter__(self) -> None:
         self.before = [loss.current for loss, _ in self.values]
@@ -110,16 +98,6 @@ def with_loss(output: Any, loss: Tensor) -> Any:
     return (hidden_BSD, *output[1:]) if isinstance(output, tuple) else hidden_BSD
 
 
-@contextmanager
-def hooked(*hooks: RemovableHandle) -> Iterator[None]:
-    """Remove these hooks at the end of the block."""
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 class _AddLoss(torch.autograd.Function):
     """Returns a tensor unchanged and gives `loss` a gradient of 1 in backward."""
 
@@ -132,3 +110,39 @@ class _AddLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         shape, dtype, device = ctx.loss
         return grad, torch.ones(shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def hooked(*hooks: RemovableHandle) -> Iterator[None]:
+    """Remove these hooks at the end of the block."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def numbered_layers(decoder: Any) -> nn.ModuleList:
+    """Return all layers of a `Decoder`; on a pipeline stage, with placeholders for the layers of other stages.
+
+    Raises ValueError for a model whose layers are not in one list.
+    """
+    layers = layer_list(decoder.pretrained)
+    if layers is None:
+        raise ValueError(
+            f"model type '{decoder.config.model_type}' has not exactly one list of "
+            f"{text_config(decoder.config).num_hidden_layers} layers: expected one, so that layers are found by "
+            "their numbers"
+        )
+    return layers
+
+
+def recorded(decoder: Any, numbers: Iterable[int], into: dict[int, Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which a forward of the decoder writes these layers' outputs [B, S, D] into a dict."""
+
+    def record(number: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        hidden = hidden_of(output)
+        into[number] = hidden if decoder.rows is None else decoder.rows.pack(hidden)
+
+    layers = numbered_layers(decoder)
+    return hooked(*(layers[number].register_forward_hook(partial(record, number)) for number in numbers))

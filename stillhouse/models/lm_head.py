@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stillhouse.models.dtensors import local
-from stillhouse.models.families import LogitRule
+from stillhouse.models.families import LogitRule, text_config
+from stillhouse.models.model_checks import typename
 from stillhouse.objective import OutputHead, VocabShard
 from stillhouse.objective.terms import require_attribute
+
+_TIED_KEY = "tie_word_embeddings"
 
 
 class OutputProcessor(Protocol):
@@ -54,11 +57,7 @@ class Head(nn.Module):
         return OutputHead(weight_VD, bias, scale=self.rule.scale, softcap=self.rule.softcap, shard=self.shard)
 
     def forward(
-        self,
-        hidden_BSD: Tensor,
-        processor: OutputProcessor | None = None,
-        context: Any = None,
-        depth: int = 0,
+        self, hidden_BSD: Tensor, processor: OutputProcessor | None = None, context: Any = None, depth: int = 0
     ) -> Any:
         """Return logits [B, S, V] without a processor, else the processor's result."""
         head = self.tensors()
@@ -79,3 +78,27 @@ def input_embedding(model: PreTrainedModel) -> Any:
     """Return the embedding of tokens; None on a pipeline stage that does not have it."""
     embedding = model.get_input_embeddings()
     return None if isinstance(embedding, PassThrough) else embedding
+
+
+def match_tied_flag(model: PreTrainedModel) -> None:
+    """Let the configuration say whether the model's head is tied to its embedding.
+
+    transformers does not tie weights that differ in the files. Saved with a configuration that says otherwise, the
+    model would give other logits in every reader that obeys the configuration.
+    Raises ValueError if the same key also shares weights between layers (Zamba 2): no value describes such a model.
+    """
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    is_tied, config = head is embedding, model.config
+    if getattr(config, _TIED_KEY, False):
+        names = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+        pairs = {name: [model.get_parameter_or_buffer(part) for part in (name, other)] for name, other in names}
+        separate = [name for name, (weight, other) in pairs.items() if weight is not other]
+        if separate and any(weight is not head for weight, _ in pairs.values()):
+            raise ValueError(
+                f"{typename(model)} has {_TIED_KEY} true, but '{separate[0]}' has other values than the weight with "
+                "which this key shares it. In this family, it also shares weights between layers: expected equal "
+                "values"
+            )
+    for part in (config, text_config(config)):
+        if getattr(part, _TIED_KEY, is_tied) != is_tied:
+            setattr(part, _TIED_KEY, is_tied)

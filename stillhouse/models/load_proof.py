@@ -6,18 +6,13 @@ with different tokens (a and a', b and b'). Two forward passes differ only in th
     A    row 0   p a | q b        B    row 0   p a'| q b'
          row 1   p a'| q b'            row 1   p a | q b
 
-The hidden states of `p` must not change, because only later tokens change: the model is causal. The hidden states of
-`q` must not change either, although the document before `q` changes: documents do not see each other. Both passes
-have the same shapes, documents and random numbers. So a model that separates documents gives the same bits, even in
-half precision, with dropout and with experts. In a small model that does not separate them, the hidden states change
-by 0.04 % or more. The first two pairs have different document borders, because an attention function could use the
-borders of one row for all rows. Row 4 has a document of row 2 at another place. In the third pair, only the first
-documents are exchanged:
-
-    A    row 5   s | t            B    row 5   s'| t
-         row 6   s'| t'                row 6   s | t'
-
-`t` and `t'` must not change. This finds models in which all tokens see the first tokens of the row.
+The hidden states of `p` must not change, because only later tokens change: the model is causal. Those of `q` must not
+change either: documents do not see each other. Both passes have the same shapes, documents and random numbers, so a
+model that separates documents gives the same bits, even in half precision, with dropout and with experts. In a small
+model that does not, the hidden states change by 0.04 % or more. The first two pairs have different document borders,
+because an attention function could use the borders of one row for all rows. Row 4 has a document of row 2 at another
+place. In the third pair, only the first documents are exchanged, which finds models in which all tokens see the first
+tokens of the row.
 
 B rows, S columns, D width.
 """
@@ -51,9 +46,9 @@ from stillhouse.models.forward_modes import (
     noise_keys,
     uses_flash_attention,
 )
-from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
-from stillhouse.models.packed_attention import PackedAttention
-from stillhouse.models.varlen import require_varlen, single_document
+from stillhouse.models.model_checks import ProofError, check_finite_weights, typename
+from stillhouse.models.processors import hidden_states
+from stillhouse.models.varlen import VARLEN_LENGTHS, PackedAttention, require_varlen
 from stillhouse.objective import OutputHead
 
 #: largest relative change of hidden states that must be equal in both passes, in every dtype
@@ -73,7 +68,7 @@ _THIRD = slice(5, 7)  # the rows of which only the first documents are exchanged
 class ProbeDocuments:
     """The documents of the proof. Rows 0 and 1 are the first pair, rows 2 and 3 the second, rows 5 and 6 the third.
 
-    ids_BS, position_ids_BS: the inputs of pass A. starts_B: the column at which each row's second document begins.
+    ids_BS, position_ids_BS: the inputs of pass A. starts_B: the column of each row's second document.
     """
 
     ids_BS: Tensor
@@ -87,8 +82,7 @@ class ProbeDocuments:
         depths: the number of MTP depths; more depths need longer documents.
         """
         columns = -(-(_COLUMNS + 4 * depths) // multiple) * multiple
-        early, late = columns * 6 // 16, columns * 9 // 16
-        middle = columns // 2
+        early, middle, late = columns * 6 // 16, columns // 2, columns * 9 // 16
         starts_B = (late, late, early, early, columns - early, middle, middle)
         column_S = torch.arange(columns)
         start_B1 = torch.tensor(starts_B)[:, None]
@@ -106,8 +100,7 @@ class ProbeDocuments:
     @property
     def exchanged_ids_BS(self) -> Tensor:
         """The token ids of pass B."""
-        ids_BS = self.ids_BS[_PARTNERS]
-        start = self.starts_B[_THIRD.start]
+        ids_BS, start = self.ids_BS[_PARTNERS], self.starts_B[_THIRD.start]
         ids_BS[_THIRD, :start] = self.ids_BS[_THIRD, :start].flip(0)
         return ids_BS
 
@@ -134,13 +127,19 @@ class Subject(ABC):
     def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         """Return hidden states [B, S, D] of each depth; an empty list on a process that does not have them."""
 
-    def exchanged(self) -> list[tuple[Tensor, Tensor]]:
-        """Return, for each depth, the hidden states of passes A and B, with the same dropout and noise in both."""
-        return self._passes((self.probe.ids_BS, 0), (self.probe.exchanged_ids_BS, 0))
+    @torch.no_grad()
+    def exchanged(self, *, other_noise: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """Return, for each depth, the hidden states of passes A and B, with the same dropout and noise in both.
 
-    def with_other_noise(self) -> list[tuple[Tensor, Tensor]]:
-        """Return, for each depth, the hidden states of pass A with two different sequences of random numbers."""
-        return self._passes((self.probe.ids_BS, 0), (self.probe.ids_BS, 1))
+        other_noise: those of pass A twice instead, with two different sequences of random numbers.
+        """
+        second_ids_BS = self.probe.ids_BS if other_noise else self.probe.exchanged_ids_BS
+        passes = []
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            for ids_BS, seed in ((self.probe.ids_BS, 0), (second_ids_BS, int(other_noise))):
+                torch.manual_seed(seed)
+                passes.append(self.run(ids_BS.to(self.device), self.probe.position_ids_BS.to(self.device)))
+        return list(zip(*passes, strict=True))
 
     @torch.no_grad()
     def whole_rows(self) -> list[tuple[Tensor, Tensor]]:
@@ -158,14 +157,6 @@ class Subject(ABC):
             usual = self.run(ids_BS, position_ids_BS)
         return list(zip(by_lengths, usual, strict=True))
 
-    def _passes(self, *ids_and_seeds: tuple[Tensor, int]) -> list[tuple[Tensor, Tensor]]:
-        passes = []
-        with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            for ids_BS, seed in ids_and_seeds:
-                torch.manual_seed(seed)
-                passes.append(self.run(ids_BS.to(self.device), self.probe.position_ids_BS.to(self.device)))
-        return list(zip(*passes, strict=True))
-
 
 class _WholeDecoder(Subject):
     """An unsharded `Decoder`."""
@@ -178,11 +169,11 @@ class _WholeDecoder(Subject):
 
     def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         if self._decoder.mtp is None:
-            return (self._decoder(ids_BS, position_ids_BS, processor=_hidden_states),)
-        failure = f"{describe(self._decoder.pretrained)} cannot run layers for multi-token prediction"
+            return (self._decoder(ids_BS, position_ids_BS, processor=hidden_states),)
+        failure = f"{typename(self._decoder.pretrained)} cannot run layers for multi-token prediction"
         with reading(failure, passes=ProofError):
             depths: Sequence[Tensor] = self._decoder(
-                ids_BS, position_ids_BS, processor=_hidden_states, mtp_input_ids=ids_BS
+                ids_BS, position_ids_BS, processor=hidden_states, mtp_input_ids=ids_BS
             )
         return depths
 
@@ -220,7 +211,9 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError if transformers cannot run the model, for example because its configuration is damaged."""
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    lengths = single_document(ids_BS) if attention_name(model) == VARLEN else {}
+    borders_M = torch.tensor([0, 2], dtype=torch.int32, device=model.device)  # of the only document
+    lengths = dict(zip(VARLEN_LENGTHS, (borders_M, borders_M, 2, 2), strict=True))
+    lengths = lengths if attention_name(model) == VARLEN else {}
     with evaluating(model), autocast(model.device, autocast_dtype(model)), reading(f"{name} cannot be run"):
         model(ids_BS, use_cache=False, return_dict=True, **lengths)
 
@@ -236,8 +229,8 @@ def compare(
 ) -> float:
     """Return the largest error, or the median; NaN if one of them is not finite.
 
-    message: of the exception, with the format of the number, such as {error:.2%}.
-    Raises an exception of this kind if the error exceeds the tolerance, or is NaN.
+    Raises an exception of this kind if the error exceeds the tolerance, or is NaN. message: with the format of the
+    number, such as {error:.2%}.
     """
     error = float(errors_N.median() if median else errors_N.max())
     error = error if bool(errors_N.isfinite().all()) else math.nan
@@ -263,41 +256,39 @@ def prove_hidden(
     of a document in its row changes its hidden states, or if the attention that reads lengths computes other ones.
     """
     model, columns, start = decoder.pretrained, probe.ids_BS.shape[1], probe.starts_B[2]
+
+    def require_near(value_ND: Tensor, expected_ND: Tensor, message: str) -> None:
+        tolerance, errors_N = PLACE_TOLERANCE[precision or value_ND.dtype], relative_errors(value_ND, expected_ND)
+        compare(errors_N, tolerance, f"{typename(model)}: the hidden states {message}", PackingError, median=True)
+
     for depth, (first_BSD, second_BSD) in enumerate(exchanged):
         _require_finite(decoder, "hidden states", first_BSD, second_BSD)
         _prove_separation(model, first_BSD, second_BSD, probe, depth)
-        behind, first = first_BSD[2, start:], first_BSD[4, : probe.starts_B[4]]
         if not training:
-            compare(
-                relative_errors(behind, first)[: len(first) - depth],
-                PLACE_TOLERANCE[precision or first_BSD.dtype],
-                f"{describe(model)}: the hidden states of a document change by {{error:.2%}} when it lies behind "
-                "another one in its row: the model does not number tokens by position_ids, and cannot be packed",
-                PackingError,
-                median=True,
+            within = slice(probe.starts_B[4] - depth)
+            require_near(
+                first_BSD[2, start:][within],
+                first_BSD[4, within],
+                "of a document change by {error:.2%} when it lies behind another one in its row: the model does not "
+                "number tokens by position_ids, and cannot be packed",
             )
     for depth, (hidden_BSD, expected_BSD) in enumerate(whole_rows):
         # rows that are joined to one shift other tokens to their last columns at depths > 0
         within = slice(columns - depth)
-        compare(
-            relative_errors(hidden_BSD[:, within], expected_BSD[:, within]),
-            PLACE_TOLERANCE[precision or hidden_BSD.dtype],
-            f"{describe(model)}: the hidden states with variable-length attention differ by {{error:.2%}} from those "
-            f"with attention '{decoder.packing.attention.usual}'",
-            PackingError,
-            median=True,
-        )
+        usual = f"with attention '{decoder.packing.attention.usual}'"
+        message = f"with variable-length attention differ by {{error:.2%}} from those {usual}"
+        require_near(hidden_BSD[:, within], expected_BSD[:, within], message)
 
 
 def require_no_noise(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Raise ProofError if hidden states in train mode, as `Subject.with_other_noise` returns them, differ."""
+    """Raise ProofError if hidden states in train mode, as `Subject.exchanged` returns them, differ."""
     model = decoder.pretrained
     keys = name_list(noise_keys(model.config)) or "the sizes of its noise"
     for hidden in depths:
         compare(
             relative_errors(*hidden),
             _UNCHANGED,
-            f"{describe(model)} has noise in train mode that is not removed for this loss, whose ratios compare with "
+            f"{typename(model)} has noise in train mode that is not removed for this loss, whose ratios compare with "
             "probabilities of completions without noise (its hidden states change by {error:.2%} with the random "
             f"numbers): expected 0.0 for {keys} in its config.json",
         )
@@ -318,13 +309,13 @@ def _prove_separation(
     for places, message, kind in (
         (
             before,
-            f"{describe(model)} is not causal: its tokens attend to later tokens (their hidden states change by "
+            f"{typename(model)} is not causal: its tokens attend to later tokens (their hidden states change by "
             "{error:.2%} with them)",
             ProofError,
         ),
         (
             behind,
-            f"{describe(model)} with attention '{model.config._attn_implementation}'{layers} lets documents that "
+            f"{typename(model)} with attention '{model.config._attn_implementation}'{layers} lets documents that "
             "share a row see each other (hidden states change by {error:.2%} with the document before)",
             PackingError,
         ),
@@ -335,13 +326,11 @@ def _prove_separation(
 
 @torch.no_grad()
 def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
-    """Prove that a decoder's head gives the same logits as the transformers model itself.
+    """Prove that a decoder's head gives the same logits as the transformers model itself. Raises ProofError.
 
     Some models do not apply the rule that their configuration has (Aya Vision). If the plain projection gives their
-    logits, the decoder uses no rule from now on.
-
-    inputs: arguments of a forward, on the decoder's device. Under a layout, a collective of the processes that have
-    this decoder; all of them get the same rule. Raises ProofError.
+    logits, the decoder uses no rule from now on. inputs: arguments of a forward, on the decoder's device. Under a
+    layout, a collective of the processes that have this decoder; all of them get the same rule.
     """
     model, head = decoder.pretrained, decoder.head
 
@@ -367,30 +356,24 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
     if not math.isfinite(scale + error) or error <= tolerance:
         return  # values of another rank that are not finite are an error there
     if not plain_error <= tolerance:
-        rule = head.rule
         raise ProofError(
-            f"{describe(model)}: its logits differ by up to {error:.2g} (the largest is {scale:.2g}) from "
-            f"softcap(scale · (hidden Wᵀ + bias)) with scale {rule.scale:g} and softcap {rule.softcap}, as its "
-            "configuration says. The model computes something else after its last hidden states"
+            f"{typename(model)}: its logits differ by up to {error:.2g} (the largest is {scale:.2g}) from "
+            f"softcap(scale · (hidden Wᵀ + bias)) with scale {head.rule.scale:g} and softcap {head.rule.softcap}, as "
+            "its configuration says. The model computes something else after its last hidden states"
         )
     head.rule = LogitRule()
-
-
-def _hidden_states(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
-    """An output processor that returns the hidden states; for several depths, a tuple."""
-    return hidden_states
 
 
 def _require_finite(decoder: Any, what: str, *values: Tensor) -> None:
     if not all(bool(value.isfinite().all()) for value in values):
         model = decoder.pretrained
-        check_finite_weights(decoder, describe(model))
-        raise ProofError(f"{describe(model)}: its {what} are not finite in {values[0].dtype}: try a wider dtype")
+        check_finite_weights(decoder, typename(model))
+        raise ProofError(f"{typename(model)}: its {what} are not finite in {values[0].dtype}: try a wider dtype")
 
 
 def _require_placed(model: PreTrainedModel) -> None:
     if model.device.type == "meta":
-        raise ValueError(f"{describe(model)} has no weights yet (meta device): pass verify=False")
+        raise ValueError(f"{typename(model)} has no weights yet (meta device): pass verify=False")
     if model.device.type == "cpu" and uses_flash_attention(model):
         attention = model.config._attn_implementation
         raise ValueError(f"attention '{attention}' runs on GPUs only: pass device='cuda', or verify=False")

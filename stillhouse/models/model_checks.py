@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
 from stillhouse.models.dtensors import local
-from stillhouse.models.families import ModelFacts, backbone_name, has_position_table
+from stillhouse.models.families import ModelFacts, backbone_name
 from stillhouse.models.quantized import is_quantized
 
 
@@ -37,7 +37,7 @@ def require_decoder(model: Any) -> nn.Linear:
             f"{type(model).__name__} is not a transformers model: expected a PreTrainedModel "
             "(of a peft model, merge_and_unload(), or the model itself after its own add_adapter)"
         )
-    what = describe(model)
+    what = typename(model)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{what} has an encoder: expected a decoder-only causal language model")
     linear = model.get_output_embeddings()
@@ -60,7 +60,8 @@ def require_decoder(model: Any) -> nn.Linear:
     return linear
 
 
-def describe(model: PreTrainedModel) -> str:
+def typename(model: PreTrainedModel) -> str:
+    """Return a model's class and type, for messages."""
     return f"{type(model).__name__} (model type '{model.config.model_type}')"
 
 
@@ -118,10 +119,7 @@ def unsaved_buffers(module: nn.Module) -> list[str]:
 def check_saving(model: PreTrainedModel) -> None:
     """Raise ValueError if the model's configurations cannot be saved, as every checkpoint saves them."""
     configurations = [config for config in (model.config, model.generation_config) if config is not None]
-    with (
-        TemporaryDirectory() as folder,
-        reading(f"{describe(model)}: its configuration cannot be saved again"),
-    ):
+    with TemporaryDirectory() as folder, reading(f"{typename(model)}: its configuration cannot be saved again"):
         for config in configurations:
             config.save_pretrained(folder)
 
@@ -132,13 +130,19 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
     A table of learned positions has a fixed length. If rotary angles depend on the longest document of a forward pass
     (longrope, dynamic), the result of a document depends on the other documents of the pass.
     """
-    reach = ModelFacts(model.config).max_positions
-    if reach is not None and max_tokens > reach and has_position_table(model, reach):
+    facts = ModelFacts(model.config)
+    reach, embedding = facts.max_positions, model.get_input_embeddings()
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not embedding]
+    # OPT's table of positions has two more rows
+    tables = [] if reach is None else [table for table in tables if reach <= table.num_embeddings <= reach + 2]
+    if reach is not None and max_tokens > reach and tables:
         raise ValueError(
             f"{which} has learned positions for {reach} tokens: expected documents of at most {reach}, "
             f"got {max_tokens}"
         )
-    for rope in ModelFacts(model.config).rope_parameters:
+    rotary = getattr(facts.text, "rope_parameters", None) or {}
+    # one dict for all layers, or one dict per kind of layer
+    for rope in [values for values in rotary.values() if isinstance(values, dict)] or [rotary]:
         original = rope.get("original_max_position_embeddings") or reach
         if rope.get("rope_type") in ("longrope", "dynamic") and original and max_tokens > original:
             raise ValueError(

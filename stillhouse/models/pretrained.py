@@ -7,12 +7,13 @@ these cases raise a ValueError before transformers reads anything. For a damaged
 """
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -23,35 +24,26 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.core_model_loading import build_glob_alternation
-from transformers.utils import (
-    CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    TRANSFORMERS_DYNAMIC_MODULE_NAME,
-)
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from stillhouse.config.model_folder import require_safetensors
 from stillhouse.display import escaped, first_line
 from stillhouse.libraries import reading
-from stillhouse.models.float8 import FP8, round_to_float8
-from stillhouse.models.model_checks import prefixed
-from stillhouse.models.quantized import keep_gradients, quantized_loading, require_quantized, require_rounding
-from stillhouse.models.unsaved_buffers import initialize_buffers
-from stillhouse.models.weight_files import (
-    INDEX,
-    json_object,
-    named_weights,
-    require_index,
-    tensor_files,
+from stillhouse.models.lm_head import PassThrough
+from stillhouse.models.model_checks import prefixed, typename, unsaved_buffers
+from stillhouse.models.quantized import (
+    FP8,
+    REPACKS,
+    quantized_loading,
+    require_quantized,
+    require_rounding,
+    round_to_float8,
 )
+from stillhouse.models.weight_files import INDEX, json_object, named_weights, require_index, tensor_files
 
 #: the largest allowed number of layers: for a damaged, huge number, transformers would create layers for hours
 MAX_LAYERS = 10_000
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def load_causal_lm(
@@ -69,12 +61,9 @@ def load_causal_lm(
     """Load a model by `from_pretrained` of `auto_class`, with the name unchanged. Every failure is a ValueError.
 
     Missing weights are also an error, because transformers would only warn and initialise them at random. So are
-    buffers that code from the folder does not initialise. Weights are read only from safetensors files, even with
-    trust_remote_code.
-
-    quantize: quantize the linear layers to "int8", "nf4" or "fp8" (see `quantized.py`). trained: whether they are
-    below an adapter, so that gradients flow through them. device: None means the CPU.
-    multimodal: see `auto_class`.
+    buffers that code from the folder does not initialise. quantize: to "int8", "nf4" or "fp8" (see `quantized.py`).
+    trained: whether quantized layers are below an adapter, so that gradients flow through them. device: None means
+    the CPU. multimodal: see `auto_class`.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     failure = f"{what} cannot be loaded as a causal language model"
@@ -95,14 +84,12 @@ def load_causal_lm(
         build = auto_class(config, multimodal=multimodal)
         with _damaged_files_named(failure, name_or_path, revision), reading(failure):
             model, report = build.from_pretrained(
-                name_or_path,
-                revision=revision or "main",
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
+                name_or_path, revision=revision or "main", use_safetensors=True, output_loading_info=True, **options
             )
         if quantize is not None and trained:
-            keep_gradients(model)
+            for module in model.modules():  # before the first use
+                if hasattr(module, REPACKS):
+                    setattr(module, REPACKS, False)
         with prefixed(failure):
             if quantize == FP8:
                 round_to_float8(model.to(device))
@@ -110,20 +97,15 @@ def load_causal_lm(
                 require_quantized(model, quantize, name_or_path, revision)
             else:
                 require_rounding(model)  # the folder may have quantized weights
-    _require_all_weights(what, model, report["missing_keys"])
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"{what} lacks {len(missing)} of the weights of a {type(model).__name__}, first '{missing[0]}': "
+            "expected the checkpoint of a whole causal language model, head included"
+        )
     # tests check the buffers of transformers' own families
     if type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
         initialize_buffers(model, model)
     return model if quantize is not None or device is None else model.to(device)
-
-
-def _require_all_weights(what: str, model: PreTrainedModel, missing: Collection[str]) -> None:
-    if missing:
-        names = sorted(missing)
-        raise ValueError(
-            f"{what} lacks {len(names)} of the weights of a {type(model).__name__}, first '{names[0]}': "
-            "expected the checkpoint of a whole causal language model, head included"
-        )
 
 
 def read_configuration(
@@ -139,8 +121,7 @@ def auto_class(config: PreTrainedConfig, *, multimodal: bool = False) -> Any:
 
     A vision-language model without a causal language model class has AutoModelForImageTextToText. All others have
     AutoModelForCausalLM, which raises a ValueError for an unknown model. multimodal: the class that reads images, if
-    the family has both. The configuration of a model that is already built has only one of them: its language model
-    alone has the configuration of that.
+    the family has both.
     """
     # a model's folder may contain its class as code
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
@@ -159,10 +140,8 @@ def tower_warnings(name: str, revision: str | None, *, trust_remote_code: bool) 
 
 
 def keep_in_float32(model: PreTrainedModel) -> None:
-    """Convert the tensors that transformers keeps in float32 when it loads a model in a half-precision dtype.
-
-    model: constructed in the dtype, on the meta device. The tensors are corrections of a router's scores, attention
-    sinks and others that a half-precision dtype would round too much.
+    """Convert the tensors that transformers keeps in float32 when it loads a model in a half-precision dtype, such as
+    corrections of a router's scores. model: constructed in the dtype, on the meta device.
     """
     dtype = model.dtype
     kept = {*(model._keep_in_fp32_modules_strict or ())} if dtype in (torch.float16, torch.bfloat16) else set()
@@ -181,7 +160,8 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
         return dtype
     if dtype not in _DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected auto, {', '.join(_DTYPES)}")
-    return _DTYPES[dtype]
+    named: torch.dtype = getattr(torch, dtype)
+    return named
 
 
 @contextmanager
@@ -204,10 +184,7 @@ def _missing_files_named(what: str, name: str | os.PathLike[str], revision: str 
 
 @contextmanager
 def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: str | None) -> Iterator[None]:
-    """Raise a ValueError, which begins with `failure`, that names the file with weights which is missing or damaged.
-
-    The errors of transformers name no file.
-    """
+    """Raise a ValueError, which begins with `failure`, that names a missing or damaged file with weights."""
     if os.path.isdir(name):
         with prefixed(failure):
             tensor_files(name)
@@ -222,10 +199,9 @@ def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: s
 
 
 def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
-    """Raise ValueError if loading a folder or hub id would read weights from files other than its own safetensors.
-
-    Also raise it for an adapter's folder, and for a configuration with more than `MAX_LAYERS` layers. A name that
-    does not exist raises an error only when it is loaded.
+    """Raise ValueError if loading a folder or hub id would read weights from files other than its own safetensors,
+    for an adapter's folder, and for a configuration with more than `MAX_LAYERS` layers. A name that does not exist
+    raises an error only when it is loaded.
     """
     folder = escaped(os.fspath(name))
     if os.path.isdir(name):
@@ -236,8 +212,59 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
     for key, value in values.items():
         if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
             raise ValueError(f"{folder}/{CONFIG_NAME} has {key} {value}: expected at most {MAX_LAYERS:,}")
-    indexes = [SAFE_WEIGHTS_INDEX_NAME]
-    if (weights := named_weights(folder, config)) is not None:
-        indexes += [weights] if weights.endswith(INDEX) else []
-    for index in indexes:
+    weights = named_weights(folder, config) or ""
+    for index in [SAFE_WEIGHTS_INDEX_NAME, *([weights] if weights.endswith(INDEX) else [])]:
         require_index(f"{folder}/{index}", json_object(name, index, revision))
+
+
+def initialize_buffers(module: nn.Module, model: PreTrainedModel, new_layers: Sequence[nn.Module] = ()) -> None:
+    """Compute the non-persistent buffers, such as rotary frequencies, with the family's own initialisation.
+
+    No file has these buffers, and no other tensor changes. transformers creates a model without memory before it
+    loads the weights, so a buffer that no `_init_weights` computes again stays uninitialised.
+    module: has the tensors of `model`, and those of `new_layers`, which are not in `model`.
+
+    The buffers are filled with 0 before a first initialisation and with 1 before a second one: a value that differs
+    afterwards is one that the family does not initialise. Raises ValueError for it, naming the buffer.
+    """
+    zeros, ones = (_buffers_after(module, model, new_layers, value) for value in (0, 1))
+    for name, buffer in ones.items():
+        if bool((buffer != zeros[name]).logical_and(~buffer.isnan()).any()):
+            raise ValueError(
+                f"{typename(model)} has no rule to initialise its buffer '{name}', which no file holds: expected "
+                "code in its _init_weights that computes the buffer, or a persistent buffer"
+            )
+
+
+@torch.no_grad()
+def _buffers_after(
+    module: nn.Module, model: PreTrainedModel, new_layers: Sequence[nn.Module], value: int
+) -> dict[str, Tensor]:
+    """Fill the non-persistent buffers with `value`, initialise them, and return copies of them by name.
+
+    All other tensors are marked as initialised in the meantime, so that transformers does not change them.
+    """
+    names = unsaved_buffers(module)
+    for name in names:
+        module.get_buffer(name).fill_(value)
+    unsaved = {id(module.get_buffer(name)) for name in names}
+    others: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in unsaved]
+    for tensor in others:
+        tensor._is_hf_initialized = True
+    for part in model.modules():
+        part._is_hf_initialized = False
+    # a family may initialise every layer of its backbone (Falcon-H1), also those of other pipeline stages
+    lists = [(part, part._modules) for part in model.modules() if isinstance(part, nn.ModuleList)]
+    for part, layers in lists:
+        part._modules = {name: layer for name, layer in layers.items() if not isinstance(layer, PassThrough)}
+    try:
+        with torch.random.fork_rng(devices=[]), reading(f"{typename(model)}: its buffers cannot be computed"):
+            model.initialize_weights()  # every module by the innermost transformers model that contains it
+            for part in (part for layer in new_layers for part in layer.modules()):
+                model._init_weights(part)
+    finally:
+        for part, layers in lists:
+            part._modules = layers
+    for tensor in others:
+        del tensor._is_hf_initialized
+    return {name: module.get_buffer(name).clone() for name in names}

@@ -8,7 +8,6 @@ B rows of S tokens each, T = B·S tokens in the rows' order.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -38,7 +37,8 @@ class Targets:
         if self.weights_T is None:
             object.__setattr__(self, "weights_T", (self.labels_T >= 0).float())
         for name in self._per_token:
-            object.__setattr__(self, name, _mapped(_flat, getattr(self, name)))
+            flat = _mapped(lambda value: value.flatten() if isinstance(value, Tensor) else value, getattr(self, name))
+            object.__setattr__(self, name, flat)
 
     def at(self, depth: int) -> Self:
         """Return the targets of a depth. Raises ValueError for a depth that `mtp_targets` does not have."""
@@ -53,16 +53,20 @@ class Targets:
         """Return these targets with `mtp_targets` for depths 1 to `depths`.
 
         At depth k, row t gets the values of row t + k if that row is in the same document, otherwise no label and
-        weight 0. Call it on complete rows, and select context shards from the result with `rows`.
-
-        position_ids_BS: [B, S], restarting at each document; [1, S] if all rows have the same positions.
+        weight 0. Call it on complete rows, and select context shards from the result with `rows`. position_ids_BS:
+        [B, S], restarting at each document; [1, S] if all rows have the same positions.
         """
         tokens, shape_BS = len(self.labels_T), tuple(position_ids_BS.shape)
         rows, rest = divmod(tokens, shape_BS[1])
         if rest or shape_BS[0] not in (1, rows):
             raise ValueError(f"position_ids of shape {shape_BS} for {tokens} labels: expected [B, S], all rows whole")
-        positions_BS = position_ids_BS.expand(rows, -1)
-        return replace(self, mtp_targets=tuple(self._moved(*rows) for rows in _shifted_rows(positions_BS, depths)))
+        mtp_targets = []
+        for index_T, exists_T in _shifted_rows(position_ids_BS.expand(rows, -1), depths):
+            taken = self._taken(index_T)
+            assert taken.weights_T is not None
+            labels_T = taken.labels_T.masked_fill(~exists_T, -1)
+            mtp_targets.append(replace(taken, labels_T=labels_T, weights_T=taken.weights_T.masked_fill(~exists_T, 0)))
+        return replace(self, mtp_targets=tuple(mtp_targets))
 
     def rows(self, index_T: Tensor) -> Self:
         """Return the targets of the given rows at every depth, for a context shard."""
@@ -70,10 +74,7 @@ class Targets:
         return replace(self._taken(index_T), mtp_targets=mtp_targets)
 
     def extended(self, extend: Callable[[Tensor], Tensor], shape_BS: tuple[int, int]) -> Self:
-        """Return these targets with more columns.
-
-        extend: appends columns to a tensor [B, S, …]. shape_BS: the rows and columns of these targets.
-        """
+        """Return these targets, of shape shape_BS, with the columns that `extend` appends to a tensor [B, S, …]."""
 
         def extended_value(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -86,23 +87,13 @@ class Targets:
 
         return self._changed(extended_value)
 
-    def _moved(self, index_T: Tensor, exists_T: Tensor) -> Self:
-        taken = self._taken(index_T)
-        assert taken.weights_T is not None
-        labels_T = taken.labels_T.masked_fill(~exists_T, -1)
-        return replace(
-            taken, labels_T=labels_T, weights_T=taken.weights_T.masked_fill(~exists_T, 0.0), mtp_targets=()
-        )
-
     def _taken(self, index_T: Tensor) -> Self:
-        return self._changed(partial(_rows, index_T))
+        return self._changed(lambda value: value.rows(index_T) if isinstance(value, Signal) else value[index_T])
 
     def _changed(self, change: Callable[[Any], Any]) -> Self:
         """Return these targets with `change` applied to all values per token, without `mtp_targets`."""
-        values = {name: getattr(self, name) for name in self._per_token}
-        changed: dict[str, Any] = {
-            name: _mapped(change, value) for name, value in values.items() if value is not None
-        }
+        values = {name: value for name in self._per_token if (value := getattr(self, name)) is not None}
+        changed: dict[str, Any] = _mapped(change, values)
         return replace(self, **changed, valid_index=None, mtp_targets=())
 
 
@@ -147,14 +138,6 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _mapped(change, entry) for name, entry in value.items()}
     return change(value)
-
-
-def _flat(value: Any) -> Any:
-    return value.flatten() if isinstance(value, Tensor) else value
-
-
-def _rows(index_T: Tensor, value: Any) -> Any:
-    return value.rows(index_T) if isinstance(value, Signal) else value[index_T]
 
 
 def _shifted_rows(position_ids_BS: Tensor, depths: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,10 +2,9 @@
 
     decoder(input_ids, processor=selected_log_probs(), context=Targets(labels))
 
-A processor is created for an optimizer step, with all values that the step's micro-batches share; its context has the
-tensors of one micro-batch (`processor_targets.py`). No processor computes the logits of all tokens at once. Every
-processor gives the same result over a vocabulary shard as over the full head. `engine/loss.py` has the processor of
-a run's objective.
+A processor is created for an optimizer step; its context has the tensors of one micro-batch (`processor_targets.py`).
+No processor computes the logits of all tokens at once. Every processor gives the same result over a vocabulary shard
+as over the full head. `engine/loss.py` has the processor of a run's objective.
 
 B rows of S tokens each, T = B·S tokens in the rows' order, D width.
 """
@@ -54,9 +53,8 @@ def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, dept
 def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
     """Return hidden states for a computation that all ranks of a sharded vocabulary repeat, such as a value head.
 
-    With sequence parallelism, the layer below sums the gradient over these ranks, since each rank's vocabulary rows
-    contribute only a partial gradient (`VocabShard.reduce_hidden_grad`). A repeated computation gives every rank the
-    full gradient, so backward divides the gradient by the number of ranks.
+    With sequence parallelism, the layer below sums the gradient over these ranks (`VocabShard.reduce_hidden_grad`).
+    A repeated computation gives every rank the full gradient, so backward divides it by the number of ranks.
     """
     shard = head.shard
     if shard is None or shard.is_alone or shard.reduce_hidden_grad:
@@ -110,10 +108,9 @@ def policy_gradient(
     temperature: float = 1.0,
     normalizer: float | Tensor = 1.0,
 ) -> OutputProcessor:
-    """Return a processor for the clipped surrogate of PPO and GRPO (`PolicyGradient`).
+    """Return a processor for the clipped surrogate of PPO and GRPO (`PolicyGradient`), with `PolicyTargets`.
 
-    It gives an `ObjectiveOutput`; its context is `PolicyTargets`. entropy_bonus: the loss includes
-    −entropy_bonus · entropy. normalizer: see `cross_entropy`.
+    It gives an `ObjectiveOutput`, whose loss includes −entropy_bonus · entropy. normalizer: see `cross_entropy`.
     """
 
     def process(

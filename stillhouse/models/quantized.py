@@ -2,12 +2,13 @@
 
     int8    one scale per row of a weight; inputs and products keep the model's dtype (torchao)
     nf4     four bits per weight, one scale per 64 of them: QLoRA's NormalFloat, arXiv:2305.14314 (bitsandbytes)
-    fp8     8-bit floating point, also for the inputs of products; after loading (`float8.py`)
+    fp8     8-bit floating point (e4m3), also for the inputs of products: one scale per row and per token (torchao)
 
 The embedding, the norms and the output head keep the model's dtype, so that the objective uses the head's saved
-weight.
+weight. For fp8, the model is loaded in bfloat16 and then rounded, except for the routers of experts. It runs on the
+same tokens before and after: a wrong kernel would otherwise give plausible signals of a wrong teacher.
 
-N products, D width, R rows of a weight.
+N products or tokens, D width, R rows of a weight, V vocabulary.
 """
 
 import copy
@@ -29,11 +30,25 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from stillhouse.libraries import reading
-from stillhouse.models.float8 import FP8, float8_problem
+from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.weight_files import weight_files
 
-#: bitsandbytes lays the weights out anew at their first evaluation on some CPUs, for kernels without gradients
-_REPACKS = "support_avx512bf16_for_cpu"
+FP8 = "fp8"
+#: parts of the names of modules that choose experts, which are plain linear layers in some families
+_ROUTERS = {"gate", "gating", "router", "shared_expert_gate"}
+#: torchao's products need matrices whose rows and columns are multiples of this
+_MULTIPLE = 16
+#: the first compute capability of CUDA devices that multiply in fp8
+_CAPABILITY = (8, 9)
+#: the largest change of the logits by rounding, relative to their deviation from their mean over the vocabulary, as
+#: the median over tokens. A trained model changed by 0.05, models with random weights by 0.2
+_LARGEST_CHANGE = 0.5
+_TOKENS = 64
+#: the scale of a row of inputs is at least that of a row with this largest number
+_LEAST = 1e-12
+#: the attribute with which bitsandbytes lays weights out anew at their first evaluation on some CPUs, for kernels
+#: without gradients
+REPACKS = "support_avx512bf16_for_cpu"
 #: the library of each kind
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes", FP8: "torchao"}
 #: vectors of signs by which a layer is checked, and rows of its weight: the first, the middle and the last ones
@@ -42,45 +57,38 @@ PROBES, ROWS = 16, 16
 LARGEST_ERROR, PRODUCT_ERROR = 1.5, 0.01
 
 
-def require_library(kind: str) -> None:
-    """Raise ValueError for a kind whose library is not installed."""
-    if importlib.util.find_spec(LIBRARIES[kind]) is None:
-        raise ValueError(f"{kind} needs {LIBRARIES[kind]}, which is not installed; pip install 'stillhouse[low-bit]'")
-
-
 def quantized_loading(
     config: PreTrainedConfig, kind: str, dtype: torch.dtype | str, device: str | torch.device | None
 ) -> dict[str, Any]:
     """Return the arguments of transformers' `from_pretrained` that quantize a model while it is loaded; none for fp8.
 
-    config: the model's configuration. dtype: the model's dtype, or "auto" for the dtype of the saved weights. Raises
-    ValueError if the library is not installed or the device cannot run the kind, and for a model that is already
-    quantized.
+    Raises ValueError if the library is not installed or the device cannot run the kind, and for a model that is
+    already quantized. dtype: the model's dtype, or "auto" for the dtype of the saved weights.
     """
-    require_library(kind)
+    library = LIBRARIES[kind]
+    if importlib.util.find_spec(library) is None:
+        raise ValueError(f"{kind} needs {library}, which is not installed; pip install 'stillhouse[low-bit]'")
     if kind == FP8 and (problem := float8_problem(device)):
         raise ValueError(problem)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"its weights are quantized already: expected no further quantization, got {kind}")
     if kind == FP8:
         return {}
-    saved = config.dtype or torch.float32
-    product_dtype = saved if isinstance(dtype, str) else dtype
-    with reading(f"{LIBRARIES[kind]} cannot be used"):
-        configuration = _configuration(kind, product_dtype)
-    return {"quantization_config": configuration, "device_map": {"": device or "cpu"}}
-
-
-def _configuration(kind: str, product_dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
     # both libraries warn if some of their kernels cannot run on this machine
-    logging.getLogger(LIBRARIES[kind]).setLevel(logging.ERROR)
-    if kind == "nf4":
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=product_dtype)
-    from torchao.quantization import Int8WeightOnlyConfig
+    logging.getLogger(library).setLevel(logging.ERROR)
+    configuration: Any
+    with reading(f"{library} cannot be used"):
+        if kind == "nf4":
+            product_dtype = (config.dtype or torch.float32) if isinstance(dtype, str) else dtype
+            options: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": product_dtype}
+            configuration = BitsAndBytesConfig(load_in_4bit=True, **options)
+        else:
+            from torchao.quantization import Int8WeightOnlyConfig
 
-    return TorchAoConfig(Int8WeightOnlyConfig())
+            configuration = TorchAoConfig(Int8WeightOnlyConfig())
+    return {"quantization_config": configuration, "device_map": {"": device or "cpu"}}
 
 
 def require_quantized(
@@ -110,8 +118,7 @@ def require_rounding(model: PreTrainedModel, kind: str = "nf4", stored: Mapping[
     of a weight that is not there, as in a folder of quantized weights, with what its 4-bit codes stand for.
     """
     stored = stored or {}
-    conversions = get_model_conversion_mapping(model)
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    renamings = [part for part in get_model_conversion_mapping(model) if isinstance(part, WeightRenaming)]
     names: dict[str, Any] = dict.fromkeys(model.state_dict(), True)
     keys = {rename_source_key(key, renamings, [], model.base_model_prefix, names)[0]: key for key in stored}
     for name, module in model.named_modules():
@@ -119,8 +126,7 @@ def require_rounding(model: PreTrainedModel, kind: str = "nf4", stored: Mapping[
         if weight is None or not is_quantized(weight):
             continue
         key = keys.get(f"{name}.weight")
-        is_transposed = getattr(module, "source_cls", None) is Conv1D
-        if key is not None and not is_transposed:
+        if key is not None and getattr(module, "source_cls", None) is not Conv1D:  # that one is transposed
             with safe_open(stored[key], framework="pt") as file:
                 _check_layer(name, module, kind, model.dtype, file.get_slice(key))
         elif hasattr(weight, "quant_state"):
@@ -187,13 +193,6 @@ def decoded(weight: Any) -> Tensor:
     return (state.code.float()[codes] * scales.float().repeat_interleave(state.blocksize)[:size]).reshape(state.shape)
 
 
-def keep_gradients(model: PreTrainedModel) -> None:
-    """Let gradients flow through quantized layers, before their first use."""
-    for module in model.modules():
-        if hasattr(module, _REPACKS):
-            setattr(module, _REPACKS, False)
-
-
 def quantized_identity(fingerprint: str, kind: str | None) -> str:
     """Return an identity from the fingerprint of a model's files and the kind of its quantization."""
     return fingerprint if kind is None else f"{fingerprint}-{kind}"
@@ -212,17 +211,14 @@ def element_count(weight: Tensor) -> int:
 
 def weight_bytes(module: nn.Module) -> int:
     """Return the memory of a module's parameters, in bytes; a quantized weight counts with its bits and scales."""
-    parts = [part for weight in module.parameters() for part in _parts(weight)]
+    parts: list[Any] = []
+    for weight in module.parameters():
+        state = getattr(weight, "quant_state", None)
+        if hasattr(weight, "qdata"):
+            parts += [weight.qdata, weight.scale]  # type: ignore[attr-defined]
+        else:
+            parts += [weight] if state is None else [weight.data, state.absmax]
     return sum(part.numel() * part.element_size() for part in parts)
-
-
-def _parts(weight: Tensor) -> list[Tensor]:
-    """Return the plain tensors in which a weight is stored."""
-    if hasattr(weight, "qdata"):
-        return [getattr(weight, name) for name in ("qdata", "scale")]
-    if (state := getattr(weight, "quant_state", None)) is not None:
-        return [weight.data, state.absmax]
-    return [weight]
 
 
 def _check_finite_file(path: Path) -> list[str]:
@@ -241,3 +237,62 @@ def _check_finite_file(path: Path) -> list[str]:
                     "checkpoint is damaged"
                 )
     return names
+
+
+def float8_problem(device: torch.device | str | None) -> str | None:
+    """Return why a device cannot multiply in fp8; None if it can."""
+    place = torch.device(device or "cpu")
+    capability = torch.cuda.get_device_capability(place) if place.type == "cuda" else (0, 0)
+    if capability >= _CAPABILITY:
+        return None
+    actual = "compute capability {}.{}".format(*capability) if place.type == "cuda" else str(place)
+    least = ".".join(map(str, _CAPABILITY))
+    return (
+        f"fp8 needs a GPU of compute capability {least} or later (such as L40S or H100), got {actual}: expected int8 "
+        "or nf4"
+    )
+
+
+def round_to_float8(model: PreTrainedModel) -> None:
+    """Quantize the linear layers of a bfloat16 model in place.
+
+    Raises ValueError for another dtype, and if the logits change more than rounding can change them.
+    """
+    if model.dtype != torch.bfloat16:
+        raise ValueError(f"fp8 rounds bfloat16 weights, got {model.dtype}: expected dtype bfloat16")
+    model.requires_grad_(False)
+    before_NV = _probe_logits(model)
+    head = model.get_output_embeddings()
+    rounded = {
+        id(module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and not _ROUTERS & set(name.split("."))
+        if not module.in_features % _MULTIPLE and not module.out_features % _MULTIPLE
+        if bool(module.weight.ne(0).any(1).all())  # torchao would divide a row of zeros by 0
+    }
+    with reading("torchao cannot be used"):
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        configuration = Float8DynamicActivationFloat8WeightConfig(
+            granularity=PerRow(),
+            activation_value_lb=_LEAST,  # torchao would divide a row of zeros by 0
+            kernel_preference=KernelPreference.TORCH,
+            set_inductor_config=False,  # these settings are global, and the objective is compiled with others
+        )
+        quantize_(model, configuration, filter_fn=lambda module, name: id(module) in rounded)
+    deviation_N = (before_NV - before_NV.mean(-1, keepdim=True)).norm(dim=-1)
+    change = float(((_probe_logits(model) - before_NV).norm(dim=-1) / deviation_N).median())
+    if not change <= _LARGEST_CHANGE:
+        raise ValueError(
+            f"fp8 changes its logits by {change:.2g} of their deviation, and rounding alone by at most "
+            f"{_LARGEST_CHANGE}: expected a device and a torchao whose fp8 products are right, or int8 or nf4"
+        )
+
+
+@torch.no_grad()
+def _probe_logits(model: PreTrainedModel) -> Tensor:
+    rows = model.get_input_embeddings().weight.shape[0]
+    ids_N = torch.randint(rows, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    with evaluating(model):
+        return model(ids_N.to(model.device), use_cache=False).logits[0].float()

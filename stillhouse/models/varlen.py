@@ -1,7 +1,8 @@
 """Variable-length attention: packed documents lie in one row, and torch's flash kernel reads where they begin.
 
-It is registered with transformers' `AttentionInterface` under the name `VARLEN`. No mask function is registered with
-this name, so transformers builds no mask and never waits for the device. Without a mask, only the lengths of the
+It is used where the device, the dtype of the activations and the model allow it; otherwise a model keeps its usual
+attention (`PackedAttention`). It is registered with transformers' `AttentionInterface` under the name `VARLEN`,
+without a mask function, so transformers builds no mask and never waits for the device. Only the lengths of the
 documents say what a token may see: an input that has none, or that needs a bias or a mask, is refused.
 
 T tokens of the row, N documents, M = N + 1 borders of documents, H heads of queries, G heads of keys and values, D
@@ -9,20 +10,21 @@ width of a head.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stillhouse.display import name_list
 from stillhouse.models.families import ModelFacts, text_config
-from stillhouse.models.forward_modes import VARLEN, autocast_dtype
-from stillhouse.models.model_checks import describe
+from stillhouse.models.forward_modes import VARLEN, attention_name, autocast_dtype
+from stillhouse.models.model_checks import typename
 
 #: the names of the lengths among the arguments of a backbone, as transformers' flash attention calls them
 VARLEN_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -33,6 +35,8 @@ _WIDEST_BACKWARD = 192
 _DTYPES = (torch.bfloat16, torch.float16)
 _OPTIONS = inspect.signature(varlen_attn).parameters
 _MISSING = {"scale", "window_size"} - {*_OPTIONS}
+#: the usual attention of a model for which variable-length attention is required
+USUAL = "sdpa"
 #: arguments of attention that change its scores in ways that the kernel does not know
 _UNSUPPORTED = ("attention_mask", "softcap", "s_aux", "position_bias")
 
@@ -43,6 +47,15 @@ class Activations:
 
     device: torch.device
     dtype: torch.dtype | None = None
+
+
+def activations_for(
+    attention: str | None, device: torch.device, autocast: torch.dtype | None = None
+) -> Activations | None:
+    """Return the activations with which `PackedAttention` chooses the attention; None for another name than `VARLEN`,
+    so that the model keeps its attention. attention: the name in the configuration of a run or a server.
+    """
+    return Activations(device, autocast) if attention in (None, VARLEN) else None
 
 
 def refusal(activations: Activations, dtype: torch.dtype) -> str | None:
@@ -77,8 +90,12 @@ def refusal_of_model(model: PreTrainedModel) -> str | None:
         return "it caps its attention scores"
     if getattr(config, "attention_dropout", 0.0):
         return "it has dropout in its attention"
-    if max(widths := _head_widths(config), default=0) > WIDEST:
-        return f"its heads have a width of {max(widths)}, and the kernel's widest is {WIDEST}"
+    names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+    widths = [getattr(config, name, None) for name in names]
+    if widths[0] is None and getattr(config, "num_attention_heads", None):
+        widths[0] = config.hidden_size // config.num_attention_heads
+    if (widest := max((width for width in widths if isinstance(width, int)), default=0)) > WIDEST:
+        return f"its heads have a width of {widest}, and the kernel's widest is {WIDEST}"
     return None
 
 
@@ -95,15 +112,8 @@ def require_varlen(model: PreTrainedModel, activations: Activations | None = Non
     activations = activations or Activations(model.device, autocast_dtype(model))
     if reason := refusal_of_model(model) or refusal(activations, model.dtype):
         raise ValueError(
-            f"attention '{VARLEN}' for {describe(model)}: {reason}: expected another attention, such as sdpa"
+            f"attention '{VARLEN}' for {typename(model)}: {reason}: expected another attention, such as sdpa"
         )
-
-
-def single_document(ids_1S: Tensor) -> dict[str, Any]:
-    """Return the lengths of a row of one document, as arguments of a model."""
-    tokens = ids_1S.shape[1]
-    borders_M = torch.tensor([0, tokens], dtype=torch.int32, device=ids_1S.device)
-    return dict(zip(VARLEN_LENGTHS, (borders_M, borders_M, tokens, tokens), strict=True))
 
 
 def attend(
@@ -181,15 +191,17 @@ def attend_padded(
     width = -(-max(query_THD.shape[-1], value_TGD.shape[-1]) // _MULTIPLE) * _MULTIPLE
     if width > _WIDEST_BACKWARD:
         width = WIDEST
-    query, key, value = (_padded(heads_TD, width) for heads_TD in (query_THD, key_TGD, value_TGD))
+    query, key, value = (
+        heads_TD if heads_TD.shape[-1] == width else pad(heads_TD, (0, width - heads_TD.shape[-1]))
+        for heads_TD in (query_THD, key_TGD, value_TGD)
+    )
     return attend(query, key, value, cu_seqlens_M, longest, **options)[..., : value_TGD.shape[-1]]
 
 
 def _unsupported_windows(module: nn.Module, options: Mapping[str, Any]) -> list[str]:
     """Describe windows that a layer's mask has by its configuration, and that attention does not get; empty if none.
-
-    A family without the argument is found in a layer without a window, too: under a pipeline, an error on one stage
-    alone would let the other stages wait.
+    Such a family is found in a layer without a window, too: an error on one pipeline stage alone would let the other
+    stages wait.
     """
     config: Any = module.config
     types, window = getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
@@ -204,17 +216,70 @@ def _unsupported_windows(module: nn.Module, options: Mapping[str, Any]) -> list[
     return [f"windows of {window} tokens in masks alone" if is_missing else "a window in a layer without one"]
 
 
-def _padded(heads_TD: Tensor, width: int) -> Tensor:
-    return heads_TD if heads_TD.shape[-1] == width else functional.pad(heads_TD, (0, width - heads_TD.shape[-1]))
+class PackedAttention:
+    """The attention functions of a model, by their names in its configuration.
 
+    activations: of the forward passes; None: the model keeps its attention function. is_required: whether the
+    configuration itself names variable-length attention; if it cannot be used, a ValueError is raised. is_possible:
+    whether it can be used. reason: why it is not used on a GPU, if `activations` are given.
+    """
 
-def _head_widths(config: Any) -> list[int]:
-    """Return the widths of heads that a configuration has."""
-    names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
-    widths = [getattr(config, name, None) for name in names]
-    if widths[0] is None and getattr(config, "num_attention_heads", None):
-        widths[0] = config.hidden_size // config.num_attention_heads
-    return [width for width in widths if isinstance(width, int)]
+    def __init__(self, model: PreTrainedModel, activations: Activations | None = None):
+        self._model, name = model, attention_name(model)
+        self.is_required = name == VARLEN
+        self.reason: str | None = None
+        self.usual, self.with_lengths = (USUAL if self.is_required else name), VARLEN
+        self.is_possible = self.is_required
+        if self.is_required:
+            require_varlen(model, activations)
+        elif activations is not None and name == USUAL:
+            reason = refusal_of_model(model) or refusal(activations, model.dtype)
+            self.is_possible = reason is None
+            if activations.device.type == "cuda":  # nobody expects it elsewhere
+                self.reason = reason
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether the model uses variable-length attention now."""
+        return attention_name(self._model) == self.with_lengths
+
+    def use(self, *, lengths: bool) -> None:
+        """Use variable-length attention, or the usual one."""
+        if self.is_possible:
+            self._model.config._attn_implementation = self._assigned(lengths)
+
+    def _assigned(self, lengths: bool) -> Any:
+        name, part = self.with_lengths if lengths else self.usual, text_part(self._model.config)
+        # the attention of a vision tower stays as it is
+        return name if part is None else {"": name, part: name}
+
+    @property
+    def in_words(self) -> str | None:
+        """The reason for the usual attention, as a sentence; None if there is none."""
+        if self.reason is None or self.reads_lengths:
+            return None
+        return f"attention {self.usual}, because variable-length attention cannot be used: {self.reason}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the functions that the model may use."""
+        return (self.usual, self.with_lengths) if self.is_possible else (self.usual,)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Use other functions, which are registered under new names. names: by the names of `names`."""
+        reads_lengths = self.reads_lengths
+        self.usual, self.with_lengths = names[self.usual], names.get(self.with_lengths, self.with_lengths)
+        self._model.set_attn_implementation(self._assigned(reads_lengths))
+
+    @contextmanager
+    def without_lengths(self) -> Iterator[None]:
+        """Within the block, use the usual attention: for inputs with a mask, with a cache, or without documents."""
+        reads_lengths = self.reads_lengths
+        self.use(lengths=False)
+        try:
+            yield
+        finally:
+            self.use(lengths=reads_lengths)
 
 
 AttentionInterface.register(VARLEN, attention)

@@ -1,23 +1,41 @@
-"""Which parts of a vision-language model are trained: its language model, its projector, its vision tower.
+"""What a vision-language model has beside a language model: more inputs, and parts that can be trained.
+
+The processor of a family repeats a placeholder token in the text for each feature of an image. The backbone runs the
+vision tower, and replaces the embeddings of the placeholders by the features, in the order of the flattened rows.
+Some families (Qwen-VL, GLM-V, …) rotate by positions of several axes, such as time, height and width.
 
 The parts are found by the structure of the modules. transformers says which module of the backbone is the language
 model and which one is the tower. The projector is what else the backbone has; if there is nothing else, it is the
 last part of the tower: the modules that end in a matrix with the width of the language model (Qwen-VL's mergers).
+
+B rows, S columns per row, A axes of positions.
 """
 
-from collections.abc import Collection, Iterator
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from stillhouse.display import name_list
 from stillhouse.models.families import outermost_lists, text_config
 from stillhouse.models.layer_hooks import hooked
 from stillhouse.models.lm_head import input_embedding
-from stillhouse.models.model_checks import describe
+from stillhouse.models.model_checks import typename
 
+#: the name of the positions of several axes, [B, S, A], among the inputs of a micro-batch
+AXES = "axis_position_ids"
+#: the names of the kinds of tokens, [B, S], as processors return them: 0 for text
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+#: the name of the decoder's argument with the tensors of images and other media
+MEDIA_ARGUMENT = "images"
+#: the names of placeholder tokens in transformers' configurations
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
 
 
@@ -30,7 +48,7 @@ def train_parts(decoder: Any, parts: Collection[str]) -> None:
     if missing := [part for part in parts if part != LANGUAGE and not by_part.get(part)]:
         present = [LANGUAGE, *(part for part in (PROJECTOR, VISION) if by_part.get(part))]
         raise ValueError(
-            f"{describe(decoder.pretrained)} has no part that is its {name_list(missing)}: expected some of "
+            f"{typename(decoder.pretrained)} has no part that is its {name_list(missing)}: expected some of "
             f"{name_list(present)}"
         )
     trained = {id(parameter) for part in parts for parameter in by_part.get(part, ())}
@@ -113,19 +131,18 @@ def _image_parts(decoder: Any) -> dict[str, list[nn.Parameter]]:
 
 def _last_parts(tower: nn.Module, width: int) -> list[nn.Module]:
     """Return the parts of a tower that end in a matrix with this number of rows, and no convolution or embedding."""
-    lists = list(outermost_lists(tower))
-    single = [child for child in tower.children() if not isinstance(child, nn.ModuleList) and _ends_in(child, width)]
+
+    def ends_in(module: nn.Module) -> bool:
+        parts = list(module.modules())
+        matrices = [part for part in parts if isinstance(part, nn.Linear)]
+        first = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding
+        has_width = bool(matrices) and matrices[-1].out_features == width
+        return has_width and not any(isinstance(part, first) for part in parts)
+
+    single = [child for child in tower.children() if not isinstance(child, nn.ModuleList) and ends_in(child)]
     kinds = tuple({type(module) for module in single})
+    lists = outermost_lists(tower)
     return [*single, *(members for members in lists if all(isinstance(member, kinds) for member in members))]
-
-
-def _ends_in(module: nn.Module, width: int) -> bool:
-    parts = list(module.modules())
-    matrices = [part for part in parts if isinstance(part, nn.Linear)]
-    first = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
-    return (
-        bool(matrices) and matrices[-1].out_features == width and not any(isinstance(part, first) for part in parts)
-    )
 
 
 class _Reached(torch.autograd.Function):
@@ -139,3 +156,63 @@ class _Reached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return grad, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
+
+
+def model_media(model: PreTrainedModel, backbone: nn.Module, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the images as arguments of the backbone: floating-point values in the dtype of its weights.
+
+    Raises ValueError if the backbone reads no images.
+    """
+    if images and not images.keys() & inspect.signature(backbone.forward).parameters.keys():
+        raise ValueError(
+            f"{typename(model)} got {name_list(images)}, and its backbone reads none of them: expected a "
+            "vision-language model, or documents without images"
+        )
+    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in images.items()}
+
+
+def read_token_inputs(backbone: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs without the kinds of tokens that the backbone's forward does not name.
+
+    A processor returns them also for families in which only the positions depend on them.
+    """
+    named = inspect.signature(backbone.forward).parameters
+    return {name: value for name, value in inputs.items() if name not in TOKEN_TYPES or name in named}
+
+
+def model_positions(position_ids_BS: Tensor, axes_BSA: Tensor | None, *, separates: bool) -> Tensor:
+    """Return the positions that the backbone gets: [B, S], or [1 + A, B, S] or [A, B, S] with several axes.
+
+    separates: whether the backbone separates documents by the text positions, which are then the first axis.
+    """
+    if axes_BSA is None:
+        return position_ids_BS
+    axes_ABS = axes_BSA.permute(2, 0, 1)
+    if not separates:
+        return axes_ABS
+    return torch.cat([position_ids_BS.expand(axes_BSA.shape[:2])[None], axes_ABS])
+
+
+def placeholder_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor | None:
+    """Return which tokens stand for features of images, bool [B, S]; None if neither ids nor kinds say it."""
+    ids_BS = inputs.get("input_ids")
+    marks = [inputs[name] != 0 for name in TOKEN_TYPES if inputs.get(name) is not None]
+    if ids_BS is not None:
+        marks += [ids_BS == number for number in placeholder_ids(model)]
+    return reduce(or_, marks) if marks else None
+
+
+def placeholder_ids(model: PreTrainedModel) -> list[int]:
+    """Return the ids of the tokens that stand for features of images, videos and audio in the model's config."""
+    numbers = (getattr(model.config, name, None) for name in _PLACEHOLDERS)
+    return [number for number in numbers if number is not None]
+
+
+def padded_with_text(ids_BS: Tensor, is_placeholder_BS: Tensor, is_padding_BS: Tensor) -> Tensor:
+    """Return the token ids with another padding where it is a placeholder, for which there is no feature.
+
+    The padding is then the first token that is no placeholder.
+    """
+    ids_T, is_text_T = ids_BS.flatten(), ~is_placeholder_BS.flatten()
+    first = is_text_T.int().argmax()
+    return torch.where(is_padding_BS & is_placeholder_BS, ids_T[first], ids_BS)

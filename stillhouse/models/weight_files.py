@@ -7,6 +7,7 @@ has replaced, or variants such as model.fp16.safetensors.
 import hashlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,14 +26,15 @@ EXPECTED = "expected the name of a safetensors file of the same folder; nothing 
 WHOLE_BYTES = 2**30
 #: for larger weights: the number of evenly spaced samples of each tensor, and the bytes of a sample
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
+_NUMBERS = range(_SAMPLES)
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the files with the weights of a model's folder, in the order in which transformers reads them.
+    """Return the files with the weights of a model's folder, which may be missing, in transformers' order.
 
     These are the file, or the files of the index, that `transformers_weights` in config.json names; otherwise
     model.safetensors; otherwise the files that model.safetensors.index.json names; otherwise none.
-    Raises ValueError for names of other files than safetensors files in the folder. The files may be missing.
+    Raises ValueError for names of other files than safetensors files in the folder.
     """
     return [Path(folder) / name for name in sorted(set(_placed(Path(folder)).values()))]
 
@@ -40,17 +42,14 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
 def tensor_files(folder: str | os.PathLike[str], *, partial: bool = False) -> dict[str, Path]:
     """Return the file of each tensor in a model's folder, by the tensor's name; empty for a folder without weights.
 
-    partial: files that the index names may be missing, for example in a folder with only the files of a head; their
-    tensors are those that the index places there.
+    partial: files that the index names may be missing; their tensors are those that the index places there.
     Raises ValueError, naming the file, for one that is missing or damaged, and for one without a tensor that the
     index places there.
     """
-    placed = _placed(Path(folder))
-    tensors_of: dict[str, set[str]] = {name: set() for name in sorted(set(placed.values()))}
-    for tensor, name in placed.items():
+    tensors_of, files = defaultdict[str, set[str]](set), dict[str, Path]()
+    for tensor, name in _placed(Path(folder)).items():
         tensors_of[name] |= {tensor} - {""}
-    files: dict[str, Path] = {}
-    for name, tensors in tensors_of.items():
+    for name, tensors in sorted(tensors_of.items()):
         path = Path(folder) / name
         if partial and not path.is_file():
             files |= dict.fromkeys(tensors, path)
@@ -78,9 +77,8 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def require_index(index: str, content: dict[str, Any]) -> dict[str, str]:
-    """Return the file of each tensor. Raises ValueError for other files than safetensors files in the index's folder.
-
-    content: the index; empty if there is none.
+    """Return the file of each tensor in an index, which is empty if there is none. Raises ValueError for other files
+    than safetensors files in the index's folder.
     """
     if content and not isinstance(content.get("metadata"), dict):
         raise ValueError(f"{index} has no object 'metadata', which transformers needs: expected it, at least as {{}}")
@@ -133,8 +131,6 @@ def _placed(folder: Path) -> dict[str, str]:
 def model_fingerprint(folder: str | os.PathLike[str]) -> str:
     """Return a sha256 of a model folder's configuration, its weights and the code that the configuration names.
 
-    Other safetensors files in the folder (see `weight_files`) do not change it.
-
     If the files exceed `WHOLE_BYTES` in total, the hash covers only the sizes and headers of the safetensors files
     and samples of each tensor. It then still detects another model, or the same model after more training, but may
     miss a change of a few rows of a large matrix. Raises ValueError for a safetensors file with an unreadable header.
@@ -154,7 +150,8 @@ def model_fingerprint(folder: str | os.PathLike[str]) -> str:
         else:
             with path.open("rb") as file:
                 for start, stop in _ranges(path, file):
-                    for place in _places(start, stop):
+                    last = max(start, stop - _SAMPLE_BYTES)
+                    for place in sorted({start + (last - start) * number // (_SAMPLES - 1) for number in _NUMBERS}):
                         file.seek(place)
                         digest.update(file.read(min(_SAMPLE_BYTES, stop - place)))
     return digest.hexdigest()
@@ -173,17 +170,7 @@ def _ranges(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     file.seek(0)
-    yield from _pieces(0, header_stop)
-    yield from ranges
-
-
-def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Split a range into pieces so short that the samples of each piece cover it completely."""
+    # the samples of pieces of this length cover the header completely
     step = _SAMPLES * _SAMPLE_BYTES
-    return ((first, min(first + step, stop)) for first in range(start, stop, step))
-
-
-def _places(start: int, stop: int) -> list[int]:
-    """Return the start positions of the samples of a range."""
-    last = max(start, stop - _SAMPLE_BYTES)
-    return sorted({start + (last - start) * number // (_SAMPLES - 1) for number in range(_SAMPLES)})
+    yield from ((first, min(first + step, header_stop)) for first in range(0, header_stop, step))
+    yield from ranges

@@ -23,12 +23,17 @@ from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.models import Activations, Decoder
 from stillhouse.models.adapter import is_lora
-from stillhouse.models.checkpoint_names import StoredNames, checkpoint_names, is_mtp, parts_of_stack
+from stillhouse.models.checkpoint_names import MTP, StoredNames, checkpoint_names, parts_of_stack
 from stillhouse.models.decoder import HEAD_BIAS, HEAD_WEIGHT
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.dtensors import local, shard_slices
-from stillhouse.models.pretrained import auto_class, keep_in_float32, parse_dtype, require_safe_files
-from stillhouse.models.unsaved_buffers import initialize_buffers
+from stillhouse.models.pretrained import (
+    auto_class,
+    initialize_buffers,
+    keep_in_float32,
+    parse_dtype,
+    require_safe_files,
+)
 from stillhouse.models.weight_files import read_tensor, tensor_files
 
 #: the number of elements that are compared at a time
@@ -147,7 +152,7 @@ def read_weights(
         return read_tensor(files[stored], stored)
 
     for name, value in state.items():
-        is_new_mtp = is_mtp(name) and bool(decoder.mtp and decoder.mtp.is_new)
+        is_new_mtp = name.startswith(MTP) and bool(decoder.mtp and decoder.mtp.is_new)
         is_initialised = is_lora(name) or decoder.is_of_layer_loss(name) or is_new_mtp
         if is_initialised or not name.startswith(prefix):
             continue

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder, OutputProcessor, evaluating, without_lora
 from stillhouse.models.forward_modes import autocast
-from stillhouse.models.media_inputs import MEDIA_ARGUMENT
 from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.vision_language import MEDIA_ARGUMENT
 from stillhouse.objective import Signal, Signals, StudentHidden
 from stillhouse.objective.signals import RowIndex
 from stillhouse.parallel import watchdog

@@ -1,8 +1,7 @@
 """Proves the models of a runner under its layout, after their weights are loaded.
 
 `models/load_proof.py` describes the proof of one model. Under tensor parallelism, each layer is also compared with
-its full copy (`layers.py`), and backward passes show which gradients have to be summed
-(`partial_gradients.py`).
+its full copy, and backward passes show which gradients have to be summed (`layers.py`).
 
 B rows, S columns of the global sequences, D and E widths of student and teacher.
 """
@@ -37,8 +36,13 @@ from stillhouse.parallel.run_layout import Layout
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_loading import ModelSource
 from stillhouse.parallel.teacher_student_pair import IN_STAGE, StageInputs, model_inputs
-from stillhouse.proofs.layers import layers_compared, prove_compiled, require_equal_layers
-from stillhouse.proofs.partial_gradients import cross_entropies, partial_gradients
+from stillhouse.proofs.layers import (
+    cross_entropies,
+    layers_compared,
+    partial_gradients,
+    prove_compiled,
+    require_equal_layers,
+)
 
 
 class _Hidden(NamedTuple):
@@ -62,15 +66,9 @@ class _Side(NamedTuple):
 
 
 def build_proven_runner(
-    layout: Layout,
-    mesh: Mesh,
-    student: ModelSource,
-    teacher: ModelSource | None,
-    *,
-    teacher_head_only: bool = False,
+    layout: Layout, mesh: Mesh, student: ModelSource, teacher: ModelSource | None, *, teacher_head_only: bool = False
 ) -> Runner:
-    """Build this process's runner (`build_runner`). Prove its models under the layout, if they need a proof, and that
-    a student without noise has none.
+    """Build this process's runner (`build_runner`), and prove its models, and that a student without noise has none.
 
     Raises ValueError for a model that does not fit the layout, and ProofError for a model that gives wrong results.
     """
@@ -84,10 +82,7 @@ def build_proven_runner(
 
 
 def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> bool:
-    """Whether models under a layout have to be proven.
-
-    A single process does not prove a proven model again, unless its layers compute in another way.
-    """
+    """Whether models under a layout have to be proven: not again in a single process with the same layers."""
     models = [source for source in sources if source is not None]
     return all(source.has_values for source in models) and (
         mesh.ranks.size > 1 or layout.changes_results or not all(source.is_proven for source in models)
@@ -97,10 +92,10 @@ def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> boo
 def prove_runner(
     runner: Runner, student: ModelSource, teacher: ModelSource | None, *, teacher_in_stages: bool
 ) -> None:
-    """Prove the student and the teacher of a runner. A collective of all its processes.
+    """Prove the student and the teacher of a runner. A collective of all its processes; all of them raise ProofError.
 
     teacher_in_stages: whether the teacher's layers are in the student's stages; if not, only its head is proven.
-    Raises ProofError on all processes. Does not change weights, modes or the state of random generators.
+    Weights, modes and the states of random generators do not change.
     """
     names = student.name, "teacher" if teacher is None else teacher.name
     modes = (False, True) if runner.decoders[0].training else (False,)
@@ -119,33 +114,35 @@ def prove_runner(
                     # the layers of both results are the same, compiled or not
                     with layers_not_compiled(), evaluating(decoder), autocast(runner.device, probe_precision(runner)):
                         prove_logits(decoder, _logit_inputs(runner, decoder))
-    for pair in runner.pairs.values():
-        reshard(pair)
+    _reshard(runner)
     if runner.layout.compile:
-        _prove_compiled_layers(runner, student.name, teacher_in_stages=teacher_in_stages)
+        alone = ProbeForward(runner, {})
+        forward = ProbeForward(runner, {TEACHER: IN_STAGE} if teacher_in_stages else {})
+        count = 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline  # every schedule can run these
+        micro_batches = [alone.inputs(alone.micro_batch(), cross_entropies(0))] * count
+        with _raised(runner, student.name):
+            prove_compiled(runner, forward, micro_batches, probe_precision(runner))
+        _reshard(runner)
     if runner.layout.degrees.tensor > 1:
         _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
         if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
-            with _raised(runner, student.name), ExitStack() as stack:
-                forward = ProbeForward(runner, {})
-                stack.enter_context(layers_not_compiled())  # compiled layers do not run the hooks inside of them
-                runner.sum_over_tensor_ranks(
-                    partial_gradients(runner, partial(forward.inputs, forward.micro_batch()))
-                )
+            # compiled layers do not run the hooks inside of them
+            with _raised(runner, student.name), layers_not_compiled():
+                alone = ProbeForward(runner, {})
+                inputs = partial(alone.inputs, alone.micro_batch())
+                runner.sum_over_tensor_ranks(partial_gradients(runner, inputs))
 
 
 def prove_no_noise(runner: Runner, name: str) -> None:
-    """Prove that a runner's student does not depend on random numbers in train mode. A collective of all processes.
-
-    name: the student's name in errors. Raises ProofError on all processes.
+    """Prove that a runner's student, called `name`, does not depend on random numbers in train mode. A collective of
+    all processes; all of them raise ProofError.
     """
     forward = ProbeForward(runner, {})
     with in_mode(*runner.decoders, training=True), layers_not_compiled():
-        hidden = forward.with_other_noise()
+        hidden = forward.exchanged(other_noise=True)
     with _raised(runner, name):
         require_no_noise(runner.decoders[-1], hidden)
-    for pair in runner.pairs.values():
-        reshard(pair)
+    _reshard(runner)
 
 
 def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
@@ -163,29 +160,16 @@ def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
             reshard(decoder)
 
 
-def _prove_compiled_layers(runner: Runner, name: str, *, teacher_in_stages: bool) -> None:
-    """Compare the compiled layers of student and teacher with the layers as they are written."""
-    forward = ProbeForward(runner, {TEACHER: IN_STAGE} if teacher_in_stages else {})
-    student = ProbeForward(runner, {})
-    count = 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline  # every schedule can run these
-    micro_batches = [student.inputs(student.micro_batch(), cross_entropies(0))] * count
-    with _raised(runner, name):
-        prove_compiled(runner, forward, micro_batches, probe_precision(runner))
-    for pair in runner.pairs.values():
-        reshard(pair)
-
-
 def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, teacher_in_stages: bool) -> bool:
-    """Prove that hidden states of student and teacher depend on the right tokens, and on no others.
+    """Prove that hidden states of student and teacher depend on the right tokens, and on no others. names: of both.
 
-    names: the names of the two models, for errors. Returns False if documents that a model packs in its present way
-    influence each other, or if the model does not accept masks or lengths; it then packs documents in its next way.
+    Returns False if documents that a model packs in its present way influence each other, or if the model does not
+    accept masks or lengths; it then packs documents in its next way.
     """
     pair, students = runner.pairs[max(runner.pairs)], runner.decoders
-    teachers = [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]
     sides = [_Side(students, names[0], {})]
     if teacher_in_stages:
-        sides.append(_Side(students if pair.teacher_is_base else teachers, names[1], {TEACHER: IN_STAGE}))
+        sides.append(_Side(students if pair.teacher_is_base else _teachers(runner), names[1], {TEACHER: IN_STAGE}))
     _require_same_packing(runner, sides)
     with in_mode(*students, training=training):
         passes = _run_passes(runner, sides)
@@ -237,8 +221,8 @@ def _run_passes(
 ) -> tuple["ProbeForward", Sequence[tuple[Tensor, Tensor]]] | None:
     """Return what runs all sides, and their hidden states; None if a model does not accept masks or lengths.
 
-    The last side's signals make the student run, too. A student with such arguments also runs alone before: so it is
-    known which model an error is about. All ranks run the same passes, even ranks that get no result.
+    The last side's signals make the student run, too. A student with such arguments also runs alone before, so that
+    it is known which model an error is about.
     """
     passes = None
     for side in sides:
@@ -248,7 +232,7 @@ def _run_passes(
         forward = ProbeForward(runner, side.signals)
         try:
             if packing.has_arguments and runner.layout.stages > 1:
-                _run_first_stage(runner, side)
+                _run_first_stage(forward, side)
             with _raised(runner, side.name), packing_errors(side.decoders[0].pretrained, packing):
                 passes = forward, forward.exchanged()
         except PackingError as error:
@@ -258,13 +242,11 @@ def _run_passes(
 
 
 @torch.no_grad()
-def _run_first_stage(runner: Runner, side: _Side) -> None:
-    """Run the first stage of a model alone, because the other stages would wait for a stage that refuses arguments.
-
-    Raises PackingError on all processes if it refuses them.
+def _run_first_stage(forward: "ProbeForward", side: _Side) -> None:
+    """Run the first stage alone, because the other stages would wait for a stage that refuses arguments. Raises
+    PackingError on all processes if it does.
     """
-    decoder = side.decoders[0]
-    micro_batch = ProbeForward(runner, side.signals).micro_batch()
+    decoder, runner, micro_batch = side.decoders[0], forward.runner, forward.micro_batch()
     with _raised(runner, side.name), packing_errors(decoder.pretrained, decoder.packing):
         if 0 in runner.pairs:
             with evaluating(decoder), autocast(runner.device, probe_precision(runner)):
@@ -274,10 +256,7 @@ def _run_first_stage(runner: Runner, side: _Side) -> None:
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:
     """Prove the layers of the student and of a teacher in its stages, which tensor parallelism has sharded."""
     forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
-    sides: list[tuple[ModelSource | None, list[Decoder]]] = [
-        (student, runner.decoders),
-        (teacher, [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]),
-    ]
+    sides: list[tuple[ModelSource | None, list[Decoder]]] = [(student, runner.decoders), (teacher, _teachers(runner))]
     compared: list[tuple[str, Decoder, Mapping[str, Tensor]]] = []
     with ExitStack() as stack:
         for source, decoders in sides:
@@ -295,47 +274,44 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
 
 
 class ProbeForward(Subject):
-    """A forward pass of the runner that returns hidden states of global sequences, gathered over the context ranks.
-
-    Returns [B, S, D] for the student and for each of its MTP depths, then [B, S, E] for the teacher; an empty list on
+    """A forward pass of the runner that returns hidden states of global sequences, gathered over the context ranks:
+    [B, S, D] for the student and for each of its MTP depths, then [B, S, E] for the teacher; an empty list on
     processes without the last stage.
     """
 
     def __init__(self, runner: Runner, signals: Signals):
-        self._runner, self.signals = runner, signals
-        student, context = runner.decoders[0], runner.layout.degrees.context
+        self.runner, self.signals = runner, signals
         self.device = runner.device
         depths = [0 if part.mtp is None else part.mtp.depths for part in runner.decoders]
         # only the last stage has the MTP layers
         self.depths = max(runner.ranks.gather(max(depths)))
-        decoders = [decoder for decoder in (student, runner.teacher) if decoder is not None]
-        teachers = [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]
-        run = [*runner.decoders, *(teachers if signals else [])]
+        decoders = [decoder for decoder in (runner.decoders[0], runner.teacher) if decoder is not None]
+        run = [*runner.decoders, *(_teachers(runner) if signals else [])]
         self.attentions = [decoder.packing.attention for decoder in run]
         vocabulary = min(decoder.vocabulary_rows for decoder in decoders)
-        self.probe = ProbeDocuments.of(vocabulary, depths=self.depths, multiple=context)
+        self.probe = ProbeDocuments.of(vocabulary, depths=self.depths, multiple=runner.layout.degrees.context)
 
     def inputs(self, micro_batch: MicroBatch, processor: OutputProcessor) -> StageInputs:
-        mtp = [MtpLayersRun(NextTokens(self.depths, self._runner.mesh.group("context")))] if self.depths else []
-        return StageInputs(micro_batch, self.signals, processor, mtp, autocast=probe_precision(self._runner))
+        mtp = [MtpLayersRun(NextTokens(self.depths, self.runner.mesh.group("context")))] if self.depths else []
+        return StageInputs(micro_batch, self.signals, processor, mtp, autocast=probe_precision(self.runner))
 
     def micro_batch(self) -> MicroBatch:
         """Return this process's columns of the probe."""
-        return _micro_batch(self._runner, self.probe.ids_BS, self.probe.position_ids_BS)
+        return _micro_batch(self.runner, self.probe.ids_BS, self.probe.position_ids_BS)
 
     def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
-        return self.hidden(_micro_batch(self._runner, ids_BS, position_ids_BS))
+        return self.hidden(_micro_batch(self.runner, ids_BS, position_ids_BS))
 
     def hidden(self, micro_batch: MicroBatch) -> Sequence[Tensor]:
         """Return the hidden states of this process's columns of a micro-batch, as `run` does."""
-        results = self._runner.forward([self.inputs(micro_batch, _hidden)])
+        results = self.runner.forward([self.inputs(micro_batch, _hidden)])
         if not results:
             return []
         hidden = results[0] if isinstance(results[0], _Hidden) else _Hidden((results[0],), None)
         parts = list(hidden.student)
         if hidden.teacher_TE is not None:
             parts.append(hidden.teacher_TE.unflatten(0, micro_batch.shape_BS))
-        return [gather_sequences(part, self._runner.mesh.group("context")) for part in parts]
+        return [gather_sequences(part, self.runner.mesh.group("context")) for part in parts]
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:
@@ -387,6 +363,15 @@ def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
     place_T = torch.arange(math.prod(shape_BSD), device=position_ids_BS.device, dtype=torch.float32)
     embeds_BSD = place_T.sin().view(shape_BSD).to(decoder.output_weight.dtype)
     return {"input_ids": None, "inputs_embeds": embeds_BSD, "position_ids": position_ids_BS}
+
+
+def _teachers(runner: Runner) -> list[Decoder]:
+    return [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]
+
+
+def _reshard(runner: Runner) -> None:
+    for pair in runner.pairs.values():
+        reshard(pair)
 
 
 @contextmanager

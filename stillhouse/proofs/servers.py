@@ -19,10 +19,8 @@ SAME = 0.05
 
 
 def row_differences(one: Answer, other: Answer) -> Tensor:
-    """The differences of two answers for the same rows, [N], from 0 to about 1.
-
-    For hidden states, the difference is the relative error. For ids, it is the total variation; an id that is absent
-    from an answer has probability 0 in this answer.
+    """The differences of two answers for the same rows, [N], from 0 to about 1: the relative error of hidden states,
+    or the total variation over ids, of which those that are absent from an answer have probability 0.
     """
     if "hidden" in one:
         one_NE, other_NE = one["hidden"].double(), other["hidden"].double()

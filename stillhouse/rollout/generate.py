@@ -22,8 +22,8 @@ from stillhouse.data.media import MEDIA, MediaProcessor
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError, check_document_length, evaluating
 from stillhouse.models.families import ModelFacts
-from stillhouse.models.media_inputs import MEDIA_ARGUMENT, placeholder_ids
-from stillhouse.models.model_checks import describe
+from stillhouse.models.model_checks import typename
+from stillhouse.models.vision_language import MEDIA_ARGUMENT, placeholder_ids
 from stillhouse.parallel import watchdog
 from stillhouse.rollout.records import Completion, CompletionReceiver, GenerationRequest, Sampling
 from stillhouse.rollout.sampler import EndOfCompletion, TokenSampler
@@ -60,11 +60,11 @@ class Generator:
         processor: MediaProcessor | None = None,
     ):
         if not decoder.pretrained.can_generate():
-            raise ValueError(f"{describe(decoder.pretrained)} has no generate(): expected a causal language model")
+            raise ValueError(f"{typename(decoder.pretrained)} has no generate(): expected a causal language model")
         if sampling.stop and tokenizer is None:
             raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
         self.decoder, self.sampling, self.device = decoder, sampling, device
-        self._name = describe(decoder.pretrained)
+        self._name = typename(decoder.pretrained)
         # padding on the left would move these windows
         self._equal_lengths = bool(ModelFacts(decoder.config).row_windows)
         self._autocast, self.batch_tokens, self._tokenizer = autocast, batch_tokens, tokenizer
@@ -245,7 +245,7 @@ class Generator:
             log_probs_N = log_probs_BN[row, :length]
             if not np.isfinite(log_probs_N).all():
                 raise NotFiniteError(
-                    f"{describe(self.decoder.pretrained)}: its logits are not finite when it writes a completion: "
+                    f"{typename(self.decoder.pretrained)}: its logits are not finite when it writes a completion: "
                     "expected finite weights, and a dtype wide enough for the model"
                 )
             versions_N = np.full(length, version, dtype=np.int32)
@@ -284,7 +284,7 @@ def _check_completions(
     what = "its generate()" if processor is None else f"its generate() for prompts with {MEDIA}"
     completions: dict[int, Completion] = {}
     for batch in generator.batches(requests):
-        errors = reading(f"{describe(model)}: {what} fails")
+        errors = reading(f"{typename(model)}: {what} fails")
         completions.update(zip(batch, generator.batch([requests[at] for at in batch], 0, errors), strict=True))
     for at, request in enumerate(requests):
         completion, prompt = completions[at], request.prompt_ids
@@ -301,7 +301,7 @@ def _check_completions(
         error = float(np.median(np.abs(expected - completion.log_probs_N)))
         if not error <= _TOLERANCE[logits_SV.dtype]:
             raise ValueError(
-                f"{describe(model)}: {what} gives log-probabilities that differ by {error:.2g} nats from "
+                f"{typename(model)}: {what} gives log-probabilities that differ by {error:.2g} nats from "
                 "those of its forward pass: expected a model that supports a cache and padding on the left; let a "
                 "server write the completions (rollout.engine)"
             )

@@ -35,9 +35,9 @@ from stillhouse.models.document_packing import AUTO
 from stillhouse.models.dtensors import set_from_global
 from stillhouse.models.families import text_config
 from stillhouse.models.forward_modes import remove_noise
-from stillhouse.models.layer_numbers import layers_name
-from stillhouse.models.packed_attention import activations_for
+from stillhouse.models.layer_hooks import numbered_layers
 from stillhouse.models.pretrained import auto_class, parse_dtype, read_configuration
+from stillhouse.models.varlen import activations_for
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
 from stillhouse.signals import SignalStore
@@ -368,7 +368,8 @@ def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher:
 
 def _read_layers(decoder: Decoder, folder: str, layers: list[int]) -> None:
     with as_config_error(_INIT):
-        name = layers_name(decoder)
+        layers_list = numbered_layers(decoder)
+    name = next(name for name, module in decoder.backbone.named_modules() if module is layers_list)
     layer_pattern = re.compile(rf"(?<=^{re.escape(f'{decoder.backbone_name}.{name}.')})\d+(?=\.)")
     read_weights(decoder, folder, renamed=partial(_name_in_teacher, layer_pattern, layers))
 

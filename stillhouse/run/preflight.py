@@ -24,8 +24,8 @@ from stillhouse.display import name_list
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
-from stillhouse.models.float8 import FP8, float8_problem
 from stillhouse.models.forward_modes import noise_of
+from stillhouse.models.quantized import FP8, float8_problem
 from stillhouse.objective.parameters import PolicySettings
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.tracking import require_trackers

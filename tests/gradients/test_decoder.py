@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoModelForCausalLM
 
 from stillhouse.models import Decoder
+from stillhouse.models.processors import hidden_states
 from stillhouse.objective import CrossEntropy, OutputHead, linear_objective
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -30,10 +31,6 @@ def pack(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Pack documents into one row [1, S]; return the row and its position ids."""
     positions = [torch.arange(len(document)) for document in documents]
     return torch.cat(documents)[None], torch.cat(positions)[None]
-
-
-def hidden_states_of(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
-    return hidden_states
 
 
 def mean_cross_entropy(*, hidden_states: Tensor, head: OutputHead, context: Tensor, depth: int = 0) -> Tensor:
@@ -145,10 +142,10 @@ def test_packed_equals_separate(family: str, attention: str) -> None:
     documents = list(token_ids(1, sum(LENGTHS))[0].split(LENGTHS))
     row, positions = pack(documents)
     together = torch.cat([row, row.flip(1)]), torch.cat([positions, torch.arange(row.shape[1])[None]])
-    packed = decoder(*together, processor=hidden_states_of)[0]  # the second row is one document
-    separate = torch.cat([decoder(document[None], processor=hidden_states_of)[0] for document in documents])
+    packed = decoder(*together, processor=hidden_states)[0]  # the second row is one document
+    separate = torch.cat([decoder(document[None], processor=hidden_states)[0] for document in documents])
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-5)
-    assert (decoder(row, processor=hidden_states_of)[0] - separate).abs().max() > 1, "the test must notice a leak"
+    assert (decoder(row, processor=hidden_states)[0] - separate).abs().max() > 1, "the test must notice a leak"
 
     probe = torch.randn(separate.shape, generator=torch.Generator().manual_seed(1))
     expected = gradients(decoder, (separate * probe).sum())
@@ -212,7 +209,7 @@ def test_gradient_checkpointing_recomputes_layers_but_not_the_head(family: str) 
 def test_signal_is_exact_and_without_grad_whatever_the_mode() -> None:
     model = build("phi3")  # this family has dropout
     decoder, ids = Decoder(model), token_ids(2, 11)
-    expected = decoder(ids, processor=hidden_states_of).flatten(0, 1)
+    expected = decoder(ids, processor=hidden_states).flatten(0, 1)
     decoder.train()
     decoder.backbone.layers[0].eval()
     modes = [module.training for module in decoder.modules()]

@@ -43,50 +43,13 @@ LEFT_OUT = {
 #: transformers loads a tokenizer of these families as another class than a qwen3's, so the teacher is of the family
 OWN_TOKENIZER = ("qwen2", "qwen3_5_moe", "qwen3_5_moe_text")
 #: families that people distil, and that positions alone do not keep apart, or whose structure is unlike others'
-NAMED = [
-    "afmoe",
-    "aya_vision",
-    "bailing_hybrid",
-    "bamba",
-    "bloom",
-    "deepseek_v32",
-    "deepseek_v4",
-    "falcon",
-    "falcon_h1",
-    "falcon_mamba",
-    "gemma3n_text",
-    "gemma4",
-    "gemma4_text",
-    "glm46v",
-    "glm4_moe",
-    "glm5_next",
-    "gpt_oss",
-    "granitemoehybrid",
-    "inkling_text",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "lfm2_vl",
-    "lfm3",
-    "llama4",
-    "mamba",
-    "mamba2",
-    "minimax",
-    "mistral3",
-    "mpt",
-    "nemotron_h",
-    "olmo_hybrid",
-    "opt",
-    "qwen2_5_vl",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "recurrent_gemma",
-    "rwkv",
-    "xlstm",
-    "zamba2",
-    "zaya",
-]
+NAMED = (
+    *("afmoe", "aya_vision", "bailing_hybrid", "bamba", "bloom", "deepseek_v32", "deepseek_v4", "falcon"),
+    *("falcon_h1", "falcon_mamba", "gemma3n_text", "gemma4", "gemma4_text", "glm46v", "glm4_moe", "glm5_next"),
+    *("gpt_oss", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3"),
+    *("llama4", "mamba", "mamba2", "minimax", "mistral3", "mpt", "nemotron_h", "olmo_hybrid", "opt", "qwen2_5_vl"),
+    *("qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba2", "zaya"),
+)
 FAMILIES = sorted({*NAMED, *CAUSAL[::4]} - {*LEFT_OUT, *QUICK})
 
 

@@ -10,18 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from kit.families import build
 from kit.image_documents import joined_images
 from kit.image_runs import IMAGE, S, gemma3, llava, model_of, qwen2_5_vl, qwen3_vl, with_image
 from kit.parity_cases import ONE, mesh_of
 from kit.shard_ranks import Rank, on_ranks
 from kit.teacher_gradients import named_gradients
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    T5Config,
-)
 
 from stillhouse.images.proof import prove_images
 from stillhouse.models import Decoder
@@ -41,15 +36,15 @@ EACH_DECODER = pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_vl"]
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (llava, AutoModelForImageTextToText),
-        (qwen2_5_vl, AutoModelForImageTextToText),
-        (qwen3_vl, AutoModelForImageTextToText),
-        (gemma3, AutoModelForCausalLM),  # transformers lists the image-text model in this class, too
-        (lambda: build("llama").config, AutoModelForCausalLM),
-        (T5Config, AutoModelForCausalLM),  # this class refuses T5 with an error that names it
+        (llava, hf.AutoModelForImageTextToText),
+        (qwen2_5_vl, hf.AutoModelForImageTextToText),
+        (qwen3_vl, hf.AutoModelForImageTextToText),
+        (gemma3, hf.AutoModelForCausalLM),  # transformers lists the image-text model in this class, too
+        (lambda: build("llama").config, hf.AutoModelForCausalLM),
+        (hf.T5Config, hf.AutoModelForCausalLM),  # this class refuses T5 with an error that names it
     ],
 )
-def test_the_class_follows_from_the_configuration(config: Callable[[], PreTrainedConfig], expected: Any) -> None:
+def test_the_class_follows_from_the_configuration(config: Callable[[], hf.PreTrainedConfig], expected: Any) -> None:
     assert auto_class(config()) is expected
 
 

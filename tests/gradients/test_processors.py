@@ -23,9 +23,6 @@ from kit.processor_cases import (
     LABELS_T,
     POSITIONS_BS,
     SOME_T,
-    B,
-    S,
-    T,
     at_depth,
 )
 from kit.teacher_gradients import named_gradients
@@ -49,6 +46,8 @@ from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective
 from stillhouse.objective.tile import chunks
 
+B, S = LABELS_BS.shape
+T = B * S
 MODELS = {
     "tied": ("qwen3", True),
     "untied": ("qwen3", False),
@@ -60,13 +59,9 @@ EACH_MODEL = pytest.mark.parametrize("model", MODELS)
 
 
 @functools.cache
-def built(name: str, seed: int) -> PreTrainedModel:
+def model_of(name: str, seed: int = 0) -> PreTrainedModel:
     family, tied = MODELS[name]
     return build(family, tied=tied, seed=seed, dtype=torch.float64)
-
-
-def model_of(name: str, seed: int = 0) -> PreTrainedModel:
-    return built(name, seed)
 
 
 def decoder_of(name: str, seed: int = 0) -> Decoder:
@@ -296,48 +291,37 @@ def test_another_objective_for_further_depths() -> None:
     assert torch.equal(actual.loss, expected.loss)
 
 
-DISTILLATION = StepLoss(parse_objective("forward_kl"))
+CONSTANTS = {"advantages_T": SOME_T, "old_log_probs_T": SOME_T}
+SAMPLED = PolicyTargets(LABELS_BS, **CONSTANTS)
+TRAINED = PolicyTargets(LABELS_BS, **CONSTANTS | {"old_log_probs_T": torch.zeros(T, requires_grad=True)})
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("processor", "context", "depth", "message"),
     [
         (
-            lambda: at_depth(DISTILLATION, DistillTargets(LABELS_BS), 0),
-            "signal is missing: expected a teacher's signal",
+            StepLoss(parse_objective("forward_kl")),
+            DistillTargets(LABELS_BS),
+            0,
+            "signal is missing: expected a teacher's",
         ),
         (
-            lambda: at_depth(
-                policy_gradient(), PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T)
-            ),
+            policy_gradient(),
+            SAMPLED,
+            1,
             "a policy gradient at depth 1: expected 0, the head that tokens are drawn from; by_depth(",
         ),
         (
-            lambda: at_depth(
-                policy_gradient(kl_scale=0.1),
-                PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T),
-                0,
-            ),
+            policy_gradient(kl_scale=0.1),
+            SAMPLED,
+            0,
             "kl_scale=0.1 without reference_log_probs_T: expected both, or kl_scale=0",
         ),
-        (
-            lambda: at_depth(
-                policy_gradient(),
-                PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=torch.zeros(T, requires_grad=True)),
-                0,
-            ),
-            "old_log_probs_T requires grad: expected a constant; detach it",
-        ),
-        (lambda: at_depth(cross_entropy(), Targets(LABELS_BS[:, 1:]), 0), "has 32 tokens, the student 34"),
+        (policy_gradient(), TRAINED, 0, "old_log_probs_T requires grad: expected a constant; detach it"),
+        (cross_entropy(), Targets(LABELS_BS[:, 1:]), 0, "has 32 tokens, the student 34"),
     ],
-    ids=[
-        "signal",
-        "policy",
-        "reference",
-        "grad",
-        "tokens",
-    ],
+    ids=["signal", "policy", "reference", "grad", "tokens"],
 )
-def test_errors(make: Callable[[], Any], message: str) -> None:
+def test_errors(processor: OutputProcessor, context: Any, depth: int, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        make()
+        at_depth(processor, context, depth)

@@ -24,17 +24,8 @@ from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 #: families whose documents in one row see each other
 LEAKING = (
-    "gpt_oss",
-    "qwen3_next",
-    "qwen3_5_text",
-    "nemotron_h",
-    "granitemoehybrid",
-    "bamba",
-    "zamba2",
-    "jamba",
-    "lfm2",
-    "opt",
-    "falcon_h1",
+    *("gpt_oss", "qwen3_next", "qwen3_5_text", "nemotron_h", "granitemoehybrid", "bamba", "zamba2", "jamba"),
+    *("lfm2", "opt", "falcon_h1"),
 )
 #: those that separate documents with the masks that transformers builds for packed sequences
 MASKED = ("gpt_oss", "opt")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedConfig, Qw
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from stillhouse.models import Decoder, RouterAuxLoss, add_lora, balance_routers, initialize_lora
-from stillhouse.models.router_aux_loss import RouterBalance
+from stillhouse.models.layer_losses import RouterBalance
 
 ROWS, TOKENS, COEFFICIENT = 3, 11, 0.7
 SHAPE = {

@@ -17,9 +17,8 @@ from kit.teacher_gradients import named_gradients
 from torch import Tensor, nn
 
 from stillhouse.config import ConfigError
-from stillhouse.models import Decoder, float8, quantized
-from stillhouse.models.float8 import round_to_float8
-from stillhouse.models.quantized import is_quantized, weight_bytes
+from stillhouse.models import Decoder, quantized
+from stillhouse.models.quantized import is_quantized, round_to_float8, weight_bytes
 from stillhouse.parallel import Degrees, Layout
 from stillhouse.run import preflight
 from stillhouse.run.preflight import require_teachers_fit
@@ -127,14 +126,14 @@ def test_the_forward_kl_from_the_bfloat16_teacher_is_small() -> None:
 def test_products_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scales of the weights are lost after the first passes."""
     model = model_of()
-    probe = float8._probe_logits
+    probe = quantized._probe_logits
 
     def damaged(model: Any) -> Tensor:
         for weight in filter(is_quantized, model.parameters()):
             weight.scale.fill_(1.0)
         return probe(model)
 
-    monkeypatch.setattr(float8, "_probe_logits", damaged)
+    monkeypatch.setattr(quantized, "_probe_logits", damaged)
     with pytest.raises(ValueError, match="fp8 changes its logits by"):
         round_to_float8(model)
 

@@ -15,7 +15,7 @@ from kit.varlen_reference import attend, error, micro_batch, packed_gradients, p
 from stillhouse.data import make_micro_batch
 from stillhouse.libraries import is_supported
 from stillhouse.models import Activations, Decoder, ProofError, prove_decoder, varlen
-from stillhouse.objective import OutputHead
+from stillhouse.models.processors import hidden_states
 from stillhouse.rollout.generate import check_generation
 
 FLOAT64 = Activations(torch.device("cpu"), torch.float64)
@@ -138,14 +138,10 @@ def test_layers_for_multi_token_prediction_get_the_lengths() -> None:
         assert decoder.packing.attention.reads_lengths == (activations is not None)
         batch = micro_batch().to("cpu")
         arguments = (batch.input_ids_BS, batch.position_ids_BS)
-        hidden.append(decoder(*arguments, lengths=batch.lengths, mtp_input_ids=arguments[0], processor=_returned))
+        hidden.append(decoder(*arguments, lengths=batch.lengths, mtp_input_ids=arguments[0], processor=hidden_states))
     for result, expected in zip(*hidden, strict=True):
         # the last tokens of a row have no label at these depths, and rows that are joined shift other tokens to them
         torch.testing.assert_close(result[:, :-2], expected[:, :-2], atol=1e-6, rtol=1e-6)
-
-
-def _returned(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
-    return hidden_states
 
 
 def test_a_micro_batch_has_the_lengths_of_its_documents() -> None:

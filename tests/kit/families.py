@@ -11,21 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers as hf
 
 WINDOW = 5  # tokens that a sliding-window layer sees
 SOFTCAP = 3.0
@@ -51,13 +37,13 @@ _GEMMA: dict[str, Any] = {
 }
 
 #: family → its configuration; options: vocab_size, tie_word_embeddings
-FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
-    "llama": partial(LlamaConfig, **SHAPE),
+FAMILIES: dict[str, Callable[..., hf.PreTrainedConfig]] = {
+    "llama": partial(hf.LlamaConfig, **SHAPE),
     "qwen3": partial(
-        Qwen3Config, **SHAPE, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+        hf.Qwen3Config, **SHAPE, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
     "qwen3_moe": partial(
-        Qwen3MoeConfig,
+        hf.Qwen3MoeConfig,
         **SHAPE,
         head_dim=16,
         num_experts=4,
@@ -65,16 +51,16 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
         moe_intermediate_size=24,
         norm_topk_prob=True,
     ),
-    "gemma2": partial(Gemma2Config, **_GEMMA, attn_logit_softcapping=4.0),
+    "gemma2": partial(hf.Gemma2Config, **_GEMMA, attn_logit_softcapping=4.0),
     "gemma3": partial(
-        Gemma3TextConfig,
+        hf.Gemma3TextConfig,
         **{**_GEMMA, "num_hidden_layers": 3},
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
-    "mistral": partial(MistralConfig, **SHAPE, sliding_window=WINDOW),
-    "phi3": partial(Phi3Config, **SHAPE, sliding_window=WINDOW, resid_pdrop=0.1),
+    "mistral": partial(hf.MistralConfig, **SHAPE, sliding_window=WINDOW),
+    "phi3": partial(hf.Phi3Config, **SHAPE, sliding_window=WINDOW, resid_pdrop=0.1),
     "gpt2": partial(
-        GPT2Config,
+        hf.GPT2Config,
         n_embd=48,
         n_layer=2,
         n_head=4,
@@ -84,14 +70,14 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
         eos_token_id=2,
     ),
     "granite": partial(
-        GraniteConfig,
+        hf.GraniteConfig,
         **SHAPE,
         logits_scaling=3.0,
         embedding_multiplier=2.0,
         residual_multiplier=0.7,
         attention_multiplier=0.3,
     ),
-    "cohere": partial(CohereConfig, **SHAPE, logit_scale=0.4, use_qk_norm=True),
+    "cohere": partial(hf.CohereConfig, **SHAPE, logit_scale=0.4, use_qk_norm=True),
 }
 
 
@@ -103,7 +89,7 @@ def build(
     vocab_size: int = 251,
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
-) -> PreTrainedModel:
+) -> hf.PreTrainedModel:
     """Return a small model of `family` in eval mode. The same seed gives the same weights in every dtype.
 
     `tied=None` stands for the family's default; `attention` is Hugging Face's `attn_implementation`. The global
@@ -114,7 +100,7 @@ def build(
         options["tie_word_embeddings"] = tied
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(FAMILIES[family](**options), attn_implementation=attention)
+        model = hf.AutoModelForCausalLM.from_config(FAMILIES[family](**options), attn_implementation=attention)
         if dtype == torch.float64:  # the grouped product of experts does not support float64
             model.set_experts_implementation("eager")
         for parameter in model.parameters():

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from kit.shard_ranks import Rank
@@ -25,6 +26,16 @@ from stillhouse.rollout.publish import publish
 from stillhouse.rollout.published_folder import Manifest, published_folder
 
 CPU = torch.device("cpu")
+
+
+def loaded(folder: Path, **options: Any) -> Decoder:
+    """Load a folder as the processes of a layout do."""
+    decoder = empty_decoder(folder, **options)
+    load_weights(decoder, folder, CPU)
+    return decoder.eval()
+
+
+LOADERS = pytest.mark.parametrize("load", [Decoder.from_pretrained, loaded], ids=["one process", "a layout"])
 
 
 def read_manifest(path: Path) -> Manifest:

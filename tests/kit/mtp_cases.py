@@ -9,16 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from kit.families import SHAPE
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Glm4MoeConfig,
-    MellumConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
 
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder
@@ -27,10 +20,10 @@ V = 251
 _SHAPE: dict[str, Any] = {**SHAPE, "vocab_size": V, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 
 _EXPERTS: dict[str, Any] = {**_SHAPE, "n_routed_experts": 4}
-MAKERS: dict[str, Callable[..., PreTrainedConfig]] = {
-    "glm4_moe": partial(Glm4MoeConfig, **_EXPERTS, head_dim=16, use_qk_norm=True),
+MAKERS: dict[str, Callable[..., hf.PreTrainedConfig]] = {
+    "glm4_moe": partial(hf.Glm4MoeConfig, **_EXPERTS, head_dim=16, use_qk_norm=True),
     "deepseek_v3": partial(
-        DeepseekV3Config,
+        hf.DeepseekV3Config,
         **{**_EXPERTS, "num_key_value_heads": 4},
         kv_lora_rank=16,
         q_lora_rank=16,
@@ -42,7 +35,7 @@ MAKERS: dict[str, Callable[..., PreTrainedConfig]] = {
         first_k_dense_replace=1,
     ),
     "mellum": partial(
-        MellumConfig,
+        hf.MellumConfig,
         **_SHAPE,
         head_dim=16,
         num_experts=4,
@@ -52,7 +45,7 @@ MAKERS: dict[str, Callable[..., PreTrainedConfig]] = {
     ),
     # a family without MTP layers of its own; its second layer has a sliding window
     "qwen3": partial(
-        Qwen3Config, **_SHAPE, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        hf.Qwen3Config, **_SHAPE, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
 }
 EACH_FAMILY = pytest.mark.parametrize(
@@ -68,7 +61,7 @@ def make(
     """Return a decoder whose norms have weights other than 1, so that a missing norm changes the result."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(MAKERS[family](**options))
+        model = hf.AutoModelForCausalLM.from_config(MAKERS[family](**options))
         if dtype == torch.float64:  # the grouped product of experts does not support float64
             model.set_experts_implementation("eager")
         decoder = MultiTokenDecoder.new(Decoder(model.to(dtype).eval()), depths)

@@ -15,7 +15,7 @@ import torch
 from kit.causal_families import build as build_causal
 from kit.families import build
 from kit.layout_runs import assert_same_weights, distill
-from kit.loading_memory import export_under
+from kit.loading_memory import LOADERS, export_under, loaded
 from kit.megatron_runs import without_cuda
 from kit.ranks import Ranks
 from kit.runs import metrics, run, save_model, session_of, write_run
@@ -34,16 +34,6 @@ from stillhouse.signals.teacher_folder import head_of
 
 IDS = torch.arange(3, 40)[None]
 KEY, HEAD, EMBEDDING = "tie_word_embeddings", "lm_head.weight", "model.embed_tokens.weight"
-
-
-def loaded(folder: Path, **options: Any) -> Decoder:
-    """Load a folder as the processes of a layout do."""
-    decoder = empty_decoder(folder, **options)
-    load_weights(decoder, folder, torch.device("cpu"))
-    return decoder.eval()
-
-
-LOADERS = pytest.mark.parametrize("load", [Decoder.from_pretrained, loaded], ids=["one process", "a layout"])
 
 
 def set_flag(folder: Path, value: bool, part: str = "") -> Path:

@@ -33,7 +33,7 @@ from stillhouse.images.decode import open_image, thumbnail
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.models import Decoder
-from stillhouse.models.media_inputs import read_token_inputs
+from stillhouse.models.vision_language import read_token_inputs
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import validated
 from stillhouse.output.records import HeldOutImage

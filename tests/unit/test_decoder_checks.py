@@ -9,29 +9,11 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+import transformers as hf
 from kit.causal_families import build as build_causal
 from kit.families import FAMILIES, build
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
-    BloomConfig,
-    BloomForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaModel,
-    MambaConfig,
-    MambaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, warn_of_positions
 from stillhouse.models.document_packing import PackingError
@@ -48,12 +30,9 @@ SMALL: dict[str, Any] = {
 }
 
 
-def mamba() -> PreTrainedModel:
-    return MambaForCausalLM(MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4))
-
-
 def t5() -> PreTrainedModel:
-    return T5ForConditionalGeneration(T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+    config = hf.T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    return hf.T5ForConditionalGeneration(config)
 
 
 class ScaledLlama(LlamaForCausalLM):
@@ -67,10 +46,10 @@ class ScaledLlama(LlamaForCausalLM):
 
 REFUSED = {
     "an encoder-decoder": (t5, "T5ForConditionalGeneration (model type 't5') has an encoder"),
-    "a bare backbone": (lambda: LlamaModel(LlamaConfig(**SMALL)), "LlamaModel (model type 'llama') has no output"),
-    "a classifier": (lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL)), "has no output head"),
-    "an encoder": (lambda: BertModel(BertConfig(**SMALL)), "BertModel (model type 'bert') has no output head"),
-    "a masked model": (lambda: BertForMaskedLM(BertConfig(**SMALL)), "(model type 'bert') is not causal"),
+    "a bare backbone": (lambda: hf.LlamaModel(LlamaConfig(**SMALL)), "LlamaModel (model type 'llama') has no output"),
+    "a classifier": (lambda: hf.LlamaForSequenceClassification(LlamaConfig(**SMALL)), "has no output head"),
+    "an encoder": (lambda: hf.BertModel(hf.BertConfig(**SMALL)), "BertModel (model type 'bert') has no output head"),
+    "a masked model": (lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL)), "(model type 'bert') is not causal"),
     "unknown logits": (
         lambda: ScaledLlama(LlamaConfig(**SMALL)),
         "ScaledLlama (model type 'llama'): its logits differ by up to",
@@ -81,9 +60,12 @@ REFUSED = {
 
 #: cases → (model, part of the reason against packing)
 NOT_PACKED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a state-space model": (mamba, "MambaForCausalLM (model type 'mamba') takes no position_ids"),
+    "a state-space model": (
+        lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4)),
+        "MambaForCausalLM (model type 'mamba') takes no position_ids",
+    ),
     "an ALiBi model": (
-        lambda: BloomForCausalLM(BloomConfig(vocab_size=60, hidden_size=32, n_layer=1, n_head=2)),
+        lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=60, hidden_size=32, n_layer=1, n_head=2)),
         "BloomForCausalLM (model type 'bloom') takes no position_ids",
     ),
     "windows of the row": (
@@ -270,11 +252,11 @@ def test_positions_that_the_model_does_not_name_are_warned_of() -> None:
 
 def test_documents_beyond_a_switch_of_rotary_angles() -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    config = Phi3Config(
+    config = hf.Phi3Config(
         **SMALL, pad_token_id=0, max_position_embeddings=64, original_max_position_embeddings=16,
         rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors},
     )  # fmt: skip
-    decoder = Decoder(Phi3ForCausalLM(config).eval())
+    decoder = Decoder(hf.Phi3ForCausalLM(config).eval())
     check_document_length(decoder.pretrained, 16, "teacher")
     with pytest.raises(ValueError, match=r"longrope.* longer than 16 tokens.* got 17"):
         check_document_length(decoder.pretrained, 17, "teacher")

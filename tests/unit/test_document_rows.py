@@ -42,7 +42,13 @@ def test_a_micro_batch_of_padding_alone_has_one_row() -> None:
 def test_a_document_does_not_reach_into_the_next_row_of_the_micro_batch() -> None:
     """The positions of the second row would continue those of the first one."""
     rows = UnpackedRows.of(torch.tensor([[0, 1], [2, 3]]))
-    assert ids_of_two(rows) == [[0, 1], [2, 3]]
+    assert rows.unpack(torch.arange(4).view(2, 2))[:, :2].tolist() == [[0, 1], [2, 3]]
+
+
+def faked(mode: FakeTensorMode, lengths: DocumentLengths) -> tuple[Tensor, Tensor, DocumentLengths]:
+    borders_M, filled_K = map(mode.from_tensor, (lengths.borders_M, lengths.filled_K))
+    fake = lengths._replace(borders_M=borders_M, filled_K=filled_K)
+    return mode.from_tensor(POSITIONS_BS), mode.from_tensor(IS_PADDING_BS), fake
 
 
 def test_known_lengths_are_not_read_from_the_device() -> None:
@@ -53,10 +59,7 @@ def test_known_lengths_are_not_read_from_the_device() -> None:
     assert torch.equal(rows.index_NL, expected.index_NL)
     assert torch.equal(rows.place_T, expected.place_T)
     with FakeTensorMode() as mode:
-        positions_BS, is_padding_BS = mode.from_tensor(POSITIONS_BS), mode.from_tensor(IS_PADDING_BS)
-        fake = lengths._replace(
-            borders_M=mode.from_tensor(lengths.borders_M), filled_K=mode.from_tensor(lengths.filled_K)
-        )
+        positions_BS, is_padding_BS, fake = faked(mode, lengths)
         rows = UnpackedRows.of(positions_BS, is_padding_BS, fake)
         assert rows.pack(rows.unpack(positions_BS)).shape == POSITIONS_BS.shape
         assert rows.index_NL.shape == expected.index_NL.shape
@@ -69,10 +72,7 @@ def test_documents_in_one_row_lie_one_behind_another() -> None:
     lengths = DocumentLengths.of(POSITIONS_BS, IS_PADDING_BS)
     widths = [-(-length // 4) * 4 for length in lengths.filled]
     with FakeTensorMode() as mode:
-        fake = lengths._replace(
-            borders_M=mode.from_tensor(lengths.borders_M), filled_K=mode.from_tensor(lengths.filled_K)
-        )
-        positions_BS, is_padding_BS = mode.from_tensor(POSITIONS_BS), mode.from_tensor(IS_PADDING_BS)
+        positions_BS, is_padding_BS, fake = faked(mode, lengths)
         assert UnpackedRows.of(positions_BS, is_padding_BS, fake, widths=widths).index_NL.shape == (1, sum(widths))
     rows = UnpackedRows.of(POSITIONS_BS, IS_PADDING_BS, lengths, widths=widths)
     values_1P = rows.unpack(POSITIONS_BS)
@@ -93,10 +93,6 @@ def test_a_moved_micro_batch_has_the_lengths_of_its_rows() -> None:
     empty = batch.without_targets().to("cpu").lengths
     assert empty is not None
     assert empty.filled_K.tolist() == [0]
-
-
-def ids_of_two(rows: UnpackedRows) -> list[list[int]]:
-    return rows.unpack(torch.arange(4).view(2, 2))[:, :2].tolist()
 
 
 def test_packing_is_the_inverse_of_unpacking_also_for_gradients() -> None:

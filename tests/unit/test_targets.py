@@ -19,6 +19,7 @@ from stillhouse.objective import TEACHER, DenseLogits
 from stillhouse.objective.spec import parse_objective
 
 DISTILLATION = StepLoss(parse_objective("forward_kl"))
+MISSING = "is missing: expected a number for each of 34 tokens"
 
 
 def test_shift_for_mtp_of_equal_rows() -> None:
@@ -56,14 +57,8 @@ def test_shift_for_mtp_stays_within_documents() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: PolicyTargets(LABELS_BS, old_log_probs_T=SOME_T),
-            "advantages_T is missing: expected a number for each of 34 tokens",
-        ),
-        (
-            lambda: PolicyTargets(LABELS_BS, advantages_T=SOME_T),
-            "old_log_probs_T is missing: expected a number for each of 34 tokens",
-        ),
+        (lambda: PolicyTargets(LABELS_BS, old_log_probs_T=SOME_T), f"advantages_T {MISSING}"),
+        (lambda: PolicyTargets(LABELS_BS, advantages_T=SOME_T), f"old_log_probs_T {MISSING}"),
         (
             lambda: at_depth(cross_entropy(), Targets(LABELS_BS)),
             "depth 1 of multi-token prediction with targets of 0 further depths: expected targets.shift_for_mtp(",

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 from kit.families import build
+from kit.loading_memory import LOADERS, loaded
 from kit.runs import save_model, session_of, write_run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,20 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.models import Decoder, model_fingerprint
 from stillhouse.models.weight_files import weight_files
-from stillhouse.parallel import empty_decoder, load_weights
 from stillhouse.signals.teacher_folder import head_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 IDS = torch.arange(3, 40)[None]
 #: the largest size of a file; the models of the tests have several
 SIZE = "30KB"
-
-
-def loaded(folder: Path) -> Decoder:
-    """Load a folder as the processes of a layout do."""
-    decoder = empty_decoder(folder)
-    load_weights(decoder, folder, torch.device("cpu"))
-    return decoder.eval()
 
 
 def other_weights(folder: Path, **options: Any) -> Path:
@@ -140,7 +133,7 @@ def without_a_tensor(path: Path) -> None:
         (without_a_tensor, "has no tensor '.*', which the index of this folder places there"),
     ],
 )
-@pytest.mark.parametrize("load", [Decoder.from_pretrained, loaded], ids=["one process", "a layout"])
+@LOADERS
 def test_a_damaged_file_of_an_index_is_named(
     tmp_path: Path, load: Callable[[Path], Decoder], damage: Callable[[Path], None], message: str
 ) -> None:
@@ -151,7 +144,7 @@ def test_a_damaged_file_of_an_index_is_named(
         load(tmp_path)
 
 
-@pytest.mark.parametrize("load", [Decoder.from_pretrained, loaded], ids=["one process", "a layout"])
+@LOADERS
 def test_a_tensor_in_another_file_than_the_index_says_is_refused(
     tmp_path: Path, load: Callable[[Path], Decoder]
 ) -> None:
@@ -165,7 +158,7 @@ def test_a_tensor_in_another_file_than_the_index_says_is_refused(
         load(tmp_path)
 
 
-@pytest.mark.parametrize("load", [Decoder.from_pretrained, loaded], ids=["one process", "a layout"])
+@LOADERS
 def test_an_index_that_transformers_cannot_read_is_named(tmp_path: Path, load: Callable[[Path], Decoder]) -> None:
     build("llama").save_pretrained(tmp_path, max_shard_size=SIZE)
     index = json.loads((tmp_path / INDEX).read_text())

@@ -3,9 +3,8 @@
 A loss is a subclass of `LossPart`, and an entry of the group `stillhouse.parts` (`engine/part_kinds.py`).
 """
 
-from stillhouse.engine.parts.hidden import HiddenStates
+from stillhouse.engine.parts.layer_losses import ROUTER_LOSS, HiddenStates, RouterBalancing
 from stillhouse.engine.parts.loss_part import LossPart, LossSections
 from stillhouse.engine.parts.mtp import MtpLoss
-from stillhouse.engine.parts.router import ROUTER_LOSS, RouterBalancing
 
 __all__ = ["ROUTER_LOSS", "HiddenStates", "LossPart", "LossSections", "MtpLoss", "RouterBalancing"]

@@ -69,8 +69,7 @@ class LossPart(LayerLosses, Protocol):
     ) -> ObjectiveOutput:
         """Return the objective's output plus the part of this loss that is computed at the head.
 
-        loss: the `StepLoss`.
-        hidden_by_depth: the hidden states [B, S, D] of depths 0, 1, ….
+        loss: the `StepLoss`. hidden_by_depth: the hidden states [B, S, D] of depths 0, 1, ….
         """
         return output
 

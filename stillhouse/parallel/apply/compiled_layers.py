@@ -20,8 +20,8 @@ from torch._dynamo.exc import TorchDynamoException
 
 from stillhouse.display import first_line
 from stillhouse.models import Decoder, ProofError
-from stillhouse.models.model_checks import describe
-from stillhouse.models.router_aux_loss import RouterBalance
+from stillhouse.models.layer_losses import RouterBalance
+from stillhouse.models.model_checks import typename
 
 Forward = Callable[..., Any]
 
@@ -41,7 +41,7 @@ def compile_layers(decoder: Decoder, backend: str = "inductor") -> None:
     """
     if RouterBalance.name in decoder.layer_losses:
         raise ValueError(
-            f"{describe(decoder.pretrained)} has a loss in its routers, whose hooks compiled layers do not run: "
+            f"{typename(decoder.pretrained)} has a loss in its routers, whose hooks compiled layers do not run: "
             "expected train.compile: false, or objective.router_aux_loss: 0"
         )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)

@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from stillhouse.models import Decoder
 from stillhouse.models.families import HEADS, ModelFacts, text_config
 from stillhouse.models.forward_modes import VARLEN
-from stillhouse.models.media_inputs import TOKEN_TYPES
+from stillhouse.models.vision_language import TOKEN_TYPES
 
 _ULYSSES = "ulysses_"  # how the names of the attention functions begin
 #: the inputs [B, S] of a backbone beside positions

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
-from stillhouse.models.model_checks import describe
+from stillhouse.models.model_checks import typename
 
 
 def apply_fsdp(
@@ -56,9 +56,10 @@ def apply_fsdp(
     for layers in _by_shared_weights([*decoder.layers(), *decoder.mtp_layers()]):
         _require_one_dtype(decoder, layers)
         inner(layers if len(layers) > 1 else layers[0], mesh=mesh)
-    for module in (module for loss in decoder.layer_losses.values() for module in loss.with_weights()):
+    for module in (module for loss in decoder.layer_losses.values() for module in loss.modules()):
         # a separate FSDP group for each module: the weights may be float32, and a group must have one dtype
-        shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        if next(module.parameters(recurse=False), None) is not None:
+            shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     trains = any(parameter.requires_grad for parameter in decoder.parameters())
     if not decoder.tied and decoder.has_head:
         # a tied head uses the embedding's weight, which is in the root's FSDP group
@@ -86,7 +87,7 @@ def _require_one_dtype(decoder: Decoder, layers: Sequence[nn.Module]) -> None:
     if len(trained) > 1:
         names = ", ".join(f"'{name}' in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
         raise ValueError(
-            f"{describe(decoder.pretrained)} has weights of several dtypes in a layer ({names}): transformers keeps "
+            f"{typename(decoder.pretrained)} has weights of several dtypes in a layer ({names}): transformers keeps "
             "some of them in float32, and FSDP trains one dtype per layer; expected dtype float32"
         )
 

@@ -15,7 +15,7 @@ from stillhouse import __version__
 from stillhouse.data import tokenizer_fingerprint
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids
 from stillhouse.models.families import ModelFacts
-from stillhouse.models.packed_attention import activations_for
+from stillhouse.models.varlen import activations_for
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.wire import WIRE_FORMAT
 

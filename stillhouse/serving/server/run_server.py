@@ -22,7 +22,7 @@ import torch
 
 from stillhouse.display import first_line
 from stillhouse.models import NotFiniteError
-from stillhouse.models.float8 import FP8
+from stillhouse.models.quantized import FP8
 from stillhouse.parallel import (
     destroy_process_group,
     is_first,

@@ -16,7 +16,7 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder, element_count
 from stillhouse.models.adapter import ADAPTER_CONFIG, LoraOptions, expected_lora, saved_lora_name
 from stillhouse.models.checkpoint_names import StoredNames, parts_of_stack, saved_names
-from stillhouse.models.model_checks import describe
+from stillhouse.models.model_checks import typename
 from stillhouse.rollout.published_folder import OTHER_BYTES, AdapterBase, PublishedFolder
 
 #: the most bytes of the headers of all safetensors files together, and of an adapter's configuration
@@ -33,7 +33,7 @@ class ModelReader:
     def read(self, shown: str, published: PublishedFolder) -> dict[str, Tensor]:
         """Raises ValueError unless all tensors fit the model and are finite. shown: the folder, for messages."""
         stored = _stored(published, self._expected)
-        _require_fit(shown, describe(self._decoder.pretrained), self._expected, stored)
+        _require_fit(shown, typename(self._decoder.pretrained), self._expected, stored)
         tensors, buffers = self._by_model_names(stored), {name for name, _ in self._decoder.named_buffers()}
         _require_finite(shown, tensors, buffers)
         return tensors
@@ -100,7 +100,7 @@ class AdapterReader:
         names = {saved_lora_name(self._decoder, name): name for name in in_decoder}
         expected = {saved: in_decoder[name] for saved, name in names.items()}
         stored = _stored(published, expected)
-        _require_fit(shown, f"the LoRA layers of {describe(self._decoder.pretrained)}", expected, stored)
+        _require_fit(shown, f"the LoRA layers of {typename(self._decoder.pretrained)}", expected, stored)
         _require_finite(shown, stored, set())
         return {names[saved]: matrix for saved, matrix in stored.items()}, options
 

@@ -26,7 +26,7 @@ from stillhouse.data import check_vocabulary, load_tokenizer
 from stillhouse.hashing import folder_hashes
 from stillhouse.models import Decoder, ProofError, check_finite_weights, model_fingerprint, quantized_identity
 from stillhouse.models.document_packing import PackingError
-from stillhouse.models.packed_attention import activations_for
+from stillhouse.models.varlen import activations_for
 from stillhouse.parallel import (
     Degrees,
     Layout,
