@@ -12,7 +12,7 @@ T tokens, D student width, E teacher width, V vocabulary.
 Writes benchmarks/results/predicted-objective-<date>.json.
 """
 
-from stillhouse.plan.hooks import load_hooks
+from stillhouse.plan.child import load_hooks
 
 if __name__ == "__main__":
     load_hooks()  # before torch

@@ -27,7 +27,7 @@ from stillhouse.models.varlen import Activations
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, use_deterministic_algorithms
 from stillhouse.plan.devices import DEVICES
-from stillhouse.plan.layout_plan import Machine, Plan, plan
+from stillhouse.plan.layout_plan import Machine, Plan, plan_layout, planned_job
 from stillhouse.signals import InStageTeacher
 
 #: dense bf16 operations per second in the data sheets, by a part of the device's name
@@ -97,7 +97,8 @@ def request_plan(arguments: argparse.Namespace, folder: Path) -> "Future[Plan] |
     for section, (width, layers) in ((config.student, arguments.student), (config.teacher, arguments.teacher)):
         model_config(arguments, width, layers).save_pretrained(section.model)
     pool = ThreadPoolExecutor(1)
-    planned = pool.submit(plan, config, Machine(1, 1, name), arguments.max_tokens // arguments.documents)
+    job = planned_job(config, Machine(1, 1, name), arguments.max_tokens // arguments.documents)
+    planned = pool.submit(plan_layout, job)
     pool.shutdown(wait=False)
     return planned
 

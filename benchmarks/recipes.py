@@ -32,8 +32,8 @@ from transformers.models.auto.modeling_auto import (
 
 from stillhouse.cli.arguments import is_override
 from stillhouse.config import RunConfig, load_config
+from stillhouse.plan.command import two_digits
 from stillhouse.plan.devices import DEVICES, GIB
-from stillhouse.plan.table import two_digits
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"

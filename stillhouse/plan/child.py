@@ -2,19 +2,33 @@
 
     {"kind": "whole", "config": …, "ranks": 64, "rank": 0, "gpus_per_node": 8, "device": "h100", …}
 
-An answer is that of the function with the kind's name, or {"error": …, "key": …} for an error that the user can fix.
-The hooks are loaded before torch, so this file imports everything else later.
+An answer is that of the function of `dry_run.py` with the kind's name, or {"error": …, "key": …} for an error that
+the user can fix.
+
+The process also compiles and loads `hooks.cpp`, which lets torch run autograd on fake CUDA tensors, on a machine
+without a GPU. Torch keeps the first hooks that it uses, so they are loaded before torch is imported, but after the
+libraries of a build with CUDA, which have hooks of their own. So this file imports everything else later.
 """
 
+import ctypes
+import hashlib
 import json
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from stillhouse.plan.hooks import load_hooks
+#: torch's libraries; a build without CUDA has only the first two
+_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so")
+_SOURCE = Path(__file__).with_name("hooks.cpp")
 
 
-def main() -> None:
+def answer_jobs() -> None:
     # the answers are the only text on stdout, whatever libraries print
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
@@ -32,16 +46,58 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     try:
         if "torch" not in sys.modules:
             load_hooks()
-        from stillhouse.plan import few_layers
-        from stillhouse.plan.dry_run import whole
+        from stillhouse.plan.dry_run import estimated, parts, shapes, whole
 
-        kinds = {"whole": whole, "shapes": few_layers.shapes, "parts": few_layers.parts}
-        kinds["estimated"] = few_layers.estimated
+        kinds = {"whole": whole, "shapes": shapes, "parts": parts, "estimated": estimated}
         return kinds[job["kind"]](job)
     except (ValueError, OSError) as error:
         problem = getattr(error, "problem", None) or str(error) or type(error).__name__
         return {"error": problem, "key": getattr(error, "key", None)}
 
 
+def load_hooks() -> None:
+    """Load the hooks into this process. Raises ValueError if torch is loaded already, or without a C++ compiler."""
+    if "torch" in sys.modules:
+        raise ValueError("torch is loaded already: expected a process in which the hooks are loaded first")
+    for name in _LIBRARIES:
+        if (library := _torch() / "lib" / name).exists():
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(hooks_library()), ctypes.RTLD_GLOBAL)
+
+
+def hooks_library() -> Path:
+    """Return the compiled library for the installed torch. It is compiled once and kept in the user's cache folder.
+
+    Raises ValueError if there is no C++ compiler, or if it fails.
+    """
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+    if compiler is None:
+        raise ValueError("no C++ compiler: expected g++, clang++ or c++ on the PATH, or the variable CXX")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stillhouse" / "hooks"
+    key = hashlib.sha256(_SOURCE.read_bytes() + f"{version('torch')} {_torch()} {compiler}".encode()).hexdigest()
+    library = cache / f"{key[:20]}.so"
+    if library.exists():
+        return library
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        compiled = Path(folder) / library.name
+        headers = [f"-I{_torch() / 'include'}", f"-I{_torch() / 'include/torch/csrc/api/include'}"]
+        libraries = [f"-L{_torch() / 'lib'}", "-ltorch_cpu", "-lc10"]
+        command = [compiler, "-shared", "-fPIC", "-std=c++20", *headers, str(_SOURCE), "-o", str(compiled)]
+        result = subprocess.run([*command, *libraries], capture_output=True, text=True)
+        if result.returncode:
+            reason = (result.stderr.strip() or "no message").splitlines()[-1]
+            raise ValueError(f"{compiler} cannot compile {_SOURCE.name} for torch {version('torch')}: {reason}")
+        compiled.replace(library)
+    return library
+
+
+def _torch() -> Path:
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
 if __name__ == "__main__":
-    main()
+    answer_jobs()

@@ -1,16 +1,23 @@
-"""`stillhouse plan`: the dry run of a job on devices that are not there."""
+"""`stillhouse plan`: the command, and a plan as plain text."""
 
 import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from stillhouse.cli.arguments import configured, load, misused
-from stillhouse.display import print_escaped
+from stillhouse.display import escaped, print_escaped
+from stillhouse.plan.devices import DEVICES, GIB, RESERVED
 
 if TYPE_CHECKING:
-    from stillhouse.config import RunConfig
-    from stillhouse.plan.layout_plan import Machine
+    from stillhouse.plan.layout_plan import Plan
+    from stillhouse.plan.prediction import RankCounts
+
+#: purposes of memory in the order of the table
+_PURPOSES = ("student weights", "teacher weights", "optimizer", "gradients", "activations", "teacher activations")
+_WIDTH = 18
 
 
 @click.command()
@@ -52,47 +59,143 @@ def plan(
     stillhouse plan run.yaml parallel.tensor=2 --ranks 64 --device h200
     stillhouse plan run.yaml --ranks 64 --fit
     """
-    from stillhouse.plan.devices import DEVICES
-
     if device not in DEVICES:
         raise misused(f"--device: got {device!r}, expected one of {', '.join(DEVICES)}")
     config = load(arguments, flags, needs=())
-    from stillhouse.plan.layout_plan import Machine
+    from stillhouse.config import ConfigError
+    from stillhouse.plan import fit as layout_search
+    from stillhouse.plan.layout_plan import Machine, plan_layout, planned_job
 
     machine = Machine(ranks, gpus_per_node, device)
-    if fit:
-        _print_fits(config, machine, document_tokens, as_json)
-    else:
-        _print_plan(config, machine, document_tokens, as_json)
-
-
-def _print_plan(config: "RunConfig", machine: "Machine", document_tokens: int, as_json: bool) -> None:
-    """Print a plan. Raises ConfigError if it does not fit, so that the exit code is 2."""
-    from stillhouse.config import ConfigError
-    from stillhouse.plan.layout_plan import plan
-    from stillhouse.plan.table import does_not_fit, lines
-
-    result = plan(config, machine, document_tokens)
-    print_escaped(json.dumps(result.as_json(), indent=2) if as_json else "\n".join(lines(result)))
-    if not result.fits:
-        raise ConfigError(None, does_not_fit(result))
-
-
-def _print_fits(config: "RunConfig", machine: "Machine", document_tokens: int, as_json: bool) -> None:
-    """Print the fastest layouts that fit. Raises ConfigError if none fits."""
-    from stillhouse.config import ConfigError
-    from stillhouse.plan.fit import fit
-    from stillhouse.plan.table import fit_lines
-
-    fits = fit(config, machine, document_tokens)
+    if not fit:
+        result = plan_layout(planned_job(config, machine, document_tokens))
+        print_escaped(json.dumps(result.as_json(), indent=2) if as_json else "\n".join(lines(result)))
+        if not result.fits:
+            raise ConfigError(None, does_not_fit(result))
+        return
+    fits = layout_search.fit(config, machine, document_tokens)
     if not fits:
         raise ConfigError(
             "parallel",
-            f"no layout of {machine.ranks} × {machine.device.title} fits: expected more --ranks, a --device with "
+            f"no layout of {ranks} × {machine.device.title} fits: expected more --ranks, a --device with "
             "more memory, smaller data.max_tokens, or larger train.tokens_per_step for more sequences than ranks",
         )
     if as_json:
-        plans = [{"overrides": fit.overrides} | fit.plan.as_json() for fit in fits]
+        plans = [{"overrides": found.overrides} | found.plan.as_json() for found in fits]
         print_escaped(json.dumps(plans, indent=2))
     else:
-        print_escaped("\n".join(fit_lines([(fit.overrides, fit.plan) for fit in fits])))
+        print_escaped("\n".join(fit_lines([(found.overrides, found.plan) for found in fits])))
+
+
+def lines(plan: "Plan") -> Iterator[str]:
+    """Return the lines of a plan: the step, the memory, the work and the messages of each rank."""
+    ranks, device, prediction = plan.ranks, plan.machine.device, plan.prediction
+    first = next(iter(ranks.values()))
+    machines = -(-plan.machine.ranks // plan.machine.gpus_per_node)
+    yield _row("layout", f"{first.layout}: {plan.machine.ranks} × {device.title} in {_count(machines, 'machine')}")
+    yield _row("step", f"{first.tokens:,} tokens, {_count(first.micro_batches, 'micro-batch')} on a data rank")
+    bubble = f", pipeline bubble {prediction.bubble:.0%}" if first.layout.degrees["pipeline"] > 1 else ""
+    bound = prediction.times[prediction.slowest].bound
+    yield _row("predicted", f"{two_digits(prediction.seconds)} s per step, bound by {bound}{bubble}")
+    rate = two_digits(prediction.tokens_per_second)
+    yield _row("speed", f"{rate} tokens/s, {prediction.model_share:.0%} of the peak in bfloat16 (MFU)")
+    if plan.has_tower:
+        yield _row("images", "not counted, nor the activations of the vision tower: the documents are texts")
+    if plan.completions is not None:
+        yield _row("completions", f"{plan.completions}; the plan is of the training step alone")
+        yield _row("", "not counted: the generation of completions, their rewards, and a wait for them")
+    yield ""
+    yield _cells("", [f"{name} stage" for name in ranks] if len(ranks) > 1 else ["every rank"])
+    yield _cells("rank", [str(rank.rank) for rank in ranks.values()])
+    yield _cells("peak memory", [_gib(rank.memory) for rank in ranks.values()])
+    for purpose in dict.fromkeys([*_PURPOSES, *(purpose for rank in ranks.values() for purpose in rank.peak)]):
+        sizes = [rank.peak.get(purpose, 0) for rank in ranks.values()]
+        if max(sizes) >= 0.005 * GIB:
+            yield _cells(f"  {purpose}", [_gib(size) for size in sizes])
+    yield _cells("  free", [_gib(device.usable - rank.memory) for rank in ranks.values()])
+    yield from _work(plan)
+    yield from _messages_and_waits(ranks)
+
+
+def _work(plan: "Plan") -> Iterator[str]:
+    ranks, times = plan.ranks.values(), plan.prediction.times.values()
+    yield _cells("time", [f"{two_digits(time.seconds)} s" for time in times])
+    yield _cells("  products", [f"{two_digits(time.products)} s" for time in times])
+    yield _cells("  other kernels", [f"{two_digits(time.traffic)} s" for time in times])
+    yield _cells("  exposed messages", [f"{two_digits(time.exposed)} s" for time in times])
+    yield _cells("  bound by", [time.bound for time in times])
+    yield _cells("operations", [f"{two_digits(sum(rank.products.values()) / 1e12)} T" for rank in ranks])
+    yield _cells("memory traffic", [f"{two_digits(rank.traffic / 1e9)} GB" for rank in ranks])
+    yield _cells("kernels", [f"{rank.kernels:,}" for rank in ranks])
+
+
+def _messages_and_waits(ranks: Mapping[str, "RankCounts"]) -> Iterator[str]:
+    keys = dict.fromkeys(key for rank in ranks.values() for key in rank.sent)
+    rows = [(key, [rank.sent.get(key, 0.0) for rank in ranks.values()]) for key in keys]
+    rows = [(key, sizes) for key, sizes in rows if max(sizes) >= 1e6]
+    if rows:
+        yield _cells("messages", ["" for _ in ranks])
+    for key, sizes in sorted(rows, key=lambda row: -max(row[1])):
+        counts = [rank.messages.get(key, 0) for rank in ranks.values()]
+        yield _cells(f"  {key}", [f"{count:,}: {_bytes(size)}" for count, size in zip(counts, sizes, strict=True)])
+    yield _cells("waits of the host", [str(sum(rank.waits.values())) for rank in ranks.values()])
+    places: Counter[str] = Counter()
+    for rank in ranks.values():
+        for place, count in [*rank.waits.items(), *rank.pageable.items()]:
+            places[place] = max(places[place], count)
+    yield from (f"  {count} × {escaped(place)}" for place, count in places.items())
+
+
+def does_not_fit(plan: "Plan") -> str:
+    """Say how much memory is missing, and what to do."""
+    device, memory = plan.machine.device, plan.largest.memory
+    return (
+        f"{plan.largest.layout} needs {_gib(memory)} on rank {plan.largest.rank}, and the {device.title} has "
+        f"{_gib(device.usable)} ({_gib(device.memory)} without {_gib(RESERVED)} for CUDA, NCCL and gaps): expected "
+        "smaller train.micro_batch_tokens, train.activation_checkpointing=true or more sharding; --fit searches them"
+    )
+
+
+def fit_lines(fits: Sequence[tuple[Sequence[str], "Plan"]]) -> Iterator[str]:
+    """Return the lines of several plans with the overrides that give them, the best first."""
+    yield f"{'s per step':>10}{'tokens/s':>12}{'MFU':>6}{'peak memory':>14}{'bound by':>11}  overrides"
+    for overrides, plan in fits:
+        prediction = plan.prediction
+        bound = prediction.times[prediction.slowest].bound
+        figures = f"{two_digits(prediction.seconds):>10}{two_digits(prediction.tokens_per_second):>12}"
+        share, memory = f"{prediction.model_share:.0%}", _gib(plan.largest.memory)
+        yield f"{figures}{share:>6}{memory:>14}{bound:>11}  {' '.join(overrides)}"
+    yield "The figures are from steps of models with few layers; a plan of one of these lines runs all layers."
+
+
+def two_digits(value: float) -> str:
+    """Return a number with two significant digits, because a prediction has no more."""
+    if value == 0:
+        return "0"
+    text = f"{float(f'{value:.1e}'):,.6f}"
+    whole, _, fraction = text.partition(".")
+    if len(whole.replace(",", "").lstrip("-")) >= 2:
+        return whole
+    leading = len(fraction) - len(fraction.lstrip("0"))
+    return f"{whole}.{fraction[: 1 if whole != '0' else leading + 2]}"
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<16}{escaped(value, lines=True)}"
+
+
+def _cells(name: str, values: list[str]) -> str:
+    return (f"{name:<32}" + "".join(f"{value:>{_WIDTH}}" for value in values)).rstrip()
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _bytes(size: float) -> str:
+    return f"{two_digits(size / 1e9)} GB" if size >= 1e8 else f"{two_digits(size / 1e6)} MB"

@@ -98,15 +98,14 @@ class DeviceCounts(TorchDispatchMode):
         with self.labelled(purpose):
             return function(*arguments)
 
-    def relabel(self, tensors: Sequence[Tensor], purpose: str) -> None:
-        """Count the memory of tensors under this purpose from now on."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if (entry := self._storages.get(storage._cdata)) is not None:
-                label, size = entry
-                self._storages[storage._cdata] = purpose, size
-                self.now[label] -= size
-                self.now[purpose] += size
+    def relabel(self, tensor: Tensor, purpose: str) -> None:
+        """Count the memory of a tensor under this purpose from now on."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._storages:
+            label, size = self._storages[key]
+            self._storages[key] = purpose, size
+            self.now[label] -= size
+            self.now[purpose] += size
 
     def __torch_dispatch__(
         self, operation: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -121,12 +120,15 @@ class DeviceCounts(TorchDispatchMode):
         if name == "_local_scalar_dense" and isinstance(inputs[0], FakeTensor):
             if _is_on_device(inputs[0]):
                 self._wait(name)
-            return _number(inputs[0].dtype)
+            # a float is not 0, because Adam on the CPU divides by a power of its step
+            dtype = inputs[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
         self._count_wait(name, args, options, inputs)
         if name == "_pin_memory":
             outputs: Any = torch.empty_like(inputs[0])
-        elif name == "_grouped_mm":
-            outputs = _grouped_mm(operation, args, options)
+        elif name == "_grouped_mm":  # fake CUDA tensors have it for bfloat16 alone
+            left, right, *others = args
+            outputs = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **options).to(left.dtype)
         elif name in ("addmm", "mm") and operation._overloadname in ("dtype", "dtype_out"):
             left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
             dtype = next(arg for arg in (*args, *options.values()) if isinstance(arg, torch.dtype))
@@ -154,29 +156,27 @@ class DeviceCounts(TorchDispatchMode):
     def _count_kernel(
         self, operation: Any, name: str, args: Any, options: Any, outputs: Any, tensors: Sequence[Tensor]
     ) -> None:
+        """Count a launch with the operations of a matrix product or of attention, or else with its bytes."""
         if not all(self._is_counted(tensor) for tensor in tensors):
             return
         self.counts.kernels[name] += 1
         self.counts.launches[self._labels[-1]] += 1
-        operations, operand = self._operations(operation, name, args, options, outputs)
+        operands = [arg for arg in args if isinstance(arg, Tensor)]
+        operand = operands[-1] if name in _PRODUCTS else next(iter(operands), _NONE)
+        if name in _PRODUCTS:
+            operations = 2 * operands[-2].numel() * operand.shape[-1]
+        elif name in _ATTENTION:
+            passes = 2.5 if "backward" in name else 1.0  # backward computes five products for the two of forward
+            operand = args[1] if "backward" in name else args[0]  # the queries [T, H, D]
+            # a token sees half of its document on average
+            operations = int(passes * 2 * operand.numel() * self._document_tokens)
+        else:
+            flops = flop_registry.get(operation.overloadpacket)
+            operations = 0 if flops is None else flops(*args, **options, out_val=outputs)
         if operations:
             self.counts.products[str(operand.dtype).removeprefix("torch.")] += operations
         else:
             self.counts.traffic += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def _operations(self, operation: Any, name: str, args: Any, options: Any, outputs: Any) -> tuple[int, Tensor]:
-        """Return the floating-point operations of a matrix product or of attention, and an operand; else 0."""
-        operands = [arg for arg in args if isinstance(arg, Tensor)]
-        if name in _PRODUCTS:
-            left, right = operands[-2:]
-            return 2 * left.numel() * right.shape[-1], right
-        if name in _ATTENTION:
-            passes = 2.5 if "backward" in name else 1.0  # backward computes five products for the two of forward
-            query_THD = args[1] if "backward" in name else args[0]
-            # a token sees half of its document on average
-            return int(passes * 2 * query_THD.numel() * self._document_tokens), query_THD
-        flops = flop_registry.get(operation.overloadpacket)
-        return (0 if flops is None else flops(*args, **options, out_val=outputs)), next(iter(operands), _NONE)
 
     def _count_wait(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], inputs: Sequence[Tensor]
@@ -209,30 +209,21 @@ class DeviceCounts(TorchDispatchMode):
     def _count_message(self, name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> None:
         if name == "wait_tensor":
             return
-        groups = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject | str)]
-        key = f"{self._axis(groups)} {name.strip('_')}"
+        leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject | str)]
+        group = next((group for leaf in leaves if (group := _process_group(leaf)) is not None), None)
+        axis = "all" if group is None else self._axes.get(group.group_name, group.group_desc)
+        key = f"{axis} {name.strip('_')}"
         self.counts.messages[key] += 1
         self.counts.sent[key] += max((tensor.numel() * tensor.element_size() for tensor in inputs), default=0)
-
-    def _axis(self, leaves: Sequence[Any]) -> str:
-        """Return the axis of the group among the arguments of a collective, or else the group's description."""
-        for leaf in leaves:
-            group = _process_group(leaf)
-            if group is not None:
-                return self._axes.get(group.group_name, group.group_desc)
-        return "all"
 
     # ---- memory
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._storages:
-            self._resize(key, size)
-            return
-        self._storages[key] = (self._labels[-1], 0)
-        self._resize(key, size)
-        weakref.finalize(storage, self._free, key)
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = (self._labels[-1], 0)
+            weakref.finalize(storage, self._free, storage._cdata)
+        self._resize(storage._cdata, storage.nbytes())
 
     def _resize(self, key: int, size: int) -> None:
         label, before = self._storages[key]
@@ -267,20 +258,6 @@ class DeviceCounts(TorchDispatchMode):
 
 def _is_on_device(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"  # a fake tensor dispatches an operation to answer `is_cuda`
-
-
-def _grouped_mm(operation: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Return the result of torch's grouped product, which fake CUDA tensors have for bfloat16 alone."""
-    left, right, *others = args
-    product: Tensor = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **options)
-    return product.to(left.dtype)
-
-
-def _number(dtype: torch.dtype) -> float | int | bool:
-    """Return what the host reads: a float is not 0, because Adam on the CPU divides by a power of its step."""
-    if dtype == torch.bool:
-        return False
-    return 1.0 if dtype.is_floating_point else 0
 
 
 def _process_group(leaf: Any) -> ProcessGroup | None:

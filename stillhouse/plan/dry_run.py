@@ -1,109 +1,222 @@
-"""The dry run of one rank in this process, from a job of `child.py` to its answer."""
+"""The dry run of one rank in this process: the answers to the jobs of `child.py`, by kind.
 
+`estimated` runs no step of all layers, but one with one layer of each model on a stage, one with a second layer of
+the student, and one with a second layer of the teacher. All counts are linear in the numbers of layers. Memory is, as
+long as its peak is at the same moment of the step. So the counts of all layers follow from these three short steps.
+The layers of a model must be alike.
+"""
+
+import json
+import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from stillhouse.config import ConfigError, RunConfig, StudentConfig, TeacherConfig, TrainConfig, load_config
+from stillhouse.config import ConfigError, RunConfig, load_config
 from stillhouse.display import name_list
+from stillhouse.dry_run import dry_run
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.libraries import imported
 from stillhouse.models.document_packing import KERNELS, ROWS
 from stillhouse.models.families import ModelFacts
-from stillhouse.parallel import Layout, empty_decoder
-from stillhouse.parallel.stages import cost_of
+from stillhouse.parallel import SCHEMES, Layout, empty_decoder
+from stillhouse.parallel.stages import Cost, Stage, cost_of, split
 from stillhouse.plan.devices import DEVICES
-from stillhouse.plan.rank_counts import LayoutSize, RankCounts
+from stillhouse.plan.prediction import LayoutSize, RankCounts
 from stillhouse.plan.rank_step import rank_steps
 from stillhouse.run.preflight import require_adapters
 from stillhouse.run.setup import configured_layout, require_sharing
 
+#: the counts with several values
+_MAPS = ("waits", "pageable", "products", "messages", "sent", "peak")
+#: the number of layers on a stage in the short steps: (student, teacher)
+_SIZES = {"base": (1, 1), "student": (2, 1), "teacher": (1, 2)}
 
-def whole(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of a rank as JSON. Raises the errors of a run whose models do not fit their layout."""
-    config, layout = planned(job)
-    return counted(job, config, layout, operations_per_token(config.student, config.teacher_sections)).as_json()
+
+@dataclass(frozen=True)
+class PlannedRank:
+    """A job of `child.py`. config: with all degrees of the layout."""
+
+    config: RunConfig
+    layout: Layout
+    rank: int
+    ranks: int
+    device: str
+    document_tokens: int
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The models that are run, by the keys of their sections."""
+        teachers = self.config.teacher_sections.items()
+        models = {section: teacher.model for section, teacher in teachers if teacher.model is not None}
+        return {"student": self.config.student.model} | models
+
+    @property
+    def operations_per_token(self) -> float:
+        """Two operations for each weight that a token uses: once in a teacher; in the student three times, or twice
+        if an adapter is trained.
+        """
+        student = self.config.student
+        costs = [cost_of(empty_decoder(student.model), 3 if student.adapter is None else 2)]
+        for teacher in self.config.teacher_sections.values():
+            model = student.model if teacher.signals_from == "student" else teacher.model
+            if model is not None:
+                costs.append(cost_of(empty_decoder(model), 1))
+        return sum(2 * cost.passes * (cost.layers * cost.layer + cost.head) for cost in costs)
 
 
-def planned(job: Mapping[str, Any]) -> tuple[RunConfig, Layout]:
-    """Return the configuration with all degrees of its layout. Raises ConfigError for an impossible layout."""
+def planned(job: Mapping[str, Any]) -> PlannedRank:
+    """Read a job. Raises ConfigError for an impossible layout, and for layers that a plan cannot run."""
     config = load_config(None, settings=job["config"])
     layout = configured_layout(config.parallel, job["ranks"])
     parallel = config.parallel.model_copy(update={"fsdp": layout.degrees.fsdp})
     config = config.model_copy(update={"parallel": parallel})
     require_sharing(layout, torch.device("cuda"))
     require_optimizer(config.train, layout)
-    teachers = config.teacher_sections.items()
-    models = {"student": config.student.model} | {key: teacher.model for key, teacher in teachers if teacher.model}
-    _require_separable(config.data.packing, models)
-    if config.student.adapter is not None:
-        require_adapters(config.student)
-        imported("peft", "student.adapter")  # with bitsandbytes, which asks torch for CUDA when it is imported
-    return config, layout
-
-
-def _require_separable(packing: str, models: Mapping[str, str]) -> None:
-    """Raise ConfigError for packed rows of a model with layers that only kernels of other packages keep apart.
-
-    packing: `data.packing`. models: by the keys of their sections.
-    """
-    if packing == ROWS:
-        return
-    for section, model in models.items():
+    result = PlannedRank(config, layout, job["rank"], job["ranks"], job["device"], job["document_tokens"])
+    for section, model in result.models.items() if config.data.packing != ROWS else ():
         if states := ModelFacts(empty_decoder(model).config).layers_with_state:
             raise ConfigError(
                 "data.packing",
-                f"got {packing}: {section}.model has layers ({name_list(states)}) that only kernels of "
+                f"got {config.data.packing}: {section}.model has layers ({name_list(states)}) that only kernels of "
                 f"other packages, such as {name_list(KERNELS.values())}, keep apart in packed rows, and a plan runs "
                 f"none of them: expected data.packing={ROWS}, which a run without them uses",
             )
+    if config.student.adapter is not None:
+        require_adapters(config.student)
+        imported("peft", "student.adapter")  # with bitsandbytes, which asks torch for CUDA when it is imported
+    return result
 
 
-def counted(job: Mapping[str, Any], config: RunConfig, layout: Layout, model_operations: float = 0.0) -> RankCounts:
-    """Run a step of the job's rank under a configuration. model_operations: for each token."""
-    tokens, micro_batches, fewest_tokens = _sizes(config.train, config.data.max_tokens, layout)
-    properties = DEVICES[job["device"]].properties()
-    # what is done in a first step alone is not counted
-    _, steady = rank_steps(config, job["rank"], properties, job["document_tokens"], [fewest_tokens, tokens])
+def whole(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counts of a rank as JSON. Raises the errors of a run whose models do not fit their layout."""
+    rank = planned(job)
+    return _counted(rank, rank.operations_per_token).as_json()
+
+
+def shapes(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shapes of both models, by section: `Cost`, and the width. Raises ConfigError if layers differ."""
+    answer = {}
+    for section, model in planned(job).models.items():
+        decoder = empty_decoder(model)
+        layers = decoder.layers()
+        forms = {tuple(sorted((name, weight.shape) for name, weight in layer.named_parameters())) for layer in layers}
+        if len(forms) > 1 or len(set(getattr(decoder.config, "layer_types", None) or ())) > 1:
+            raise ConfigError(
+                f"{section}.model",
+                "its layers differ, and --fit counts a few of them: expected a plan of single layouts",
+            )
+        cost = cost_of(decoder, 3 if section == "student" else 1)
+        elements = sum(weight.numel() for weight in layers[0].parameters())
+        answer[section] = asdict(cost) | {"layer_elements": elements, "width": decoder.width, "tied": decoder.tied}
+    return answer
+
+
+def parts(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counts of the three short steps, by name, as JSON."""
+    return {name: counts.as_json() for name, counts in _short_steps(planned(job)).items()}
+
+
+def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counts of a rank with all layers, from the three short steps.
+
+    Raises the errors of a run whose models do not fit their layout.
+    """
+    rank = planned(job)
+    layout, pipeline = rank.layout, rank.layout.degrees.pipeline
+    costs = [
+        cost_of(empty_decoder(model), 3 if section == "student" else 1) for section, model in rank.models.items()
+    ]
+    stages = split(layout.stages, costs[0], costs[1] if len(costs) > 1 else None)
+    scheme = SCHEMES[layout.schedule]
+    numbers = scheme.stages_of(rank.rank * pipeline // rank.ranks, pipeline) if layout.stages > 1 else [0]
+    student = sum(len(stages[number].student) for number in numbers) / len(numbers) - 1
+    teacher = sum(len(stages[number].teacher) for number in numbers) / len(numbers) - 1
+    steps = _short_steps(rank)
+    base = steps["base"]
+    total = _extrapolated(base, (student, steps["student"]), (teacher, steps["teacher"]))
+    return replace(total, model_operations=base.tokens * rank.operations_per_token).as_json()
+
+
+def _counted(planned: PlannedRank, model_operations: float = 0.0) -> RankCounts:
+    """Run a step of the rank. model_operations: for each token."""
+    config, layout = planned.config, planned.layout
+    data, rows = layout.degrees.data, max(1, config.train.tokens_per_step // config.data.max_tokens)
+    schedule = make_step_schedule(config.train, rows, config.data.max_tokens, data, layout.stages)
+    rows_of_all = schedule.rows_per_micro_batch * data
+    # what is done in a first step alone is not counted; it has as few micro-batches as there are stages
+    step_rows = [min(rows, rows_of_all * layout.stages), rows]
+    properties, tokens = DEVICES[planned.device].properties(), [count * config.data.max_tokens for count in step_rows]
+    _, steady = rank_steps(config, planned.rank, properties, planned.document_tokens, tokens)
     counts = steady.counts
     return RankCounts(
-        rank=job["rank"],
+        rank=planned.rank,
         layout=LayoutSize(asdict(layout.degrees), layout.stages, layout.schedule, layout.last_rank),
-        micro_batches=micro_batches,
-        tokens=tokens,
-        model_operations=tokens * model_operations,
+        micro_batches=-(-rows // rows_of_all),
+        tokens=tokens[-1],
+        model_operations=tokens[-1] * model_operations,
         kernels=sum(counts.kernels.values()),
-        waits=dict(counts.waits),
-        pageable=dict(counts.pageable),
-        products=dict(counts.products),
         traffic=counts.traffic,
-        messages=dict(counts.messages),
-        sent=dict(counts.sent),
-        peak=dict(counts.peak),
+        **{name: dict(getattr(counts, name)) for name in _MAPS},
     )
 
 
-def _sizes(train: TrainConfig, max_tokens: int, layout: Layout) -> tuple[int, int, int]:
-    """Return the tokens of a step over all ranks, the micro-batches of a data rank, and the tokens of a step with as
-    few micro-batches as there are stages.
-    """
-    data, rows = layout.degrees.data, max(1, train.tokens_per_step // max_tokens)
-    schedule = make_step_schedule(train, rows, max_tokens, data, layout.stages)
-    rows_of_all = schedule.rows_per_micro_batch * data
-    return rows * max_tokens, -(-rows // rows_of_all), min(rows, rows_of_all * layout.stages) * max_tokens
+def _short_steps(planned: PlannedRank) -> dict[str, RankCounts]:
+    names = [name for name in _SIZES if name != "teacher" or name in planned.models]
+    steps = {name: _short_step(planned, *_SIZES[name]) for name in names}
+    return {"teacher": steps["base"]} | steps
 
 
-def operations_per_token(student: StudentConfig, teachers: Mapping[str, TeacherConfig]) -> float:
-    """Return two operations for each weight that a token uses: once in a teacher; in the student three times, or
-    twice if an adapter is trained.
-    """
-    costs = [cost_of(empty_decoder(student.model), 3 if student.adapter is None else 2)]
-    for teacher in teachers.values():
-        if teacher.model is not None:
-            costs.append(cost_of(empty_decoder(teacher.model), 1))
-        elif teacher.signals_from == "student":
-            costs.append(cost_of(empty_decoder(student.model), 1))
-    return sum(2 * cost.passes * (cost.layers * cost.layer + cost.head) for cost in costs)
+def _short_step(planned: PlannedRank, student: int, teacher: int) -> RankCounts:
+    """Run a step of models that have so many layers on each stage."""
+    config, stages = planned.config, planned.layout.stages
+
+    def even(count: int, student_cost: Cost, teacher_cost: Cost | None) -> list[Stage]:
+        layers = 0 if teacher_cost is None else teacher
+        return [
+            Stage(n, count, range(n * student, (n + 1) * student), range(n * layers, (n + 1) * layers))
+            for n in range(count)
+        ]
+
+    with tempfile.TemporaryDirectory() as folder, dry_run({split: even}):
+        changed = {}
+        for section, model in planned.models.items():
+            path = _written(model, folder, section, stages * (student if section == "student" else teacher))
+            changed[section] = getattr(config, section).model_copy(update={"model": path})
+        return _counted(replace(planned, config=config.model_copy(update=changed)))
+
+
+def _written(model: str, parent: str, name: str, layers: int) -> str:
+    """Write the configuration of a model with fewer layers; return its folder."""
+    values = json.loads((Path(model) / "config.json").read_text())
+    values["tie_word_embeddings"] = empty_decoder(model).tied  # the files may have another head than the embedding
+    language = values.get("text_config", values)  # beside that of a vision tower
+    for key, value in language.items():
+        if isinstance(value, list) and key.endswith("layer_types"):
+            language[key] = [value[0]] * layers
+    language["num_hidden_layers"] = layers
+    folder = Path(parent) / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+def _extrapolated(base: RankCounts, *steps: tuple[float, RankCounts]) -> RankCounts:
+    """Return the counts of a step, and for each (factor, other step) so many times what the other counts more."""
+    values: dict[str, Any] = {}
+    for name in ("kernels", "traffic"):
+        before = getattr(base, name)
+        values[name] = before + sum(factor * (getattr(step, name) - before) for factor, step in steps)
+    for name in _MAPS:
+        before = getattr(base, name)
+        counts = dict(before)
+        for factor, step in steps:
+            other = getattr(step, name)
+            for key in dict.fromkeys([*before, *other]):
+                counts[key] = counts.get(key, 0) + factor * (other.get(key, 0) - before.get(key, 0))
+        values[name] = counts
+    return replace(base, **values)

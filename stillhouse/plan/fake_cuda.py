@@ -1,27 +1,37 @@
-"""A CUDA device without a GPU: what torch answers about the device while all of its tensors are fake.
+"""A CUDA device without a GPU: what torch answers about the device, and its kernels, while all tensors are fake.
 
-All changes to torch that a dry run needs are in this file, with their reasons. `hooks.py` has the part in C++.
+All changes to torch that a dry run needs are in this file, with their reasons. `child.py` loads the part in C++.
+
+Neither Triton nor torch.compile can run their kernels on fake tensors. In their place, `torch.ops.stillhouse.kernel`
+is called once for each kernel, with the tensors that it reads and writes, so that a dispatch mode sees one launch.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
+from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import _utils as tensor_utils
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stillhouse.dry_run import dry_run
-from stillhouse.plan import fake_kernels
+from stillhouse.objective.numerics import is_readable
+from stillhouse.objective.tile.compiled import as_one_kernel, tensors_of
+from stillhouse.objective.tile.kernels import are_proven, launch
 
-_DATA: Any = torch.Tensor.data
+_DEVICES = 8
+_DATA: Any = Tensor.data
 _SHAPES = "_propagate_tensor_meta_non_cached"
 _OFFSETS = "_compute_local_shape_and_global_offset"
 
@@ -36,16 +46,15 @@ class FakeCudaMode(FakeTensorMode):
 
 
 @contextmanager
-def fake_cuda(properties: SimpleNamespace, devices: int = 8) -> Iterator[None]:
-    """Within the block, `torch.cuda` describes `devices` devices with these properties. Nothing runs on them.
+def fake_cuda(properties: SimpleNamespace) -> Iterator[None]:
+    """Within the block, `torch.cuda` describes devices with these properties. Nothing runs on them.
 
     properties: what `torch.cuda.get_device_properties` returns.
     """
     with ExitStack() as stack:
-        stack.enter_context(dry_run(fake_kernels.ANSWERS))
-        for name, answer in _answers(properties, devices).items():
-            stack.enter_context(_replaced(torch.cuda, name, answer))
-        for owner, name, replacement in _replacements():
+        stack.enter_context(dry_run(ANSWERS))
+        answers = [(torch.cuda, name, answer) for name, answer in _answers(properties).items()]
+        for owner, name, replacement in [*answers, *_replacements()]:
             stack.enter_context(_replaced(owner, name, replacement))
         yield
 
@@ -64,7 +73,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def _answers(properties: SimpleNamespace, devices: int) -> dict[str, Any]:
+def _answers(properties: SimpleNamespace) -> dict[str, Any]:
     """Functions of `torch.cuda`; each asks the driver otherwise."""
     capability = (properties.major, properties.minor)
     random_state = torch.zeros(16, dtype=torch.uint8)
@@ -72,9 +81,9 @@ def _answers(properties: SimpleNamespace, devices: int) -> dict[str, Any]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "current_device": lambda: 0,
-        "device_count": lambda: devices,
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: None,
+        "device_count": lambda: _DEVICES,
+        "set_device": _nothing,
+        "synchronize": _nothing,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: properties.name,
@@ -86,11 +95,11 @@ def _answers(properties: SimpleNamespace, devices: int) -> dict[str, Any]:
         "memory_allocated": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
         "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
-        "reset_peak_memory_stats": lambda device=None: None,
-        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": _nothing,
+        "empty_cache": _nothing,
         "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda device=None: random_state,
-        "set_rng_state": lambda *arguments: None,
+        "set_rng_state": _nothing,
     }
 
 
@@ -100,7 +109,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # packages for CUDA look for it when they are imported
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         # a fake tensor keeps its device in an attribute, which another `data` would not change
-        (FakeTensor, "data", property(_data, _set_data)),
+        (FakeTensor, "data", property(_DATA.__get__, _set_data)),
         # torch.autocast and the gradient scaler ask whether CUDA exists in this build of torch
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         # they compute with small tensors of ranks that they make themselves, and read the results
@@ -110,7 +119,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # it works out the shapes of an operation by calling it once on full tensors, which would count as kernels
         (ShardingPropagator, _SHAPES, with_real_tensors(getattr(ShardingPropagator, _SHAPES))),
         # the first fake tensor starts the device otherwise
-        (fake_tensor, "init_gpu_context", lambda device: None),
+        (fake_tensor, "init_gpu_context", _nothing),
         # a list of fake numbers is read one by one otherwise, which would count as many waits as numbers
         (FakeTensor, "tolist", _list),
     ]
@@ -130,11 +139,6 @@ def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     return real
 
 
-def _data(tensor: torch.Tensor) -> torch.Tensor:
-    data: torch.Tensor = _DATA.__get__(tensor)
-    return data
-
-
 def _set_data(tensor: Any, data: Any) -> None:
     _DATA.__set__(tensor, data)
     tensor.fake_device = data.fake_device
@@ -145,7 +149,7 @@ def _stages_with_gradients(schedule: Any, stages: list[Any], has_backward: bool,
         stage._inference_mode = schedules.InferenceMode.STATIC
 
 
-def _list(tensor: torch.Tensor) -> Any:
+def _list(tensor: Tensor) -> Any:
     """Return zeros in the shape of the tensor, after one copy to the host.
 
     The numbers of tokens that transformers sends to the experts of other processes are equal instead of 0.
@@ -159,18 +163,17 @@ def _list(tensor: torch.Tensor) -> Any:
     return numbers
 
 
+def _nothing(*arguments: Any, **options: Any) -> None: ...
+
+
 class _Event(torch.cpu.Event):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__()
 
-    def record(self, stream: Any = None) -> None: ...
-
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
+    record = synchronize = wait = _nothing
 
 
 class _Stream(torch.cpu.Stream):
@@ -182,8 +185,100 @@ class _Stream(torch.cpu.Stream):
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
 
-    def wait_event(self, event: Any) -> None: ...
+    wait_event = wait_stream = synchronize = _nothing
 
-    def wait_stream(self, stream: Any) -> None: ...
 
-    def synchronize(self) -> None: ...
+@torch.library.custom_op("stillhouse::kernel", mutates_args=["written"])
+def fake_kernel(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    """Stand in for one launch of a kernel. A tensor that the kernel reads and overwrites is in `written` alone."""
+    raise NotImplementedError(
+        f"the kernel {name} on real tensors: expected fake tensors, of which nothing is computed"
+    )
+
+
+fake_kernel.register_fake(_nothing)
+
+
+def call_as_one_kernel(
+    function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()
+) -> Any:
+    """Return the results of function(plan, *arguments): fake tensors, allocated here and written by one kernel.
+
+    arguments: fake tensors and lists of them. partly: those of which it reads a few columns only, so that they are
+    not among the tensors that the kernel reads.
+    """
+    tensors = tensors_of(arguments)
+    shapes = [_mapped(Tensor, _Shape.of, tuple(entry) if isinstance(entry, list) else entry) for entry in arguments]
+    result, is_written = _on_meta(function, plan, tuple(shapes))
+    read = [tensor for tensor, written in zip(tensors, is_written, strict=True) if not written]
+    read = [tensor for tensor in read if all(tensor is not other for other in partly)]
+    written = [tensor for tensor, written in zip(tensors, is_written, strict=True) if written]
+
+    def allocated(shape: _Shape) -> Tensor:
+        written.append(shape.empty(tensors[0].device))
+        return written[-1]
+
+    result = _mapped(_Shape, allocated, result)
+    fake_kernel(function.__name__, read, written)
+    return result
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What `torch.empty_strided` needs of a tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Shape":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+
+
+@cache
+def _on_meta(function: Callable[..., Any], plan: Any, shapes: tuple[Any, ...]) -> tuple[Any, list[bool]]:
+    """Return the function's results with a `_Shape` for each tensor, and which of its arguments it overwrites.
+
+    shapes: of its arguments; those of a list are a tuple. The function is called once for all arguments of these
+    shapes, as a compiled one is traced once.
+    """
+    # without the dispatch modes, its operations are neither fake nor counted as kernels of the GPU;
+    # inference tensors do not count how often they were written
+    with _disable_current_modes(), torch.inference_mode(False):
+        arguments = [
+            [shape.empty("meta") for shape in entry] if isinstance(entry, tuple) else entry.empty("meta")
+            for entry in shapes
+        ]
+        copies = tensors_of(arguments)
+        versions = [copy._version for copy in copies]
+        result = _mapped(Tensor, _Shape.of, function(plan, *arguments))
+        return result, [copy._version > version for copy, version in zip(copies, versions, strict=True)]
+
+
+def _mapped(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
+    """Return the value with every object of a kind in it changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(kind, change, entry) for entry in value)
+    if isinstance(value, dict):
+        return {key: _mapped(kind, change, entry) for key, entry in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {field.name: _mapped(kind, change, getattr(value, field.name)) for field in fields(value)}
+        return replace(value, **changed)
+    return value
+
+
+#: for `dry_run`. Nothing is computed, so there is nothing that a proof of kernels could find wrong
+ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    is_readable: lambda tensor: False,
+    as_one_kernel: call_as_one_kernel,
+    are_proven: lambda *arguments: True,
+    launch: lambda name, grid, read, written, *arguments, **constants: fake_kernel(
+        name, [tensor for tensor in read if tensor is not written], [written]
+    ),
+}

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from queue import LifoQueue
 from typing import Any, Self
@@ -15,8 +16,7 @@ from typing import Any, Self
 from stillhouse.config import ConfigError, RolloutConfig, RunConfig, load_config
 from stillhouse.libraries import reading
 from stillhouse.plan.devices import DEVICES, Device
-from stillhouse.plan.prediction import Prediction, predict
-from stillhouse.plan.rank_counts import FIRST, RankCounts, planned_ranks
+from stillhouse.plan.prediction import FIRST, Prediction, RankCounts, planned_ranks, predict
 
 #: the most processes at a time; each needs about 1.5 GB
 PROCESSES = 2
@@ -41,7 +41,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """The dry run of a layout: the counts of its ranks by name, and the prediction.
+    """The dry run of a layout: the counts of its ranks by name.
 
     has_tower: whether a model has a vision tower, whose images the dry run does not have.
     completions: of an on-policy run, those of a step in words; None for a run on a dataset.
@@ -49,9 +49,12 @@ class Plan:
 
     machine: Machine
     ranks: Mapping[str, RankCounts]
-    prediction: Prediction
     has_tower: bool = False
     completions: str | None = None
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        return predict(self.ranks, self.machine.device, self.machine.gpus_per_node)
 
     @property
     def largest(self) -> RankCounts:
@@ -82,25 +85,21 @@ class Plan:
         }
 
 
-def plan(config: RunConfig, machine: Machine, document_tokens: int) -> Plan:
-    """Dry-run the layout of a configuration. document_tokens: the length of the documents in packed rows.
-
-    Raises ConfigError for a configuration that a plan or a run refuses.
-    """
-    job = planned_job(config, machine, document_tokens)
+def plan_layout(job: Job) -> Plan:
+    """Dry-run the layout of a job of `planned_job`. Raises ConfigError for a layout that a run refuses."""
     with DryRuns() as runs:
         [first] = runs.counts([job])
-        others = [(name, rank) for name, rank in planned_ranks(first.layout).items() if name != FIRST]
-        counts = runs.counts([job | {"rank": rank} for _, rank in others])
-    ranks = {FIRST: first} | {name: rank for (name, _), rank in zip(others, counts, strict=True)}
-    prediction = predict(ranks, machine.device, machine.gpus_per_node)
-    return Plan(machine, ranks, prediction, has_tower(job), job["completions"])
+        numbers = planned_ranks(first.layout)
+        others = runs.counts([job | {"rank": rank} for name, rank in numbers.items() if name != FIRST])
+    machine = Machine(job["ranks"], job["gpus_per_node"], job["device"])
+    return Plan(machine, dict(zip(numbers, [first, *others], strict=True)), has_tower(job), job["completions"])
 
 
 def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Job:
     """Return the job of rank 0 (`child.py`). Models on the hub are replaced by folders with their configurations.
 
-    document_tokens: the length of the documents; of an on-policy run, that of the prompts.
+    document_tokens: the length of the documents in packed rows; of an on-policy run, that of the prompts.
+    Raises ConfigError for a configuration that a plan refuses.
     """
     _require_planned(config)
     values = config.model_dump(mode="json")
@@ -108,16 +107,9 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
     values |= {"device": "cuda", "track": [], "eval": None, "checkpoint": None}
     values["data"]["eval"] = 0
     values["student"]["init"] = None  # the weights have the same shapes, whatever they start from
-    values["student"] |= {
-        "model": _folder("student", config.student.model, config.student.revision),
-        "revision": None,
-    }
-    for section, teacher in config.teacher_sections.items():
-        if teacher.model is not None:
-            target: Any = values
-            for name in section.split("."):
-                target = target[name]
-            target |= {"model": _folder(section, teacher.model, teacher.revision), "revision": None}
+    for section, model in {"student": config.student, **config.teacher_sections}.items():
+        if model.model is not None:
+            values[section] |= {"model": _folder(section, model.model, model.revision), "revision": None}
     document_tokens, completions = min(document_tokens, config.data.max_tokens), None
     if config.rollout is not None:
         document_tokens, completions = _set_completions(values, config, config.rollout, machine, document_tokens)
@@ -184,7 +176,16 @@ class DryRuns:
             return list(pool.map(self._answer, jobs))
 
     def _answer(self, job: Job) -> dict[str, Any]:
-        process = self._idle.get() or self._started()
+        process = self._idle.get()
+        if process is None:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "stillhouse.plan.child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},  # without this machine's GPU
+                text=True,
+            )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -196,12 +197,6 @@ class DryRuns:
             self._idle.put(process)
         self._errors.seek(0)
         raise RuntimeError(f"the process of a dry run ended with {process.wait()}:\n{self._errors.read()}")
-
-    def _started(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "stillhouse.plan.child"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # without this machine's GPU
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment, text=True)
 
 
 def successful(answer: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,18 @@
-"""The predicted time of a step, from the counts of its ranks and a device. `docs/plan.md` has the formula.
+"""The counts of the ranks of a step, and the time that they predict. `docs/plan.md` has the formula. Needs no torch.
 
 time of a rank = max(products + traffic, launches) + exposed messages
 time of a step = the slowest rank's, divided by 1 − the bubble's share
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
 
 from stillhouse.plan.devices import LATENCY, LAUNCH, LINKS, NETWORK_LATENCY, PRODUCTS, TRAFFIC, Device
-from stillhouse.plan.rank_counts import LayoutSize, RankCounts
 
+#: names of the ranks whose steps are run: those of the stages that differ
+FIRST, INNER, LAST = "first", "inner", "last"
 #: which share of its bytes a rank sends to other ranks of a group of many: all of them, or twice
 _PASSES = {"allreduce": 2.0, "all_reduce": 2.0}
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
@@ -20,11 +23,87 @@ _BUBBLES = {"interleaved": 1 / 2, "zero_bubble": 1 / 6, "zbv": 0.0}
 
 
 @dataclass(frozen=True)
+class LayoutSize:
+    """The layout of a plan. degrees: by axis. stages: of the pipeline, over all ranks. schedule: of the pipeline.
+    last_rank: the pipeline's rank that has the last stage.
+    """
+
+    degrees: Mapping[str, int]
+    stages: int
+    schedule: str
+    last_rank: int
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.degrees[axis] for axis in ("pipeline", "replicate", "fsdp", "context", "tensor"))
+
+    def __str__(self) -> str:
+        parts = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
+        schedule = f", {self.schedule}" if self.degrees["pipeline"] > 1 else ""
+        return (" × ".join(parts) or "one process") + schedule
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """A steady step of one rank.
+
+    micro_batches: of this rank in the step. tokens: of the step, over all ranks.
+    model_operations: floating-point operations of the step over all ranks, without recomputation and attention.
+    kernels: launches. waits: how often the host waits for the device, by place. pageable: copies that wait because
+    the host's memory is not pinned, by place.
+    products: floating-point operations of matrix products and attention, by dtype. traffic: bytes of other kernels.
+    messages, sent: number and bytes of collectives, by axis and operation.
+    peak: bytes at the largest use of memory, by purpose.
+    """
+
+    rank: int
+    layout: LayoutSize
+    micro_batches: int
+    tokens: int
+    model_operations: float
+    kernels: int
+    waits: Mapping[str, int]
+    pageable: Mapping[str, int]
+    products: Mapping[str, float]
+    traffic: float
+    messages: Mapping[str, int]
+    sent: Mapping[str, float]
+    peak: Mapping[str, int]
+
+    @property
+    def memory(self) -> int:
+        return sum(self.peak.values())
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RankCounts":
+        return cls(**{**values, "layout": LayoutSize(**values["layout"])})
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def planned_ranks(layout: LayoutSize) -> dict[str, int]:
+    """Return the ranks to run, by name: of the first, an inner and the last stage.
+
+    All other ranks have the layers of one of these stages, or one layer more or less than an inner one. Within a
+    stage, the first rank has the largest shards.
+    """
+    pipeline, per_stage = layout.degrees["pipeline"], layout.ranks // layout.degrees["pipeline"]
+    numbers = {FIRST: 0, LAST: layout.last_rank}
+    if pipeline > 2:
+        numbers[INNER] = next(n for n in range(pipeline // 2, pipeline) if n not in numbers.values())
+    ranks: dict[str, int] = {}
+    for name in (FIRST, INNER, LAST):
+        if name in numbers and numbers[name] * per_stage not in ranks.values():
+            ranks[name] = numbers[name] * per_stage
+    return ranks
+
+
+@dataclass(frozen=True)
 class RankTime:
     """Predicted seconds of a rank in a step.
 
-    network: of messages that wait for nothing else to do. overlapped: of FSDP's messages, as if nothing hid them.
-    exposed: of all messages that computation does not hide.
+    overlapped: of FSDP's messages, as if nothing hid them. exposed: of all messages that computation does not hide.
     """
 
     products: float
@@ -50,10 +129,7 @@ class RankTime:
         return max(parts, key=lambda name: parts[name])
 
     def as_json(self) -> dict[str, float | str]:
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {
-            "seconds": self.seconds,
-            "bound": self.bound,
-        }
+        return asdict(self) | {"seconds": self.seconds, "bound": self.bound}
 
 
 @dataclass(frozen=True)
@@ -76,7 +152,7 @@ def predict(ranks: Mapping[str, RankCounts], device: Device, gpus_per_node: int)
     times = {name: rank_time(rank, device, gpus_per_node) for name, rank in ranks.items()}
     slowest = max(times, key=lambda name: times[name].seconds)
     rank = ranks[slowest]
-    bubble = bubble_share(rank.layout, rank.micro_batches)
+    bubble = bubble_share(rank.layout.degrees["pipeline"], rank.layout.schedule, rank.micro_batches)
     seconds = times[slowest].seconds / (1 - bubble)
     peak = device.bfloat16 * rank.layout.ranks * seconds
     return Prediction(times, slowest, bubble, seconds, rank.tokens / seconds, rank.model_operations / peak)
@@ -91,24 +167,35 @@ def rank_time(rank: RankCounts, device: Device, gpus_per_node: int) -> RankTime:
     traffic = rank.traffic / (device.bandwidth * TRAFFIC)
     launches = rank.kernels * LAUNCH
     overlapped = other = 0.0
+    overlapped_messages = 0
     for key in rank.sent:
         axis, operation = key.split(" ", 1)
         seconds = message_seconds(rank, axis, operation, device, gpus_per_node)
-        if _is_overlapped(key):
-            overlapped += seconds
-        else:
+        if _OVERLAPPED.isdisjoint(axis.split("/")):  # a group may be that of several axes, such as shard/data
             other += seconds
+        else:
+            overlapped += seconds
+            overlapped_messages += rank.messages[key]
     computing = max(products + traffic, launches)
     # the first gather of a step and its last reduction have nothing beside them: about one of all messages
-    messages = max(1, sum(count for key, count in rank.messages.items() if _is_overlapped(key)))
-    exposed = other + max(overlapped / messages, overlapped - computing)
+    exposed = other + max(overlapped / max(1, overlapped_messages), overlapped - computing)
     return RankTime(products, traffic, launches, overlapped, exposed)
 
 
 def message_seconds(rank: RankCounts, axis: str, operation: str, device: Device, gpus_per_node: int) -> float:
     """Return the seconds of all messages of a kind, if nothing else uses the links."""
-    key = f"{axis} {operation}"
-    size, stride = _extent(axis, rank.layout)
+    key, degrees = f"{axis} {operation}", rank.layout.degrees
+    shard = degrees["fsdp"] * degrees["context"]
+    extents = {  # the number of ranks of a group along an axis, and the distance between neighbours
+        "tensor": (degrees["tensor"], 1),
+        "expert": (max(degrees["expert"], degrees["tensor"]), 1),
+        "context": (degrees["context"], degrees["tensor"]),
+        "shard": (shard, degrees["tensor"]),
+        "data": (degrees["fsdp"] * degrees["replicate"], degrees["tensor"] * degrees["context"]),
+        "replicate": (degrees["replicate"], shard * degrees["tensor"]),
+        "pipeline": (degrees["pipeline"], rank.layout.ranks // degrees["pipeline"]),
+    }
+    size, stride = extents.get(axis.partition("/")[0], (rank.layout.ranks, 1))
     is_local = size * stride <= gpus_per_node
     latency = rank.messages[key] * (LATENCY if is_local else NETWORK_LATENCY)
     if operation in _POINT_TO_POINT:
@@ -118,37 +205,11 @@ def message_seconds(rank: RankCounts, axis: str, operation: str, device: Device,
     groups_per_machine = max(1, gpus_per_node // stride)
     speed = device.nvlink if is_local else min(device.nvlink, device.network * groups_per_machine)
     others = (size - 1) / size if size > 1 else 0.0
-    return latency + _passes(operation) * others * rank.sent[key] / (speed * LINKS)
+    passes = next((passes for name, passes in _PASSES.items() if operation.startswith(name)), 1.0)
+    return latency + passes * others * rank.sent[key] / (speed * LINKS)
 
 
-def _is_overlapped(key: str) -> bool:
-    """Whether FSDP sends these messages. A group may be that of several axes, such as shard/data."""
-    return not _OVERLAPPED.isdisjoint(key.split(" ", 1)[0].split("/"))
-
-
-def _passes(operation: str) -> float:
-    return next((passes for name, passes in _PASSES.items() if operation.startswith(name)), 1.0)
-
-
-def _extent(axis: str, layout: LayoutSize) -> tuple[int, int]:
-    """Return the number of ranks of a group along an axis, and the distance between neighbours."""
-    degrees = layout.degrees
-    shard = degrees["fsdp"] * degrees["context"]
-    experts = max(degrees["expert"], degrees["tensor"])
-    strides = {
-        "tensor": (degrees["tensor"], 1),
-        "expert": (experts, 1),
-        "context": (degrees["context"], degrees["tensor"]),
-        "shard": (shard, degrees["tensor"]),
-        "data": (degrees["fsdp"] * degrees["replicate"], degrees["tensor"] * degrees["context"]),
-        "replicate": (degrees["replicate"], shard * degrees["tensor"]),
-        "pipeline": (degrees["pipeline"], layout.ranks // degrees["pipeline"]),
-    }
-    return strides.get(axis.partition("/")[0], (layout.ranks, 1))
-
-
-def bubble_share(layout: LayoutSize, micro_batches: int) -> float:
+def bubble_share(pipeline: int, schedule: str, micro_batches: int) -> float:
     """Return the share of a step in which a rank of the pipeline waits for the others, if all stages are equal."""
-    further = layout.degrees["pipeline"] - 1
-    idle = further * _BUBBLES.get(layout.schedule, 1.0)
+    idle = (pipeline - 1) * _BUBBLES.get(schedule, 1.0)
     return idle / (micro_batches + idle)

@@ -1,34 +1,43 @@
 """One step of one rank, with fake tensors: the run's own models, layout and engine, but no values and no device.
 
-The weights are allocated and never read, and the documents have a length and no text. A process runs the steps of one
-rank; the messages to other ranks go to torch's fake process group, which sends nothing.
+The weights are allocated and never read. The documents have a length and no text, and the signals of stores have no
+values. A process runs the steps of one rank; the messages to other ranks go to torch's fake process group, which
+sends nothing.
+
+N tokens of all documents.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stillhouse.config import ParallelConfig, RunConfig, StudentConfig, TeacherConfig
+from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
+from stillhouse.data import DataReport, Documents, PackedSequences, StepMicroBatches
+from stillhouse.data.media import MediaInputs
 from stillhouse.dry_run import dry_run
 from stillhouse.engine.engine import Engine
+from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
 from stillhouse.models.lm_head import Head
+from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
 from stillhouse.parallel import (
     Degrees,
     Mesh,
     ModelSource,
     Runner,
+    ShardedMicroBatches,
     shard_micro_batches,
 )
 from stillhouse.parallel.backbone_cut import cut_backbone
@@ -37,10 +46,12 @@ from stillhouse.parallel.ranks import FIRST_BYTES, LENGTH_BYTES, Ranks
 from stillhouse.parallel.sharded_loading import allocate
 from stillhouse.plan.device_counts import DeviceCounts, StepCounts
 from stillhouse.plan.fake_cuda import FakeCudaMode, fake_cuda, with_real_tensors
-from stillhouse.plan.planned_data import PlannedStore, planned_micro_batches, planned_shards, planned_signals
+from stillhouse.rollout.documents import POLICY_VERSION
 from stillhouse.run.models import ModelSources
 from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.signals import RequestedSteps, SignalSource, SignalStore, StoredTeacher
+from stillhouse.signals.signal_source import DeferredSignals
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: the device of every rank of a dry run
 _DEVICE = torch.device("cuda", 0)
@@ -68,7 +79,9 @@ def rank_steps(
 
     Raises the errors of a run whose models do not fit their layout.
     """
-    processes = _degrees(config.parallel).processes
+    parallel = config.parallel
+    axes = parallel.pipeline, parallel.replicate, parallel.fsdp or 1, parallel.context, parallel.tensor
+    processes = Degrees(*axes, parallel.expert).processes
     with dry_run(_ANSWERS), fake_cuda(properties), _fake_processes(rank, processes):
         setup = _PlannedSetup(with_precision(config))
         layout = setup.layout
@@ -78,9 +91,8 @@ def rank_steps(
         counted: list[RankStep] = []
         with mode, device:
             engine, source = setup.engine(setup.planned_models(mesh, device), layout)
-            _label_gradients(engine, device)
             # as a run does, each step builds the next one's micro-batches and requests their signals
-            make = partial(planned_micro_batches, config, layout, mesh, document_tokens)
+            make = partial(setup.planned_micro_batches, mesh, document_tokens)
             steps = (device.call(BATCH, make, count) for count in [*tokens, *[tokens[-1]] * (1 + source.steps_ahead)])
             requests = RequestedSteps(source, steps)
             with _labelled(engine, source, device):
@@ -110,7 +122,7 @@ class _PlannedSetup(RunSetup):
     def stores(self) -> dict[str, SignalStore]:
         temperature = self.config.objective.temperature
         return {
-            section: PlannedStore(teacher, temperature)
+            section: _PlannedStore(teacher, temperature)
             for section, teacher in self.teachers.items()
             if teacher.source_kind.is_store
         }
@@ -119,6 +131,31 @@ class _PlannedSetup(RunSetup):
         # a family may have a class for texts, without a vision tower, and one for images
         images = self.config.data.image_pixels is not None
         return _PlannedModels(**vars(self.models(mesh, multimodal=images)), memory=device)
+
+    def planned_micro_batches(self, mesh: Mesh, document_tokens: int, tokens_per_step: int) -> ShardedMicroBatches:
+        """Return the micro-batches of a step on this rank.
+
+        Documents fill packed rows; the last document of a row is shorter if necessary.
+        """
+        layout, max_tokens = self.layout, self.config.data.max_tokens
+        train = self.config.train.model_copy(update={"tokens_per_step": tokens_per_step})
+        lengths = [document_tokens] * (max_tokens // document_tokens)
+        if rest := max_tokens % document_tokens:
+            lengths.append(rest)
+        starts = np.cumsum([0, *lengths * max(1, tokens_per_step // max_tokens)]).astype(np.int64)
+        targets_N = np.ones(starts[-1], dtype=bool)
+        targets_N[starts[:-1]] = False
+        count = len(starts) - 1
+        sources = [f"planned:{number}" for number in range(count)]
+        tokens_N, hashes = np.zeros(starts[-1], dtype=np.int32), np.arange(count, dtype=np.uint64)
+        documents = Documents(tokens_N, targets_N, starts, hashes, sources, DataReport("planned"))
+        if self.config.rollout is not None:
+            zeros_N = np.zeros(starts[-1], dtype=np.float32)
+            columns = (ADVANTAGES, OLD_LOG_PROBS, IS_SAMPLED, POLICY_VERSION, SAMPLING)
+            documents = replace(documents, per_token=dict.fromkeys(columns, zeros_N), weights_N=zeros_N + 1)
+        packed = PackedSequences(documents, max_tokens=max_tokens, seed=0)
+        schedule = make_step_schedule(train, len(packed), max_tokens, layout.degrees.data, layout.stages)
+        return _planned_shards(schedule.micro_batches(packed, 0), mesh, uniform_shapes=layout.stages > 1)
 
 
 @dataclass(frozen=True)
@@ -137,7 +174,14 @@ class _PlannedModels(ModelSources):
 
     def whole_teacher(self, section: str) -> ModelSource:
         source = self.teacher(section)
-        return replace(source, build=lambda: self._loaded(source), load_weights=None)
+
+        def build() -> Decoder:
+            decoder = source.build()
+            assert source.load_weights is not None
+            source.load_weights(decoder)
+            return decoder
+
+        return replace(source, build=build, load_weights=None)
 
     def _source(
         self,
@@ -161,37 +205,58 @@ class _PlannedModels(ModelSources):
             allocate(decoder, device, offload=offload)
         shard = decoder.head.shard if isinstance(decoder.head, Head) else None
         if shard is not None and shard.group is not None:
-            # a run exchanges them
-            vars(shard)["borders"] = _borders(decoder.vocabulary_rows, shard.group.size())
-
-    @staticmethod
-    def _loaded(source: ModelSource) -> Decoder:
-        decoder = source.build()
-        assert source.load_weights is not None
-        source.load_weights(decoder)
-        return decoder
+            rows, ranks = decoder.vocabulary_rows, shard.group.size()
+            sizes = [Shard.local_shard_size_and_offset(rows, ranks, rank) for rank in range(ranks)]
+            # the first and last row of each rank's shard, which a run exchanges
+            vars(shard)["borders"] = tuple(
+                (start if size else rows, start + size if size else rows) for size, start in sizes
+            )
 
 
-def _borders(rows: int, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return the first and last row of each rank's shard of an output head."""
-    sizes = [Shard.local_shard_size_and_offset(rows, ranks, rank) for rank in range(ranks)]
-    return tuple((start if size else rows, start + size if size else rows) for size, start in sizes)
+class _PlannedStore(SignalStore):
+    """A server's signals of the kind `teacher.signal`, which nobody reads."""
+
+    def __init__(self, teacher: TeacherConfig, temperature: float):
+        if teacher.url is None or teacher.signal == "hidden":
+            raise ValueError("a dry run of a teacher on a server: expected teacher.signal=top_k, chosen or sampled")
+        self.signal = SignalSpec(teacher.signal, "float32", teacher.top_k, temperature)
+        self.identity = self.name = "planned"
+
+    def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None: ...
+
+    def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
+        raise NotImplementedError
 
 
-def _label_gradients(engine: Engine, device: DeviceCounts) -> None:
-    """Count each gradient under its purpose from the moment when it is added to its parameter."""
+def _planned_signals(source: StoredTeacher, micro_batches: ShardedMicroBatches) -> DeferredSignals:
+    """Replaces `StoredTeacher.request`, whose threads read the store. The tensors go the same way to the device."""
+    tensors = [source._empty(batch, "cpu") for batch in micro_batches] if source._student.has_results else []
+    waited: Any = lambda reading: tensors  # noqa: E731
+    source._waited = waited  # type: ignore[method-assign]
+    return DeferredSignals(lambda: source._received(None, micro_batches))
 
-    def relabel(parameter: nn.Parameter) -> None:
-        device.relabel([] if parameter.grad is None else [local(parameter.grad)], GRADIENTS)
 
-    for _, parameter in engine.student.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(relabel)
+def _planned_shards(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
+    """As `shard_micro_batches`, which reads values: the micro-batches have values until they are on the device."""
+    host: Any = SimpleNamespace(degrees=mesh.degrees, coordinate=mesh.coordinate, device=torch.device("cpu"))
+    on_cpu = with_real_tensors(unwrap(shard_micro_batches))(step, host, uniform_shapes=uniform_shapes)
+    moved = [part.to(mesh.device) for part in on_cpu]
+    return ShardedMicroBatches(moved, step, uniform_shapes=uniform_shapes, on_cpu=list(on_cpu))
 
 
 @contextmanager
 def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Iterator[None]:
-    """Count what teachers and heads allocate in their forward passes under their purposes."""
+    """Count under their purposes what teachers and heads allocate in forward passes, and each gradient from the
+    moment when it is added to its parameter.
+    """
+
+    def relabel(parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            device.relabel(local(parameter.grad), GRADIENTS)
+
+    for _, parameter in engine.student.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(relabel)
     teachers = [engine.student.teacher, *source.decoders.values()]
     modules: list[tuple[nn.Module, str]] = [
         (teacher, TEACHER_ACTIVATIONS) for teacher in teachers if teacher is not None
@@ -199,17 +264,15 @@ def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Ite
     modules += [(decoder.head, OBJECTIVE) for decoder in engine.student.decoders if decoder.has_head]
     handles: list[Any] = []
     for module, purpose in modules:
-        contexts: list[Any] = []
+        stack = ExitStack()
 
-        def enter(module: nn.Module, args: Any, purpose: str = purpose, contexts: list[Any] = contexts) -> None:
-            contexts.append(device.labelled(purpose))
-            contexts[-1].__enter__()
+        def enter(module: nn.Module, args: Any, stack: ExitStack = stack, purpose: str = purpose) -> None:
+            stack.enter_context(device.labelled(purpose))
 
-        def leave(module: nn.Module, args: Any, output: Any, contexts: list[Any] = contexts) -> None:
-            contexts.pop().__exit__(None, None, None)
+        def leave(module: nn.Module, args: Any, output: Any, stack: ExitStack = stack) -> None:
+            stack.close()
 
         handles += [module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)]
-
     try:
         with dry_run({Runner.clip: partial(device.call, CLIP, unwrap(Runner.clip))}):
             yield
@@ -245,8 +308,8 @@ def _exchange(ranks: Ranks, content: bytes) -> list[bytes]:
 _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     cut_backbone: with_real_tensors(unwrap(cut_backbone)),
     Mesh.__init__: with_real_tensors(unwrap(Mesh.__init__)),
-    shard_micro_batches: planned_shards,
-    StoredTeacher.request: planned_signals,
+    shard_micro_batches: _planned_shards,
+    StoredTeacher.request: _planned_signals,
 }
 
 
@@ -262,9 +325,3 @@ def _axes(mesh: Mesh) -> dict[str, str]:
             if size > 1 and axis not in names:
                 names.append(axis)
     return {group: "/".join(names) for group, names in axes.items() if names}
-
-
-def _degrees(parallel: ParallelConfig) -> Degrees:
-    return Degrees(
-        parallel.pipeline, parallel.replicate, parallel.fsdp or 1, parallel.context, parallel.tensor, parallel.expert
-    )

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from stillhouse.plan.hooks import load_hooks
+from stillhouse.plan.child import load_hooks
 
 FILE = Path(__file__).with_name("golden.json")
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"

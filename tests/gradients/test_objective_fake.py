@@ -31,7 +31,7 @@ from stillhouse.objective.tile import compiled, kernels
 from stillhouse.objective.tile.kernels import SUMS
 from stillhouse.objective.tile.statistics import statistics
 from stillhouse.objective.tile.tile_plan import PointwisePlan, StudentSoftmax, TeacherSoftmax, TileIndex
-from stillhouse.plan.fake_kernels import ANSWERS, call_as_one_kernel, fake_kernel
+from stillhouse.plan.fake_cuda import ANSWERS, call_as_one_kernel, fake_kernel
 
 T, V, D, E = 20, 5 * SUMS[0] + 8, 16, 24
 TILE = T * V * 4

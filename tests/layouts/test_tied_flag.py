@@ -29,7 +29,7 @@ from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel import Degrees, empty_decoder, load_weights
 from stillhouse.parallel.backbone_cut import require_cuttable
 from stillhouse.parallel.stages import keep_layers
-from stillhouse.plan import few_layers
+from stillhouse.plan import dry_run
 from stillhouse.signals.teacher_folder import head_of
 
 IDS = torch.arange(3, 40)[None]
@@ -189,7 +189,7 @@ def test_initial_weights_decide_where_they_are_read(tmp_path: Path, source: str)
 def test_a_plan_counts_two_matrices(tmp_path: Path) -> None:
     model = two_matrices(tmp_path / "student")
     (tmp_path / "few").mkdir()
-    assert not empty_decoder(few_layers._written(str(model), str(tmp_path / "few"), "student", 1)).tied
+    assert not empty_decoder(dry_run._written(str(model), str(tmp_path / "few"), "student", 1)).tied
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from stillhouse.plan.device_counts import DeviceCounts, StepCounts
 from stillhouse.plan.fake_cuda import FakeCudaMode
 from stillhouse.plan.fit import fit
 from stillhouse.plan.layout_plan import DryRuns, Machine, planned_job
-from stillhouse.plan.rank_counts import RankCounts
+from stillhouse.plan.prediction import RankCounts
 from stillhouse.plan.rank_step import _axes
 from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.tools.demo.student import write_text_run

@@ -13,12 +13,19 @@ from stillhouse import cli
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.engine.schedule import make_on_policy_schedule, make_step_schedule
+from stillhouse.plan.command import does_not_fit, lines, two_digits
 from stillhouse.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
 from stillhouse.plan.dry_run import planned
 from stillhouse.plan.layout_plan import Machine, Plan, has_tower, planned_job
-from stillhouse.plan.prediction import bubble_share, message_seconds, predict, rank_time
-from stillhouse.plan.rank_counts import LayoutSize, RankCounts, planned_ranks
-from stillhouse.plan.table import does_not_fit, lines, two_digits
+from stillhouse.plan.prediction import (
+    LayoutSize,
+    RankCounts,
+    bubble_share,
+    message_seconds,
+    planned_ranks,
+    predict,
+    rank_time,
+)
 from stillhouse.rollout import PromptSource
 from stillhouse.rollout.documents import StepPacker
 from stillhouse.run.setup import configured_layout
@@ -107,7 +114,7 @@ def test_machines_are_connected_by_a_link_of_every_gpu() -> None:
     [("1f1b", 3 / 11), ("gpipe", 3 / 11), ("interleaved", 1.5 / 9.5), ("zero_bubble", 0.5 / 8.5), ("zbv", 0.0)],
 )
 def test_the_share_of_the_bubble(schedule: str, share: float) -> None:
-    assert bubble_share(layout(schedule, pipeline=4), 8) == pytest.approx(share)
+    assert bubble_share(4, schedule, 8) == pytest.approx(share)
 
 
 def test_a_step_waits_for_its_slowest_stage() -> None:
@@ -130,7 +137,7 @@ def test_the_table_and_a_plan_that_does_not_fit() -> None:
         "first": counts(size, peak={"student weights": 10 * GIB, "activations": 67 * GIB}, waits={"a.py:f: x": 2}),
         "last": counts(size, rank=1, peak={"student weights": GIB}, kernels=1234),
     }
-    plan = Plan(Machine(2, 8, "h100"), ranks, predict(ranks, H100, 8))
+    plan = Plan(Machine(2, 8, "h100"), ranks)
     assert not plan.fits
     assert "needs 77.0 GiB on rank 0, and the H100 80 GB has 76.1 GiB" in does_not_fit(plan)
     text = "\n".join(lines(plan))
@@ -154,7 +161,7 @@ def test_a_plan_of_a_vision_tower_says_that_images_are_not_counted(tmp_path: Pat
     ]
     assert found == [False, True]
     ranks = {"first": counts(layout(), products={"bfloat16": H100.bfloat16})}
-    plan = Plan(Machine(1, 8, "h100"), ranks, predict(ranks, H100, 8), has_tower=True)
+    plan = Plan(Machine(1, 8, "h100"), ranks, has_tower=True)
     assert "images not counted, nor the activations of the vision tower" in " ".join("\n".join(lines(plan)).split())
     assert not plan.as_json()["counts_activations_of_images"]
 
@@ -266,7 +273,7 @@ def test_sources_with_rollouts_of_their_own_are_planned_by_the_longest(tmp_path:
     job = planned_job(config, Machine(1, 8, "h100"), 9)
     assert job["completions"].startswith("28 in a step, each of 49 tokens")
     ranks = {"first": counts(layout(), products={"bfloat16": H100.bfloat16})}
-    plan = Plan(Machine(1, 8, "h100"), ranks, predict(ranks, H100, 8), completions=job["completions"])
+    plan = Plan(Machine(1, 8, "h100"), ranks, completions=job["completions"])
     assert "the training step alone" in "\n".join(lines(plan))
     assert not plan.as_json()["counts_generation"]
 
@@ -284,7 +291,7 @@ def test_layers_that_need_kernels_for_packed_documents_are_refused_by_the_key(tm
         planned(job)
     assert error.value.key == "data.packing"
     job["config"]["data"]["packing"] = "rows"
-    assert planned(job)[0].data.packing == "rows"
+    assert planned(job).config.data.packing == "rows"
 
 
 def test_an_unknown_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
