@@ -53,11 +53,8 @@ class LoraBranch(nn.Module):
     def __init__(self, layer: Any, rows: Sequence[tuple[str | None, int]], lora: Lora):
         super().__init__()
         self.rows, self.scale, self.is_on = rows, lora.alpha / lora.r, True
-        self.is_column, self.sequence, self.group = (
-            isinstance(layer, ColumnParallelLinear),
-            layer.sequence_parallel,
-            layer.tp_group,
-        )
+        self.is_column = isinstance(layer, ColumnParallelLinear)
+        self.sequence, self.group = layer.sequence_parallel, layer.tp_group
         names = dict.fromkeys(name for name, _ in rows if name is not None)
         heights = {name: sum(count for other, count in rows if other == name) for name in names}
         weight_OI: Tensor = layer.weight
@@ -76,33 +73,25 @@ class LoraBranch(nn.Module):
 
     def forward(self, input_SBI: Tensor) -> Tensor:
         """Return the addition to the layer's output."""
-        hidden_SBR = self._over_ranks(F.linear(input_SBI, torch.cat([*self.A.values()])))
+        # give each tensor rank A x of the tokens of the layer's output; in backward, add up its gradients
+        if self.is_column:
+            region = gather_from_sequence_parallel_region if self.sequence else copy_to_tensor_model_parallel_region
+        elif self.sequence:
+            region = reduce_scatter_to_sequence_parallel_region
+        else:
+            region = reduce_from_tensor_model_parallel_region
+        hidden_SBR = region(F.linear(input_SBI, torch.cat([*self.A.values()])), group=self.group)
         by_name = zip(self.B.items(), hidden_SBR.chunk(len(self.B), -1), strict=True)
         added = {name: self.scale * F.linear(part_SBR, matrix_OR) for (name, matrix_OR), part_SBR in by_name}
         parts = {
             name: iter(output_SBO.split([count for other, count in self.rows if other == name], -1))
             for name, output_SBO in added.items()
         }
-        return torch.cat(
-            [
-                hidden_SBR.new_zeros(*hidden_SBR.shape[:-1], count) if name is None else next(parts[name])
-                for name, count in self.rows
-            ],
-            -1,
-        )
-
-    def _over_ranks(self, hidden_SBR: Tensor) -> Tensor:
-        """Give each tensor rank A x of the tokens of the layer's output; in backward, add up its gradients."""
-        if self.is_column:
-            region = gather_from_sequence_parallel_region if self.sequence else copy_to_tensor_model_parallel_region
-        else:
-            region = (
-                reduce_scatter_to_sequence_parallel_region
-                if self.sequence
-                else reduce_from_tensor_model_parallel_region
-            )
-        hidden: Tensor = region(hidden_SBR, group=self.group)
-        return hidden
+        parts_SBO = [
+            hidden_SBR.new_zeros(*hidden_SBR.shape[:-1], count) if name is None else next(parts[name])
+            for name, count in self.rows
+        ]
+        return torch.cat(parts_SBO, -1)
 
 
 def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> WeightTable:
@@ -172,8 +161,10 @@ def _add_branch(
     matrices: dict[str, Block] = {}
     heights: defaultdict[str, int] = defaultdict(int)
     ranks = slice(0, lora.r)
-    for block in sorted(blocks, key=lambda block: _of(block.local)[0].start):
-        (local_rows, local_columns), (full_rows, full_columns) = _of(block.local), _of(block.index)
+    regions: list[tuple[Any, Any, Block]] = [(block.local, block.index, block) for block in blocks]
+    for (local_rows, local_columns), (full_rows, full_columns), block in sorted(
+        regions, key=lambda region: region[0][0].start
+    ):
         module, count = block.name.removesuffix(".weight"), local_rows.stop - local_rows.start
         name = module.rpartition(".")[2]
         rows.append((name if module in adapted else None, count))
@@ -188,12 +179,6 @@ def _add_branch(
     layer.lora = LoraBranch(layer, rows, lora)
     # before a norm of the layer's output, which is a hook, too
     layer.register_forward_hook(layer.lora.add, prepend=True)
-
-
-def _of(index: Any) -> tuple[slice, slice]:
-    """Return the rows and columns of a part of a matrix."""
-    rows, columns = index
-    return rows, columns
 
 
 def _with_gradient(embedding: nn.Module, inputs: Any, hidden_SBD: Tensor) -> Tensor:

@@ -1,21 +1,50 @@
-"""Builds a student, and a teacher in its stages, on Megatron-Core: process groups, chunks, weights and a proof."""
+"""Builds a student, and a teacher in its stages, on Megatron-Core, and proves that both are those of transformers.
 
-from collections.abc import Mapping
+K depths of multi-token prediction (depth 0 is the model itself), B rows of several documents, S tokens per row, N
+documents, L columns of the longest one, D width, V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
+from stillhouse.data import MicroBatch
 from stillhouse.megatron.chunks import Chunks
-from stillhouse.megatron.model_config import UnsupportedModelError, require_family, transformer_config
-from stillhouse.megatron.options import RECOMPUTE, split_options
-from stillhouse.megatron.proof import prove_chunks
+from stillhouse.megatron.families import UnsupportedModelError, require_family
+from stillhouse.megatron.loading import LOAD_ERRORS
+from stillhouse.megatron.model_config import RECOMPUTE, split_options, transformer_config
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.models import Decoder, ProofError
-from stillhouse.models.document_rows import COLUMNS
-from stillhouse.parallel import DecoderHead, Layout, Mesh, ModelSource, load_head
+from stillhouse.models.adapter import Lora, initial_matrix, is_lora
+from stillhouse.models.document_rows import COLUMNS, UnpackedRows
+from stillhouse.models.forward_modes import evaluating
+from stillhouse.models.load_proof import compare
+from stillhouse.objective import OutputHead
+from stillhouse.parallel import (
+    DecoderHead,
+    Layout,
+    Mesh,
+    ModelSource,
+    NextTokens,
+    StageInputs,
+    load_head,
+)
+from stillhouse.parallel.backbone_cut import require_cuttable
+from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 from stillhouse.parallel.run_layout import SCHEMES
+from stillhouse.parallel.stages import keep_layers
 from stillhouse.proofs.layouts import prove_heads
+
+#: where the documents of each row of the proof end, before the last one
+ENDS, TOKENS = ((7, 8), (19,)), 24
+#: the largest error of a token's logits, relative to their norm, by the dtype of the weights
+TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def build_megatron_student(
@@ -32,7 +61,15 @@ def build_megatron_student(
     Each process reads its part of the models from their files.
     Raises ValueError for a model or a layout that Megatron-Core does not have, ProofError for wrong logits.
     """
-    _require_gpu(mesh.device)
+    try:
+        requested = torch.device(torch.cuda.current_device())
+    except (AssertionError, RuntimeError):  # the first from a torch without CUDA
+        requested = None
+    if requested is None or requested.type != mesh.device.type:
+        raise ValueError(
+            f"parallel.engine: megatron on {mesh.device.type}: Megatron-Core requests CUDA devices; expected a "
+            "machine with GPUs and device: cuda or auto, or parallel.engine: torch"
+        )
     if layout.sequence and COLUMNS % layout.degrees.tensor:
         raise ValueError(
             f"parallel.sequence with tensor {layout.degrees.tensor}: expected a divisor of {COLUMNS}, because the "
@@ -47,17 +84,12 @@ def build_megatron_student(
     # with as many micro-batches as ranks, the interleaved schedule waits forever if its stages also send shapes
     sends_shapes = layout.stages > 1 and sizes["virtual_pipeline_model_parallel_size"] is None
     options |= {"sequence_parallel": layout.sequence, "variable_seq_lengths": sends_shapes}
-    models: list[tuple[Chunks, Decoder]] = []
-    for source in (student_source, None if teacher_head_only else teacher_source):
-        if source is None:
-            continue
-        is_student = source is student_source
-        models.append(_build_model(source, layout, mesh, options, is_student=is_student, prove=prove))
-    (student, decoder), *others = models
-    teacher, teacher_decoder = others[0] if others else (None, None)
-    head = None
-    if teacher_head_only and teacher_source is not None:
+    student, decoder = _build_model(student_source, layout, mesh, options, is_student=True, prove=prove)
+    teacher = teacher_decoder = head = None
+    if teacher_source is not None and teacher_head_only:
         head = _teacher_head(layout, mesh, teacher_source)
+    elif teacher_source is not None:
+        teacher, teacher_decoder = _build_model(teacher_source, layout, mesh, options, is_student=False, prove=prove)
     return MegatronStudent(
         layout,
         mesh,
@@ -131,19 +163,6 @@ def _model_options(layout: Layout, decoder: Decoder, *, is_student: bool) -> dic
     return {"dtype": dtype, "fp32_residual_connection": has_wide_residual} | recompute | layers
 
 
-def _require_gpu(device: torch.device) -> None:
-    """Raises ValueError unless the device is the one that Megatron-Core requests: this process's CUDA device."""
-    try:
-        requested = torch.device(torch.cuda.current_device())
-    except (AssertionError, RuntimeError):  # the first from a torch without CUDA
-        requested = None
-    if requested is None or requested.type != device.type:
-        raise ValueError(
-            f"parallel.engine: megatron on {device.type}: Megatron-Core requests CUDA devices; expected a machine "
-            "with GPUs and device: cuda or auto, or parallel.engine: torch"
-        )
-
-
 def _sizes(layout: Layout) -> dict[str, Any]:
     """Return Megatron-Core's sizes of the axes. Its ranks have the order of those of `Mesh`."""
     degrees, chunks = layout.degrees, SCHEMES[layout.schedule].per_rank
@@ -155,3 +174,134 @@ def _sizes(layout: Layout) -> dict[str, Any]:
         "expert_model_parallel_size": degrees.experts,
         "expert_tensor_parallel_size": 1,
     }
+
+
+def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
+    """Compare the logits of each rank of the last stage with those of transformers. A collective of all processes.
+
+    Megatron-Core's layers get documents of different lengths as in a run, transformers' one document per row.
+    It is enough that one process runs transformers, with weights that it reads again, because it sends its logits to
+    all others. It has a part of the layers at a time, about as many as a process of this layout has. An adapter has
+    other matrices during the proof, because the first B is 0.
+    Returns the largest error (see `TOLERANCE`). Raises ProofError on all processes.
+    """
+    degrees, dtype = mesh.degrees, chunks.transformer.params_dtype
+    tokens = TOKENS + -TOKENS % degrees.context  # context ranks divide the columns
+    random = torch.Generator().manual_seed(0)
+    ids_BS = torch.randint(chunks.config.vocab_size, (len(ENDS), tokens), generator=random).to(mesh.device)
+    positions_BS = torch.stack(
+        [torch.cat([torch.arange(stop - start) for start, stop in pairwise((0, *ends, tokens))]) for ends in ENDS]
+    ).to(mesh.device)
+    depths = 1 + chunks.depths
+    expected_KBSV = torch.empty(depths, *ids_BS.shape, chunks.config.vocab_size, device=mesh.device)
+    with mesh.ranks.all_raise(*LOAD_ERRORS):
+        if mesh.ranks.is_first:
+            rows = UnpackedRows.of(positions_BS)
+            alone_KNLV = _logits_of_transformers(source, rows.unpack(ids_BS), degrees.pipeline * degrees.experts)
+            for expected_BSV, alone_NLV in zip(expected_KBSV, alone_KNLV, strict=True):
+                expected_BSV.copy_(rows.pack(alone_NLV))
+    dist.broadcast(expected_KBSV, group=mesh.ranks.group, group_src=0)
+    # at the last tokens of a document, an MTP layer has no further token to read
+    is_real_KBS = torch.stack([positions_BS.roll(-depth, 1) == positions_BS + depth for depth in range(depths)])
+    expected_KBSV, is_real_KBS = (
+        part.chunk(degrees.context, dim=2)[mesh.coordinate("context")] for part in (expected_KBSV, is_real_KBS)
+    )
+    # rounding can change the experts of single tokens
+    is_routed = require_family(chunks.config).experts is not None and dtype != torch.float32
+    errors = [torch.zeros(1)]
+    with _drawn_adapter(chunks):
+        logits = megatron_logits(chunks, ids_BS, positions_BS, degrees.pipeline)
+    for by_depth, start in logits[:1]:
+        for logits_BSV, expected_BSV, is_real_BS in zip(by_depth, expected_KBSV, is_real_KBS, strict=True):
+            local_BSV = expected_BSV[..., start : start + logits_BSV.shape[-1]]
+            difference_BSV = logits_BSV[..., : local_BSV.shape[-1]].float() - local_BSV
+            error_BS = (difference_BSV.norm(dim=-1) / expected_BSV.norm(dim=-1))[is_real_BS]
+            if error_BS.numel():
+                errors.append((error_BS.median() if is_routed else error_BS.max())[None].cpu())
+    return compare(
+        torch.tensor(mesh.ranks.gather(float(torch.cat(errors).max()))),
+        TOLERANCE[dtype],
+        f"{source.name}: the logits of Megatron-Core differ from those of transformers by {{error:.1e}} of their "
+        f"norm, expected at most {TOLERANCE[dtype]:.0e}; parallel.engine: torch trains this model",
+    )
+
+
+def megatron_logits(
+    chunks: Chunks, ids_BS: Tensor, positions_BS: Tensor, micro_batches: int
+) -> list[tuple[list[Tensor], int]]:
+    """Return the logits of all depths of equal micro-batches on the last stage, without gradients.
+
+    ids_BS, positions_BS: the tokens of all context ranks, which divide the columns, and their positions in their
+    documents. Each rank gets the logits [B, S, rows] of its own columns and of its rows of the vocabulary, which may
+    end with padding, and the number of the first row.
+    """
+    labels_T = torch.full_like(ids_BS.flatten(), -1)
+    batch = MicroBatch(
+        {"input_ids": ids_BS, "position_ids": positions_BS},
+        labels_T,
+        weights_T=torch.zeros(labels_T.shape, device=ids_BS.device),
+        document_T=torch.zeros_like(labels_T),
+        valid_index=labels_T[:0],
+    )
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    losses = [MtpLayersRun(NextTokens(chunks.depths))] if chunks.depths else []
+    inputs = [StageInputs(batch.part(rank, size), {}, _logits, losses)] * micro_batches
+    with torch.no_grad():
+        return chunks.run(inputs, [None] * micro_batches, _logits, backward=False)
+
+
+def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> Tensor:
+    """Return logits [K, N, L, V] in this process alone. parts: how many parts of the layers are loaded one by one."""
+    full = source.build()
+    count, mtp = full.config.num_hidden_layers, {} if full.mtp is None else {"mtp_input_ids": ids_NL}
+    parts = min(parts, count)
+    output: Any = None
+    for start, stop in pairwise(count * part // parts for part in range(parts + 1)):
+        decoder = source.build()
+        if parts > 1:
+            cut = require_cuttable(decoder.config)
+            keep_layers(decoder, cut, range(start, stop), first=start == 0, last=stop == count)
+        if source.load_weights is not None:
+            source.load_weights(decoder)
+        if decoder.lora is not None:
+            shapes = {name: parameter.shape for name, parameter in decoder.named_parameters() if is_lora(name)}
+            for name, matrix in _drawn_matrices(shapes, decoder.lora):
+                decoder.get_parameter(name).data.copy_(matrix)
+        decoder.to(ids_NL.device)  # a source may load weights into host memory
+        with torch.no_grad(), evaluating(decoder):
+            inputs: dict[str, Any] = {"input_ids": ids_NL} if output is None else {"inputs_embeds": output}
+            head_inputs = {"processor": _logits, **mtp} if stop == count else {}
+            output = decoder(**{"input_ids": None, **inputs, **head_inputs})
+    by_depth, _ = output
+    return torch.stack(by_depth)
+
+
+@contextmanager
+def _drawn_adapter(chunks: Chunks) -> Iterator[None]:
+    """Let the adapter have the matrices of the proof until the context ends."""
+    if chunks.lora is None:
+        yield
+        return
+    trained = [one for model in chunks.models for one in model.parameters() if one.requires_grad]
+    kept, unrounded = [parameter.detach().clone() for parameter in trained], dict(chunks.unrounded)
+    chunks.set_adapter(_drawn_matrices(chunks.matrices, chunks.lora))
+    try:
+        yield
+    finally:
+        for parameter, values in zip(trained, kept, strict=True):
+            parameter.data.copy_(values)
+        chunks.unrounded.clear()
+        chunks.unrounded.update(unrounded)
+
+
+def _drawn_matrices(shapes: Mapping[str, torch.Size], lora: Lora) -> Iterator[tuple[str, Tensor]]:
+    """Yield random matrices, by their names, whose product adds about a tenth of the input's size to an output."""
+    for name, shape in shapes.items():
+        matrix = initial_matrix(name, shape, 0, fresh=False)
+        yield name, matrix if ".lora_A." in name else 0.3 * lora.r / lora.alpha * matrix
+
+
+def _logits(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> tuple[list[Tensor], int]:
+    """An output processor that returns the logits of all depths, and the first row of this rank's vocabulary."""
+    by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+    return [head.logits(hidden_BSD) for hidden_BSD in by_depth], getattr(head.shard, "start", 0)

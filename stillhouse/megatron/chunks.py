@@ -3,33 +3,49 @@
     chunks = Chunks.build(source, decoder, transformer, mesh)          loads the weights, too
     results = chunks.run(inputs, contexts, processor, backward=False)  one result of the processor per micro-batch
 
-B rows, S tokens per row of a micro-batch, V vocabulary.
+With Transformer Engine installed, the layers are those of its layer spec. Without it, and always for Gemma, gpt-oss
+and a student with an adapter, they are Megatron-Core's local layers, on a CPU or a GPU, with `RmsNorm` and
+`CausalAttention`. The path with Transformer Engine has not been run: it needs a GPU.
+
+S tokens of a row on this rank, B rows, D width, C half of the width of a head.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import megatron.core
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as reduce_gradients
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from stillhouse.data import MicroBatch
 from stillhouse.megatron.adapter import add_adapter
-from stillhouse.megatron.loading import load, load_from_source
-from stillhouse.megatron.model import build_chunks
-from stillhouse.megatron.options import refused_settings
-from stillhouse.megatron.processor import MegatronProcessor
-from stillhouse.megatron.routers import add_balance, current_in_backward, require_losses
-from stillhouse.megatron.rows import LayerRows
-from stillhouse.megatron.weight_names import Place
-from stillhouse.megatron.weights import WeightTable, require_full_coverage, weight_table
+from stillhouse.megatron.families import Family, require_family
+from stillhouse.megatron.layers import (
+    CausalAttention,
+    ExpertProjection,
+    GateUpProjection,
+    GemmaAttention,
+    LatentAttention,
+    NormedProjection,
+    RmsNorm,
+    add_balance,
+    require_losses,
+)
+from stillhouse.megatron.loading import copy_tensors, load_from_source
+from stillhouse.megatron.model_config import refused_settings, rotary_frequencies
+from stillhouse.megatron.processor import MegatronProcessor, MultiTokenGPTModel
+from stillhouse.megatron.rows import MegatronRows
+from stillhouse.megatron.weights import Place, WeightTable, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.adapter import Lora, is_lora
 from stillhouse.models.document_packing import ROWS
@@ -38,23 +54,8 @@ from stillhouse.models.layer_hooks import Current
 from stillhouse.models.layer_losses import RouterBalance
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import OutputHead
-from stillhouse.parallel import (
-    Mesh,
-    ModelSource,
-    NextTokens,
-    StageInputs,
-)
-from stillhouse.parallel.layer_loss_interface import LayerLoss, MtpLayersRun
-
-
-class VocabLogits(NamedTuple):
-    """Logits [B, S, rows] of each depth, of this rank's rows of the vocabulary.
-
-    The rows begin at `start` and may end with padding.
-    """
-
-    by_depth: Sequence[Tensor]
-    start: int
+from stillhouse.parallel import Mesh, ModelSource, StageInputs
+from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,10 @@ class Chunks:
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
         """replicas: of the optimizer's shards. options: further fields of `DistributedDataParallelConfig`."""
-        self.transformer.finalize_model_grads_func = _sum_gradients
+        # without a division by the number of tokens: losses are sums, divided by the step's normalizer
+        self.transformer.finalize_model_grads_func = lambda models, num_tokens=None, **others: reduce_gradients(
+            models, None, **others
+        )
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
@@ -156,29 +160,7 @@ class Chunks:
         shapes = {key: shape for key, shape in self.table.shapes.items() if key in held}
         for key in held:
             self.unrounded.pop(key, None)
-        self.unrounded.update(load(self.models, replace(self.table, blocks=blocks, shapes=shapes), matrices))
-
-    def logits(self, ids_BS: Tensor, positions_BS: Tensor, micro_batches: int) -> list[VocabLogits]:
-        """Return the logits of all depths of equal micro-batches on the last stage, without gradients.
-
-        ids_BS, positions_BS: the tokens of all context ranks, which divide the columns, and their positions in their
-        documents; each rank gets the logits of its own columns.
-        """
-        labels_T = torch.full_like(ids_BS.flatten(), -1)
-        batch = MicroBatch(
-            {"input_ids": ids_BS, "position_ids": positions_BS},
-            labels_T,
-            weights_T=torch.zeros(labels_T.shape, device=ids_BS.device),
-            document_T=torch.zeros_like(labels_T),
-            valid_index=labels_T[:0],
-        )
-        part = batch.part(
-            parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        )
-        losses = [MtpLayersRun(NextTokens(self.depths))] if self.depths else []
-        inputs = [StageInputs(part, {}, _logits, losses)] * micro_batches
-        with torch.no_grad():
-            return self.run(inputs, [None] * micro_batches, _logits, backward=False)
+        self.unrounded.update(copy_tensors(self.models, replace(self.table, blocks=blocks, shapes=shapes), matrices))
 
     def run(
         self,
@@ -198,13 +180,10 @@ class Chunks:
         """
         is_interleaved = self.transformer.virtual_pipeline_model_parallel_size is not None
         with_depths = self.depths > 0 and bool(inputs[0].losses)
-        rows = LayerRows.in_pass(
-            [entry.micro_batch for entry in inputs], packs=self.packs, uniform_shapes=is_interleaved
-        )
+        micro_batches = [entry.micro_batch for entry in inputs]
+        rows = MegatronRows.in_pass(micro_batches, packs=self.packs, uniform_shapes=is_interleaved)
         batches = [*zip(rows, contexts, losses or [LayerLoss()] * len(rows), strict=True)]
-        one_pass = SchedulePass(
-            processor, self.processor, self.balance, self.depths, with_depths=with_depths, backward=backward
-        )
+        one_pass = _SchedulePass(self, processor, with_depths=with_depths, backward=backward)
         models = [*(self.wrapped or self.models)]
         iterators = [iter(batches) for _ in models]
         get_forward_backward_func()(
@@ -229,69 +208,165 @@ class Chunks:
         return results
 
 
-def _logits(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> VocabLogits:
-    by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-    return VocabLogits([head.logits(hidden) for hidden in by_depth], 0 if head.shard is None else head.shard.start)
-
-
-def _sum_gradients(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Add up gradients over ranks without a division: losses are sums, divided by the step's normalizer."""
-    reduce_gradients(models, None, **options)
-
-
-class SchedulePass:
+class _SchedulePass:
     """One pass of micro-batches through the chunks of a model on this rank.
 
     results: the processor's results, one for each micro-batch, on the last stage.
 
-    hook: calls the output processor of a pass. balance: see `Chunks`. depths: the number of MTP layers.
     with_depths: whether the processor gets a tuple of the hidden states of all depths, instead of those of depth 0.
     backward: whether the schedule computes the gradients of the results' losses.
     """
 
-    def __init__(
-        self,
-        processor: OutputProcessor,
-        hook: MegatronProcessor,
-        balance: RouterBalance | None,
-        depths: int,
-        *,
-        with_depths: bool,
-        backward: bool,
-    ):
-        self._processor, self._hook, self._balance, self._depths = processor, hook, balance, depths
+    def __init__(self, chunks: Chunks, processor: OutputProcessor, *, with_depths: bool, backward: bool):
+        self._chunks, self._processor = chunks, processor
         self._with_depths, self._backward = with_depths, backward
         self.results: list[Any] = []
-        hook.processor = self._process
+        chunks.processor.processor = self._process
 
     def forward_step(self, data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
         """Run a chunk on the next micro-batch. data: its rows, the processor's context, its load-balancing loss."""
         rows, context, loss = next(data)
-        hook = {"output_processor": self._hook, "output_processor_context": (rows, context, [])}
+        hook = {"output_processor": self._chunks.processor, "output_processor_context": (rows, context, [])}
+        balance = self._chunks.balance
         with loss.during_student():
-            if self._balance is not None:
-                self._balance.current = self._balance.current._replace(rows=rows)
+            if balance is not None:
+                balance.current = balance.current._replace(rows=rows)
             # no mask: attention is causal within documents, and padding is behind its document
             output = model(rows.ids_NL, rows.positions_NL, None, packed_seq_params=rows.packed, **hook)
             output = output[-1] if isinstance(output, tuple) else output  # the last depth has the loss
-            if self._balance is not None and self._backward:
-                current_in_backward(self._balance, output)
+            if balance is not None and self._backward:
+                # set the loss again when the gradient of the chunk's output arrives: before the backward of its
+                # layers, which other micro-batches' forward passes may precede
+                output.register_hook(partial(_set_current, balance, balance.current))
         return output, _loss_of
 
     def _process(
-        self, *, hidden_states: Tensor, head: OutputHead, context: tuple[LayerRows, Any, list[Tensor]], depth: int = 0
+        self,
+        *,
+        hidden_states: Tensor,
+        head: OutputHead,
+        context: tuple[MegatronRows, Any, list[Tensor]],
+        depth: int = 0,
     ) -> Tensor:
         """Keep the processor's result; Megatron-Core's schedules expect a tensor."""
         rows, targets, by_depth = context
         by_depth.append(rows.pack(hidden_states) if self._with_depths or not depth else hidden_states)
-        if depth < self._depths:
+        if depth < self._chunks.depths:
             return hidden_states
         hidden: Any = tuple(by_depth) if self._with_depths else by_depth[0]
         self.results.append(self._processor(hidden_states=hidden, head=head, context=targets))
         return self.results[-1].loss if self._backward else torch.zeros((), device=hidden_states.device)
 
 
+def _set_current(balance: RouterBalance, current: Current, gradient: Tensor) -> None:
+    balance.current = current
+
+
 def _loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
     # the number of tokens is not used: the loss is divided already, by the step's normalizer
     # and with deallocate_pipeline_outputs, the schedule frees the tensor that it gets
     return loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), None
+
+
+def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> list[MultiTokenGPTModel]:
+    """Return the model chunks of this rank, in the order of Megatron-Core's schedules.
+
+    config: the transformers configuration from which `transformer` was made. Megatron-Core's process groups must
+    exist. A tied head under a pipeline makes this a collective of the first and the last stage.
+    """
+    stages: list[int | None] = [None]
+    if transformer.virtual_pipeline_model_parallel_size is not None:
+        stages = [*range(transformer.virtual_pipeline_model_parallel_size)]
+    return [_build_chunk(config, transformer, vp_stage) for vp_stage in stages]
+
+
+def _build_chunk(
+    config: PreTrainedConfig, transformer: TransformerConfig, vp_stage: int | None
+) -> MultiTokenGPTModel:
+    family = require_family(config)
+    place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    block = _block_spec(config, transformer, family, vp_stage)
+    mtp = None
+    if transformer.mtp_num_layers:  # these layers are like the last layer
+        mtp = get_gpt_mtp_block_spec(transformer, block, _has_transformer_engine(transformer), vp_stage=vp_stage)
+    for layer in () if mtp is None or _has_transformer_engine(transformer) else mtp.layer_specs:
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RmsNorm
+    rows, ranks = config.vocab_size, transformer.tensor_model_parallel_size
+    model = MultiTokenGPTModel(
+        transformer,
+        block,
+        rows + -rows % ranks,  # with padding, so that each of the tensor ranks has the same number
+        config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        position_embedding_type="rope",
+        mtp_block_spec=mtp,
+        vp_stage=vp_stage,
+    )
+    has_copy = model.mtp_process and not model.pre_process  # of the embedding, for the MTP layers
+    if has_copy and config.tie_word_embeddings:
+        model.output_layer.weight = None  # the copy is also the head's weight
+    for name, module in model.named_modules():
+        # GPTModel's own arguments express only the scaling of Llama 3.1 with its default numbers
+        if isinstance(module, RotaryEmbedding):
+            layer_type = "sliding_attention" if name.endswith("window_rotary_pos_emb") else "full_attention"
+            frequencies_C, _ = rotary_frequencies(config, layer_type)
+            module.inv_freq = frequencies_C.to(module.inv_freq.device)
+    has_embedding = model.pre_process or has_copy
+    if has_embedding and config.pad_token_id is not None:
+        model.embedding.word_embeddings.register_forward_hook(partial(_frozen_padding, config.pad_token_id))
+    if has_embedding and family.gemma:
+        scale = torch.tensor(config.hidden_size**0.5).to(transformer.params_dtype)
+        model.embedding.register_forward_hook(lambda module, inputs, hidden_SBD: hidden_SBD * scale.to(hidden_SBD))
+    # with a GPU, Megatron-Core creates the router's weight in host memory
+    return model if transformer.use_cpu_initialization else model.to(torch.cuda.current_device())
+
+
+def _frozen_padding(pad: int, embedding: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """Give the padding token's embedding no gradient, as `torch.nn.Embedding` does. A forward hook."""
+    is_padding = inputs[0] == pad
+    if embedding.reduce_scatter_embeddings:  # then the output is this rank's part, [S, B, D]
+        group = embedding.tp_group
+        is_padding = is_padding.T.chunk(group.size())[group.rank()].contiguous()
+    return torch.where(is_padding[..., None], output.detach(), output)
+
+
+def _block_spec(
+    config: PreTrainedConfig, transformer: TransformerConfig, family: Family, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    block = get_gpt_decoder_block_spec(
+        transformer,
+        use_transformer_engine=_has_transformer_engine(transformer),
+        normalization="RMSNorm",
+        vp_stage=vp_stage,
+    )
+    if _has_transformer_engine(transformer):
+        if transformer.params_dtype == torch.float32:  # its attention separates packed documents in 16 bits alone
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = CausalAttention
+        return block
+    norm = block.layer_norm = partial(RmsNorm, rounds_last=family.gpt_oss)
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = CausalAttention
+        if family.softcap:
+            attention.core_attention = partial(CausalAttention, softcap=config.attn_logit_softcapping)
+        if family.latent:
+            layer.submodules.self_attention.module = LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = RmsNorm
+        elif family.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+        if family.gpt_oss:
+            experts = layer.submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
+            experts.linear_fc1, experts.linear_fc2 = GateUpProjection, ExpertProjection
+        if family.gemma:
+            layer.submodules.self_attention.module = GemmaAttention
+            attention.linear_proj = NormedProjection
+            layer.submodules.mlp.keywords["submodules"].linear_fc2 = NormedProjection
+    return block
+
+
+def _has_transformer_engine(transformer: TransformerConfig) -> bool:
+    return transformer.transformer_impl == "transformer_engine"

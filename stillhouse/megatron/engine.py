@@ -20,9 +20,9 @@ from stillhouse.engine.engine import DEFAULT_TRAIN, Engine, StepOutput
 from stillhouse.engine.optimizer import weight_kinds
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
+from stillhouse.megatron.optimizer_shards import require_partition, trained_parameters
 from stillhouse.megatron.state import MegatronState
 from stillhouse.megatron.student import MegatronStudent
-from stillhouse.megatron.trained import require_partition, trained_parameters
 from stillhouse.megatron.weights import gather, local_blocks
 from stillhouse.models import NotFiniteError
 from stillhouse.objective import Signals
@@ -90,16 +90,14 @@ class MegatronEngine(Engine):
         self.optimizer.step_with_ready_grads()
         self.zero_grad()
         if self.average is not None:
-            self.average.update(self._weights() if self.student.student.transformer.bf16 else None)
+            is_rounded = self.student.student.transformer.bf16  # then the optimizer has the weights in float32
+            entries = trained_parameters(self.student.student, self.optimizer) if is_rounded else ()
+            weights = (
+                (f"{entry.key[0]}.{entry.key[1]}", entry.collect(entry.master.detach(), everywhere=True))
+                for entry in entries
+            )
+            self.average.update(weights if is_rounded else None)
         return norm
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the optimizer's weights in float32 by their names here. A collective of the data ranks."""
-        for entry in trained_parameters(self.student.student, self.optimizer):
-            number, name = entry.key
-            full = entry.collect(entry.master.detach(), everywhere=True)
-            assert full is not None
-            yield f"{number}.{name}", full
 
     @cached_property
     def optimizer(self) -> Any:
@@ -147,7 +145,9 @@ class MegatronEngine(Engine):
         chunks = self.student.student
         names = [
             block.name
-            for block, gradient in local_blocks(chunks.models, chunks.table, _gradient)
+            for block, gradient in local_blocks(
+                chunks.models, chunks.table, lambda one: getattr(one, "main_grad", None)
+            )
             if not bool(gradient.isfinite().all())
         ]
         return list(dict.fromkeys(name for rank_names in self.student.ranks.gather(names) for name in rank_names))
@@ -174,7 +174,3 @@ class MegatronEngine(Engine):
     def _device_norm(self) -> Tensor:
         self.optimizer.prepare_grads()
         return torch.as_tensor(self.optimizer.get_grad_norm(), dtype=torch.float32, device=self.student.device)
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    return getattr(parameter, "main_grad", None)

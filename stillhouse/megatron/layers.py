@@ -1,27 +1,196 @@
-"""Layers that Megatron-Core lacks: `model.py` puts them into the layer spec.
+"""Layers that Megatron-Core lacks: `chunks.py` puts them into the layer spec. Also the loss of its routers.
 
     layer.submodules.input_layernorm = RmsNorm                                     where Transformer Engine is absent
+    attention.submodules.core_attention = CausalAttention                          likewise
     layer.submodules.self_attention.module = GemmaAttention
     layer.submodules.self_attention.submodules.linear_proj = NormedProjection
     experts.linear_fc1, experts.linear_fc2 = GateUpProjection, ExpertProjection    gpt-oss
+
+Megatron-Core's own local attention keeps all attention probabilities, and it has neither context parallelism nor
+values of another width than the keys. `CausalAttention` takes rows of one document each, or packed documents in one
+row, whose borders Megatron-Core passes on (`PackedSeqParams`). It calls torch's `scaled_dot_product_attention` for
+all rows, or for one packed document after the other, and for packed documents its variable-length attention where
+this can run.
 
 Gemma 2 and 3 also normalize the outputs of attention and MLP. In Gemma 3, layers with a window have another rotary
 embedding. The experts of gpt-oss have weights and biases as transformers has them: weights of shape [input, output],
 and the columns of gate and up projection in turn. So each expert's tensors are parts of those of the full model.
 Experts are not cut.
 
-S tokens of a row on this rank, B rows, D width. T tokens of an expert, I and O input and output width.
+The load-balancing loss of `models/layer_losses.py` is a sum over sequences, as with the other engine.
+Megatron-Core's own losses are means over the tokens of a rank, and count the padding of rows.
+
+S tokens of a row or of a packed document on this rank, K of its tokens on all context ranks, B rows, D width, H
+heads, C width of a head, T tokens of all packed documents or of an expert, I and O input and output width, L width of
+the latent vectors, X experts.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from math import sqrt
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
+
+from stillhouse.megatron.rows import all_positions, context_positions
+from stillhouse.models import Activations, varlen
+from stillhouse.models.layer_losses import RouterBalance
+from stillhouse.parallel.layer_loss_interface import LayerLoss
+
+
+def _device(config: TransformerConfig) -> Any:
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+class CausalAttention(nn.Module):
+    """The core attention of a layer, with a window if the layer has one.
+
+    Context ranks gather the keys and values of all rows; backward reduces their gradients.
+    softcap: scores become softcap · tanh(scores / softcap); None: they stay. With a softcap, and with the learnable
+    `softmax_type` of gpt-oss, whose heads have a further score without a value, all probabilities are in memory.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *_: Any,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        softcap: float | None = None,
+        **__: Any,
+    ):
+        super().__init__()
+        self.softcap, self.softmax_offset = softcap, None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=_device(config)))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        self.scale = 1 / sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        # the number of keys before its own that a query sees
+        self.window = config.window_size[0] if has_window else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **__: Any,
+    ) -> Tensor:
+        """Return the heads' outputs [S, B, H·C], with the width of the values.
+
+        The heads are [S, B, H, C] of rows, or [T, H, C] of packed documents; then the outputs are [T, H·C].
+        """
+        group = parallel_state.get_context_parallel_group()
+        if packed_seq_params is None:
+            return self._attend_documents(query, key, value, [len(query) * group.size()])
+        may_read_borders = self._is_plain and query.shape[-1] <= varlen.WIDEST
+        if group.size() == 1 and may_read_borders and varlen.refusal(Activations(query.device), query.dtype) is None:
+            borders = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            window = None if self.window is None else self.window + 1
+            made_THC = varlen.attend_padded(query, key, value, *borders, scale=self.scale, window=window)
+            return made_THC.flatten(1)
+        query, key, value = (heads_THC[:, None] for heads_THC in (query, key, value))
+        return self._attend_documents(query, key, value, packed_seq_params.cu_seqlens_q.diff().tolist())[:, 0]
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.softcap is None and self.softmax_offset is None
+
+    def _attend_documents(
+        self, query_SBHC: Tensor, key_SBHC: Tensor, value_SBHC: Tensor, lengths: Sequence[int]
+    ) -> Tensor:
+        """Return the outputs of documents that lie one behind another, [S, B, H·C]. lengths: on all context ranks"""
+        group = parallel_state.get_context_parallel_group()
+        parts = [length // group.size() for length in lengths]
+        keys, values = (
+            [document_heads.flatten(0, 1) for document_heads in _gathered(heads_SBHC).split(parts, dim=1)]
+            for heads_SBHC in (key_SBHC, value_SBHC)
+        )
+        outputs = [self._attend(*heads) for heads in zip(query_SBHC.split(parts), keys, values, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend(self, query_SBHC: Tensor, key_KBHC: Tensor, value_KBHC: Tensor) -> Tensor:
+        mask_SK = None
+        if len(query_SBHC) < len(key_KBHC) or self.window is not None or not self._is_plain:
+            distance_SK = context_positions(len(key_KBHC))[:, None] - all_positions(len(key_KBHC))
+            mask_SK = distance_SK >= 0
+            if self.window is not None:
+                mask_SK &= distance_SK <= self.window
+            mask_SK = mask_SK.to(query_SBHC.device)
+        query_BHSC, key_BHKC, value_BHKC = (heads.permute(1, 2, 0, 3) for heads in (query_SBHC, key_KBHC, value_KBHC))
+        if not self._is_plain:
+            assert mask_SK is not None
+            output_BHSC = self._eager(query_BHSC * self.scale, key_BHKC, value_BHKC, mask_SK)
+        else:
+            output_BHSC = nn.functional.scaled_dot_product_attention(
+                query_BHSC,
+                key_BHKC,
+                value_BHKC,
+                attn_mask=mask_SK,
+                is_causal=mask_SK is None,
+                scale=self.scale,
+                enable_gqa=query_BHSC.shape[1] != key_BHKC.shape[1],
+            )
+        return output_BHSC.permute(2, 0, 1, 3).flatten(2)
+
+    def _eager(self, query_BHSC: Tensor, key_BHKC: Tensor, value_BHKC: Tensor, mask_SK: Tensor) -> Tensor:
+        """Attention in the operations of transformers' eager attention. Keys may have fewer heads."""
+        groups = query_BHSC.shape[1] // key_BHKC.shape[1]
+        key_BHKC, value_BHKC = (heads.repeat_interleave(groups, dim=1) for heads in (key_BHKC, value_BHKC))
+        scores_BHSK = query_BHSC @ key_BHKC.transpose(2, 3)
+        if self.softcap is not None:
+            scores_BHSK = self.softcap * torch.tanh(scores_BHSK / self.softcap)
+        scores_BHSK = scores_BHSK.masked_fill(~mask_SK, -torch.inf)
+        if self.softmax_offset is not None:
+            offset_BHS1 = self.softmax_offset[:, None, None].expand(*scores_BHSK.shape[:3], 1)
+            scores_BHSK = torch.cat([scores_BHSK, offset_BHS1], dim=-1)
+        weights_BHSK = scores_BHSK.softmax(-1, dtype=torch.float32).to(query_BHSC.dtype)
+        return weights_BHSK[..., : key_BHKC.shape[2]] @ value_BHKC
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-head latent attention whose gradients are exact under tensor parallelism.
+
+    The tensor ranks share the rotated part of the keys, but each rank's heads give only a part of its gradient.
+    Megatron-Core's local layers do not add these parts. Here the projections are sharded over the tokens again, as
+    with Transformer Engine, so that the gather that follows adds them. Tensor parallelism needs sequence parallelism.
+    """
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        query_SBL, key_value_SBL = super()._qkv_down_projection(hidden_states)
+        if self.config.sequence_parallel:
+            key_value_SBL = scatter_to_sequence_parallel_region(
+                gather_from_tensor_model_parallel_region(key_value_SBL)
+            )
+        return query_SBL, key_value_SBL
+
+
+def _gathered(heads_SBHC: Tensor) -> Tensor:
+    """Return the keys or values of all context ranks, with a first dim for the ranks."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return heads_SBHC[None]
+    return gather_from_sequence_parallel_region(heads_SBHC.contiguous(), group=group).unflatten(0, (group.size(), -1))
 
 
 class RmsNorm(nn.Module):
@@ -36,8 +205,7 @@ class RmsNorm(nn.Module):
         self, config: TransformerConfig, hidden_size: int, eps: float, *, rounds_last: bool = False, **_: Any
     ):
         super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config)))
         self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
         self.rounds_last = rounds_last or self.is_zero_centered
         # Megatron-Core sums the gradients of parameters with this attribute over the tensor ranks
@@ -61,12 +229,7 @@ class NormedProjection(RowParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any):
         super().__init__(input_size, output_size, config=config, **options)
         self.post_norm = RmsNorm(config, output_size, config.layernorm_epsilon)
-        self.register_forward_hook(_normed)
-
-
-def _normed(layer: NormedProjection, inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    output_SBD, bias = outputs
-    return layer.post_norm(output_SBD), bias
+        self.register_forward_hook(lambda layer, inputs, outputs: (layer.post_norm(outputs[0]), outputs[1]))
 
 
 class GemmaAttention(SelfAttention):
@@ -102,8 +265,7 @@ class ExpertProjection(nn.Module):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any):
         super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        options: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        options: dict[str, Any] = {"dtype": config.params_dtype, "device": _device(config)}
         self.weight_IO = nn.Parameter(torch.empty(input_size, output_size, **options))
         self.shift_1O = nn.Parameter(torch.empty(1, output_size, **options))
         for parameter in self.parameters():
@@ -121,3 +283,52 @@ class GateUpProjection(ExpertProjection):
 
     def forward(self, hidden_TI: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(torch.cat([value[..., ::2], value[..., 1::2]], -1) for value in super().forward(hidden_TI))  # type: ignore[return-value]
+
+
+def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module]) -> None:
+    """Register hooks that add the current loss of `balance` in the routers of the chunks.
+
+    A layer that backward computes again adds the loss only then, because only then it has gradients. So `balance`
+    must have the micro-batch's loss again when the micro-batch's backward begins (`chunks.py`).
+    """
+    for name, router in _routers(chunks).items():
+        router.register_forward_hook(partial(_add_loss, balance, name))
+
+
+def require_losses(chunks: Sequence[nn.Module], losses: Sequence[LayerLoss]) -> None:
+    """Raise ValueError unless each router of the chunks has added each loss. losses: one for each micro-batch"""
+    routers = _routers(chunks)
+    for loss in losses:
+        if len(loss.losses()) != len(routers):
+            raise ValueError(
+                f"{len(loss.losses())} of {len(routers)} routers of Megatron-Core added the load-balancing loss: "
+                "expected all of them, in a forward pass with gradients or in one that backward computes again"
+            )
+
+
+def _routers(chunks: Sequence[nn.Module]) -> dict[str, TopKRouter]:
+    return {
+        f"{number}.{name}": module
+        for number, chunk in enumerate(chunks)
+        for name, module in chunk.named_modules()
+        if isinstance(module, TopKRouter)
+    }
+
+
+def _add_loss(balance: RouterBalance, name: str, router: TopKRouter, inputs: tuple[Any, ...], outputs: Any) -> Any:
+    """Forward hook of a router. inputs: begins with the hidden states [S, N, D] of N rows. outputs: the experts'
+    factors [T, X] of each token, and which experts it has chosen (K of them).
+    """
+    if not balance.is_active:
+        return outputs
+    scores_TX, is_chosen_TX = outputs
+    logits_SNX = router.gating(inputs[0])  # the router does not return its logits
+    logits_SNX.register_hook(lambda gradient: gradient.contiguous())  # the backward of `gating` views it
+    chosen_SNK = is_chosen_TX.int().topk(router.topk).indices.unflatten(0, logits_SNX.shape[:2])
+    columns = [logits_SNX, chosen_SNK]
+    if router.config.sequence_parallel:
+        # each tensor rank computes the loss of all tokens, and its gradient for its own tokens
+        gather = partial(gather_from_sequence_parallel_region, tensor_parallel_output_grad=False)
+        columns = [gather(values, group=router.tp_group) for values in columns]
+    logits_TX, chosen_TK = (values.transpose(0, 1).flatten(0, 1) for values in columns)
+    return balance.with_balance(name, logits_TX, scores_TX, chosen_TK), is_chosen_TX

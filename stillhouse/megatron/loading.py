@@ -18,7 +18,6 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from stillhouse.config import ConfigError
-from stillhouse.megatron.weight_names import Index
 from stillhouse.megatron.weights import Block, WeightTable, index_key, tensor_of
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.checkpoint_names import save_as
@@ -39,7 +38,7 @@ def load_from_source(
     """Load the weights of this rank's chunks. A collective of all ranks of the mesh.
 
     decoder: the full model without values, which transformers saves under the names of the files from now on.
-    Returns the parameters that `load` has rounded.
+    Returns the parameters that `copy_tensors` has rounded.
     Raises one of `LOAD_ERRORS` on all ranks, for example for weights that are missing or not finite.
     """
     meshes = [axis for axis in (mesh.weights["tensor"], mesh.experts["expert"]) if axis.size() > 1]
@@ -57,13 +56,15 @@ def load_from_source(
                 for _, parameter in chunk_table.shapes:
                     tensor_of(chunk, parameter).untyped_storage().resize_(0)
                 source.load_weights(part)
-            unrounded |= load(chunks, chunk_table, _freed_after_use(part, shared))
+            unrounded |= copy_tensors(chunks, chunk_table, _freed_after_use(part, shared))
             save_as(decoder.pretrained, part.pretrained)
     return unrounded
 
 
 @torch.no_grad()
-def load(chunks: Sequence[nn.Module], table: WeightTable, tensors: Iterable[tuple[str, Tensor]]) -> dict[Key, Tensor]:
+def copy_tensors(
+    chunks: Sequence[nn.Module], table: WeightTable, tensors: Iterable[tuple[str, Tensor]]
+) -> dict[Key, Tensor]:
     """Copy tensors of the full model, or shards of them, into the parameters. Padding rows become zero.
 
     tensors: each with its name. Raises ValueError for a tensor of another shape, and if one is missing.
@@ -82,7 +83,13 @@ def load(chunks: Sequence[nn.Module], table: WeightTable, tensors: Iterable[tupl
             if (parameter := untouched.pop(key, None)) is not None:
                 _allocate_zeros(parameter)
             target = tensor_of(chunks[block.chunk], block.parameter)[block.local]
-            source = local(tensor)[_within(place, block.index)]
+            within = tuple(
+                part - shard.start
+                if isinstance(part, int)
+                else slice(part.start - shard.start, part.stop - shard.start)
+                for part, shard in zip(block.index, place, strict=True)
+            )
+            source = local(tensor)[within]
             if source.shape != target.shape:
                 raise ValueError(
                     f"tensor '{name}' has shape {tuple(tensor.shape)}: parameter '{block.parameter}' needs "
@@ -107,14 +114,6 @@ def _allocate_zeros(parameter: Tensor) -> None:
     if not storage.nbytes():  # otherwise it may also have other parameters
         storage.resize_(parameter.numel() * parameter.element_size())
     parameter.zero_()
-
-
-def _within(place: Sequence[slice], index: Index) -> Index:
-    """Return an index of a full tensor as an index of its shard. place: of the shard in the tensor."""
-    return tuple(
-        part - shard.start if isinstance(part, int) else slice(part.start - shard.start, part.stop - shard.start)
-        for part, shard in zip(index, place, strict=True)
-    )
 
 
 def _freed_after_use(decoder: Decoder, shared: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:

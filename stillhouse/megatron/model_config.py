@@ -1,124 +1,38 @@
-"""Converts the configuration of a transformers model to Megatron-Core's `TransformerConfig`.
+"""Converts a transformers model's configuration, and `parallel.megatron`, to Megatron-Core's configuration.
 
     config = AutoConfig.from_pretrained(folder)
     transformer = transformer_config(config, tensor_model_parallel_size=2, sequence_parallel=True)
+    transformer, data_parallel = split_options({"moe_token_dispatcher_type": "alltoall", "overlap_grad_reduce": True})
 
 The conversion is exact or refused: a setting that Megatron-Core does not compute in the same way raises ValueError
-with the configuration's key. `model.py` uses the rest of the configuration (vocabulary, rotary embedding, tied head).
+with the configuration's key. `chunks.py` uses the rest of it (vocabulary, rotary embedding, tied head).
 
-V vocabulary, C half of the width of a head.
+The user's settings are those of memory, communication and speed. Refused are those that would change the model, the
+loss or the dtypes, because the models and other keys determine them, and those that need more than the model and its
+gradients: graphs of a whole step (rows have other lengths, and the loss another divisor, in each), buffers that a
+trainer allocates, schedules of their own, and a gradient of the head in the output layer, which the output processor
+replaces.
+
+C half of the width of a head.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from stillhouse.megatron.options import refused_settings
-
-
-class UnsupportedModelError(ValueError):
-    """A model, or its layout, that Megatron-Core would not compute as transformers does."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """How a model family differs from Llama.
-
-    qkv_bias: whether the projections to queries, keys and values have a bias, but no other projection.
-    qk_norm: whether the queries and keys of each head are normalized.
-    experts: returns the fields for layers with experts; None: no layer has experts.
-    latent: whether queries, keys and values are computed from latent vectors (multi-head latent attention).
-    gemma: whether the layers are those of Gemma 2 and 3 (see `layers.py`).
-    softcap: whether the scores of attention and the logits may be capped.
-    gpt_oss: whether all projections, experts and routers have a bias, and attention a further score (`layers.py`).
-    """
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
-    latent: bool = False
-    gemma: bool = False
-    softcap: bool = False
-    gpt_oss: bool = False
-
-
-def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    sparse = [
-        number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0
-        for number in range(config.num_hidden_layers)
-    ]
-    if config.norm_topk_prob and config.num_experts_per_tok == 1:
-        raise _not_exact(config, "num_experts_per_tok", 1, "2 or more with norm_topk_prob=True")
-    return {
-        "moe_router_score_function": "softmax",
-        # the softmax of the chosen logits is the softmax of all logits, normalized over the chosen experts
-        "moe_router_pre_softmax": not config.norm_topk_prob,
-        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
-    }
-
-
-def _deepseek_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    chosen, groups = config.num_experts_per_tok, config.topk_group
-    if not config.norm_topk_prob or chosen == 1:
-        raise _not_exact(config, "norm_topk_prob", config.norm_topk_prob, "True, and num_experts_per_tok 2 or more")
-    # transformers ranks groups of experts by their two best experts, Megatron-Core by chosen // groups
-    if groups < config.n_group and chosen // groups != 2:
-        raise _not_exact(config, "topk_group", groups, f"{chosen / 2:g}, half of num_experts_per_tok={chosen}")
-    return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_dtype": "fp32",
-        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-        "moe_router_num_groups": config.n_group if groups < config.n_group else None,
-        "moe_router_group_topk": groups if groups < config.n_group else None,
-        # the correction of the scores is loaded, and stays as it is
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_shared_expert_intermediate_size": config.n_shared_experts * config.moe_intermediate_size,
-        "moe_layer_freq": [int(number >= config.first_k_dense_replace) for number in range(config.num_hidden_layers)],
-    }
-
-
-def _gpt_oss_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    if config.num_experts_per_tok == 1:
-        raise _not_exact(config, "num_experts_per_tok", 1, "2 or more")
-    if not config.attention_bias:
-        raise _not_exact(config, "attention_bias", config.attention_bias, "True")
-    return {
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": False,
-        "activation_func": partial(_swish, config.swiglu_alpha),
-        "activation_func_clamp_value": config.swiglu_limit,
-        "glu_linear_offset": 1.0,
-        "add_bias_linear": True,
-        "softmax_type": "learnable",
-    }
-
-
-def _swish(gain: float, input_: Tensor) -> Tensor:
-    return input_ * torch.sigmoid(gain * input_)
-
-
-#: by transformers' model type. A new family also needs an entry in `weight_names.NAMES`
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=_qwen_experts),
-    "deepseek_v3": Family(qk_norm=True, experts=_deepseek_experts, latent=True),
-    "gpt_oss": Family(experts=_gpt_oss_experts, gpt_oss=True),
-    "gemma2": Family(gemma=True, softcap=True),
-    "gemma3_text": Family(qk_norm=True, gemma=True),
-}
+from stillhouse.megatron.families import Family, UnsupportedModelError, head_width, not_exact, require_family
 
 #: settings for which only one value is exact, except for families with other values
 _ONLY: Mapping[str, Any] = {
@@ -136,6 +50,17 @@ _ONLY: Mapping[str, Any] = {
 #: types of rotary embeddings whose frequencies do not depend on the number of tokens
 _ROTARY = ("default", "linear", "llama3", "yarn")
 
+_TRANSFORMER_FIELDS = """distribute_saved_activations
+recompute_granularity recompute_method recompute_num_layers recompute_modules
+deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm batch_p2p_sync moe_token_dispatcher_type
+moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_shared_expert_overlap moe_grouped_gemm
+moe_permute_fusion moe_router_fusion apply_rope_fusion bias_activation_fusion bias_dropout_fusion"""
+_TRANSFORMER = frozenset(_TRANSFORMER_FIELDS.split())
+#: fields of DistributedDataParallelConfig
+_DATA_PARALLEL = frozenset(("overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_busbw"))
+#: each layer is computed again
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
 
 def transformer_config(
     config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, depths: int = 0, **options: Any
@@ -150,7 +75,14 @@ def transformer_config(
     """
     family = require_family(config)
     _require_exact(config, family)
-    determined = _model_fields(config, family) | _loss_fields(depths)
+    # the loss is a sum that the engine has already divided, and Megatron-Core adds no loss of its own
+    determined = _model_fields(config, family) | {
+        "calculate_per_token_loss": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "mtp_num_layers": depths or None,
+    }
     if depths:
         _require_mtp(config, depths, determined)
     kind = MLATransformerConfig if family.latent else TransformerConfig
@@ -159,13 +91,15 @@ def transformer_config(
         if name not in names or name in determined:
             reason = "the model or the loss determines it" if name in determined else "there is no such field"
             raise ValueError(f"{name}={options[name]!r}: {reason}; expected another field of TransformerConfig")
+    # Transformer Engine has no norms of projections' outputs (Gemma) and no experts with the weights of gpt-oss
+    uses_engine = HAVE_TE and not family.gemma and not family.gpt_oss
     defaults: dict[str, Any] = {
         "params_dtype": dtype,
         "pipeline_dtype": torch.float32 if options.get("fp32_residual_connection") else dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "moe_token_dispatcher_type": "alltoall",
-        "transformer_impl": "transformer_engine" if uses_transformer_engine(family) else "local",
+        "transformer_impl": "transformer_engine" if uses_engine else "local",
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -179,32 +113,6 @@ def transformer_config(
     _require_even_shards(config, family, settings)
     with refused_settings():
         return kind(**determined, **settings)
-
-
-def require_family(config: PreTrainedConfig) -> Family:
-    """Return the model's family. Raises UnsupportedModelError for a model type without one."""
-    if config.model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"model_type '{config.model_type}' has no conversion to Megatron-Core: expected {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[config.model_type]
-
-
-def uses_transformer_engine(family: Family) -> bool:
-    """Whether the layers are those of Transformer Engine, which has no norms of projections' outputs (Gemma) and no
-    experts with the weights of gpt-oss.
-    """
-    return HAVE_TE and not family.gemma and not family.gpt_oss
-
-
-def head_width(config: PreTrainedConfig) -> int:
-    """The width of an attention head, which need not be the hidden size divided by the number of heads."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def padded_vocabulary(rows: int, tensor: int) -> int:
-    """Return the number of vocabulary rows with padding, so that each of the tensor ranks has the same number."""
-    return -(-rows // tensor) * tensor
 
 
 def rotary_frequencies(config: PreTrainedConfig, layer_type: str = "full_attention") -> tuple[Tensor, float]:
@@ -223,11 +131,6 @@ def rotary_frequencies(config: PreTrainedConfig, layer_type: str = "full_attenti
     return frequencies_C, float(factor)
 
 
-def gelu_tanh(input_: Tensor) -> Tensor:
-    """The activation that transformers calls gelu_pytorch_tanh."""
-    return F.gelu(input_, approximate="tanh")
-
-
 def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
     values = {
         "num_layers": config.num_hidden_layers,
@@ -238,7 +141,7 @@ def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
         "add_qkv_bias": family.qkv_bias,
         "qk_layernorm": family.qk_norm,
         "gated_linear_unit": True,
-        "activation_func": gelu_tanh if family.gemma else F.silu,
+        "activation_func": partial(F.gelu, approximate="tanh") if family.gemma else F.silu,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
         "layernorm_zero_centered_gamma": family.gemma,
@@ -261,7 +164,7 @@ def _attention_fields(config: PreTrainedConfig) -> dict[str, Any]:
     layer_types = getattr(config, "layer_types", None)
     factors = {rotary_frequencies(config, layer_type)[1] for layer_type in set(layer_types or ["full_attention"])}
     if len(factors) > 1:
-        raise _not_exact(config, "rope_parameters", config.rope_parameters, "one attention_factor for all layers")
+        raise not_exact(config, "rope_parameters", config.rope_parameters, "one attention_factor for all layers")
     (factor,) = factors
     # the whole head is rotated, so that a factor of queries and keys is a factor of their products
     scale = factor**2 / getattr(config, "query_pre_attn_scalar", head_width(config)) ** 0.5
@@ -283,13 +186,13 @@ def _latent_fields(config: PreTrainedConfig) -> dict[str, Any]:
     rotary = config.rope_parameters
     _, factor = rotary_frequencies(config)
     if factor != 1.0:
-        raise _not_exact(config, "rope_parameters", rotary, "equal mscale and mscale_all_dim, or no attention_factor")
+        raise not_exact(config, "rope_parameters", rotary, "equal mscale and mscale_all_dim, or no attention_factor")
     if config.q_lora_rank is None:  # Megatron-Core would normalize the input of the queries' projection
-        raise _not_exact(config, "q_lora_rank", None, "a number")
+        raise not_exact(config, "q_lora_rank", None, "a number")
     if config.rms_norm_eps != 1e-6:  # transformers' norms of latent vectors ignore the configuration
-        raise _not_exact(config, "rms_norm_eps", config.rms_norm_eps, "1e-06")
+        raise not_exact(config, "rms_norm_eps", config.rms_norm_eps, "1e-06")
     if config.num_key_value_heads != config.num_attention_heads:
-        raise _not_exact(config, "num_key_value_heads", config.num_key_value_heads, f"{config.num_attention_heads}")
+        raise not_exact(config, "num_key_value_heads", config.num_key_value_heads, f"{config.num_attention_heads}")
     is_scaled = rotary["rope_type"] != "default"
     return {
         "multi_latent_attention": True,
@@ -305,56 +208,36 @@ def _latent_fields(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _loss_fields(depths: int) -> dict[str, Any]:
-    """The loss is a sum that the engine has already divided, and Megatron-Core adds no loss of its own."""
-    return {
-        "calculate_per_token_loss": True,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_z_loss_coeff": None,
-        "mtp_num_layers": depths or None,
-    }
-
-
 def _require_exact(config: PreTrainedConfig, family: Family) -> None:
     for key, value in _ONLY.items():
         if (family.softcap and key.endswith("_softcapping")) or (family.gpt_oss and key == "attention_bias"):
             continue
         if getattr(config, key, None) not in (value, None):
-            raise _not_exact(config, key, getattr(config, key), repr(value))
+            raise not_exact(config, key, getattr(config, key), repr(value))
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise _not_exact(config, "layer_types", sorted(unknown), "full_attention or sliding_attention")
+        raise not_exact(config, "layer_types", sorted(unknown), "full_attention or sliding_attention")
     rotary_config = config.rope_parameters  # for all layers, or for each layer type
     for rotary in [rotary_config] if "rope_type" in rotary_config else rotary_config.values():
         if rotary["rope_type"] not in _ROTARY:
             expected = f"one of {', '.join(_ROTARY)}"
-            raise _not_exact(config, "rope_parameters.rope_type", rotary["rope_type"], expected)
+            raise not_exact(config, "rope_parameters.rope_type", rotary["rope_type"], expected)
         part = rotary.get("partial_rotary_factor", 1.0)
         if part != 1.0:
-            raise _not_exact(config, "rope_parameters.partial_rotary_factor", part, "1.0")
+            raise not_exact(config, "rope_parameters.partial_rotary_factor", part, "1.0")
 
 
 def _require_mtp(config: PreTrainedConfig, depths: int, determined: Mapping[str, Any]) -> None:
     """Raise an error unless the MTP layers are like the last layer, of which Megatron-Core makes them."""
     if determined.get("window_size") is not None:
         # Megatron-Core numbers MTP layers from 1, so they would have the windows of the first layers
-        raise _not_exact(
-            config, "sliding_window", config.sliding_window, "a student without a window for student.mtp"
-        )
+        raise not_exact(config, "sliding_window", config.sliding_window, "a student without a window for student.mtp")
     is_sparse = determined.get("moe_layer_freq", [0])
     # transformers numbers MTP layers from 0, and Qwen3-MoE's dense layers have numbers
     sparse_depths = is_sparse[:depths] if hasattr(config, "mlp_only_layers") else [is_sparse[-1]]
     if {*sparse_depths} != {is_sparse[-1]}:
         expected = f"the first {depths} layers to be like the last one, for student.mtp"
-        raise _not_exact(config, "mlp_only_layers", config.mlp_only_layers, expected)
-
-
-def _not_exact(config: PreTrainedConfig, key: str, value: Any, expected: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{key}={value!r} of a {config.model_type} model: Megatron-Core would not compute it as transformers does; "
-        f"expected {expected}"
-    )
+        raise not_exact(config, "mlp_only_layers", config.mlp_only_layers, expected)
 
 
 def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapping[str, Any]) -> None:
@@ -389,3 +272,45 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
     for key, (size, parts, what) in sizes.items():
         if size % parts:
             raise UnsupportedModelError(f"{key}={size} over {parts} {what}: expected a multiple of {parts}")
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of TransformerConfig and those of DistributedDataParallelConfig.
+
+    Raises ValueError, with the key, for a name of neither, a setting that is not passed on, a value of another type
+    than the field's, and modules that need Transformer Engine.
+    """
+    types = get_type_hints(MLATransformerConfig) | get_type_hints(DistributedDataParallelConfig)
+    names = {field.name for kind in (MLATransformerConfig, DistributedDataParallelConfig) for field in fields(kind)}
+    for name, value in options.items():
+        if name not in names:
+            raise ValueError(
+                f"parallel.megatron.{name}: Megatron-Core has no such setting; expected a field of TransformerConfig "
+                "or DistributedDataParallelConfig"
+            )
+        if name not in _TRANSFORMER | _DATA_PARALLEL:
+            raise ValueError(
+                f"parallel.megatron.{name}: the models or other keys determine it, or it is not supported here; "
+                f"expected one of {', '.join(sorted(_TRANSFORMER | _DATA_PARALLEL))}"
+            )
+        try:
+            TypeAdapter(types[name], config=ConfigDict(strict=True)).validate_python(value)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ValueError(f"parallel.megatron.{name}={value!r}: {reason[0].lower()}{reason[1:]}") from error
+    if "layernorm" in (options.get("recompute_modules") or ()) and not HAVE_TE:
+        raise ValueError(
+            "parallel.megatron.recompute_modules: Megatron-Core needs Transformer Engine to compute layernorm again; "
+            "expected other modules"
+        )
+    data_parallel = {name: value for name, value in options.items() if name in _DATA_PARALLEL}
+    return {name: value for name, value in options.items() if name in _TRANSFORMER}, data_parallel
+
+
+@contextmanager
+def refused_settings() -> Iterator[None]:
+    """Raise ValueError, with the key, where Megatron-Core refuses settings or lacks a library for one of them."""
+    try:
+        yield
+    except (AssertionError, ImportError, ValueError) as error:
+        raise ValueError(f"parallel.megatron: Megatron-Core refuses these settings: {error}") from error

@@ -29,17 +29,8 @@ from stillhouse.models.lm_head import OutputProcessor, require_callable
 from stillhouse.models.processors import LogProbs
 from stillhouse.objective import ObjectiveOutput, OutputHead, VocabShard
 
-_MTP_INPUTS = (
-    "input_ids",
-    "position_ids",
-    "attention_mask",
-    "padding_mask",
-    "rotary_pos_emb",
-    "rotary_pos_cos",
-    "rotary_pos_sin",
-    "packed_seq_params",
-    "sequence_len_offset",
-)
+_MTP_INPUTS = """input_ids position_ids attention_mask padding_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin
+packed_seq_params sequence_len_offset"""
 #: the instructions of Python that read an argument
 _READS = ("LOAD_FAST", "LOAD_DEREF")
 
@@ -67,7 +58,9 @@ class MegatronProcessor:
         softcap: float | None = None,
         flat: bool = False,
     ):
-        _require_hook(_unwrapped(model))
+        while isinstance(inner := getattr(model, "module", None), nn.Module):
+            model = inner
+        _require_hook(model)
         require_callable(processor)
         self.processor, self.vocab_size, self.softcap, self.flat = processor, vocab_size, softcap, flat
         self._shards: dict[tuple[Any, ...], VocabShard] = {}
@@ -106,7 +99,7 @@ class MegatronProcessor:
             shard=self._shard(output_layer, len(weight_VD)),
         )
         result = self.processor(hidden_states=hidden_states.transpose(0, 1), head=head, context=context, depth=depth)
-        return self._flattened(result) if self.flat else result
+        return (self._packed(result),) if self.flat else result
 
     def unpack(self, packed: Tensor) -> Any:
         """Restore the `ObjectiveOutput`, without values per token, from the tensor that a flat processor returned.
@@ -119,14 +112,14 @@ class MegatronProcessor:
         named = zip(self._metrics, (metric.detach() for metric in metrics), strict=True)
         return ObjectiveOutput(loss, dict(named), {})
 
-    def _flattened(self, result: Any) -> tuple[Tensor]:
+    def _packed(self, result: Any) -> Tensor:
         if isinstance(result, ObjectiveOutput):
             self._metrics = tuple(result.metrics)
-            return (torch.stack([result.loss, *result.metrics.values()]),)
+            return torch.stack([result.loss, *result.metrics.values()])
         if isinstance(result, Tensor):
-            return (result,)
+            return result
         if isinstance(result, LogProbs):
-            return (torch.stack([*result]),)
+            return torch.stack([*result])
         raise ValueError(
             f"flat=True for a processor that returned {type(result).__name__}: expected an ObjectiveOutput, LogProbs "
             "or a tensor"
@@ -169,7 +162,9 @@ class MultiTokenGPTModel(GPTModel):
         if not isinstance(output_processor, MegatronProcessor):
             raise ValueError(f"output_processor={output_processor!r}: expected a MegatronProcessor with its depths")
         if mtp_in_postprocess:
-            inputs = {name: options[name] for name in _MTP_INPUTS if name in options} | (extra_block_kwargs or {})
+            inputs = {name: options[name] for name in _MTP_INPUTS.split() if name in options} | (
+                extra_block_kwargs or {}
+            )
             hidden_states = self.mtp(hidden_states=hidden_states, embedding=self.embedding, **inputs)
         if not self.post_process:
             return hidden_states
@@ -216,9 +211,3 @@ def _reads(function: Any, argument: str) -> bool:
     code = getattr(inspect.unwrap(function), "__code__", None)
     reads = [] if code is None else [step for step in dis.get_instructions(code) if step.opname.startswith(_READS)]
     return any(argument in (step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner
-    return model

@@ -1,6 +1,6 @@
 """A micro-batch as Megatron-Core's layers get it: packed documents in one row, or one document per right-padded row.
 
-    (rows,) = LayerRows.in_pass([micro_batch], packs=True)
+    (rows,) = MegatronRows.in_pass([micro_batch], packs=True)
     hidden_BSD = rows.pack(hidden_NLD)
 
 A context rank has a block of columns of each micro-batch, as with the other engine: its labels, signals and loss are
@@ -25,12 +25,11 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.document_lengths import DocumentLengths
-from stillhouse.megatron.attention import positions_on
 from stillhouse.models.document_rows import COLUMNS, UnpackedRows
 
 
 @dataclass(frozen=True)
-class LayerRows:
+class MegatronRows:
     """ids_NL, positions_NL: the tokens in the layers, and their positions in their documents. rows: of all context
     ranks. documents: the columns of each document in a row. packed: the borders of packed documents, as attention
     reads them; None: each row is one document.
@@ -120,7 +119,7 @@ def _places(documents: Sequence[int], *ranks: int) -> Iterator[tuple[Tensor, Ten
     size = parallel_state.get_context_parallel_world_size()
     starts = [*accumulate(documents, initial=0)][:-1]
     for rank in ranks or range(size):
-        positions = [positions_on(rank, size, document) for document in documents]
+        positions = [_positions(rank, size, document) for document in documents]
         columns = [start + document_positions for start, document_positions in zip(starts, positions, strict=True)]
         yield torch.cat(columns), torch.cat(positions)
 
@@ -132,3 +131,30 @@ def borders(documents: Sequence[int], device: torch.device) -> PackedSeqParams:
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=stops, cu_seqlens_kv=stops, max_seqlen_q=longest, max_seqlen_kv=longest
     )
+
+
+def context_positions(tokens: int) -> Tensor:
+    """Return the positions of a document's tokens that this context rank has, in their order.
+
+    The document is divided into two chunks per rank, and rank r has chunk r and the r-th chunk from the end, so that
+    all ranks have the same work. tokens: of the full document with its padding, a multiple of twice the number of
+    context ranks if there are several.
+    """
+    rank = parallel_state.get_context_parallel_rank()
+    return _positions(rank, parallel_state.get_context_parallel_world_size(), tokens)
+
+
+def all_positions(tokens: int) -> Tensor:
+    """Return the positions of a document's tokens in the order in which the ranks' parts of it are gathered."""
+    size = parallel_state.get_context_parallel_world_size()
+    return torch.cat([_positions(rank, size, tokens) for rank in range(size)])
+
+
+def _positions(rank: int, size: int, tokens: int) -> Tensor:
+    """As `context_positions`, for rank `rank` of `size` context ranks."""
+    if size == 1:
+        return torch.arange(tokens)
+    if tokens % (2 * size):
+        raise ValueError(f"documents of {tokens} tokens over {size} context ranks: expected a multiple of {2 * size}")
+    chunks = torch.arange(tokens).chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[-1 - rank]])

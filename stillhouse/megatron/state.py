@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from stillhouse.engine.optimizer import empty_state
 from stillhouse.engine.state_folder import AVERAGE, MOMENT, RANDOM, WEIGHT, read_in_place, require_fit, stored_tensors
+from stillhouse.megatron.optimizer_shards import MOMENTS, TrainedParameter
 from stillhouse.megatron.student import MegatronStudent
-from stillhouse.megatron.trained import MOMENTS, TrainedParameter
-from stillhouse.megatron.weights import Block, Index, local_blocks
+from stillhouse.megatron.weights import Block, local_blocks
 from stillhouse.signals.weight_average import WeightAverage
 
 
@@ -74,17 +74,13 @@ class BlockTensor(Tensor):
             starts = [start - first for start, first in zip(at, self.offsets, strict=True)]
             yield self.region[tuple(slice(a, a + n) for a, n in zip(starts, part.shape, strict=True))], part
 
-    @property
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.offsets), self.region.shape)
-
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.region)
-        data = TensorWriteData(self._chunk, properties, torch.Size(self.shape))
-        return [WriteItem(MetadataIndex(name, self._chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        [chunk] = self.__create_chunk_list__()
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.region), torch.Size(self.shape))
+        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk]
+        return [ChunkStorageMetadata(torch.Size(self.offsets), self.region.shape)]
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
         return self.region
@@ -136,7 +132,14 @@ class MegatronState:
                 entry.optimizer.state[entry.master] = empty_state(entry.optimizer, entry.master)
         stored, wanted, steps = stored_tensors(folder), self._empty(), self._steps(created=True)
         require_fit(folder.parent, stored, wanted | steps, is_complete=True)
-        full = self._empty_parameters(wanted)
+        # the full tensors of the parameters that this rank collects
+        full: dict[tuple[Any, str], Tensor] = {}
+        for entry in self.trained:
+            for kind in self._kinds if entry.is_owner else ():
+                full[entry.key, kind] = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
+                _include(wanted, entry, kind, full[entry.key, kind], copies=True)
+        for block, buffer in self._buffers():
+            wanted[f"{WEIGHT}{block.name}"].include(block, buffer)
         here = _joined(wanted)
         random = {name: value for name, value in self._random().items() if name in stored}
         read_in_place(folder, here | steps | random)
@@ -148,8 +151,13 @@ class MegatronState:
 
     def require_finite(self) -> None:
         """See `Engine.require_finite`."""
-        names = [name for entry in self.trained if (name := _not_finite(entry)) is not None]
-        names = sorted({name for rank_names in self.student.ranks.gather(names) for name in rank_names})
+        wrong = [
+            _name_of_element(entry, int(places[0]))
+            for entry in self.trained
+            for kind in (WEIGHT, *(moment for moment in MOMENTS if moment in entry.state))
+            if len(places := (~entry.values(kind).isfinite()).nonzero())
+        ]
+        names = sorted({name for rank_names in self.student.ranks.gather(wrong) for name in rank_names})
         if names:
             raise ValueError(
                 f"'{names[0]}' is not finite after the update, so no checkpoint of it is written. The last "
@@ -182,18 +190,6 @@ class MegatronState:
     @property
     def _kinds(self) -> tuple[str, ...]:
         return WEIGHT, *MOMENTS, *[AVERAGE] * (self.average is not None)
-
-    def _empty_parameters(self, wanted: Mapping[str, BlockTensor]) -> dict[tuple[Any, str], Tensor]:
-        """Allocate the tensors of the parameters that this rank collects, and add their blocks."""
-        full: dict[tuple[Any, str], Tensor] = {}
-        for entry in self.trained:
-            for kind in self._kinds if entry.is_owner else ():
-                tensor = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
-                full[entry.key, kind] = tensor
-                _include(wanted, entry, kind, tensor, copies=True)
-        for block, buffer in self._buffers():
-            wanted[f"{WEIGHT}{block.name}"].include(block, buffer)
-        return full
 
     @torch.no_grad()
     def _restore(self, full: Mapping[tuple[Any, str], Tensor], step: float) -> None:
@@ -264,10 +260,6 @@ def _key(kind: str, name: str) -> str:
     return f"{kind}{name}" if kind in (WEIGHT, AVERAGE) else f"{MOMENT}{name}.{kind}"
 
 
-def _contains(local: Index, element: Sequence[int]) -> bool:
-    return all(part.start <= index < part.stop for part, index in zip(local, element, strict=True))  # type: ignore[union-attr]
-
-
 def _include(
     held: Mapping[str, BlockTensor], entry: TrainedParameter, kind: str, full: Tensor, *, copies: bool
 ) -> None:
@@ -277,13 +269,11 @@ def _include(
             held[_key(kind, block.name)].include(block, full[block.local])
 
 
-def _not_finite(entry: TrainedParameter) -> str | None:
-    """Return the name of a tensor of which this rank has a weight or moment that is not finite."""
-    for kind in (WEIGHT, *(moment for moment in MOMENTS if moment in entry.state)):
-        places = (~entry.values(kind).isfinite()).nonzero()
-        if len(places):
-            number = torch.tensor(entry.elements.start + int(places[0]))
-            element = [int(index) for index in torch.unravel_index(number, entry.parameter.shape)]
-            inside = (block for block in entry.blocks if _contains(block.local, element))
-            return next((block.name for block in inside), entry.key[1])
-    return None
+def _name_of_element(entry: TrainedParameter, number: int) -> str:
+    """Return the tensor of the full model that has one of this rank's elements of a parameter."""
+    element = torch.unravel_index(torch.tensor(entry.elements.start + number), entry.parameter.shape)
+    for block in entry.blocks:
+        local: Any = block.local
+        if all(part.start <= int(index) < part.stop for part, index in zip(local, element, strict=True)):
+            return block.name
+    return entry.key[1]

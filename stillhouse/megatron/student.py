@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from stillhouse.data import StepMicroBatches
 from stillhouse.megatron.adapter import without_adapter
 from stillhouse.megatron.chunks import Chunks
-from stillhouse.megatron.weight_names import Index
+from stillhouse.megatron.families import Index
 from stillhouse.megatron.weights import WeightTable, index_key, local_blocks
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import initial_matrix
@@ -114,7 +114,16 @@ class MegatronStudent(DistributedStudent):
         return stage_tensors(self.student.table, {name: tensors[name] for name in self.shapes})
 
     def stage_weights(self) -> dict[str, StageWeight]:
-        return stage_weights(self.student.models, self.student.table, self._stage_tensors)
+        chunks = self.student
+        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
+        for block, part in local_blocks(chunks.models, chunks.table, Tensor.detach):
+            if not block.is_copy:
+                parts[block.name].append(part)
+        device = next(chunks.models[0].parameters()).device
+        return {
+            tensor.name: StageWeight(tensor.empty, partial(tensor.gathered, parts[tensor.name], device))
+            for tensor in self._stage_tensors
+        }
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """As in the interface. Under a pipeline, evaluations have a multiple of its ranks as micro-batches, too."""
@@ -138,26 +147,23 @@ class MegatronStudent(DistributedStudent):
         return results, [named for loss in losses for named in loss.losses()]
 
     def _run(self, inputs: Sequence[StageInputs], **options: Any) -> list[Any]:
-        """Run the teacher if the signals ask for it, then the student. options: of `Chunks.run`"""
-        named = zip(inputs, self._signals(inputs), strict=True)
-        contexts = [distill_targets(entry.micro_batch, signals) for entry, signals in named]
-        return self.student.run(inputs, contexts, inputs[0].processor, **options)
+        """Run the teacher if a signal is `InStage`, whose place its hidden states take, then the student.
 
-    def _signals(self, inputs: Sequence[StageInputs]) -> list[Any]:
-        """Return the signals of the micro-batches, with the teacher's hidden states in place of `InStage`."""
-        requested = [dict(entry.signals) for entry in inputs]
-        name = next((name for name, signal in requested[0].items() if isinstance(signal, InStage)), None)
-        if name is None:
-            return requested
-        teacher = self.student if self.teacher_is_base else self.teacher_chunks
-        assert teacher is not None
-        read = [replace(entry, micro_batch=entry.micro_batch.as_read_by_teacher) for entry in inputs]
-        base = without_adapter(teacher.models) if self.teacher_is_base else nullcontext()
-        with torch.no_grad(), base:
-            exact = teacher.run(read, [None] * len(read), full_vocab, backward=False)
-        if not exact:
-            return requested
-        return [{**signals, name: signal} for signals, signal in zip(requested, exact, strict=True)]
+        options: of `Chunks.run`
+        """
+        signals: list[dict[str, Any]] = [dict(entry.signals) for entry in inputs]
+        name = next((name for name, signal in signals[0].items() if isinstance(signal, InStage)), None)
+        if name is not None:
+            teacher = self.student if self.teacher_is_base else self.teacher_chunks
+            assert teacher is not None
+            read = [replace(entry, micro_batch=entry.micro_batch.as_read_by_teacher) for entry in inputs]
+            base = without_adapter(teacher.models) if self.teacher_is_base else nullcontext()
+            with torch.no_grad(), base:
+                exact = teacher.run(read, [None] * len(read), full_vocab, backward=False)
+            for named, signal in zip(signals, exact, strict=bool(exact)):  # only the last stage has them
+                named[name] = signal
+        contexts = [distill_targets(entry.micro_batch, named) for entry, named in zip(inputs, signals, strict=True)]
+        return self.student.run(inputs, contexts, inputs[0].processor, **options)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -169,10 +175,6 @@ class MegatronStudent(DistributedStudent):
         ]
 
 
-#: the places in a full tensor of the blocks of one rank, in the order of its table
-Places = Sequence[Index]
-
-
 @dataclass(frozen=True)
 class StageTensor:
     """A full tensor without values, and the places of the blocks of each rank of the group, in the group's order."""
@@ -180,7 +182,7 @@ class StageTensor:
     name: str
     empty: Tensor
     group: dist.ProcessGroup
-    places: Sequence[Places]
+    places: Sequence[Sequence[Index]]
 
     def gathered(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the full tensor. A collective of the group. parts: the blocks of this rank.
@@ -237,18 +239,3 @@ def stage_tensors(table: WeightTable, empty: Mapping[str, Tensor]) -> list[Stage
         for name in dict.fromkeys(name for places in rank_places for name in places):
             tensors[name] = StageTensor(name, empty[name], group, [places.get(name, []) for places in rank_places])
     return [tensors[name] for name in empty if name in tensors]
-
-
-def stage_weights(
-    chunks: Sequence[nn.Module], table: WeightTable, tensors: Sequence[StageTensor]
-) -> dict[str, StageWeight]:
-    """Return the present weights for `DistributedStudent.stage_weights`."""
-    parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-    for block, part in local_blocks(chunks, table, Tensor.detach):
-        if not block.is_copy:
-            parts[block.name].append(part)
-    device = next(chunks[0].parameters()).device
-    return {
-        tensor.name: StageWeight(tensor.empty, partial(tensor.gathered, parts[tensor.name], device))
-        for tensor in tensors
-    }

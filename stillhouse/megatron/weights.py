@@ -5,23 +5,60 @@
     for block, gradient in local_blocks(chunks, table, lambda parameter: parameter.main_grad):
         full[block.name][block.index] = gradient
 
-`weight_names.py` says where the blocks lie. The table serves weights, gradients and moments, because blocks are only
+`families.py` says where the blocks lie. The table serves weights, gradients and moments, because blocks are only
 copied. All ranks together prove that the tensors of the full model consist of the blocks, without gaps or overlaps.
 """
 
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from stillhouse.megatron.model_config import require_family
-from stillhouse.megatron.weight_names import Index, Place, parameter_pieces, real_rows
+from stillhouse.megatron.families import (
+    MTP_NAMES,
+    Index,
+    Piece,
+    PieceRule,
+    Shard,
+    real_rows,
+    require_family,
+    vocabulary,
+    whole,
+)
+
+_EMBEDDING, _HEAD = "backbone.embed_tokens.weight", "head.linear.weight"
+_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?(.+)")
+#: a module for each expert, or a tensor for each expert in one module of Transformer Engine
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<name>linear_fc[12]\.(?:weight_IO|shift_1O|weight))(?P<tensor>\d*)"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place on Megatron-Core's axes."""
+
+    stage: int = 0
+    tensor: Shard = field(default_factory=Shard)
+    expert: Shard = field(default_factory=Shard)
+
+    @classmethod
+    def current(cls) -> "Place":
+        """Read the place from Megatron-Core's process groups."""
+        groups = (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_expert_model_parallel_group(),
+        )
+        shards = (Shard(group.rank(), group.size()) for group in groups)
+        return cls(parallel_state.get_pipeline_model_parallel_rank(), *shards)
 
 
 @dataclass(frozen=True)
@@ -63,16 +100,51 @@ def weight_table(chunks: Sequence[nn.Module], config: PreTrainedConfig, place: P
     blocks: list[Block] = []
     shapes: dict[tuple[int, str], tuple[int, ...]] = {}
     for number, chunk in enumerate(chunks):
-        for parameter, tensor in _named_tensors(chunk):
+        # a checkpoint also contains the corrections of router scores, which are buffers
+        buffers = (named for named in chunk.named_buffers() if named[0].endswith(".expert_bias"))
+        for parameter, tensor in (*chunk.named_parameters(), *buffers):
             shape = tuple(tensor.shape)
             is_head = parameter == "output_layer.weight" and bool(config.tie_word_embeddings)
             is_copy = is_head or (parameter == "embedding.word_embeddings.weight" and not chunk.pre_process)
-            for local, name, index in parameter_pieces(chunk, parameter, shape, config, place):
+            for local, name, index in _pieces(chunk, parameter, shape, config, place):
                 blocks.append(Block(number, parameter, local, name, index, is_copy))
             if parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 shape = (real_rows(shape[0], place.tensor, config), *shape[1:])
             shapes[number, parameter] = shape
     return WeightTable(place.stage, tuple(blocks), shapes)
+
+
+def _pieces(
+    chunk: nn.Module, parameter: str, shape: Sequence[int], config: PreTrainedConfig, place: Place
+) -> Iterator[Piece]:
+    """Yield the pieces of a chunk's parameter."""
+    outside: dict[str, PieceRule] = {
+        "embedding.word_embeddings.weight": vocabulary(_EMBEDDING),
+        "output_layer.weight": vocabulary(_EMBEDDING if config.tie_word_embeddings else _HEAD),
+        "decoder.final_layernorm.weight": whole("backbone.norm.weight"),
+    }
+    if parameter in outside:
+        yield from outside[parameter](shape, place.tensor, config)
+        return
+    in_layer = _LAYER.fullmatch(parameter)
+    name = parameter if in_layer is None else in_layer[2]
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None:
+        name = f"mlp.experts.*.{expert['name']}"
+    rule = {**MTP_NAMES, **require_family(config).names}.get(name)
+    if rule is None or in_layer is None:
+        raise ValueError(f"parameter '{parameter}' of Megatron-Core has no name in a {config.model_type} model")
+    if parameter.startswith("mtp."):
+        prefix = f"mtp.layers.{in_layer[1]}." + "mtp_block." * (name not in MTP_NAMES)
+    else:
+        # Megatron-Core counts the layers of all stages from 1
+        layer = chunk.get_submodule(f"decoder.layers.{in_layer[1]}").layer_number - 1  # type: ignore[operator]
+        prefix = f"backbone.layers.{layer}."
+    for local, relative, index in rule(shape, place.tensor, config):
+        if expert is not None:
+            first = place.expert.rank * config.num_local_experts // place.expert.size
+            index = (first + int(expert["module"] or expert["tensor"]), *index)
+        yield local, f"{prefix}{relative}", index
 
 
 def require_coverage(tables: Sequence[WeightTable], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -146,14 +218,6 @@ def gather(
         seen.add(key)
         tensor[index] = part
     return full
-
-
-def _named_tensors(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters, and the buffers that a checkpoint contains."""
-    yield from chunk.named_parameters()
-    for name, buffer in chunk.named_buffers():
-        if name.endswith(".expert_bias"):
-            yield name, buffer
 
 
 def tensor_of(chunk: nn.Module, name: str) -> Tensor:

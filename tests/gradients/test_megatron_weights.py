@@ -19,11 +19,11 @@ from megatron.core import parallel_state
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
-from stillhouse.megatron.attention import context_positions
-from stillhouse.megatron.loading import load
-from stillhouse.megatron.model_config import FAMILIES, rotary_frequencies, transformer_config
-from stillhouse.megatron.weight_names import NAMES, Place, Shard
-from stillhouse.megatron.weights import WeightTable, require_coverage, weight_table
+from stillhouse.megatron.families import Shard
+from stillhouse.megatron.loading import copy_tensors
+from stillhouse.megatron.model_config import rotary_frequencies, transformer_config
+from stillhouse.megatron.rows import context_positions
+from stillhouse.megatron.weights import Place, WeightTable, require_coverage, weight_table
 from stillhouse.tools.parity import worst
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
@@ -153,18 +153,14 @@ def test_padding_rows_are_zero_and_tensors_of_another_shape_are_refused() -> Non
     chunk.pre_process = True
     table = weight_table([chunk], model_config(Case("llama")), Place(tensor=Shard(1, 2)))
     weight_VD = torch.rand(251, 32)
-    load([chunk], table, [("backbone.embed_tokens.weight", weight_VD)])
+    copy_tensors([chunk], table, [("backbone.embed_tokens.weight", weight_VD)])
     (loaded,) = chunk.parameters()
     assert torch.equal(loaded[:125], weight_VD[126:])
     assert not loaded[125:].any()
     with pytest.raises(ValueError, match=r"^tensor 'backbone\.embed_tokens\.weight' has shape \(250, 32\)"):
-        load([chunk], table, [("backbone.embed_tokens.weight", weight_VD[1:])])
+        copy_tensors([chunk], table, [("backbone.embed_tokens.weight", weight_VD[1:])])
     with pytest.raises(ValueError, match=r"^there is no tensor 'backbone\.embed_tokens\.weight', and parameter"):
-        load([chunk], table, [])
-
-
-def test_all_families_have_names() -> None:
-    assert NAMES.keys() == FAMILIES.keys()
+        copy_tensors([chunk], table, [])
 
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("megatron"))

@@ -24,11 +24,11 @@ from stillhouse.engine.engine import Engine
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.megatron.build import build_megatron_student
+from stillhouse.megatron.build import build_megatron_student, megatron_logits
 from stillhouse.megatron.chunks import Chunks
 from stillhouse.megatron.engine import MegatronEngine
 from stillhouse.megatron.model_config import transformer_config
-from stillhouse.megatron.trained import trained_parameters
+from stillhouse.megatron.optimizer_shards import trained_parameters
 from stillhouse.megatron.weights import gather
 from stillhouse.models import Decoder, add_lora, balance_routers, initialize_lora
 from stillhouse.models.adapter import is_lora
@@ -388,7 +388,7 @@ def silent_model(rank: Rank, case: Case) -> str:
         called = model.forward
         model.forward = lambda *inputs, **hook: called(*inputs)
         try:
-            chunks.logits(*2 * [torch.arange(S).expand(B, S)], 2)
+            megatron_logits(chunks, *2 * [torch.arange(S).expand(B, S)], 2)
         except ValueError as error:
             return str(error)
     return ""

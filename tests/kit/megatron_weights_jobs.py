@@ -21,13 +21,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.megatron.attention import context_positions
-from stillhouse.megatron.loading import load
-from stillhouse.megatron.model import build_chunks
-from stillhouse.megatron.model_config import FAMILIES, transformer_config
+from stillhouse.megatron.chunks import build_chunks
+from stillhouse.megatron.families import FAMILIES
+from stillhouse.megatron.loading import copy_tensors
+from stillhouse.megatron.model_config import transformer_config
 from stillhouse.megatron.processor import MegatronProcessor
-from stillhouse.megatron.weight_names import Place
-from stillhouse.megatron.weights import WeightTable, gather, require_full_coverage, weight_table
+from stillhouse.megatron.rows import context_positions
+from stillhouse.megatron.weights import Place, WeightTable, gather, require_full_coverage, weight_table
 from stillhouse.models import Decoder
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
@@ -174,7 +174,7 @@ def compare(rank: Rank, case: Case) -> Difference:
         chunks = build_chunks(config, transformer)
         table = weight_table(chunks, config, Place.current())
         require_full_coverage(table, shapes)
-        load(chunks, table, weights.items())
+        copy_tensors(chunks, table, weights.items())
         loaded = gather(chunks, table, shapes, lambda tensor: tensor)
         processor = Compared(dict(enumerate(hidden)), dict(enumerate(logits)), decoder.head.rule.softcap)
         first = parallel_state.get_data_parallel_rank() * MICRO_BATCHES

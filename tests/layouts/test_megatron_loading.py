@@ -31,9 +31,11 @@ from kit.megatron_weights_jobs import Case, laid_out, model_config
 from kit.ranks import Ranks
 from kit.shard_ranks import Rank
 
-from stillhouse.megatron import model, rows
-from stillhouse.megatron.model_config import FAMILIES, transformer_config
-from stillhouse.megatron.proof import prove_chunks
+from stillhouse.megatron import chunks as megatron_chunks
+from stillhouse.megatron import rows
+from stillhouse.megatron.build import prove_chunks
+from stillhouse.megatron.families import FAMILIES
+from stillhouse.megatron.model_config import transformer_config
 from stillhouse.megatron.weights import gather, tensor_of
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.dtensors import local
@@ -85,7 +87,7 @@ def normalized(_: Rank, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         Decoder(of_config(config).to(torch.bfloat16), verify=False).layers()[0].get_submodule("input_layernorm")
     )
     with laid_out(case), torch.no_grad():
-        (chunk,) = model.build_chunks(config, transformer_config(config, dtype=torch.bfloat16))
+        (chunk,) = megatron_chunks.build_chunks(config, transformer_config(config, dtype=torch.bfloat16))
         norm = chunk.decoder.layers[0].input_layernorm
         norm.weight.copy_(expected.weight)
         random = torch.Generator().manual_seed(0)

@@ -6,8 +6,7 @@ pytest.importorskip("megatron.core")
 
 from kit.causal_families import tiny_config
 
-from stillhouse.megatron.model_config import transformer_config
-from stillhouse.megatron.options import RECOMPUTE, split_options
+from stillhouse.megatron.model_config import RECOMPUTE, split_options, transformer_config
 
 
 def test_settings_go_to_the_configuration_that_has_them() -> None:

@@ -12,13 +12,12 @@ group have about the same number of elements.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from stillhouse.megatron.chunks import Chunks
@@ -96,20 +95,56 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
 
     Parameters with parts of one tensor of the full model, such as the experts of a layer, have one owner.
     """
-    parts = _parts(optimizer)
-    keys = {parameter: (number, name) for number, name, parameter in _named(chunks)}
+    keys = {
+        parameter: (number, name)
+        for number, model in enumerate(chunks.models)
+        for name, parameter in model.named_parameters()
+    }
     blocks: defaultdict[tuple[int, str], list[Block]] = defaultdict(list)
     for block in chunks.table.blocks:
         blocks[block.chunk, block.parameter].append(block)
+    # the parameters with the data ranks that share them
+    groups: dict[nn.Parameter, dist.ProcessGroup] = {
+        parameter: buffer.data_parallel_group
+        for wrapped in chunks.wrapped
+        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers)
+        for parameter in buffer.params
+    }
     # a shard of the vocabulary that has only padding rows has no block
-    tensor_of = {parameter: next((block.name for block in blocks[key]), key[1]) for parameter, key in keys.items()}
-    owners = _owners(chunks, tensor_of)
-    return [
-        _trained_parameter(
-            keys[parameter], blocks[keys[parameter]], parameter, group, owners[parameter], parts.get(parameter)
-        )
-        for parameter, group in _grouped(chunks)
-    ]
+    tensors = {
+        parameter: (group, next((block.name for block in blocks[keys[parameter]]), keys[parameter][1]))
+        for parameter, group in groups.items()
+    }
+    owners = _owners(tensors)
+    parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
+    part_of = {parameter: part for part in parts for parameter in part.model_param_gbuf_map}
+    entries = []
+    for parameter, group in groups.items():
+        # without an element on this rank
+        elements, optimizer, master = slice(0, 0), None, torch.empty(0, device=parameter.device)
+        if (part := part_of.get(parameter)) is not None:
+            param_group, number = part.model_param_group_index_map[parameter]
+            span = part._get_model_param_range_map(parameter)["param"]
+            elements, optimizer = slice(span.start, span.end), part.optimizer
+            master = optimizer.param_groups[param_group]["params"][number]
+        key, owner = keys[parameter], owners[tensors[parameter]]
+        entries.append(TrainedParameter(key, blocks[key], parameter, group, owner, elements, optimizer, master))
+    return entries
+
+
+def _owners(
+    tensors: Mapping[nn.Parameter, tuple[dist.ProcessGroup, str]],
+) -> dict[tuple[dist.ProcessGroup, str], int]:
+    """Return the owner of each tensor: of the largest tensors first, the rank with the fewest elements so far."""
+    sizes: dict[tuple[dist.ProcessGroup, str], int] = defaultdict(int)
+    for parameter, tensor in tensors.items():
+        sizes[tensor] += parameter.numel()
+    loads: dict[dist.ProcessGroup, list[int]] = {group: [0] * group.size() for group, _ in sizes}
+    owners: dict[tuple[dist.ProcessGroup, str], int] = {}
+    for (group, name), size in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0][1])):
+        owners[group, name] = loads[group].index(min(loads[group]))
+        loads[group][owners[group, name]] += size
+    return owners
 
 
 def require_partition(entries: Sequence[TrainedParameter]) -> None:
@@ -132,55 +167,3 @@ def require_partition(entries: Sequence[TrainedParameter]) -> None:
                     f"the data ranks have the elements {held} of parameter '{entry.key[1]}': expected each of its "
                     f"{entry.parameter.numel()} elements once"
                 )
-
-
-def _trained_parameter(
-    key: tuple[int, str],
-    blocks: Sequence[Block],
-    parameter: nn.Parameter,
-    group: dist.ProcessGroup,
-    owner: int,
-    part: DistributedOptimizer | None,
-) -> TrainedParameter:
-    if part is None:  # this rank has no element
-        empty = torch.empty(0, device=parameter.device)
-        return TrainedParameter(key, blocks, parameter, group, owner, slice(0, 0), None, empty)
-    param_group, number = part.model_param_group_index_map[parameter]
-    span = part._get_model_param_range_map(parameter)["param"]
-    master = part.optimizer.param_groups[param_group]["params"][number]
-    return TrainedParameter(key, blocks, parameter, group, owner, slice(span.start, span.end), part.optimizer, master)
-
-
-def _parts(optimizer: Any) -> dict[nn.Parameter, DistributedOptimizer]:
-    """Return the optimizer of each parameter of which this rank has elements."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return {
-        parameter: part for part in parts if not part.is_stub_optimizer for parameter in part.model_param_gbuf_map
-    }
-
-
-def _named(chunks: Chunks) -> Iterator[tuple[int, str, nn.Parameter]]:
-    for number, model in enumerate(chunks.models):
-        for name, parameter in model.named_parameters():
-            yield number, name, parameter
-
-
-def _grouped(chunks: Chunks) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
-    """Yield the parameters with the data ranks that share them."""
-    for wrapped in chunks.wrapped:
-        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
-            for parameter in buffer.params:
-                yield parameter, buffer.data_parallel_group
-
-
-def _owners(chunks: Chunks, tensor_of: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, int]:
-    """Return the owner of each parameter: of the largest tensors first, the rank with the fewest elements so far."""
-    sizes: dict[tuple[dist.ProcessGroup, str], int] = defaultdict(int)
-    for parameter, group in _grouped(chunks):
-        sizes[group, tensor_of[parameter]] += parameter.numel()
-    loads: dict[dist.ProcessGroup, list[int]] = {group: [0] * group.size() for group, _ in sizes}
-    owners: dict[tuple[dist.ProcessGroup, str], int] = {}
-    for (group, name), size in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0][1])):
-        owners[group, name] = loads[group].index(min(loads[group]))
-        loads[group][owners[group, name]] += size
-    return {parameter: owners[group, tensor_of[parameter]] for parameter, group in _grouped(chunks)}

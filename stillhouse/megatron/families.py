@@ -1,0 +1,308 @@
+"""The model families that Megatron-Core can run: how each differs from Llama, and where its parameters lie.
+
+A parameter of Megatron-Core consists of rectangles of tensors of the full model, whose names are those of
+`Decoder.state_dict()`. Megatron-Core stores the rows of queries, keys and values by query group, gate and up
+projection in one tensor, and one tensor per expert; transformers stores the experts of a layer in one tensor.
+
+V vocabulary, D width, F width of a feed-forward network, E experts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+
+class UnsupportedModelError(ValueError):
+    """A model, or its layout, that Megatron-Core would not compute as transformers does."""
+
+
+#: the part of a tensor in each dim; a number removes the dim
+Index = tuple[slice | int, ...]
+#: (part of the parameter, name in the full model, part of the full tensor)
+Piece = tuple[Index, str, Index]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rank of a process among the `size` processes that share a tensor."""
+
+    rank: int = 0
+    size: int = 1
+
+
+#: yields the pieces of a parameter of this shape on this rank
+PieceRule = Callable[[Sequence[int], Shard, PreTrainedConfig], Iterator[Piece]]
+
+
+def _rule(
+    function: Callable[[Sequence[str], Sequence[int], Shard, PreTrainedConfig], Iterator[Piece]],
+) -> Callable[..., PieceRule]:
+    """Return a function that takes the names of tensors in the full model and returns the rule of a parameter."""
+    return lambda *names: partial(function, names)
+
+
+@_rule
+def whole(names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+    """Each rank has the full tensor."""
+    yield _rows(0, shape[0], shape), names[0], _rows(0, shape[0], shape)
+
+
+@_rule
+def columns(names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+    """The full tensor is sharded along its second dim."""
+    rows, count = shape
+    index = slice(0, rows), slice(shard.rank * count, (shard.rank + 1) * count)
+    yield _rows(0, rows, shape), names[0], index
+
+
+@_rule
+def rows(names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+    """This rank's rows of each of the tensors, one tensor after the other."""
+    count = shape[0] // len(names)
+    for number, name in enumerate(names):
+        local = _rows(number * count, (number + 1) * count, shape)
+        yield local, name, _rows(shard.rank * count, (shard.rank + 1) * count, shape)
+
+
+@_rule
+def latent_rows(
+    names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig
+) -> Iterator[Piece]:
+    """This rank's rows of a projection to latent vectors; with Transformer Engine, each rank has all rows.
+
+    names: of the tensor, and the configuration's keys whose sum is the number of all rows.
+    """
+    name, *sizes = names
+    has_all = shape[0] == sum(getattr(config, size) for size in sizes)
+    return rows(name)(shape, Shard() if has_all else shard, config)
+
+
+@_rule
+def query_groups(
+    names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig
+) -> Iterator[Piece]:
+    """For each query group of this rank: the rows of its queries, of its key and of its value."""
+    width, groups = head_width(config), config.num_key_value_heads // shard.size
+    heads = config.num_attention_heads // config.num_key_value_heads, 1, 1
+    start = 0
+    for group in range(shard.rank * groups, (shard.rank + 1) * groups):
+        for name, count in zip(names, heads, strict=True):
+            stop = start + count * width
+            full = _rows(group * count * width, (group + 1) * count * width, shape)
+            yield _rows(start, stop, shape), name, full
+            start = stop
+
+
+@_rule
+def vocabulary(names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+    """The rows of the vocabulary are sharded; the last rows may be padding, which is in no tensor of the model."""
+    start, real = shard.rank * shape[0], real_rows(shape[0], shard, config)
+    if real:
+        yield _rows(0, real, shape), names[0], _rows(start, start + real, shape)
+
+
+@_rule
+def expert_row(names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+    """A bias of one expert, a matrix with one row, which is a row of the full tensor."""
+    yield (0, slice(0, shape[1])), names[0], (slice(0, shape[1]),)
+
+
+def _rows(start: int, stop: int, shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of rows of a tensor of this shape."""
+    return slice(start, stop), *(slice(0, size) for size in shape[1:])
+
+
+def real_rows(rows: int, shard: Shard, config: PreTrainedConfig) -> int:
+    """Return how many of a vocabulary shard's rows are not padding."""
+    return max(0, min(rows, config.vocab_size - shard.rank * rows))
+
+
+def head_width(config: PreTrainedConfig) -> int:
+    """The width of an attention head, which need not be the hidden size divided by the number of heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+#: the parameters of a layer, by Megatron-Core's names; names of the full model are relative to the layer.
+#: Transformer Engine has the norms of a projection's input in the projection
+_DENSE: dict[str, PieceRule] = {
+    "input_layernorm.weight": whole("input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": whole("input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": query_groups(
+        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+    ),
+    "self_attention.linear_qkv.bias": query_groups(
+        "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+    ),
+    "self_attention.q_layernorm.weight": whole("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": whole("self_attn.k_norm.weight"),
+    "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
+    "pre_mlp_layernorm.weight": whole("post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": whole("post_attention_layernorm.weight"),
+    "mlp.linear_fc1.weight": rows("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": columns("mlp.down_proj.weight"),
+}
+#: the parameters of an expert, which is never cut, have a * for its number
+_EXPERTS: dict[str, PieceRule] = {
+    "mlp.router.weight": whole("mlp.gate.weight"),
+    "mlp.experts.*.linear_fc1.weight": whole("mlp.experts.gate_up_proj"),
+    "mlp.experts.*.linear_fc2.weight": whole("mlp.experts.down_proj"),
+}
+#: DeepSeek's latent attention, the correction of its router's scores, and its shared experts
+_LATENT: dict[str, PieceRule] = {
+    "self_attention.linear_q_down_proj.weight": latent_rows("self_attn.q_a_proj.weight", "q_lora_rank"),
+    "self_attention.q_layernorm.weight": whole("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.layer_norm_weight": whole("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.weight": rows("self_attn.q_b_proj.weight"),
+    "self_attention.linear_kv_down_proj.weight": latent_rows(
+        "self_attn.kv_a_proj_with_mqa.weight", "kv_lora_rank", "qk_rope_head_dim"
+    ),
+    "self_attention.kv_layernorm.weight": whole("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": whole("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight"),
+    "mlp.router.expert_bias": whole("mlp.gate.e_score_correction_bias"),
+    "mlp.shared_experts.linear_fc1.weight": rows(
+        "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
+    ),
+    "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_experts.down_proj.weight"),
+}
+#: Gemma 2 and 3 have four norms in a layer; the names of the second and third differ in meaning from those of other
+#: families
+_GEMMA: dict[str, PieceRule] = {
+    "self_attention.linear_proj.post_norm.weight": whole("post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.weight": whole("pre_feedforward_layernorm.weight"),
+    "mlp.linear_fc2.post_norm.weight": whole("post_feedforward_layernorm.weight"),
+}
+_GPT_OSS: dict[str, PieceRule] = {
+    "self_attention.linear_proj.bias": whole("self_attn.o_proj.bias"),
+    "self_attention.core_attention.softmax_offset": rows("self_attn.sinks"),
+    "mlp.router.weight": whole("mlp.router.weight"),
+    "mlp.router.bias": whole("mlp.router.bias"),
+    "mlp.experts.*.linear_fc1.weight_IO": whole("mlp.experts.gate_up_proj"),
+    "mlp.experts.*.linear_fc1.shift_1O": expert_row("mlp.experts.gate_up_proj_bias"),
+    "mlp.experts.*.linear_fc2.weight_IO": whole("mlp.experts.down_proj"),
+    "mlp.experts.*.linear_fc2.shift_1O": expert_row("mlp.experts.down_proj_bias"),
+}
+#: the parameters of an MTP layer beside those of its transformer layer
+MTP_NAMES: dict[str, PieceRule] = {
+    "enorm.weight": whole("enorm.weight"),
+    "hnorm.weight": whole("hnorm.weight"),
+    "eh_proj.weight": rows("eh_proj.weight"),
+    "final_layernorm.weight": whole("post_norm.weight"),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model family differs from Llama.
+
+    names: where the parameters of a layer lie, by Megatron-Core's names. Names of the full model are relative to the
+    layer, and the parameters of an expert, which is never cut, have a * for its number.
+    qkv_bias: whether the projections to queries, keys and values have a bias, but no other projection.
+    qk_norm: whether the queries and keys of each head are normalized.
+    experts: returns the fields for layers with experts; None: no layer has experts.
+    latent: whether queries, keys and values are computed from latent vectors (multi-head latent attention).
+    gemma: whether the layers are those of Gemma 2 and 3 (see `layers.py`).
+    softcap: whether the scores of attention and the logits may be capped.
+    gpt_oss: whether all projections, experts and routers have a bias, and attention a further score (`layers.py`).
+    """
+
+    names: Mapping[str, PieceRule]
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
+    latent: bool = False
+    gemma: bool = False
+    softcap: bool = False
+    gpt_oss: bool = False
+
+
+def not_exact(config: PreTrainedConfig, key: str, value: Any, expected: str) -> UnsupportedModelError:
+    """Return the error for a setting that Megatron-Core would not compute as transformers does."""
+    return UnsupportedModelError(
+        f"{key}={value!r} of a {config.model_type} model: Megatron-Core would not compute it as transformers does; "
+        f"expected {expected}"
+    )
+
+
+def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    sparse = [
+        number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0
+        for number in range(config.num_hidden_layers)
+    ]
+    if config.norm_topk_prob and config.num_experts_per_tok == 1:
+        raise not_exact(config, "num_experts_per_tok", 1, "2 or more with norm_topk_prob=True")
+    return {
+        "moe_router_score_function": "softmax",
+        # the softmax of the chosen logits is the softmax of all logits, normalized over the chosen experts
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
+    }
+
+
+def _deepseek_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    chosen, groups = config.num_experts_per_tok, config.topk_group
+    if not config.norm_topk_prob or chosen == 1:
+        raise not_exact(config, "norm_topk_prob", config.norm_topk_prob, "True, and num_experts_per_tok 2 or more")
+    # transformers ranks groups of experts by their two best experts, Megatron-Core by chosen // groups
+    if groups < config.n_group and chosen // groups != 2:
+        raise not_exact(config, "topk_group", groups, f"{chosen / 2:g}, half of num_experts_per_tok={chosen}")
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_num_groups": config.n_group if groups < config.n_group else None,
+        "moe_router_group_topk": groups if groups < config.n_group else None,
+        # the correction of the scores is loaded, and stays as it is
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_shared_expert_intermediate_size": config.n_shared_experts * config.moe_intermediate_size,
+        "moe_layer_freq": [int(number >= config.first_k_dense_replace) for number in range(config.num_hidden_layers)],
+    }
+
+
+def _gpt_oss_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    if config.num_experts_per_tok == 1:
+        raise not_exact(config, "num_experts_per_tok", 1, "2 or more")
+    if not config.attention_bias:
+        raise not_exact(config, "attention_bias", config.attention_bias, "True")
+    return {
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "activation_func": partial(_swish, config.swiglu_alpha),
+        "activation_func_clamp_value": config.swiglu_limit,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+    }
+
+
+def _swish(gain: float, input_: Tensor) -> Tensor:
+    return input_ * torch.sigmoid(gain * input_)
+
+
+#: by transformers' model type
+FAMILIES = {
+    "llama": Family(_DENSE),
+    "mistral": Family(_DENSE),
+    "qwen2": Family(_DENSE, qkv_bias=True),
+    "qwen3": Family(_DENSE, qk_norm=True),
+    "qwen3_moe": Family(_DENSE | _EXPERTS, qk_norm=True, experts=_qwen_experts),
+    "deepseek_v3": Family(_DENSE | _EXPERTS | _LATENT, qk_norm=True, experts=_deepseek_experts, latent=True),
+    "gpt_oss": Family(_DENSE | _GPT_OSS, experts=_gpt_oss_experts, gpt_oss=True),
+    "gemma2": Family(_DENSE | _GEMMA, gemma=True, softcap=True),
+    "gemma3_text": Family(_DENSE | _GEMMA, qk_norm=True, gemma=True),
+}
+
+
+def require_family(config: PreTrainedConfig) -> Family:
+    """Return the model's family. Raises UnsupportedModelError for a model type without one."""
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model_type '{config.model_type}' has no conversion to Megatron-Core: expected {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[config.model_type]
