@@ -60,7 +60,7 @@ class Drawing:
         return all(value > 0 for value in _values(self.series))
 
 
-def draw(runs: Sequence[Run]) -> list[Drawing]:
+def draw_charts(runs: Sequence[Run]) -> list[Drawing]:
     """Return the charts of these runs in the page's order, without charts that have no value."""
     drawings = []
     for chart in _charts(runs):
@@ -68,19 +68,16 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
             _series(run.lines, key, index, side) for index, run in enumerate(runs) for side, key in chart.keys.items()
         ]
         series = [curve for curve in series if _values([curve])]
-        if series:
-            chart, series = _without_unused_sides(chart, series)
-            drawings.append(Drawing(chart, series, chart.log and _spans(series), _label(chart, series, runs)))
+        if not series:
+            continue
+        # without the sides that no run has; if only the first side is left, without its name, too
+        keys = {side: key for side, key in chart.keys.items() if any(curve["side"] == side for curve in series)}
+        if list(keys) == list(chart.keys)[:1]:
+            keys, series = {"": next(iter(keys.values()))}, [Series({**curve, "side": ""}) for curve in series]
+        chart, values = replace(chart, keys=keys), _values(series)
+        spans = min(values) > 0 and max(values) / min(values) >= LOG_FROM
+        drawings.append(Drawing(chart, series, chart.log and spans, _label(chart, series, runs)))
     return drawings
-
-
-def _without_unused_sides(chart: Chart, series: list[Series]) -> tuple[Chart, list[Series]]:
-    """Remove the sides that no run has. If only the first side is left, remove its name, too."""
-    keys = {side: key for side, key in chart.keys.items() if any(curve["side"] == side for curve in series)}
-    if list(keys) == list(chart.keys)[:1]:
-        (key,) = keys.values()
-        return replace(chart, keys={"": key}), [Series({**curve, "side": ""}) for curve in series]
-    return replace(chart, keys=keys), series
 
 
 def _charts(runs: Sequence[Run]) -> list[Chart]:
@@ -105,16 +102,13 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
                 alike = [names for names in matches[metric] if names[:1] == first]
                 is_side = metric.side and metric.key.count("{") == len(first)  # of a chart that may have another side
                 for names in alike or ([first] if is_side else []):
-                    _add(charts, metric.named(*names))
+                    # a further side of the chart with the metric's title, or a chart
+                    side = metric.named(*names)
+                    new = Chart(side.group, side.title, side.unit, {}, side.log, side.percent)
+                    chart = charts.setdefault((side.group, side.title), new)
+                    chart.keys[side.side] = side.key
+                    chart.explanations.append(side.explanation)
     return [*charts.values(), *unknown]
-
-
-def _add(charts: dict[tuple[str, str], Chart], metric: Metric) -> None:
-    """Add a metric as a further side of the chart with its title, or as a chart."""
-    new = Chart(metric.group, metric.title, metric.unit, {}, metric.log, metric.percent)
-    chart = charts.setdefault((metric.group, metric.title), new)
-    chart.keys[metric.side] = metric.key
-    chart.explanations.append(metric.explanation)
 
 
 def _total_repeats(runs: Sequence[Run]) -> bool:
@@ -124,36 +118,29 @@ def _total_repeats(runs: Sequence[Run]) -> bool:
         if len(terms) != 1:
             return False
         term = terms.pop()
-        if not all(_is_close(line.values.get(term), line.values.get(TOTAL)) for line in run.lines):
-            return False
+        for line in run.lines:
+            value, total = line.values.get(term), line.values.get(TOTAL)
+            # they may differ by the rounding of float32
+            if value != total and (value is None or total is None or not math.isclose(value, total, rel_tol=1e-6)):
+                return False
     return True
-
-
-def _is_close(a: float | None, b: float | None) -> bool:
-    """Whether two values differ by no more than the rounding of float32."""
-    return a == b if a is None or b is None else math.isclose(a, b, rel_tol=1e-6)
 
 
 def _series(lines: Sequence[MetricsLine], key: str, run: int, side: str) -> Series:
     points = _with_gaps([(line.step, line.values[key]) for line in lines if key in line.values])
     shown = _thin(points)
+    means: dict[float, float] = {}
+    for section in _sections(points) if len(shown) < len(points) else ():
+        values = [value for _, value in section if value is not None]
+        if values:  # the smoothed curve must not be computed from extremes only
+            means |= dict.fromkeys((step for step, _ in section), sum(values) / len(values))
     return Series(
         run=run,
         side=side,
         steps=[step for step, _ in shown],
         values=[_rounded(value) for _, value in shown],
-        means=None if len(shown) == len(points) else _section_means(points, shown),
+        means=[None if value is None else _rounded(means[step]) for step, value in shown] if means else None,
     )
-
-
-def _section_means(points: Points, shown: Points) -> list[float | None]:
-    """For each shown point, the mean of its section: the smoothed curve must not be computed from extremes only."""
-    means: dict[float, float] = {}
-    for section in _sections(points):
-        values = [value for _, value in section if value is not None]
-        if values:
-            means |= dict.fromkeys((step for step, _ in section), sum(values) / len(values))
-    return [None if value is None else _rounded(means[step]) for step, value in shown]
 
 
 def _with_gaps(points: Points) -> Points:
@@ -187,11 +174,6 @@ def _thin(points: Points) -> Points:
 def _sections(points: Points) -> Iterator[Points]:
     stretch = math.ceil(len(points) / (POINTS // 2))
     return (points[start : start + stretch] for start in range(0, len(points), stretch))
-
-
-def _spans(series: list[Series]) -> bool:
-    values = _values(series)
-    return min(values) > 0 and max(values) / min(values) >= LOG_FROM
 
 
 def _values(series: Iterable[Series]) -> list[float]:

@@ -15,9 +15,9 @@ from markupsafe import Markup
 
 from stillhouse.display import escaped
 from stillhouse.output.metrics import LENGTH, TASK, known_metric
-from stillhouse.report.curves import Drawing, draw
+from stillhouse.report.curves import Drawing, draw_charts
 from stillhouse.report.run_files import Run, read_run
-from stillhouse.report.shown_completions import (
+from stillhouse.report.shown_records import (
     SHADES,
     mean_kl,
     over_time,
@@ -27,8 +27,8 @@ from stillhouse.report.shown_completions import (
     shown_step,
     staleness_rows,
     term_names,
+    timeline,
 )
-from stillhouse.report.timeline import timeline
 
 ASSETS = Path(__file__).parent / "assets"
 COLOURS = 8  # the style sheet's --run-0 … --run-7
@@ -99,16 +99,31 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def render(runs: Sequence[Run], *, watching: bool = False) -> str:
     """Return the page of the first run, compared with the other runs. watching: whether the page updates itself."""
     run, rollouts, held_out = runs[0], runs[0].rollouts, runs[0].held_out
-    drawings = draw(runs)
+    drawings = draw_charts(runs)
+    groups: dict[str, list[tuple[int, Drawing]]] = {}
+    for index, drawing in enumerate(drawings):
+        groups.setdefault(drawing.chart.group, []).append((index, drawing))
     names = run_names([run.path for run in runs])
     terms = term_names(held_out) if held_out else []
     embedded = {
         "runs": names,
-        "charts": [_chart_data(drawing) for drawing in drawings],
+        "charts": [
+            {
+                "title": f"{drawing.chart.group}: {drawing.chart.title}",
+                "log": drawing.log,
+                "positive": drawing.positive,
+                "percent": drawing.chart.percent,
+                "sides": list(drawing.chart.keys),
+                "series": drawing.series,
+            }
+            for drawing in drawings
+        ],
         "documents": readouts(held_out, terms) if held_out else [],
         "terms": terms,
         "shades": SHADES,
     }
+    documents = held_out.documents if held_out else []
+    has_images = any(shown.images for shown in (*run.eval_samples, *documents))
     scripts = [_asset(name) for name in ("uplot.min.js", "report.js", *(["watch.js"] if watching else []))]
     return _template().render(
         run=run,
@@ -119,8 +134,8 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         title=title(run),
         objective=objective(run),
         figures=figures(runs),
-        groups=_groups(drawings),
-        documents=held_out.documents if held_out else [],
+        groups=groups,
+        documents=documents,
         rollouts=rollouts,
         timeline=timeline(rollouts.spans) if rollouts else None,
         steps=[shown_step(step, samples) for step, samples in reversed(rollouts.samples.items())] if rollouts else [],
@@ -135,7 +150,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         embedded=embedded,
         styles=[_asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if rollouts else []))],
         scripts=scripts,
-        policy=_policy(scripts, watching=watching, images=_has_images(run)),
+        policy=_policy(scripts, watching=watching, images=has_images),
     )
 
 
@@ -163,7 +178,13 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 def title(run: Run) -> str:
     """Return `student ← teachers`, each as the last part of a path or as a hub id."""
-    student, teacher = (_model_name(run.config.get(side)) for side in ("student", "teacher"))
+    names = []
+    for side in ("student", "teacher"):
+        section = run.config.get(side)
+        name = str(section.get("model") or "") if isinstance(section, dict) else ""
+        is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+        names.append(Path(name).name if is_path else name)
+    student, teacher = names
     if not student:
         return run.path.resolve().name
     several = run.config.get("teachers")
@@ -180,23 +201,27 @@ def objective(run: Run) -> str:
     return str(section.get("loss", "")) if isinstance(section, dict) else ""
 
 
-def _figure(runs: Sequence[Run], key: str) -> Figure:
-    metric = known_metric(key)
-    return Figure(metric.title, metric.unit, _change(runs, key, percent=metric.percent))
-
-
 def figures(runs: Sequence[Run]) -> list[Figure]:
+    """Return the numbers of the summary; a metric is shown by its first and its last value."""
+
+    def figure(key: str) -> Figure:
+        metric, pairs = known_metric(key), [run.first_and_last(key) for run in runs]
+        form = "{:.1%}" if metric.percent else "{:.3f}"
+        texts = [" → ".join(map(form.format, pair)).replace("%", " %") if pair else None for pair in pairs]
+        return Figure(metric.title, metric.unit, texts)
+
     last = [run.lines[-1] if run.lines else None for run in runs]
     steps = [f"{line.step:,}" if line else None for line in last]
-    tokens = [_count(line.values.get("tokens")) if line else None for line in last]
+    counts = [line.values.get("tokens") if line else None for line in last]
+    tokens = [None if count is None else f"{count:,.0f}" for count in counts]
     seconds = [_duration(line.values.get("seconds")) if line else None for line in last]
     results = []
     if any(run.has_held_out_data for run in runs):
-        results = [_figure(runs, key) for key in ("eval/cross_entropy", "eval/forward_kl", "eval/agreement")]
+        results = [figure(key) for key in ("eval/cross_entropy", "eval/forward_kl", "eval/agreement")]
     keys = dict.fromkeys(key for line in runs[0].lines for key in line.values)
-    results += [_figure(runs, key) for key in keys if key.startswith(TASK) and LENGTH not in key]
+    results += [figure(key) for key in keys if key.startswith(TASK) and LENGTH not in key]
     if runs[0].first_and_last("rollout/reward"):
-        results.append(_figure(runs, "rollout/reward"))
+        results.append(figure("rollout/reward"))
     return [
         *results,
         Figure("Tokens", "predicted in training", tokens),
@@ -205,67 +230,26 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     ]
 
 
-def _change(runs: Sequence[Run], key: str, *, percent: bool = False) -> list[str | None]:
-    """Return the first and the last value of a metric in each run; None for a run without it."""
-
-    def text(value: float) -> str:
-        return f"{100 * value:.1f} %" if percent else f"{value:.3f}"
-
-    pairs = [run.first_and_last(key) for run in runs]
-    return [" → ".join(map(text, pair)) if pair else None for pair in pairs]
-
-
 def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Return the data reports side by side: (names of the splits, rows of a label and one value per split)."""
     reports = {name: report for name, report in data.items() if isinstance(report, dict)}
     items = [item for report in reports.values() for item in report.items()]
-    keys = dict.fromkeys(key for key, value in items if not _is_note(value) and value not in (None, ""))
-
-    def row(key: str) -> list[str]:
-        return ["" if report.get(key) is None else _plain(report[key]) for report in reports.values()]
-
-    return list(reports), [(_DATA_LABELS.get(key, _words(key)), row(key)) for key in keys]
+    rows: dict[str, list[str]] = {}
+    for key, value in items:
+        if not isinstance(value, dict | list) and value not in (None, ""):
+            texts = ["" if report.get(key) is None else _plain(report[key]) for report in reports.values()]
+            rows[_DATA_LABELS.get(key, key.replace("_", " "))] = texts
+    return list(reports), list(rows.items())
 
 
 def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, text) of values in the data reports that are no counts, such as the first reasons for skips."""
     notes = [(name, value) for name, value in data.items() if not isinstance(value, dict)]
     for name, report in data.items():
-        if isinstance(report, dict):
-            notes += [(f"{name}, {_words(key)}", value) for key, value in report.items() if _is_note(value)]
+        for key, value in report.items() if isinstance(report, dict) else ():
+            if isinstance(value, dict | list):
+                notes.append((f"{name}, {key.replace('_', ' ')}", value))
     return [(name, _plain(value)) for name, value in notes if value not in (None, [], {}, "")]
-
-
-def _is_note(value: object) -> bool:
-    return isinstance(value, dict | list)
-
-
-def _words(key: str) -> str:
-    return key.replace("_", " ")
-
-
-def _groups(drawings: list[Drawing]) -> dict[str, list[tuple[int, Drawing]]]:
-    """Return the charts under their headings, each with its index in the embedded data."""
-    groups: dict[str, list[tuple[int, Drawing]]] = {}
-    for index, drawing in enumerate(drawings):
-        groups.setdefault(drawing.chart.group, []).append((index, drawing))
-    return groups
-
-
-def _chart_data(drawing: Drawing) -> dict[str, object]:
-    return {
-        "title": f"{drawing.chart.group}: {drawing.chart.title}",
-        "log": drawing.log,
-        "positive": drawing.positive,
-        "percent": drawing.chart.percent,
-        "sides": list(drawing.chart.keys),
-        "series": drawing.series,
-    }
-
-
-def _has_images(run: Run) -> bool:
-    documents = run.held_out.documents if run.held_out else []
-    return any(sample.images for sample in run.eval_samples) or any(document.images for document in documents)
 
 
 def _policy(scripts: Iterable[str], *, watching: bool, images: bool) -> str:
@@ -285,12 +269,6 @@ def _asset(name: str) -> Markup:
     return Markup((ASSETS / name).read_text(encoding="utf-8"))
 
 
-def _model_name(section: object) -> str:
-    name = str(section.get("model") or "") if isinstance(section, dict) else ""
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    return Path(name).name if is_path else name
-
-
 def _plain(value: object) -> str:
     if value is None:
         return "none"
@@ -301,10 +279,6 @@ def _plain(value: object) -> str:
     if isinstance(value, list):
         return "\n".join(map(_plain, value))
     return escaped(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value), lines=True)
-
-
-def _count(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.0f}"
 
 
 def _duration(seconds: float | None) -> str | None:
@@ -327,17 +301,14 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """
     configs = [_flat(run.config) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
-    rows = [(key, [config.get(key, ABSENT) for config in configs]) for key in keys]
-    return [
-        (escaped(key), texts)
-        for key, texts in rows
-        if len(set(texts)) > 1 and not (set(texts) == {ABSENT, NULL} and _is_section(key, keys))
-    ]
-
-
-def _is_section(key: str, keys: Iterable[str]) -> bool:
-    """Whether the key is a section in one of the runs; each value of the section then has its own row."""
-    return any(nested.startswith(f"{key}.") for nested in keys)
+    rows = []
+    for key in keys:
+        texts = [config.get(key, ABSENT) for config in configs]
+        # each value of a section that one of the runs has is a row of its own
+        is_section = any(nested.startswith(f"{key}.") for nested in keys)
+        if len(set(texts)) > 1 and not (set(texts) == {ABSENT, NULL} and is_section):
+            rows.append((escaped(key), texts))
+    return rows
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, str]:

@@ -56,7 +56,10 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, with its lines in step order."""
+    """One run folder, with its lines in step order.
+
+    has_held_out_data: whether the configuration has held-out data; True if the configuration is missing.
+    """
 
     path: Path
     lines: list[MetricsLine]
@@ -68,11 +71,7 @@ class Run:
     rollouts: Rollouts | None = None
     eval_samples: list[EvalSample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def has_held_out_data(self) -> bool:
-        """Whether the configuration has held-out data; True if the configuration is missing."""
-        return _asks_for_held_out_data(self.config)
+    has_held_out_data: bool = True
 
     def first_and_last(self, key: str) -> tuple[float, float] | None:
         """Return the first and the last finite value of a metric, or None if there is none."""
@@ -88,7 +87,16 @@ def read_run(path: Path) -> Run:
     lines, notes = read_metrics(path / METRICS)
     config_text, config = _read_config(path / "config.yaml")
     present = {name for name in OPTIONAL_FILES if (path / name).is_file()}
-    expected = _expected_files(config, present)
+    # the files that a run of this configuration should have
+    expected = {"config.yaml", "environment.json", "data.json"}
+    data, evaluation = config.get("data"), config.get("eval")
+    has_held_out_data = not isinstance(data, dict) or data.get("eval", True) not in (0, None)
+    if has_held_out_data:
+        expected.add("tokens.json")
+    if isinstance(config.get("rollout"), dict) or present & _ON_POLICY:
+        expected |= _ON_POLICY
+    if isinstance(evaluation, dict) and evaluation.get("samples"):
+        expected.add("eval_samples.jsonl")
     notes += [f"{name} is missing: {OPTIONAL_FILES[name]}." for name in OPTIONAL_FILES if name in expected - present]
     held_out = read_object(path / "tokens.json")
     eval_samples = (
@@ -105,25 +113,8 @@ def read_run(path: Path) -> Run:
         rollouts=_read_rollouts(path, notes) if present & _ON_POLICY else None,
         eval_samples=list(deque(eval_samples, maxlen=EVAL_SAMPLES)),
         notes=notes,
+        has_held_out_data=has_held_out_data,
     )
-
-
-def _expected_files(config: dict[str, Any], present: set[str]) -> set[str]:
-    """The files that a run of this configuration should have. present: the files in the run's folder."""
-    expected = {"config.yaml", "environment.json", "data.json"}
-    if _asks_for_held_out_data(config):
-        expected.add("tokens.json")
-    if isinstance(config.get("rollout"), dict) or present & _ON_POLICY:
-        expected |= _ON_POLICY
-    evaluation = config.get("eval")
-    if isinstance(evaluation, dict) and evaluation.get("samples"):
-        expected.add("eval_samples.jsonl")
-    return expected
-
-
-def _asks_for_held_out_data(config: dict[str, Any]) -> bool:
-    data = config.get("data")
-    return not isinstance(data, dict) or data.get("eval", True) not in (0, None)
 
 
 def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
@@ -153,8 +144,12 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts:
         places.setdefault(sample.step, []).append((where, offset, len(tokens or [])))
         if sample.source == "student":
             staleness[sample.staleness] += 1
-    shown = shown_steps({step: sum(count for *_, count in step_places) for step, step_places in places.items()})
-    samples = {step: [_sample_at(path, *place) for place in first_samples(places[step])] for step in shown}
+    samples: dict[int, list[SampleRecord]] = {}
+    for step in shown_steps({step: sum(count for *_, count in entries) for step, entries in places.items()}):
+        with path.open("rb") as file:
+            for where, offset in first_samples(places[step]):
+                file.seek(offset)
+                samples.setdefault(step, []).append(validated(SampleRecord, json.loads(file.readline()), where))
     return Rollouts(last_spans, samples, len(places), dict(sorted(staleness.items())))
 
 
@@ -162,12 +157,6 @@ def first_samples(samples: Sequence[tuple[str, int, int]]) -> list[tuple[str, in
     """The lines and offsets of a step's first samples that together have at most `TOKENS` tokens."""
     totals = accumulate(tokens for *_, tokens in samples)
     return [(where, offset) for (where, offset, _), total in zip(samples, totals, strict=True) if total <= TOKENS]
-
-
-def _sample_at(path: Path, where: str, offset: int) -> SampleRecord:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return validated(SampleRecord, json.loads(file.readline()), where)
 
 
 def shown_steps(tokens: dict[int, int]) -> list[int]:

@@ -16,7 +16,7 @@ from kit.runs import metrics, run
 
 from stillhouse.loops.callbacks import EvaluationContext
 from stillhouse.output.records import TimelineSpan
-from stillhouse.report.timeline import timeline
+from stillhouse.report.shown_records import timeline
 from stillhouse.run.run import distill
 
 

@@ -18,7 +18,7 @@ from kit.runs import contents, metrics
 
 from stillhouse.config.reward_sum import part_names
 from stillhouse.config.servers import ServerError
-from stillhouse.report.curves import draw
+from stillhouse.report.curves import draw_charts
 from stillhouse.report.run_files import read_run
 from stillhouse.serving.client import pool
 from stillhouse.serving.client.reward_server import MOST_BYTES, RewardServer
@@ -188,7 +188,7 @@ def test_a_weighted_sum_is_that_of_one_function(
         length, of_server = (sample["reward_parts"][name] for name in names)
         assert 0.5 * length + 2 * of_server == sample["reward"]
     assert fmean(sample["reward"] for sample in shown[:3]) == pytest.approx(of_eval_two[0]["eval/prompts/reward"])
-    titles = [chart.chart.title for chart in draw([read_run(tmp_path / "out")])]
+    titles = [chart.chart.title for chart in draw_charts([read_run(tmp_path / "out")])]
     assert {"Reward: length", "Reward of completions: length"} <= set(titles)
 
 

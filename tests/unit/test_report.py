@@ -19,7 +19,7 @@ from stillhouse.images.add_on import SHOWN
 from stillhouse.images.decode import thumbnail
 from stillhouse.report import curves
 from stillhouse.report.page import ASSETS, write_report
-from stillhouse.report.shown_completions import SHADES, shade
+from stillhouse.report.shown_records import SHADES, shade
 
 
 @pytest.fixture

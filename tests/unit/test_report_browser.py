@@ -14,9 +14,9 @@ from typing import Any, Self
 import pytest
 from kit.report_runs import HOSTILE, Page, make_on_policy_run, make_run
 
+from stillhouse.report.command import ReportServer, WatchedReport
 from stillhouse.report.page import ASSETS, write_report
-from stillhouse.report.shown_completions import shade
-from stillhouse.report.watch import ReportServer, WatchedReport
+from stillhouse.report.shown_records import shade
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (

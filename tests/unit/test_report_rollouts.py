@@ -15,9 +15,9 @@ from kit.report_runs import HOSTILE, TEXT, Page, make_on_policy_run, make_sample
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.records import TimelineSpan
 from stillhouse.output.rollout_log import RolloutLog
-from stillhouse.report import run_files, timeline
+from stillhouse.report import run_files, shown_records
 from stillhouse.report.page import ASSETS, write_report
-from stillhouse.report.shown_completions import staleness_rows
+from stillhouse.report.shown_records import staleness_rows
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_the_timeline_shows_the_last_steps_and_who_waited(run_dir):
     assert "steps 19 to 30" in page.text
     boxes = [box for box in page.all("div") if box.get("class", "").startswith("box")]
     waits = [box for box in boxes if "waits" in box["class"]]
-    assert len(waits) == 2 * timeline.STEPS
+    assert len(waits) == 2 * shown_records.STEPS
     assert all("wait for" in box["title"] for box in waits)
     assert any(box["title"].startswith("step 30, publish <version 30>: 0.5 s") for box in boxes)
     places = [re.match(r"left:([\d.]+)%;width:([\d.]+)%", box["style"]) for box in boxes]
@@ -82,20 +82,20 @@ def span(start, stop, step=1, lane="rollout", what="generate"):
 
 def test_work_at_the_same_time_is_in_rows_and_counts_once():
     spans = [span(0, 4), span(1, 3), span(3, 5), span(0, 10, lane="trainer", what="wait")]
-    shown = timeline.timeline(spans)
+    shown = shown_records.timeline(spans)
     rollout, _, trainer, _ = shown.lanes
     assert [(box.left, box.width, box.row) for box in rollout.boxes] == [(0, 40, 0), (10, 20, 1), (30, 20, 1)]
     assert (rollout.rows, rollout.shares) == (2, [("busy", 50), ("idle", 50)])
     assert (dict(trainer.shares)["waiting"], shown.waiting) == (100, 1)
-    many = timeline.timeline([span(0, 1 + n) for n in range(50)])
-    assert many.lanes[0].rows == timeline.ROWS
+    many = shown_records.timeline([span(0, 1 + n) for n in range(50)])
+    assert many.lanes[0].rows == shown_records.ROWS
 
 
 def test_the_trainer_waits_for_the_share_of_its_steps_that_the_run_prints():
     """Time between steps, such as that of an evaluation, is no part of a step and is named separately."""
     parts = [("wait for completions", 0, 2), ("train", 2, 3), ("wait for completions", 7, 8), ("train", 8, 10)]
     spans = [span(start, stop, 1 + number // 2, "trainer", what) for number, (what, start, stop) in enumerate(parts)]
-    shown = timeline.timeline(spans)
+    shown = shown_records.timeline(spans)
     (trainer,) = (lane for lane in shown.lanes if lane.name == "trainer")
     assert trainer.shares == [("busy", 30), ("waiting", 30), ("between its steps", 40)]
     assert shown.waiting == pytest.approx(0.5)
@@ -105,13 +105,13 @@ def test_the_trainer_waits_for_the_share_of_its_steps_that_the_run_prints():
 def test_the_shares_of_a_lane_add_up_to_100(ends):
     first, second, last = ends
     spans = [span(0, first, 1, "trainer", "train"), span(first, second, 1, "trainer", "wait"), span(0, last)]
-    for lane in timeline.timeline(spans).lanes:
+    for lane in shown_records.timeline(spans).lanes:
         assert sum(percent for _, percent in lane.shares) == 100
 
 
 def test_the_timeline_begins_with_its_first_step():
     spans = [span(10 * step, 10 * step + 10, step, "trainer", "update") for step in range(1, 15)]
-    shown = timeline.timeline([span(25, 35, 4), span(2, 12, 2), *spans])
+    shown = shown_records.timeline([span(25, 35, 4), span(2, 12, 2), *spans])
     assert (shown.first, shown.last, shown.start, shown.seconds) == (3, 14, 30, 120)
     assert [(box.left, round(box.width, 1)) for box in shown.lanes[0].boxes] == [(0, 4.2)]
     assert [text for _, text in shown.ticks] == ["0 s", "50 s", "100 s"]
@@ -120,7 +120,7 @@ def test_the_timeline_begins_with_its_first_step():
 
 @pytest.mark.parametrize("spans", [[], [span(1, 1)], [span(3, 3 + 1e-300)]])
 def test_a_timeline_without_time_is_not_drawn(spans):
-    assert timeline.timeline(spans) is None
+    assert shown_records.timeline(spans) is None
 
 
 def test_completions_are_shaded_with_the_version_of_each_token(run_dir):
