@@ -7,7 +7,6 @@ LLaVA. Without any such mark, the images are put in front of the first turn of t
 """
 
 import base64
-import binascii
 import re
 from pathlib import Path
 from typing import Any
@@ -36,20 +35,24 @@ def with_images(record: Record) -> Record:
     and for videos and audio.
     """
     fields = record.fields
-    listed = _listed(fields)
+    by_column = {name: fields[name] for name in _COLUMNS if fields.get(name) not in (None, [], "")}
+    if len(by_column) > 1:
+        raise RecordError(f"both {name_list(by_column)} have images: expected one of these columns")
+    value: Any = next(iter(by_column.values()), [])
+    listed = value if isinstance(value, list) else [value]
     columns = [column for column in _MESSAGE_COLUMNS if isinstance(fields.get(column), list)]
     for column in _OTHER_MEDIA:
         if fields.get(column):
             raise RecordError(f"'{column}' is not empty: expected only text and images")
     if not listed:
-        _require_no_marks(fields, columns)
-    if not listed and not any(
-        isinstance(message, dict) and isinstance(message.get("content"), list)
-        for column in columns
-        for message in fields[column]
-    ):
-        return record
-    if listed and not columns:
+        turns = [message for column in columns for message in fields[column] if isinstance(message, dict)]
+        contents = [message.get("content") for message in turns]
+        empty = next((name for name in _COLUMNS if name in fields), None)
+        if empty is not None and any(MARK in text for content in contents for text in _texts(content)):
+            raise RecordError(f"a message has {MARK}, and '{empty}' is empty: expected an image for each {MARK}")
+        if not any(isinstance(content, list) for content in contents):
+            return record
+    elif not columns:
         raise RecordError(
             f"the record has {len(listed)} images and no messages: expected 'messages', or 'prompt' and 'completion' "
             "as lists of messages; texts as strings cannot have images"
@@ -60,30 +63,15 @@ def with_images(record: Record) -> Record:
     images = [part for turns in messages.values() for part in _image_parts(turns)]
     if len(images) > MAX_IMAGES:
         raise RecordError(f"the record has {len(images):,} images: expected at most {MAX_IMAGES:,}")
-    folder = _folder(record.where)
+    # the folder to which paths in the record are relative
+    source = Path(record.where.rpartition(":")[0])
+    folder = source if source.is_dir() else source.parent
     for number, part in enumerate(images, start=1):
         if "image" not in part:
             raise RecordError(f"image {number} has no value: expected one, or a column 'images' with an image for it")
         part["image"] = _encoded(part["image"], folder, f"image {number}")
     kept = {name: value for name, value in fields.items() if name not in _COLUMNS}
     return Record(record.where, kept | messages)
-
-
-def _listed(fields: Fields) -> list[Any]:
-    """The images of the record's column of images; empty without such a column."""
-    columns = {name: fields[name] for name in _COLUMNS if fields.get(name) not in (None, [], "")}
-    if len(columns) > 1:
-        raise RecordError(f"both {name_list(columns)} have images: expected one of these columns")
-    value: Any = next(iter(columns.values()), [])
-    return value if isinstance(value, list) else [value]
-
-
-def _require_no_marks(fields: Fields, columns: list[str]) -> None:
-    """Raise RecordError if a text has a mark, and the record's column of images is there and empty."""
-    empty = next((name for name in _COLUMNS if name in fields), None)
-    messages = [message for column in columns for message in fields[column] if isinstance(message, dict)]
-    if empty is not None and any(MARK in text for message in messages for text in _texts(message.get("content"))):
-        raise RecordError(f"a message has {MARK}, and '{empty}' is empty: expected an image for each {MARK}")
 
 
 def _texts(content: Any) -> list[str]:
@@ -138,12 +126,6 @@ def _with_marks(message: Message) -> Message:
     return message | {"content": content}
 
 
-def _folder(where: str) -> Path:
-    """The folder to which paths in a record are relative. where: see `Record`."""
-    source = Path(where.rpartition(":")[0])
-    return source if source.is_dir() else source.parent
-
-
 def _encoded(value: Any, folder: Path, name: str) -> MediaFile:
     if isinstance(value, MediaFile):
         return value
@@ -153,19 +135,16 @@ def _encoded(value: Any, folder: Path, name: str) -> MediaFile:
         if isinstance(value, bytes):
             return MediaFile.of(value)
         if isinstance(value, str) and _DATA_URL.match(value):
-            return MediaFile.of(_from_base64(value.partition(",")[2]))
+            try:
+                content = base64.b64decode(value.partition(",")[2], validate=True)
+            except ValueError as error:
+                raise RecordError(f"is not valid base64: {error}") from error
+            return MediaFile.of(content)
         if isinstance(value, str) and value:
             return _from_file(value, folder)
     except RecordError as error:
         raise RecordError(f"{name} {error}") from error
     raise RecordError(f"{name} is {value_in_words(value)}: expected a path, bytes, or a dict with 'bytes' or 'path'")
-
-
-def _from_base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RecordError(f"is not valid base64: {error}") from error
 
 
 def _from_file(value: str, folder: Path) -> MediaFile:

@@ -6,7 +6,6 @@ import json
 import math
 import mmap
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,7 +48,7 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
             image = pillow.open(io.BytesIO(data), formats=[name for name in FORMATS if name in pillow.OPEN])
         require_size(*image.size)
         with reading("cannot be decoded", passes=RecordError):
-            return _decoded(image, most_pixels)
+            return _as_rgb(image, most_pixels)
     except pillow.UnidentifiedImageError as error:
         raise RecordError(f"is not an image: expected one of {', '.join(FORMATS)}") from error
     except RecordError:
@@ -58,7 +57,7 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
         raise RecordError(str(error)) from error
 
 
-def _decoded(image: "Image", most_pixels: int | None) -> "Image":
+def _as_rgb(image: "Image", most_pixels: int | None) -> "Image":
     image.load()
     # before Pillow 11.3, PNG files with 16 bits of grey have the mode I
     has_16_bits = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
@@ -68,10 +67,9 @@ def _decoded(image: "Image", most_pixels: int | None) -> "Image":
     if image.mode in ("I", "F"):
         raise RecordError(f"has 32 bits per pixel (mode {image.mode}): expected 8 or 16 per channel")
     image = image.convert("RGB")
-    if most_pixels is not None:
-        if (size := _bounded(image.size, most_pixels)) != image.size:
-            image = image.resize(size, resample=require_pillow().Resampling.BICUBIC)
-        require_size(*image.size)  # the sides were rounded
+    if (size := _bounded(image.size, most_pixels)) != image.size:
+        image = image.resize(size, resample=require_pillow().Resampling.BICUBIC)
+    require_size(*image.size)  # the sides were rounded
     return image
 
 
@@ -132,13 +130,13 @@ def pixel_count(image: MediaFile, most_pixels: int | None = None) -> int:
     source = image.path if image.data is None else io.BytesIO(image.data)
     with reading(f"{image.path or 'an image'}: it cannot be read"), require_pillow().open(source) as opened:
         size = opened.size
-    return math.prod(size if most_pixels is None else _bounded(size, most_pixels))
+    return math.prod(_bounded(size, most_pixels))
 
 
-def _bounded(size: tuple[int, int], most_pixels: int) -> tuple[int, int]:
+def _bounded(size: tuple[int, int], most_pixels: int | None) -> tuple[int, int]:
     """Width and height, scaled down to at most this number of pixels."""
     width, height = size
-    if width * height <= most_pixels:
+    if most_pixels is None or width * height <= most_pixels:
         return size
     factor = math.sqrt(most_pixels / (width * height))
     # a side of one pixel leaves all others to the other side
@@ -155,14 +153,6 @@ def require_pillow():  # type: ignore[no-untyped-def]
             "the data has images, but Pillow is not installed: pip install 'stillhouse[images]'"
         ) from error
     return PIL.Image
-
-
-def pillow_version() -> str | None:
-    """The version of Pillow; None if it is not installed."""
-    try:
-        return version("pillow")
-    except PackageNotFoundError:
-        return None
 
 
 def thumbnail(image: MediaFile) -> HeldOutImage:

@@ -5,13 +5,14 @@ features. The pixel tensors are made again when a micro-batch is built, by one c
 not depend on the other documents. At the first use it is proven on small pictures that the tensors of documents, each
 made by one call and then concatenated, are those of one call for all of them.
 
-S tokens of a document, A axes of rotary positions.
+S tokens of a document, or of the longest of B prompts.
 """
 
 import io
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +28,13 @@ from stillhouse.data.record import DataError, ProcessorError, RecordError
 from stillhouse.data.render.tokenizers import tokenizer_fingerprint
 from stillhouse.hashing import file_hash, json_hash
 from stillhouse.images import NAME, processor_files
-from stillhouse.images.decode import IsolatedDecoder, open_image, pillow_version, require_pillow
+from stillhouse.images.decode import IsolatedDecoder, open_image, require_pillow
 from stillhouse.images.load_processor import load_processor
 from stillhouse.libraries import reading
+from stillhouse.models import Decoder
+from stillhouse.models.vision_language import TOKEN_TYPES, model_media, placeholder_ids, read_token_inputs
 
-_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
-_PER_TOKEN = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets", *_TOKEN_TYPES}
+_PER_TOKEN = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets", *TOKEN_TYPES}
 _PROBES = ((37, 23), (64, 48), (20, 50))  # widths and heights
 _PART = 2**22  # tokens that are searched at a time
 
@@ -89,7 +91,12 @@ class ImageProcessor:
 
     def versions(self) -> list[Any]:
         """The version of Pillow, and hashes of the files of this package."""
-        return [pillow_version(), *(file_hash(path) for path in sorted(Path(__file__).parent.glob("*.py")))]
+        files = sorted(Path(__file__).parent.glob("*.py"))
+        try:
+            pillow = version("pillow")
+        except PackageNotFoundError:
+            pillow = None
+        return [pillow, *(file_hash(path) for path in files)]
 
     @cached_property
     def processor(self) -> Any:
@@ -125,8 +132,7 @@ class ImageProcessor:
     @property
     def placeholder(self) -> str:
         """The token that stands for an image in a text. Loads the processor."""
-        token: str = self.processor.image_token
-        return token
+        return str(self.processor.image_token)
 
     @cached_property
     def placeholder_ids(self) -> list[int]:
@@ -158,7 +164,7 @@ class ImageProcessor:
                     "images of two documents together than of each document: such models cannot be trained on images"
                 )
         # the name of the token types that are not zero for the placeholders of an image
-        types = next((name for name in _TOKEN_TYPES if name in kinds and kinds[name].any()), None)
+        types = next((name for name in TOKEN_TYPES if name in kinds and kinds[name].any()), None)
         return _Layout(types, stacked)
 
     def prepare(self) -> None:
@@ -169,11 +175,8 @@ class ImageProcessor:
             raise ProcessorError(str(error)) from error
 
     def expand(self, text: str, images: Sequence[MediaFile], *, special: bool, is_safe: bool = False) -> Expanded:
-        """Tokenize a text with one placeholder for each image. special: whether the tokenizer adds special tokens.
-        is_safe: the images were decoded before or are our own, so that they need no process with limits.
-
-        Raises RecordError for an image that cannot be decoded or that the processor refuses, and for a text with
-        other placeholders.
+        """See `MediaProcessor`. Raises RecordError for an image that cannot be decoded or that the processor refuses,
+        and for a text with other placeholders.
         """
         token = self.placeholder
         if (count := text.count(token)) != len(images):
@@ -216,10 +219,8 @@ class ImageProcessor:
             return MediaTensors({}, [])
         pictures = [self._opened(image, number) for number, image in enumerate(images, start=1)]
         out = self._call([pictures], [self.placeholder * len(pictures)])
-        placeholders, expected = (
-            self.count_placeholders(np.asarray(out["input_ids"][0])),
-            self.count_placeholders(ids),
-        )
+        placeholders = self.count_placeholders(np.asarray(out["input_ids"][0]))
+        expected = self.count_placeholders(ids)
         if placeholders != expected:
             raise ValueError(
                 f"its images have {expected} placeholder tokens in the loaded data, and the processor makes "
@@ -229,9 +230,7 @@ class ImageProcessor:
         return MediaTensors(tensors, [picture.size for picture in pictures])
 
     def example_documents(self) -> list[dict[str, Tensor]]:
-        """Documents with one, two and no random pictures of unlike sizes, as the processor returns them, [1, S]. With
-        them, a model is proven at load. `join` joins their images.
-        """
+        """Documents with one, two and no random pictures of unlike sizes, as the processor returns them, [1, S]."""
         one, *two = _random_pictures()
         token, what = self.placeholder, f"the processor of {self.name!r} does not process pictures"
         with reading(what):
@@ -240,15 +239,17 @@ class ImageProcessor:
                 self._call([two], [f"what {token} is {token} next"]),
                 self._call(None, ["numbers such as 1024"]),
             ]
-        kept = {*_TOKEN_TYPES, "input_ids"}
+        kept = {*TOKEN_TYPES, "input_ids"}
         return [{name: out[name] for name in out if name in kept or name not in _PER_TOKEN} for out in made]
 
     def example_prompts(self) -> list[tuple[np.ndarray, list[MediaFile]]]:
-        """Prompts with two, one and no random pictures of unlike sizes: token ids, and images. With them, generation
-        is proven when a run begins.
-        """
-        one, *two = [_as_png(picture) for picture in _random_pictures()]
-        token = self.placeholder
+        """Prompts with two, one and no random pictures of unlike sizes: token ids, and images."""
+        files, token = list[MediaFile](), self.placeholder
+        for picture in _random_pictures():
+            buffer = io.BytesIO()
+            picture.save(buffer, format="PNG")
+            files.append(MediaFile.of(buffer.getvalue()))
+        one, *two = files
         texts = {f"{token} and {token} are": two, f"what is {token} ?": [one], "numbers such as": []}
         return [
             (np.asarray(self.expand(text, images, special=True, is_safe=True).ids, dtype=np.int32), images)
@@ -272,11 +273,46 @@ class ImageProcessor:
             return {}
         return {name: np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0], dtype=np.int64)}
 
-    def prompt_arguments(self, decoder: Any, requests: Sequence[Any], width: int) -> dict[str, Tensor]:
-        """See `prompt_arguments` in `prompts.py`, which needs the models."""
-        from stillhouse.images.prompts import prompt_arguments
+    def prompt_arguments(self, decoder: Decoder, requests: Sequence[Any], width: int) -> dict[str, Tensor]:
+        """The images and the kinds of tokens [B, S] of a batch of `GenerationRequest`s, as arguments of transformers'
+        `generate`. width: S.
 
-        return prompt_arguments(self, decoder, requests, width)
+        `generate` runs the vision tower once, for the tokens of the prompts, and computes the rotary positions of
+        images and of the new tokens itself, from the ids and kinds of tokens. Prompts are padded on the left, and the
+        images of a batch are in the order of its rows.
+
+        Raises ValueError, with the request's number, for an image that cannot be read or whose file has changed since
+        the data was loaded, and for a prompt that ends with an image.
+        """
+        model = decoder.pretrained
+        placeholders = {*self.placeholder_ids, *placeholder_ids(model)}
+        for request in requests:
+            # `generate` would count the next token's position on each axis from the image's last position
+            if request.prompt_ids[-1] in placeholders:
+                raise ValueError(
+                    f"request {request.number}: its prompt ends with an image: expected text behind it, such as the "
+                    "beginning of the assistant's turn"
+                )
+        arguments = model_media(model, decoder.backbone, self.join(self.prompt_tensors(requests)))
+        types_BS: dict[str, np.ndarray] = {}
+        for row, request in enumerate(requests):
+            for name, types_S in self.token_types(request.prompt_ids).items():
+                zeros_BS = np.zeros((len(requests), width), dtype=np.int64)
+                types_BS.setdefault(name, zeros_BS)[row, -len(types_S) :] = types_S
+        kinds = {name: torch.from_numpy(value) for name, value in types_BS.items()}
+        return arguments | read_token_inputs(model, kinds)
+
+    def prompt_tensors(self, requests: Sequence[Any]) -> list[Mapping[str, Tensor]]:
+        """The images of each request. Those of the samples of a prompt are processed once."""
+        made: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
+        for request in requests:
+            key = tuple(image.sha256 for image in request.media)
+            if key not in made and not request.media_tensors:
+                try:
+                    made[key] = self.read_files(request.media, request.prompt_ids).tensors
+                except ValueError as error:
+                    raise ValueError(f"request {request.number}: {error}") from error
+        return [request.media_tensors or made[tuple(image.sha256 for image in request.media)] for request in requests]
 
     def in_words(self, documents: Documents, document: int) -> str:
         """The images of a document, and the numbers of their placeholder tokens and of all tokens to predict."""
@@ -334,12 +370,6 @@ def _random_pictures() -> list[Any]:
     random = np.random.default_rng(0)
     fromarray = require_pillow().fromarray
     return [fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in _PROBES]
-
-
-def _as_png(picture: Any) -> MediaFile:
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
-    return MediaFile.of(buffer.getvalue())
 
 
 def concatenated(parts: Sequence[Mapping[str, Tensor]], stacked: frozenset[str]) -> dict[str, Tensor]:

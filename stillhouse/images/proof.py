@@ -54,6 +54,12 @@ class ImageDocument:
             {name: value for name, value in tensors.items() if name not in per_token},
         )
 
+    def axis_positions(self, decoder: Any) -> Tensor | None:
+        """The rotary positions [S, A]; None with only one axis."""
+        types_S = next(iter(self.types_S.values()), None)
+        positions_SA: Tensor | None = decoder.axis_positions(self.ids_S, types_S, self.images)
+        return positions_SA
+
     def with_other_images(self) -> "ImageDocument":
         """The same document with images of inverted colours, mirrored."""
         images = {
@@ -111,7 +117,7 @@ def prove_images(
     join: JoinImages,
     agreed: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Prove a `Decoder` that has all layers. For the arguments and the errors see `prove_image_model`."""
+    """`prove_image_model` for a `Decoder` that has all layers."""
     prove_image_model(WholeModel(decoder, autocast_dtype(decoder.pretrained)), documents, join, agreed)
 
 
@@ -178,10 +184,13 @@ class PackedDocuments:
         places: list[tuple[int, slice]] = []
         lengths = [sum(len(document.ids_S) for document in row) for row in rows]
         for number, row in enumerate(rows):
-            tensors, start = [_tensors(decoder, document) for document in row], 0
+            tensors, start = list[dict[str, Tensor]](), 0
             for document in row:
                 places.append((number, slice(start, start + len(document.ids_S))))
                 start += len(document.ids_S)
+                positions_S, axes_SA = torch.arange(len(document.ids_S)), document.axis_positions(decoder)
+                per_token = {"input_ids": document.ids_S, "position_ids": positions_S, **document.types_S}
+                tensors.append(per_token if axes_SA is None else {**per_token, AXES: axes_SA})
             missing = columns - lengths[number]
             parts.append({name: _padded(name, [part[name] for part in tensors], missing) for name in tensors[0]})
         inputs = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
@@ -224,26 +233,21 @@ def _prove_packed(
             f"{name}: the hidden states of document {number} of {len(documents)} with images, packed, differ by "
             "{error:.2%} from those of the plain model on that document alone",
         )
+    # other images in a document must change its hidden states, and no others
+    message = f"{name}: the hidden states of a document change by {{error:.2%}} with the images of another document"
     for number, changed_BSD in changed.items():
-        _prove_change(name, number, hidden, packed.parts(changed_BSD), precision)
-
-
-def _prove_change(
-    name: str, number: int, hidden: Sequence[Tensor], changed: Sequence[Tensor], precision: torch.dtype
-) -> None:
-    """Raise PackingError unless other images in document `number` change its hidden states, and no others."""
-    change = float(relative_errors(changed[number], hidden[number]).max())
-    if not change > _CHANGED:
-        raise PackingError(f"{name} ignores images: its hidden states change by {change:.2%} with them")
-    for other, (before_SD, after_SD) in enumerate(zip(hidden, changed, strict=True)):
-        if other != number:
-            message = "the hidden states of a document change by {error:.2%} with the images of another document"
-            _compare(after_SD, before_SD, precision, f"{name}: {message}")
+        after = packed.parts(changed_BSD)
+        change = float(relative_errors(after[number], hidden[number]).max())
+        if not change > _CHANGED:
+            raise PackingError(f"{name} ignores images: its hidden states change by {change:.2%} with them")
+        for other, (before_SD, after_SD) in enumerate(zip(hidden, after, strict=True)):
+            if other != number:
+                _compare(after_SD, before_SD, precision, message)
 
 
 def document_positions(decoder: Any, tensors: Mapping[str, Tensor]) -> Tensor | None:
     """Return the rotary positions [S, A] of a document as its processor returns it; None with only one axis."""
-    return _positions(decoder, ImageDocument.of(tensors))
+    return ImageDocument.of(tensors).axis_positions(decoder)
 
 
 def run_alone(decoder: Any, document: ImageDocument) -> Tensor:
@@ -254,19 +258,6 @@ def run_alone(decoder: Any, document: ImageDocument) -> Tensor:
     with reading(f"{typename(decoder.pretrained)} cannot run a document with images", passes=ProofError):
         hidden_1SD: Tensor = decoder(document.ids_S[None].to(device), **types, images=images, head=False)
     return hidden_1SD
-
-
-def _tensors(decoder: Any, document: ImageDocument) -> dict[str, Tensor]:
-    """Return the document's inputs of a micro-batch, [S, …]."""
-    axes_SA = _positions(decoder, document)
-    tensors = {"input_ids": document.ids_S, "position_ids": torch.arange(len(document.ids_S)), **document.types_S}
-    return tensors if axes_SA is None else {**tensors, AXES: axes_SA}
-
-
-def _positions(decoder: Any, document: ImageDocument) -> Tensor | None:
-    types_S = next(iter(document.types_S.values()), None)
-    positions_SA: Tensor | None = decoder.axis_positions(document.ids_S, types_S, document.images)
-    return positions_SA
 
 
 def _padded(name: str, parts: Sequence[Tensor], columns: int) -> Tensor:

@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.data.media import MediaInputs
-from stillhouse.data.render.alignment import ABSENT, Aligner, Span
+from stillhouse.data.render.alignment import ABSENT, AlignedSpan, Aligner
 from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
 from stillhouse.objective.signals import Tail
 from stillhouse.signals.local_model_store import LocalModelStore
@@ -154,7 +154,7 @@ class CrossTokenizerStore(SignalStore):
         self,
         into: dict[str, Tensor],
         wanted: DocumentRows,
-        spans: Sequence[Span],
+        spans: Sequence[AlignedSpan],
         teacher: "_TeacherRows",
         begins: frozenset[int],
     ) -> None:
@@ -239,13 +239,13 @@ class _TeacherRows:
         ids_RK, log_probs_RK = ids_RB[:, :-1], log_probs_RB[:, :-1]
         return cls(rows, ids_RK, log_probs_RK, tensors["tail_log_prob"].double(), labels_R, log_labels_R)
 
-    def log_probs_of(self, spans: Sequence[Span]) -> Tensor:
+    def log_probs_of(self, spans: Sequence[AlignedSpan]) -> Tensor:
         """log P of each span."""
         stops_S = torch.tensor([span.teacher.stop - 1 for span in spans]) - self.rows.start
         owner_N, row_N = _places(self.starts_of(spans), stops_S)
         return torch.zeros(len(spans), dtype=torch.float64).index_add_(0, owner_N, self.log_labels_R[row_N])
 
-    def starts_of(self, spans: Sequence[Span]) -> Tensor:
+    def starts_of(self, spans: Sequence[AlignedSpan]) -> Tensor:
         """For each span, the index in `rows` of the row that predicts the span's first teacher token, int64."""
         return torch.tensor([span.teacher.start - 1 for span in spans], dtype=torch.int64) - self.rows.start
 
@@ -257,7 +257,7 @@ class _TeacherRows:
         return self.log_probs_RK[rows], torch.logaddexp(tail_N, log_label_N)
 
 
-def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[Span], teacher: _TeacherRows) -> None:
+def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[AlignedSpan], teacher: _TeacherRows) -> None:
     """Write uld's signal to the rows that predict the first token of a span."""
     inside = [span for span in spans if span.student.start - 1 in rows]
     places = torch.tensor([span.student.start - 1 - rows.start for span in inside], dtype=torch.int64)
@@ -266,7 +266,7 @@ def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[Span], teacher: 
     into["weight"][places] = 1.0
 
 
-def _needed_spans(rows: range, spans: Sequence[Span]) -> list[Span]:
+def _needed_spans(rows: range, spans: Sequence[AlignedSpan]) -> list[AlignedSpan]:
     """The spans with a token that one of these rows predicts. A span that contains the document's first token is left
     out, because row t predicts token t + 1.
     """
@@ -280,7 +280,7 @@ def _needed_spans(rows: range, spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def _teacher_rows(spans: Sequence[Span]) -> range:
+def _teacher_rows(spans: Sequence[AlignedSpan]) -> range:
     """The teacher's rows that predict the tokens of these spans."""
     return range(spans[0].teacher.start - 1, spans[-1].teacher.stop - 1)
 

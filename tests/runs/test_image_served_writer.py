@@ -85,10 +85,10 @@ def test_a_served_teacher_writes_what_it_writes_in_the_job(tmp_path: Path) -> No
 
 def ignore_images() -> None:
     """The tower gets the same picture for every prompt, after the server has proven its model."""
-    from stillhouse.images import prompts
+    from stillhouse.images.processor import ImageProcessor
     from stillhouse.serving.server.generate import generate_routes
 
-    tensors, decode = prompts.media_tensors, generate_routes.decode_prompt
+    tensors, decode = ImageProcessor.prompt_tensors, generate_routes.decode_prompt
 
     def same(*arguments: Any) -> list[Any]:
         return [
@@ -97,7 +97,7 @@ def ignore_images() -> None:
         ]
 
     def after_start(content: bytes) -> Any:
-        prompts.media_tensors = same
+        ImageProcessor.prompt_tensors = same  # type: ignore[method-assign]
         return decode(content)
 
     generate_routes.decode_prompt = after_start

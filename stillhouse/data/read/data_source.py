@@ -53,7 +53,12 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
         return saved_files(path) if is_saved(path) else _files_of(path)
     if os.path.lexists(path):
         raise NoSourceError(f"{name} is {kind_of(path)}: expected a regular file or a folder")
-    return _matches(name) if glob.has_magic(name) else None
+    if not glob.has_magic(name):
+        return None
+    matches = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+    if not (files := [match for match in matches if not match.is_dir()]):
+        raise NoSourceError(f"no file matches {name}")
+    return require_regular(files)
 
 
 def require_source(source: str) -> None:
@@ -69,14 +74,6 @@ def _hub_id(name: str) -> tuple[str, str | None, str]:
         share = " (a share is written as a number, such as 0.05)" if name.endswith("%") else ""
         raise NoSourceError(f"no such file or folder: {name}{share}")
     return match["name"], match["config"], match["split"] or "train"
-
-
-def _matches(pattern: str) -> list[Path]:
-    paths = (Path(name) for name in sorted(glob.glob(pattern, recursive=True)))
-    files = [path for path in paths if not path.is_dir()]
-    if not files:
-        raise NoSourceError(f"no file matches {pattern}")
-    return require_regular(files)
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ If the first record has the columns of one of Stillhouse's forms, these columns 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -61,8 +62,11 @@ def foreign_columns(
     if not is_alpaca:
         return None
     if tokenizer.chat_template:
-        return ForeignColumns("Alpaca columns read as a user's message and its answer", _alpaca_chat)
-    return ForeignColumns("Alpaca columns read as prompt and completion, in Alpaca's own template", _alpaca_text)
+        return ForeignColumns(
+            "Alpaca columns read as a user's message and its answer", partial(_from_alpaca, as_chat=True)
+        )
+    words = "Alpaca columns read as prompt and completion, in Alpaca's own template"
+    return ForeignColumns(words, partial(_from_alpaca, as_chat=False))
 
 
 def _from_sharegpt(fields: Fields) -> Fields:
@@ -103,8 +107,7 @@ def _system(fields: Fields) -> list[Fields]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _alpaca(fields: Fields) -> tuple[str, str, str | None]:
-    """The instruction, the input ("" if absent) and the output (None if the record has no column `output`)."""
+def _from_alpaca(fields: Fields, *, as_chat: bool) -> Fields:
     _require_absent(fields, "conversations", "messages", "prompt", "text")
     if fields.get("history"):
         raise RecordError("'history' is not empty: expected conversations of several turns as 'messages'")
@@ -114,32 +117,23 @@ def _alpaca(fields: Fields) -> tuple[str, str, str | None]:
     for name, value in values.items():
         if not isinstance(value, str):
             raise RecordError(f"'{name}' must be a string, got {value_in_words(value)}")
-    if not values["instruction"]:
-        raise RecordError("'instruction' is empty")
-    if values.get("output") == "":
-        raise RecordError("'output' is empty")
-    return str(values["instruction"]), str(values["input"]), values.get("output")
-
-
-def _alpaca_chat(fields: Fields) -> Fields:
-    instruction, input_text, output = _alpaca(fields)
-    question = f"{instruction}\n\n{input_text}" if input_text else instruction
-    ours: Fields = {"prompt": [*_system(fields), {"role": "user", "content": question}]}
-    if output is not None:
-        ours["completion"] = [{"role": "assistant", "content": output}]
-    return fields | ours
-
-
-def _alpaca_text(fields: Fields) -> Fields:
-    instruction, input_text, output = _alpaca(fields)
-    if _system(fields):
+        if not value and name != "input":
+            raise RecordError(f"'{name}' is empty")
+    instruction, input_text, output = values["instruction"], values["input"], values.get("output")
+    system = _system(fields)
+    if as_chat:
+        question = f"{instruction}\n\n{input_text}" if input_text else instruction
+        ours: Fields = {"prompt": [*system, {"role": "user", "content": question}]}
+        completion: Any = [{"role": "assistant", "content": output}]
+    elif system:
         raise RecordError(
-            "'system' is not empty, and Alpaca's template has no place for it: expected a student with a"
-            " chat template"
+            "'system' is not empty, and Alpaca's template has no place for it: expected a student with a chat "
+            "template"
         )
-    template = _WITH_INPUT if input_text else _WITHOUT_INPUT
-    ours = {"prompt": template.format(instruction, input_text)}
-    return fields | ours | ({} if output is None else {"completion": output})
+    else:
+        template = _WITH_INPUT if input_text else _WITHOUT_INPUT
+        ours, completion = {"prompt": template.format(instruction, input_text)}, output
+    return fields | ours | ({} if output is None else {"completion": completion})
 
 
 def _require_absent(fields: Fields, *columns: str) -> None:

@@ -53,7 +53,9 @@ def _message(message: Any, name: str) -> Message:
         if key not in message:
             raise RecordError(f"{name} has no '{key}' (found {name_list(message)})")
         if key == "content" and isinstance(message[key], list):
-            message[key] = _parts(message[key], name)
+            if len(parts := message[key]) > MAX_PARTS:
+                raise RecordError(f"{name} has {len(parts):,} parts: expected at most {MAX_PARTS:,}")
+            message[key] = [_part(part, f"part {number} of {name}") for number, part in enumerate(parts, start=1)]
             if not text_of(message).strip():  # templates for strings would write another turn than for an empty text
                 message = with_joined_parts(message)
         elif not isinstance(message[key], str):
@@ -114,12 +116,6 @@ def _expected_role(role: str) -> str:
     if expected in ("system", "user", "assistant"):
         return expected if expected != role else ""
     return "assistant" if get_close_matches(plain, ["assistant"], cutoff=0.8) else ""
-
-
-def _parts(parts: list[Any], name: str) -> list[dict[str, Any]]:
-    if len(parts) > MAX_PARTS:
-        raise RecordError(f"{name} has {len(parts):,} parts: expected at most {MAX_PARTS:,}")
-    return [_part(part, f"part {number} of {name}") for number, part in enumerate(parts, start=1)]
 
 
 def _part(part: Any, name: str) -> dict[str, Any]:

@@ -72,24 +72,23 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
     Raises ValueError, also within the block, if the compressed data are damaged or end too early.
     """
     if path.suffix not in COMPRESSED:
-        with path.open("rb") as file:
-            yield file
+        with path.open("rb") as plain:
+            yield plain
         return
     what = "gzip" if path.suffix == ".gz" else "Zstandard"
     if not path.stat().st_size:  # the libraries would decompress an empty file to an empty text
         raise ValueError(f"{path}: the file is empty; expected {what} data")
     try:
-        with _decompressed(path) as file:
-            yield cast(BinaryIO, file)
+        if path.suffix == ".gz":
+            with gzip.open(path, "rb") as file:
+                yield cast(BinaryIO, file)
+        else:
+            import pyarrow
+
+            stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+            with io.BufferedReader(stream, 2**20) as buffered:
+                yield buffered
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(
             f"{path}: the {what} data are damaged or cut off ({error}); expected the complete file, copy it again"
         ) from error
-
-
-def _decompressed(path: Path) -> BinaryIO | gzip.GzipFile:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    import pyarrow
-
-    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"), 2**20)

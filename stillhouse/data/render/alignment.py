@@ -17,6 +17,7 @@ N bytes of a text, G spans.
 
 import codecs
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -36,7 +37,7 @@ ABSENT = -1
 _BATCH = 512  # documents per call of the tokenizer
 
 
-class Span(NamedTuple):
+class AlignedSpan(NamedTuple):
     """The positions of the student's tokens and of the teacher's tokens that represent the same piece of text."""
 
     student: range
@@ -52,7 +53,7 @@ class AlignedDocument:
     """
 
     teacher_tokens: np.ndarray
-    spans: list[Span]
+    spans: list[AlignedSpan]
     begins: frozenset[int] = frozenset()
 
 
@@ -119,20 +120,25 @@ class Aligner:
 
     @cached_property
     def first_of(self) -> np.ndarray:
-        first_of, texts = self.student_of.copy(), dict[int, str]()
+        first_of = self.student_of.copy()
         for index, content in self.teacher.bytes_of.items():
-            if first_of[index] != ABSENT:
-                continue
-            if content in self.student.id_of:
+            if first_of[index] == ABSENT and content in self.student.id_of:
                 first_of[index] = self.student.id_of[content]
-            elif (text := _as_characters(content)) is not None:
-                texts[index] = text
+        texts = {index: text for index, text in self._teacher_texts.items() if first_of[index] == ABSENT}
         return self._with_first(first_of, texts, inner=True)
 
     @cached_property
     def first_of_text(self) -> np.ndarray:
-        texts = {index: text for index, content in self.teacher.bytes_of.items() if (text := _as_characters(content))}
-        return self._with_first(self.first_of.copy(), texts, inner=False)
+        return self._with_first(self.first_of.copy(), self._teacher_texts, inner=False)
+
+    @cached_property
+    def _teacher_texts(self) -> dict[int, str]:
+        """The teacher's tokens that consist of whole characters."""
+        texts = {}
+        for index, content in self.teacher.bytes_of.items():
+            with suppress(UnicodeDecodeError):
+                texts[index] = content.decode()
+        return texts
 
     def _with_first(self, first_of: np.ndarray, texts: dict[int, str], *, inner: bool) -> np.ndarray:
         """Tokenize `texts` with the student's tokenizer. Set `first_of` of their ids to the first token, or to -1."""
@@ -183,9 +189,11 @@ class Aligner:
         return same_name or self.teacher.encode([name], inner=inner)[0]
 
     def _draft(self, tokens: np.ndarray) -> _Draft:
-        ids = tokens.tolist()
-        begin = self._begin(ids)
-        draft = _Draft(begins=begin > 0 or not self.student.prefix)
+        ids, prefix = tokens.tolist(), self.student.prefix
+        # the number of tokens that the student's tokenizer has put before the text of the document
+        begin = len(prefix) if ids[: len(prefix)] == prefix else 0
+        begin = begin or int(bool(ids) and ids[0] == self.student.bos)
+        draft = _Draft(begins=begin > 0 or not prefix)
         special = [at for at in range(begin, len(ids)) if ids[at] in self.student.special]
         for at, stop in zip([begin - 1, *special], [*special, len(ids)], strict=True):
             if at >= begin:
@@ -202,26 +210,16 @@ class Aligner:
                     if self.student.has_added_space(b"".join(pieces)):
                         pieces[0] = pieces[0][1:]
                 text = _as_text(pieces, may_begin=at + 1 == begin, may_end=stop == len(ids))
-                text.is_inner = not (may_have_space and self._teacher_adds_space(before))
+                translated = [None] if before is None else self._special[True][before]
+                adds_space = False  # whether the teacher puts a space before the text
+                if translated == [None] or (len(translated) == 1 and translated[0] in self.teacher.special):
+                    adds_space = self.teacher.adds_space(translated[0])
+                text.is_inner = not (may_have_space and adds_space)
                 draft.parts.append((range(at + 1, stop), text))
         return draft
 
-    def _teacher_adds_space(self, before: int | None) -> bool:
-        """Whether the teacher puts a space before a text after this special token (None: at the beginning)."""
-        if before is None:
-            return self.teacher.adds_space(None)
-        ids = self._special[True][before]
-        return len(ids) == 1 and ids[0] in self.teacher.special and self.teacher.adds_space(ids[0])
-
-    def _begin(self, ids: list[int]) -> int:
-        """The number of tokens that the student's tokenizer has put before the text of a document."""
-        prefix = self.student.prefix
-        if prefix and ids[: len(prefix)] == prefix:
-            return len(prefix)
-        return int(bool(ids) and ids[0] == self.student.bos)
-
     def _aligned(self, draft: _Draft) -> AlignedDocument:
-        teacher_ids, spans = list(self.teacher.prefix if draft.begins else ()), list[Span]()
+        teacher_ids, spans = list(self.teacher.prefix if draft.begins else ()), list[AlignedSpan]()
         for tokens, part in draft.parts:
             first = len(teacher_ids)
             if isinstance(part, _Text):
@@ -229,16 +227,16 @@ class Aligner:
                 spans += self._spans(tokens.start, first, part)
             elif part:
                 teacher_ids += part
-                spans.append(Span(tokens, range(first, len(teacher_ids))))
+                spans.append(AlignedSpan(tokens, range(first, len(teacher_ids))))
         return AlignedDocument(np.asarray(teacher_ids, dtype=np.int32), spans, frozenset(draft.behind_space))
 
-    def _spans(self, student: int, teacher: int, part: _Text) -> list[Span]:
+    def _spans(self, student: int, teacher: int, part: _Text) -> list[AlignedSpan]:
         """The spans of one text. student, teacher: the position of the text's first token in the tokens of either."""
         ends = np.cumsum([len(piece) for piece in self._teacher_pieces(part)], dtype=np.int64) + part.first
         borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
         cuts = zip(_cuts(part.ends, borders), _cuts(ends, borders, part.first), strict=True)
         pairs = [(student + here, teacher + there) for here, there in cuts]
-        spans = (Span(range(start[0], stop[0]), range(start[1], stop[1])) for start, stop in pairwise(pairs))
+        spans = (AlignedSpan(range(start[0], stop[0]), range(start[1], stop[1])) for start, stop in pairwise(pairs))
         return [span for span in spans if span.student and span.teacher]
 
     def _teacher_pieces(self, part: _Text) -> list[bytes]:
@@ -250,13 +248,6 @@ class Aligner:
             shown = expected[max(0, at - 10) : at + 20].decode(errors="replace")
             raise ValueError(f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps it")
         return pieces
-
-
-def _as_characters(content: bytes) -> str | None:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:

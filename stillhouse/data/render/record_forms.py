@@ -39,7 +39,19 @@ def template_for(
     """
     forms = own_forms(fields, prompts=targets == "none")
     if len(forms) != 1:
-        raise ValueError(_problem(fields, targets, is_ambiguous=bool(forms)))
+        kind = f"{'ambiguous' if forms else 'no usable'} columns: found {name_list(fields)}"
+        if targets == "none":
+            raise ValueError(f"{kind}; expected one of 'prompt' or 'messages' to write after")
+        if forms:
+            raise ValueError(f"{kind}; expected only one of {EXPECTED_COLUMNS}")
+        if "prompt" in fields:
+            raise ValueError(
+                f"prompts without completions: found {name_list(fields)}; expected a column 'completion'; only "
+                "eval.prompts.data, and data.train of a run whose student writes all completions (section rollout, "
+                "with share=1), need none"
+            )
+        expected = f"expected {EXPECTED_COLUMNS} (or ShareGPT's or Alpaca's)"
+        raise ValueError(f"{kind}; {expected}; no key renames columns")
     columns = forms[0]
     if columns == ("text",) and tools is None:
         return TextTemplate(tokenizer, end_ids)
@@ -62,19 +74,3 @@ def are_conversations(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerB
 
 def _has_messages(columns: tuple[str, ...], fields: Mapping[str, Any]) -> bool:
     return columns == ("messages",) or isinstance(fields.get("prompt"), list)
-
-
-def _problem(fields: dict[str, Any], targets: Targets, *, is_ambiguous: bool) -> str:
-    names, kind = name_list(fields), "ambiguous" if is_ambiguous else "no usable"
-    if targets == "none":
-        return f"{kind} columns: found {names}; expected one of 'prompt' or 'messages' to write after"
-    if is_ambiguous:
-        return f"{kind} columns: found {names}; expected only one of {EXPECTED_COLUMNS}"
-    if "prompt" in fields:
-        only = (
-            "only eval.prompts.data, and data.train of a run whose student writes all completions (section rollout, "
-            "with share=1), need none"
-        )
-        return f"prompts without completions: found {names}; expected a column 'completion'; {only}"
-    expected = f"expected {EXPECTED_COLUMNS} (or ShareGPT's or Alpaca's)"
-    return f"{kind} columns: found {names}; {expected}; no key renames columns"

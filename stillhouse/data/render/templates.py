@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.media_files import MediaFile
 from stillhouse.data.record import column_value, string_value
-from stillhouse.data.render.tokenizers import last_written, tokenize
+from stillhouse.data.render.tokenizers import tokenize
 
 Tokens = Literal["completion", "all"]
 #: "none" if a model generates the completions: only the prompt of a record is read
@@ -113,11 +113,11 @@ class Template(Protocol):
 
     def render_prefix(self, text: str) -> str:
         """The text of a prefix, which is tokenized with add_special_tokens=False. Raises RecordError."""
-        ...
+        return text
 
     def warnings(self) -> list[str]:
         """What the user should know about the template, after all records."""
-        ...
+        return []
 
 
 class _StringTemplate(Template):
@@ -136,12 +136,6 @@ class _StringTemplate(Template):
         bos = tokenizer.bos_token_id
         self.bos_from = "tokenizer" if bos is not None and self.framed[:1] == [bos] else None
 
-    def render_prefix(self, text: str) -> str:
-        return text
-
-    def warnings(self) -> list[str]:
-        return []
-
     def without_eos(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids with the tokenizer's special tokens, except an EOS that it appends. An EOS in a text stays."""
         ids = tokenize(self.tokenizer, texts, special=True)
@@ -149,7 +143,9 @@ class _StringTemplate(Template):
 
     def with_eos(self, ids: list[int], text: str) -> list[int]:
         """Append an EOS unless the text ends with an end-of-sequence token, or with one and white space."""
-        last = last_written(self.tokenizer, ids) if text[-1:].isspace() else len(ids) - 1
+        last = len(ids) - 1
+        while text[-1:].isspace() and last > 0 and not self.tokenizer.decode([int(ids[last])]).strip():
+            last -= 1
         return ids if ids and ids[last] in self.end_ids else [*ids, self.eos]
 
 

@@ -8,7 +8,7 @@ They are refused.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.libraries import reading
 
 _SPACE = "▁"
+_DECODERS_OF_SPACES = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: settings that prevent these pre-tokenizers from putting a space before a text
 _NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
@@ -25,15 +26,10 @@ _NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
 }
 
 
-def _alphabet() -> Iterator[tuple[str, int]]:
-    """GPT-2's characters for the 256 bytes: a visible byte is its own character, the others are from 256 on."""
-    others = iter(range(256, 512))
-    for byte in range(256):
-        visible = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
-        yield chr(byte if visible else next(others)), byte
-
-
-BYTE_OF = dict(_alphabet())
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = sorted({*range(256)} - {*_VISIBLE})
+#: GPT-2's characters for the 256 bytes: a visible byte is its own character, the others are from 256 on
+BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 
 
 class TokenBytes:
@@ -54,8 +50,15 @@ class TokenBytes:
         if not tokenizer.is_fast:
             raise ValueError(f"the tokenizer {name!r} has no exact bytes of its tokens: expected a fast tokenizer")
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
-        self._is_byte_level = any(part["type"] == "ByteLevel" for part in _parts(decoder))
-        if not self._is_byte_level and not _writes_spaces(decoder):
+        parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        self._is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
+        # whether the decoder only turns "▁" into a space and byte-fallback tokens into bytes, and strips a space
+        writes_spaces = {part["type"] for part in parts} <= _DECODERS_OF_SPACES and any(
+            (part["type"] == "Replace" and part["pattern"] == {"String": _SPACE} and part["content"] == " ")
+            or (part["type"] == "Metaspace" and part["replacement"] == _SPACE)
+            for part in parts
+        )
+        if not self._is_byte_level and not writes_spaces:
             kind = "no decoder" if decoder is None else f"the decoder {decoder['type']}"
             raise ValueError(
                 f"the tokens of {name!r} ({kind}) have no exact bytes: expected a byte-level tokenizer, or one that "
@@ -80,7 +83,11 @@ class TokenBytes:
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
-        behind_special = {index: self._ids_behind(index) for index in self.special}
+        # the ids of a text after a special token; None if the tokenizer does not recognise this token in a text
+        behind_special: dict[int, list[int] | None] = {}
+        for index, token in self.special.items():
+            ids = self._backend.encode(f"{token}a", add_special_tokens=False).ids
+            behind_special[index] = ids[1:] if ids[:1] == [index] else None
         # from here on, the name of a special token inside a text is tokenized as text
         self._backend.encode_special_tokens = True
         state = json.loads(self._backend.to_str())
@@ -133,23 +140,12 @@ class TokenBytes:
     def _bytes(self, text: str, *, inner: bool = False) -> bytes:
         return b"".join(self.pieces(self.encode([text], inner=inner)[0]))
 
-    def _ids_behind(self, index: int) -> list[int] | None:
-        """The ids of a text after a special token; None if the tokenizer does not recognise this token in a text."""
-        ids = self._backend.encode(f"{self.special[index]}a", add_special_tokens=False).ids
-        return ids[1:] if ids[:1] == [index] else None
-
     def _content(self, token: str) -> bytes:
         if not self._is_byte_level:
             byte = _BYTE.fullmatch(token)
             return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
         # a vocabulary may have a token with another character, which never comes from a text
         return bytes(map(BYTE_OF.__getitem__, token)) if BYTE_OF.keys() >= set(token) else token.encode()
-
-
-def _parts(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if decoder is None:
-        return []
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
 
 
 def _without_added_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -160,16 +156,3 @@ def _without_added_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
         if steps in part:
             part = part | {steps: [step for step in map(_without_added_space, part[steps]) if step is not None]}
     return part | _NO_ADDED_SPACE.get(part["type"], {})
-
-
-def _writes_spaces(decoder: dict[str, Any] | None) -> bool:
-    """Whether a decoder only turns "▁" into a space and byte-fallback tokens into bytes, and strips a space."""
-    types = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
-    parts = _parts(decoder)
-    return all(part["type"] in types for part in parts) and any(_replaces_space(part) for part in parts)
-
-
-def _replaces_space(part: dict[str, Any]) -> bool:
-    if part["type"] == "Replace":
-        return part["pattern"] == {"String": _SPACE} and part["content"] == " "
-    return part["type"] == "Metaspace" and part["replacement"] == _SPACE

@@ -12,9 +12,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,6 +30,9 @@ from stillhouse.hashing import json_hash
 from stillhouse.libraries import reading, writing
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+#: the parts of a tokenizer's identity, and how an error names them. pieces: merges of a byte-pair model, [piece,
+#: score] of a unigram model, else empty. settings: normalizer, pre-tokenizer, the model's switches
+_PARTS = {"vocabulary": "id", "added": "added token", "pieces": "merge or score number", "settings": "the"}
 _NO_SETTING = ("vocab", "merges", "dropout")
 #: the files that contain the vocabulary of a tokenizer
 _OF_TOKENIZER = re.compile(r"(?i)token|vocab|merges|spiece|sentencepiece|.*\.(model|tiktoken|spm)$")
@@ -162,26 +164,30 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: 
     Raises RecordError for a text with a character for which a tokenizer without an unknown token has no token: most
     such tokenizers raise an error, and byte-pair encoding without bytes, or without some of them, leaves it out.
     """
+    lost, cause = "", None
     try:
         with reading("a text cannot be tokenized"):
             encoded = tokenizer(list(texts), return_attention_mask=False, verbose=False, **options)
     except ValueError as error:
-        lost = next((character for text in texts if (character := _without_token(tokenizer, text))), "")
-        raise RecordError(_no_token(tokenizer, lost) if lost else str(error)) from error
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and isinstance(backend.model, BPE) and _leaves_out(backend):
-        for text in texts:
-            if lost := _left_out(tokenizer, text):
-                raise RecordError(_no_token(tokenizer, lost))
+        lost, cause = next(filter(None, (_without_token(tokenizer, text) for text in texts)), ""), error
+        if not lost:
+            raise RecordError(str(error)) from error
+    else:
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and isinstance(backend.model, BPE):
+            # whether byte-pair encoding leaves out characters: it has no unknown token, and no tokens of all bytes
+            if _is_of_bytes(backend):
+                leaves_out = not backend.model.unk_token and None in map(backend.token_to_id, _BYTES)
+            else:
+                leaves_out = not backend.encode(_RARE, add_special_tokens=False).ids
+            if leaves_out:
+                lost = next(filter(None, (_left_out(tokenizer, text) for text in texts)), "")
+    if lost:
+        raise RecordError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no token for {lost!r} (U+{ord(lost):04X}), and no unknown "
+            "token: remove the character, or give the tokenizer an unk_token or tokens of bytes"
+        ) from cause
     return encoded
-
-
-def last_written(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
-    """The place of the last token that is not white space, such as a template's line break; 0 if there is none."""
-    last = max(0, len(ids) - 1)
-    while last and not tokenizer.decode([int(ids[last])]).strip():
-        last -= 1
-    return last
 
 
 def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -207,13 +213,6 @@ def _without_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         except ValueError:
             return character
     return ""
-
-
-def _leaves_out(backend: Any) -> bool:
-    """Whether byte-pair encoding leaves out characters: it has no unknown token, and no tokens of all bytes."""
-    if _is_of_bytes(backend):
-        return not backend.model.unk_token and any(backend.token_to_id(byte) is None for byte in _BYTES)
-    return not backend.encode(_RARE, add_special_tokens=False).ids
 
 
 def _is_of_bytes(backend: Any) -> bool:
@@ -249,13 +248,6 @@ def _left_out(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return ""
 
 
-def _no_token(tokenizer: PreTrainedTokenizerBase, character: str) -> str:
-    return (
-        f"the tokenizer {tokenizer.name_or_path!r} has no token for {character!r} (U+{ord(character):04X}), and no "
-        "unknown token: remove the character, or give the tokenizer an unk_token or tokens of bytes"
-    )
-
-
 def save_tokenizer(
     tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str], processor_files: Sequence[Path] = ()
 ) -> None:
@@ -273,19 +265,36 @@ def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTo
 
     Raises ValueError, with the first difference, if an id may represent different texts for student and teacher.
     """
-    difference = _first_difference(_identity(student), _identity(teacher))
-    if difference:
-        raise ValueError(
-            f"student and teacher have different tokenizers: {difference} "
-            f"(student {student.name_or_path!r}, teacher {teacher.name_or_path!r}); "
-            "choose a teacher and a student that share one tokenizer"
+    identities = _identity(student), _identity(teacher)
+    for part, what in _PARTS.items():
+        one, other = (dict(side[part] if part != "pieces" else enumerate(side[part])) for side in identities)
+        if one != other:
+            name = min(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+            shown = [f"{side[name]!r:.160}" if name in side else "absent" for side in (one, other)]
+            sizes = f" ({len(one)} and {len(other)} in all)" if len(one) != len(other) else ""
+            raise ValueError(
+                f"student and teacher have different tokenizers: {what} {name} is {shown[0]} for the student, "
+                f"{shown[1]} for the teacher{sizes} (student {student.name_or_path!r}, teacher "
+                f"{teacher.name_or_path!r}); choose a teacher and a student that share one tokenizer"
+            )
+    lines = []
+    for role in _ROLES:
+        tokens = [getattr(tokenizer, role) for tokenizer in (student, teacher)]
+        if tokens[0] != tokens[1]:
+            words = f"{tokens[0]!r} for the student, {tokens[1]!r} for the teacher"
+            lines.append(f"{role} is {words}; the student's is used")
+    ids = [tokenizer("a")["input_ids"] for tokenizer in (student, teacher)]
+    if ids[0] != ids[1]:
+        lines.append(
+            f"the tokenizers put different special tokens around a text ('a' becomes {ids[0]} for the student, "
+            f"{ids[1]} for the teacher); the student's special tokens are used"
         )
-    return list(_role_warnings(student, teacher))
+    return lines
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A sha256 of everything that `check_same_tokenizer` compares. Tokenizers with equal hashes pass that check."""
-    return json_hash(asdict(_identity(tokenizer)))
+    return json_hash(_identity(tokenizer))
 
 
 def text_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -320,53 +329,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) 
     return [f"{shown}; this is harmless as long as no text contains it"]
 
 
-@dataclass(frozen=True)
-class _Identity:
+def _identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Everything that determines the ids of a text, except the special tokens before and after it."""
-
-    vocabulary: dict[int, str]
-    added: dict[int, str]
-    pieces: list[Any]  # merges of a byte-pair model, [piece, score] of a unigram model, else empty
-    settings: dict[str, Any]  # normalizer, pre-tokenizer, the model's switches
-
-
-def _identity(tokenizer: PreTrainedTokenizerBase) -> _Identity:
-    vocabulary = {index: token for token, index in tokenizer.get_vocab().items()}
-    added = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
+    parts: dict[str, Any] = {
+        "vocabulary": {index: token for token, index in tokenizer.get_vocab().items()},
+        "added": {index: token.content for index, token in tokenizer.added_tokens_decoder.items()},
+    }
     if not tokenizer.is_fast:
-        return _Identity(vocabulary, added, [], {"class": type(tokenizer).__name__})
+        return parts | {"pieces": [], "settings": {"class": type(tokenizer).__name__}}
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model = backend["model"]
     scores = model["vocab"] if isinstance(model.get("vocab"), list) else []
     settings = {"normalizer": backend["normalizer"], "pre-tokenizer": backend["pre_tokenizer"]}
     settings |= {f"model's {key}": value for key, value in model.items() if key not in _NO_SETTING}
-    return _Identity(vocabulary, added, model.get("merges", scores), settings)
-
-
-def _first_difference(student: _Identity, teacher: _Identity) -> str:
-    parts: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = [
-        ("id", student.vocabulary, teacher.vocabulary),
-        ("added token", student.added, teacher.added),
-        ("merge or score number", dict(enumerate(student.pieces)), dict(enumerate(teacher.pieces))),
-        ("the", student.settings, teacher.settings),
-    ]
-    for what, one, other in parts:
-        if one != other:
-            name = min(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-            sides = [f"{side[name]!r:.160}" if name in side else "absent" for side in (one, other)]
-            sizes = f" ({len(one)} and {len(other)} in all)" if len(one) != len(other) else ""
-            return f"{what} {name} is {sides[0]} for the student, {sides[1]} for the teacher{sizes}"
-    return ""
-
-
-def _role_warnings(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> Iterator[str]:
-    for role in _ROLES:
-        tokens = [getattr(tokenizer, role) for tokenizer in (student, teacher)]
-        if tokens[0] != tokens[1]:
-            yield f"{role} is {tokens[0]!r} for the student, {tokens[1]!r} for the teacher; the student's is used"
-    ids = [tokenizer("a")["input_ids"] for tokenizer in (student, teacher)]
-    if ids[0] != ids[1]:
-        yield (
-            f"the tokenizers put different special tokens around a text ('a' becomes {ids[0]} for the student, "
-            f"{ids[1]} for the teacher); the student's special tokens are used"
-        )
+    return parts | {"pieces": model.get("merges", scores), "settings": settings}

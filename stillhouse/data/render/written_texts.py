@@ -101,27 +101,20 @@ def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message],
     pieces = _MARKED.split(rendered)
     between, argument_values = pieces[::3], pieces[2::3]
     numbers = [int(text or value) for text, value in zip(pieces[1::3], argument_values, strict=True)]
-    lost = _compared(between, numbers, argument_values, marked.texts, body)
-    return _counted(marked.texts, body, set(numbers)) if lost is None else lost
-
-
-def _compared(
-    between: list[str], numbers: list[int], argument_values: list[str | None], texts: list[_Text], body: str
-) -> Iterator[Lost] | None:
-    """The losses of a rendering with marks; None if `body` does not begin with it."""
-    if any(number >= len(texts) for number in numbers) or not body.startswith(between[0]):
-        return None
-    at = len(between[0])
-    for number, is_value, behind in zip(numbers, argument_values, between[1:], strict=True):
+    texts = marked.texts
+    is_written = all(number < len(texts) for number in numbers) and body.startswith(between[0])
+    at, is_whole = len(between[0]), dict[int, bool]()
+    for number, is_value, before, behind in zip(numbers, argument_values, between[:-1], between[1:], strict=True):
+        if not is_written:  # the body does not begin with the rendering without its marks
+            break
         text = texts[number].text if is_value else ""
         if not body.startswith(text, at):
             text = _OF_PYTHON.get(text, text)
-        if not body.startswith(text + behind, at):
-            return None
+        is_written = body.startswith(text + behind, at)
         at += len(text) + len(behind)
-    is_whole: dict[int, bool] = {}
-    for number, is_value, before, behind in zip(numbers, argument_values, between[:-1], between[1:], strict=True):
         is_whole[number] = is_whole.get(number, False) or bool(is_value) or _is_around(texts[number], before, behind)
+    if not is_written:
+        return _counted(texts, body, set(numbers))
     return (
         text.loss._replace(kind="changed") if number in is_whole else text.loss
         for number, text in enumerate(texts)
@@ -184,35 +177,41 @@ class _Marked:
         if isinstance(content, str):
             marked["content"] = self._content(content, Lost(index, "'content'", "text"), is_assistant)
         elif isinstance(content, list):
-            marked["content"] = [
-                self._part(part, _loss_of_part(index, number, content), is_assistant)
-                for number, part in enumerate(content, start=1)
-            ]
+            marked["content"] = parts = list(content)
+            for number, part in enumerate(content):
+                if part["type"] == "text":
+                    name = f"part {number + 1} of 'content'" if content[1:] else "'content'"
+                    text = self._content(part["text"], Lost(index, name, "text"), is_assistant)
+                    parts[number] = {**part, "text": text, _PART_KEY.format(index): ""}
         for key, value in message.items():
             if isinstance(value, str) and key not in KEYS and (key != "name" or message["role"] != "tool"):
                 kind: Kind = "thought" if key in THOUGHTS else "key"
                 marked[key] = self._segment(value, Lost(index, f"'{key}'", kind))
         if isinstance(call_id := message.get("tool_call_id"), str):
             marked["tool_call_id"] = self.ids.get(call_id, call_id)
-        if calls := message.get("tool_calls"):
-            marked["tool_calls"] = self._calls(calls, index)
+        if isinstance(calls := message.get("tool_calls"), list):
+            names = [
+                f"call {number} of 'tool_calls'" if calls[1:] else "'tool_calls'" for number, _ in enumerate(calls, 1)
+            ]
+            marked["tool_calls"] = [
+                self._call(call, Lost(index, name, "text")) for call, name in zip(calls, names, strict=True)
+            ]
+        elif calls:
+            marked["tool_calls"] = self._value(calls, Lost(index, "'tool_calls'", "text"))
         if call := message.get("function_call"):
             marked["function_call"] = self._call(call, Lost(index, "'function_call'", "text"))
         return marked
-
-    def _part(self, part: dict[str, Any], loss: Lost, is_assistant: bool) -> dict[str, Any]:
-        if part["type"] != "text":
-            return part
-        return {**part, "text": self._content(part["text"], loss, is_assistant), _PART_KEY.format(loss.message): ""}
 
     def _content(self, text: str, loss: Lost, is_assistant: bool) -> str:
         """A content with marks. Between the marks of thoughts, the losses of an assistant's texts are thoughts."""
         pieces = _MARKS.split(text)
         thought_marks = [mark if _OPENS.fullmatch(mark) or _CLOSES.fullmatch(mark) else "" for mark in pieces[1::2]]
-        before = accumulate(thought_marks, _latest, initial="")
-        behind = list(accumulate(thought_marks[::-1], _latest, initial=""))[::-1]
+        before, behind = (  # the last mark of thoughts before each piece, and the next one behind it
+            list(accumulate(marks, lambda last, mark: mark or last, initial=""))
+            for marks in (thought_marks, thought_marks[::-1])
+        )
         thoughts = Lost(loss.message, f"the thoughts in {loss.what}", "thought")
-        for number, (last, coming) in enumerate(zip(before, behind, strict=True)):
+        for number, (last, coming) in enumerate(zip(before, behind[::-1], strict=True)):
             is_thought = is_assistant and bool(_OPENS.fullmatch(last) or _CLOSES.fullmatch(coming))
             pieces[2 * number] = self._segment(pieces[2 * number], thoughts if is_thought else loss)
         return "".join(pieces)
@@ -226,33 +225,24 @@ class _Marked:
         self.texts.append(_Text(core, half, loss))
         return f"{text[:middle]}{_MARK.format(len(self.texts) - 1)}{text[middle:]}"
 
-    def _calls(self, calls: Any, index: int) -> Any:
-        if not isinstance(calls, list):
-            return self._value(calls, Lost(index, "'tool_calls'", "text"))
-        return [
-            self._call(call, Lost(index, f"call {number} of 'tool_calls'" if calls[1:] else "'tool_calls'", "text"))
-            for number, call in enumerate(calls, start=1)
-        ]
-
     def _call(self, call: Any, loss: Lost) -> Any:
         """A call with marks in its name and in its arguments."""
         if not isinstance(call, dict):
             return self._value(call, loss)
-        marked = call | {key: self._arguments(call[key], loss) for key in _OF_CALLS if call.get(key) is not None}
+        marked = dict(call)
+        for key in _OF_CALLS:
+            if isinstance(arguments := call.get(key), dict):
+                marked[key] = {}
+                for name, value in arguments.items():
+                    name_loss = loss._replace(what=f"the argument {name[:40]!r} of {loss.what}")
+                    marked[key][self._name(name, name_loss)] = self._value(value, name_loss)
+            elif arguments is not None:
+                marked[key] = self._value(arguments, loss)
         if function := call.get("function"):
             marked["function"] = self._call(function, loss)
             name, call_id = function.get("name") if isinstance(function, dict) else None, call.get("id")
             if isinstance(name, str) and isinstance(call_id, str) and name and name in call_id:
                 self.ids[call_id] = marked["id"] = call_id.replace(name, marked["function"]["name"])
-        return marked
-
-    def _arguments(self, arguments: Any, loss: Lost) -> Any:
-        if not isinstance(arguments, dict):
-            return self._value(arguments, loss)
-        marked = {}
-        for name, value in arguments.items():
-            name_loss = loss._replace(what=f"the argument {name[:40]!r} of {loss.what}")
-            marked[self._name(name, name_loss)] = self._value(value, name_loss)
         return marked
 
     def _value(self, value: Any, loss: Lost) -> Any:
@@ -272,11 +262,3 @@ class _Marked:
             return name
         self.texts.append(_Text(name, len(name), loss))
         return name + _MARK.format(len(self.texts) - 1)
-
-
-def _loss_of_part(index: int, number: int, parts: list[Any]) -> Lost:
-    return Lost(index, f"part {number} of 'content'" if parts[1:] else "'content'", "text")
-
-
-def _latest(mark: str, other: str) -> str:
-    return other or mark
