@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from kit.causal_families import CAUSAL, build
-from kit.family_steps import named_gradients, of_pair, plain, require_equal
+from kit.family_steps import of_pair, plain, require_equal
 from kit.runs import forward_backward
+from kit.teacher_gradients import named_gradients
 
 from stillhouse.loops.session import Session
 from stillhouse.models import Decoder

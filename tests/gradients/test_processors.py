@@ -59,9 +59,13 @@ EACH_MODEL = pytest.mark.parametrize("model", MODELS)
 
 
 @functools.cache
-def model_of(name: str, seed: int = 0) -> PreTrainedModel:
+def built(name: str, seed: int) -> PreTrainedModel:
     family, tied = MODELS[name]
     return build(family, tied=tied, seed=seed, dtype=torch.float64)
+
+
+def model_of(name: str, seed: int = 0) -> PreTrainedModel:
+    return built(name, seed)  # the cache takes an argument that is left out for another one
 
 
 def decoder_of(name: str, seed: int = 0) -> Decoder:

@@ -11,21 +11,14 @@ import torch
 from kit.fused_adamw import state_of
 from kit.parity_cases import SPEC, Case, batches
 from kit.parity_models import configurations, decoder
-from kit.tensors import assert_equal_tensors
+from kit.tensors import assert_equal_tensors, no_waiting
 from torch import Tensor
 
 from stillhouse.config import TrainConfig
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Activations, Decoder, NotFiniteError
-from stillhouse.parallel import (
-    BufferedHead,
-    HeadBuffers,
-    Layout,
-    copied_to,
-    pin_weights,
-    single_process_runner,
-)
+from stillhouse.parallel import BufferedHead, HeadBuffers, Layout, copied_to, pin_weights, single_process_runner
 from stillhouse.signals import InStageTeacher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -111,13 +104,10 @@ def test_heads_in_host_memory_are_copied_without_a_wait(tied: bool) -> None:
     pin_weights(teacher, torch.device(DEVICE))
     assert all(parameter.is_pinned() for parameter in teacher.parameters())
     head = BufferedHead("teacher", teacher, HeadBuffers(torch.device(DEVICE)))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         with head.opened() as opened:
             copied_VE = opened.weight_VD.clone()
         copied_T = copied_to(torch.arange(7), torch.device(DEVICE))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(copied_VE, expected_VE)
     assert copied_T.tolist() == list(range(7))
 
@@ -127,13 +117,10 @@ def test_experts_are_multiplied_in_bfloat16_under_autocast() -> None:
     tokens_TD = torch.randn(48, 32, device=DEVICE, requires_grad=True)
     weights_3DF = torch.randn(3, 32, 16, device=DEVICE, requires_grad=True)
     ends = torch.tensor([16, 24, 48], dtype=torch.int32, device=DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         with torch.autocast(DEVICE, torch.bfloat16):
             output_TF = torch.ops.aten._grouped_mm(tokens_TD, weights_3DF, ends)
         output_TF.float().square().sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert output_TF.dtype == torch.bfloat16
     computed = [output_TF.detach(), tokens_TD.grad, weights_3DF.grad]
     exact = [tensor.detach().double().requires_grad_() for tensor in (tokens_TD, weights_3DF)]
@@ -191,8 +178,5 @@ def waits() -> Iterator[list[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
+        with no_waiting("warn"):
             yield places
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

@@ -1,7 +1,5 @@
 """Variable-length attention on a GPU: torch's kernel against one document at a time, without a mask or a wait."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +9,8 @@ import pytest
 import torch
 from kit.families import build
 from kit.runs import forward_backward, session_of
-from kit.varlen_reference import LargestResult, error, micro_batch, packed_gradients, plain_gradients, reference
+from kit.tensors import Largest, no_waiting
+from kit.varlen_reference import error, micro_batch, packed_gradients, plain_gradients, reference
 from torch import Tensor, nn
 
 from stillhouse.models import Activations, Decoder, varlen
@@ -21,16 +20,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CUDA = torch.device("cuda")
 #: with heads of width 12, which are padded (llama), grouped heads (all), windows (qwen3, gemma3, mistral)
 FAMILIES = ("llama", "qwen3", "gemma3", "mistral")
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raise an error if the block waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def decoder_of(family: str, *, varlen: bool, verify: bool = True) -> Decoder:
@@ -115,10 +104,10 @@ def test_a_step_does_not_wait_for_the_device(family: str, recompute: bool) -> No
 def test_no_result_has_an_element_per_pair_of_tokens(varlen: bool) -> None:
     """sdpa needs a mask, so the mode finds its elements."""
     decoder, moved = decoder_of("qwen3", varlen=varlen), micro_batch().to(CUDA)
-    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), LargestResult() as largest:
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), Largest() as largest:
         hidden_BSD = decoder(moved.input_ids_BS, moved.position_ids_BS, lengths=moved.lengths, head=False)
     pairs = hidden_BSD.shape[0] * hidden_BSD.shape[1] ** 2
-    assert (largest.elements >= pairs) != varlen, (largest.elements, pairs)
+    assert (largest.numbers >= pairs) != varlen, (largest.numbers, pairs)
 
 
 def test_a_half_precision_teacher_and_its_logits() -> None:

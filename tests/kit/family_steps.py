@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from kit.causal_families import build, tiny_config
 from kit.runs import session_of
+from kit.teacher_gradients import named_gradients
 from kit.toy_tokenizer import toy_tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from stillhouse.loops.session import Session
 from stillhouse.models.families import text_config
@@ -52,10 +52,6 @@ def plain(session: Session, folder: Path) -> tuple[float, dict[str, Tensor]]:
     loss = torch.cat(losses).mean()
     loss.backward()
     return loss.item(), named_gradients(student)
-
-
-def named_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 def require_equal(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,7 @@
 """Compares tensors: to the bit, or by their distance relative to the norm of the expected one."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +9,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm)
+
+
+@contextmanager
+def no_waiting(mode: str = "error") -> Iterator[None]:
+    """Raise an error, or warn, if the block waits for the GPU."""
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Largest(TorchDispatchMode):

@@ -78,8 +78,7 @@ def toy_tokenizer(
     single = ["<s>"] * adds_bos + ["$A"] + ["</s>"] * adds_eos
     if adds_bos or adds_eos:
         backend.post_processor = processors.TemplateProcessing(
-            single=" ".join(single),
-            special_tokens=[(token, backend.token_to_id(token)) for token in ("<s>", "</s>")],
+            single=" ".join(single), special_tokens=[(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
         )
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"} | roles
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)

@@ -14,7 +14,6 @@ from kit.documents import random_documents
 from kit.families import build
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -88,19 +87,6 @@ def error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest error of a parameter's gradient, relative to its norm."""
     assert gradients.keys() == expected.keys()
     return max(float((gradients[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
-
-
-class LargestResult(TorchDispatchMode):
-    """Records the largest number of elements of any result within the block."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        result = function(*args, **(options or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor):
-                self.elements = max(self.elements, value.numel())
-        return result
 
 
 #: not a name with "flash", for which transformers loads a kernel
