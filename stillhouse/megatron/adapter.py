@@ -1,13 +1,8 @@
-"""An adapter (LoRA) in Megatron-Core's chunks, whose own weights stay frozen.
+"""An adapter (LoRA) in Megatron-Core's chunks, whose own weights stay frozen: W x becomes W x + (alpha / r) B A x.
 
-    table = add_adapter(chunks, table, decoder)     # the blocks of the matrices A and B join those of the weights
-    with without_adapter(chunks): ...               # the base model, for passes without gradients
-
-W x becomes W x + (alpha / r) B A x, as in `stillhouse.models.adapter`. A linear layer of Megatron-Core may combine
-several projections of transformers (queries, keys and values; gate and up projection). Each of them has its own A and
-B, and B A x is added to the projection's rows of the layer's output. From the blocks of a layer's weight follow those
-of A, which has its columns, and of B, which has its rows. So loading, gradients, optimizer, checkpoints and
-publication treat A and B like any other parameter.
+A linear layer of Megatron-Core may combine several projections of transformers (queries, keys and values; gate and up
+projection). Each of them has its own A and B, and B A x is added to the projection's rows of the layer's output. The
+blocks of A and B follow from those of the layer's weight, so everything treats them like any other parameter.
 
 S tokens of a row on this rank, B rows, I and O a layer's input and output width on this rank, R rank of A and B.
 """

@@ -3,9 +3,8 @@
     chunks = Chunks.build(source, decoder, transformer, mesh)          loads the weights, too
     results = chunks.run(inputs, contexts, processor, backward=False)  one result of the processor per micro-batch
 
-With Transformer Engine installed, the layers are those of its layer spec. Without it, and always for Gemma, gpt-oss
-and a student with an adapter, they are Megatron-Core's local layers, on a CPU or a GPU, with `RmsNorm` and
-`CausalAttention`. The path with Transformer Engine has not been run: it needs a GPU.
+The layers are those of Transformer Engine if it is installed; this path needs a GPU and has not been run. Otherwise,
+and always for Gemma, gpt-oss and a student with an adapter, they are Megatron-Core's local layers.
 
 S tokens of a row on this rank, B rows, D width, C half of the width of a head.
 """

@@ -1,8 +1,7 @@
 """The engine on Megatron-Core, with the interface `Engine`.
 
 Megatron-Core's schedules run the passes, its `DistributedDataParallel` adds up the gradients, and its optimizer
-(AdamW) makes the step. The loss of a micro-batch is a sum divided by the step's normalizer, as in the other engine.
-So nothing is divided by the number of micro-batches or of data ranks.
+(AdamW) makes the step. A loss is a sum divided by the step's normalizer, so nothing is divided by other numbers.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,24 +1,4 @@
-"""Layers that Megatron-Core lacks: `chunks.py` puts them into the layer spec. Also the loss of its routers.
-
-    layer.submodules.input_layernorm = RmsNorm                                     where Transformer Engine is absent
-    attention.submodules.core_attention = CausalAttention                          likewise
-    layer.submodules.self_attention.module = GemmaAttention
-    layer.submodules.self_attention.submodules.linear_proj = NormedProjection
-    experts.linear_fc1, experts.linear_fc2 = GateUpProjection, ExpertProjection    gpt-oss
-
-Megatron-Core's own local attention keeps all attention probabilities, and it has neither context parallelism nor
-values of another width than the keys. `CausalAttention` takes rows of one document each, or packed documents in one
-row, whose borders Megatron-Core passes on (`PackedSeqParams`). It calls torch's `scaled_dot_product_attention` for
-all rows, or for one packed document after the other, and for packed documents its variable-length attention where
-this can run.
-
-Gemma 2 and 3 also normalize the outputs of attention and MLP. In Gemma 3, layers with a window have another rotary
-embedding. The experts of gpt-oss have weights and biases as transformers has them: weights of shape [input, output],
-and the columns of gate and up projection in turn. So each expert's tensors are parts of those of the full model.
-Experts are not cut.
-
-The load-balancing loss of `models/layer_losses.py` is a sum over sequences, as with the other engine.
-Megatron-Core's own losses are means over the tokens of a rank, and count the padding of rows.
+"""Layers that Megatron-Core lacks, which `chunks.py` puts into its layer spec, and the loss of its routers.
 
 S tokens of a row or of a packed document on this rank, K of its tokens on all context ranks, B rows, D width, H
 heads, C width of a head, T tokens of all packed documents or of an expert, I and O input and output width, L width of

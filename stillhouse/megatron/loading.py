@@ -1,11 +1,9 @@
 """Reads the weights of a model into Megatron-Core's chunks. A process reads only what its chunks have.
 
-    load_from_source(chunks, table, source, decoder, mesh)
-
-A `ModelSource` loads weights into a decoder. So each chunk is loaded through a decoder that has the layers of this
-chunk, and whose tensors are sharded in the same way: a shard contains all blocks that this rank has of a tensor.
-Then the blocks are copied. This process never has more than its part of the model and one further tensor, because the
-chunk's memory is returned before the decoder's is allocated, and the decoder's tensors are freed one by one.
+A `ModelSource` loads weights into a decoder. So each chunk is loaded through a decoder that has the chunk's layers,
+in shards that contain all blocks that this rank has of a tensor. A process never has more than its part of the model
+and one further tensor: the chunk's memory is returned before the decoder's is allocated, whose tensors are freed one
+by one.
 """
 
 from collections import defaultdict

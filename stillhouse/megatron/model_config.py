@@ -1,17 +1,10 @@
 """Converts a transformers model's configuration, and `parallel.megatron`, to Megatron-Core's configuration.
 
-    config = AutoConfig.from_pretrained(folder)
-    transformer = transformer_config(config, tensor_model_parallel_size=2, sequence_parallel=True)
-    transformer, data_parallel = split_options({"moe_token_dispatcher_type": "alltoall", "overlap_grad_reduce": True})
-
 The conversion is exact or refused: a setting that Megatron-Core does not compute in the same way raises ValueError
-with the configuration's key. `chunks.py` uses the rest of it (vocabulary, rotary embedding, tied head).
-
-The user's settings are those of memory, communication and speed. Refused are those that would change the model, the
-loss or the dtypes, because the models and other keys determine them, and those that need more than the model and its
-gradients: graphs of a whole step (rows have other lengths, and the loss another divisor, in each), buffers that a
-trainer allocates, schedules of their own, and a gradient of the head in the output layer, which the output processor
-replaces.
+with the configuration's key. The user's settings are those of memory, communication and speed. Settings that would
+change the model, the loss or the dtypes are refused, as are those that need more than the model and its gradients:
+graphs of a whole step, whose rows have other lengths and whose loss another divisor each time, buffers that a trainer
+allocates, schedules of their own, and a gradient of the head in the output layer, which is not called.
 
 C half of the width of a head.
 """

@@ -1,14 +1,8 @@
 """The weights in float32, moments and gradients of a student, which Megatron-Core's distributed optimizer shards.
 
-    for entry in trained_parameters(chunks, optimizer):
-        full = entry.collect(entry.master)          # the full tensor on one of the data ranks
-        entry.master.copy_(entry.on_rank(entry.spread(full)))       # each data rank takes its elements again
-
-Both are collectives of the data ranks.
-
-The optimizer's shards do not respect the borders of rows: each data rank has a range of the elements of a parameter.
-So one parameter at a time is collected, on a rank that `trained_parameters` chooses, such that all data ranks of a
-group have about the same number of elements.
+Each data rank has a range of the elements of a parameter, which does not respect the borders of rows. So one
+parameter at a time is collected, on a rank that `trained_parameters` chooses, such that all data ranks of a group
+have about the same number of elements. `collect` and `spread` are collectives of the data ranks.
 """
 
 from collections import defaultdict

@@ -4,14 +4,12 @@
     targets = DistillTargets(labels, signals={TEACHER: signal})
     output = model(ids, positions, mask, output_processor=processor, output_processor_context=targets)
 
-On the last pipeline stage the model calls the hook instead of its output layer. This file converts the hook's
-arguments into hidden states and an `OutputHead`. Hidden states that are sharded over tensor ranks (sequence
-parallelism) are gathered, with a reduce-scatter in backward. The output layer's rows on this rank become a vocabulary
-shard, whether or not they are tied to the embedding. Hidden states [S, B, D] become [B, S, D], the order of
-Megatron's labels. Packed sequences form one row (B = 1). On a context rank, the processor gets the hidden states of
-this rank's part of each row, and the context must contain the same tokens.
+On the last pipeline stage the model calls the hook instead of its output layer. Hidden states that are sharded over
+tensor ranks (sequence parallelism) are gathered, with a reduce-scatter in backward; [S, B, D] become [B, S, D], the
+order of Megatron's labels. The output layer's rows on this rank become a vocabulary shard. Packed sequences form one
+row (B = 1). On a context rank, the context must contain the labels of the rank's own tokens.
 
-S tokens per row, B rows, D width, n depths of multi-token prediction.
+S tokens per row, B rows, D width.
 """
 
 import dis

@@ -1,11 +1,8 @@
 """A micro-batch as Megatron-Core's layers get it: packed documents in one row, or one document per right-padded row.
 
-    (rows,) = MegatronRows.in_pass([micro_batch], packs=True)
-    hidden_BSD = rows.pack(hidden_NLD)
-
-A context rank has a block of columns of each micro-batch, as with the other engine: its labels, signals and loss are
-of these tokens. In the layers, it has two chunks of each document instead (`context_positions`), so that all ranks
-have the same work. So the ranks gather the tokens before the layers and the hidden states behind them.
+A context rank has a block of columns of each micro-batch, as with the other engine. In the layers, it has two chunks
+of each document instead (`context_positions`), so that all ranks have the same work. So the ranks gather the tokens
+before the layers and the hidden states behind them.
 
 B rows, S columns of the micro-batch on this rank; N rows in the layers (1 of packed documents), K columns of these
 rows on all context ranks, L on this rank, D width.

@@ -1,8 +1,5 @@
 """The state of `MegatronEngine` as named tensors, the same as those of `TorchEngine` (see `state_folder.py`).
 
-    state = MegatronState(student, trained_parameters(student.student, optimizer))
-    write_tensors(folder, state.tensors(), student.ranks)       each process writes its own blocks
-
 A tensor of the full model consists of rectangular blocks on the processes (`weights.py`). DCP writes and reads such a
 tensor by the protocol that `BlockTensor` implements. So a run may change its layout, and its engine, when it resumes.
 """

@@ -1,14 +1,9 @@
 """A student in Megatron-Core's GPTModels, with the teacher's GPTModels in the same stages.
 
-    student = MegatronStudent(layout, mesh, Chunks.build(source, decoder, transformer, mesh), teacher, decoder)
-    results = student.forward(inputs)            one result of the output processor for each micro-batch
-
-Megatron-Core's own schedules run the micro-batches. The teacher's forward runs before the student's; its hidden
-states stay on the last stage.
-
-The full tensors of a stage are all-gathered one at a time from the blocks on its ranks (see `weights.py`), so that no
-process needs memory for more than two copies of one tensor. Each rank gathers from its tensor ranks, and the tensors
-of experts from the ranks that share the experts of a layer. So replicas of a rank gather among themselves.
+The teacher's forward runs before the student's; its hidden states stay on the last stage. The full tensors of a stage
+are all-gathered one at a time from the blocks on its ranks (`weights.py`), so that no process needs memory for more
+than two copies of one tensor. Each rank gathers from its tensor ranks, and the tensors of experts from the ranks that
+share the experts of a layer, so replicas of a rank gather among themselves.
 """
 
 from collections import defaultdict

@@ -4,9 +4,6 @@
     require_full_coverage(table, shapes)                # a collective: each element exactly once over all ranks
     for block, gradient in local_blocks(chunks, table, lambda parameter: parameter.main_grad):
         full[block.name][block.index] = gradient
-
-`families.py` says where the blocks lie. The table serves weights, gradients and moments, because blocks are only
-copied. All ranks together prove that the tensors of the full model consist of the blocks, without gaps or overlaps.
 """
 
 import re

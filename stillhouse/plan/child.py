@@ -3,9 +3,7 @@
     {"kind": "whole", "config": …, "ranks": 64, "rank": 0, "gpus_per_node": 8, "device": "h100", …}
 
 An answer is that of the function of `dry_run.py` with the kind's name, or {"error": …, "key": …} for an error that
-the user can fix.
-
-The process also compiles and loads `hooks.cpp`, which lets torch run autograd on fake CUDA tensors, on a machine
+the user can fix. The process also compiles and loads `hooks.cpp`, which lets torch run autograd on fake CUDA tensors
 without a GPU. Torch keeps the first hooks that it uses, so they are loaded before torch is imported, but after the
 libraries of a build with CUDA, which have hooks of their own. So this file imports everything else later.
 """

@@ -1,9 +1,8 @@
 """The dry run of one rank in this process: the answers to the jobs of `child.py`, by kind.
 
 `estimated` runs no step of all layers, but one with one layer of each model on a stage, one with a second layer of
-the student, and one with a second layer of the teacher. All counts are linear in the numbers of layers. Memory is, as
-long as its peak is at the same moment of the step. So the counts of all layers follow from these three short steps.
-The layers of a model must be alike.
+the student, and one with a second layer of the teacher. All counts are linear in the numbers of layers, memory as
+long as its peak is at the same moment of the step. The layers of a model must be alike.
 """
 
 import json

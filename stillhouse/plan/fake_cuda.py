@@ -1,9 +1,8 @@
 """A CUDA device without a GPU: what torch answers about the device, and its kernels, while all tensors are fake.
 
-All changes to torch that a dry run needs are in this file, with their reasons. `child.py` loads the part in C++.
-
-Neither Triton nor torch.compile can run their kernels on fake tensors. In their place, `torch.ops.stillhouse.kernel`
-is called once for each kernel, with the tensors that it reads and writes, so that a dispatch mode sees one launch.
+All changes to torch that a dry run needs are in this file, with their reasons; `child.py` loads the part in C++. In
+place of each kernel of Triton or torch.compile, `torch.ops.stillhouse.kernel` is called with the tensors that it
+reads and writes, so that a dispatch mode sees one launch.
 """
 
 import sys

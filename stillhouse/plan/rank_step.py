@@ -1,10 +1,7 @@
 """One step of one rank, with fake tensors: the run's own models, layout and engine, but no values and no device.
 
-The weights are allocated and never read. The documents have a length and no text, and the signals of stores have no
-values. A process runs the steps of one rank; the messages to other ranks go to torch's fake process group, which
-sends nothing.
-
-N tokens of all documents.
+The weights are allocated and never read, the documents have a length and no text, and the signals of stores have no
+values. The messages to other ranks go to torch's fake process group, which sends nothing. N tokens of all documents.
 """
 
 from collections.abc import Callable, Iterator, Sequence

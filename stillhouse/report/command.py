@@ -1,8 +1,8 @@
 """`stillhouse report`: writes the report page of one or several runs, or serves it on this machine during the run.
 
-Every two seconds, a served page requests a newer version and replaces its content, but keeps smoothing, scales, zoom
-and scroll position. The server answers only requests for 127.0.0.1 or localhost. Otherwise a page of another origin
-could read the report through its own host name (DNS rebinding).
+A served page requests a newer version every two seconds and replaces its content. The server answers only requests
+for 127.0.0.1 or localhost. Otherwise a page of another origin could read the report through its own host name (DNS
+rebinding).
 """
 
 import hashlib

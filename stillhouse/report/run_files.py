@@ -2,7 +2,6 @@
 
 A killed run may lack any file except metrics.jsonl, and the last line of a file of JSON lines may be incomplete. The
 page lists missing content (`Run.notes`). Other malformed content raises an error with the file and the line or key.
-The tokens of completions that are not shown are neither checked nor kept in memory.
 """
 
 import json

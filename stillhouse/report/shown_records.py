@@ -1,12 +1,8 @@
 """What the page shows of a run's records: completions, the text of tokens, and the timeline of an on-policy run.
 
-Completions are shown by token for steps of an on-policy run, and over time for held-out prompts. A text is shaded by
-divergence and otherwise unchanged; invisible characters (newlines, tabs, control characters) get a mark. A shade
-represents a range of nats, and each range begins at twice the beginning of the previous one. All reports have the
-same ranges, so that they can be compared.
-
-The timeline has the work of all parts of the job during the trainer's last steps. Each part has a lane. Spans of one
-lane that overlap in time are in different rows.
+A text is shaded by divergence and otherwise unchanged; invisible characters (newlines, tabs, control characters) get
+a mark. A shade is a range of nats that begins at twice the beginning of the previous one, the same in all reports.
+In the timeline, each part of the job has a lane. Spans of one lane that overlap in time are in different rows.
 """
 
 import bisect
