@@ -75,7 +75,17 @@ def build_megatron_student(
             f"parallel.sequence with tensor {layout.degrees.tensor}: expected a divisor of {COLUMNS}, because the "
             "columns of the documents' rows are a multiple of it"
         )
-    sizes, (settings, data_parallel) = _sizes(layout), split_options(layout.options)
+    degrees, chunks = layout.degrees, SCHEMES[layout.schedule].per_rank
+    # Megatron-Core's ranks have the order of those of `Mesh`
+    sizes = {
+        "tensor_model_parallel_size": degrees.tensor,
+        "pipeline_model_parallel_size": degrees.pipeline,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 and degrees.pipeline > 1 else None,
+        "context_parallel_size": degrees.context,
+        "expert_model_parallel_size": degrees.experts,
+        "expert_tensor_parallel_size": 1,
+    }
+    settings, data_parallel = split_options(layout.options)
     if layout.recompute and any(name.startswith("recompute_") for name in settings):
         raise ValueError("train.activation_checkpointing with parallel.megatron.recompute_…: expected one of the two")
     parallel_state.destroy_model_parallel()  # the groups of another layout, whose student is not used any more
@@ -109,16 +119,30 @@ def _build_model(
     """Return a model's chunks with their weights, and the full model without values.
 
     options: of `transformer_config`, for the layout and from `parallel.megatron`.
+    Raises ValueError for a student whose trained weights are not float32: the optimizer updates float32 weights.
     """
     decoder = source.build()
-    model_options = _model_options(layout, decoder, is_student=is_student)
-    model_options["depths"] = 0 if decoder.mtp is None else decoder.mtp.depths
+    dtype = next(decoder.parameters()).dtype
+    model_options: dict[str, Any] = {"depths": 0 if decoder.mtp is None else decoder.mtp.depths}
+    if is_student:
+        if dtype != torch.float32 and (decoder.lora is None or dtype != layout.autocast):
+            raise ValueError(
+                f"student.dtype: the weights are {dtype}; expected float32 with parallel.engine: megatron. "
+                "train.precision: bf16 computes in bfloat16, with weights in float32 for the optimizer; then the "
+                "frozen weights below an adapter may be bfloat16"
+            )
+        dtype = layout.autocast or dtype
+        model_options["fp32_residual_connection"] = dtype != torch.float32 and layout.residual_dtype is None
+        model_options |= RECOMPUTE if layout.recompute else {}
+        if decoder.lora is not None:
+            # some of Transformer Engine's linear layers normalize their input first, which the adapter needs, too
+            model_options["transformer_impl"] = "local"
     try:
         has_experts = require_family(decoder.config).experts is not None
         model_options |= {
             key: value for key, value in options.items() if has_experts or not key.startswith("expert_")
         }
-        transformer = transformer_config(decoder.config, **model_options)
+        transformer = transformer_config(decoder.config, dtype=dtype, **model_options)
     except UnsupportedModelError as error:
         raise ValueError(f"{source.name}.model: {error}") from error
     chunks = Chunks.build(source, decoder, transformer, mesh)
@@ -138,42 +162,6 @@ def _teacher_head(layout: Layout, mesh: Mesh, source: ModelSource) -> DecoderHea
     if source.has_values:
         prove_heads(mesh, heads)
     return DecoderHead(heads[source.name]) if heads else None
-
-
-def _model_options(layout: Layout, decoder: Decoder, *, is_student: bool) -> dict[str, Any]:
-    """Return the dtypes of a model, and whether its layers are computed again. The teacher has its weights' dtype.
-
-    With an adapter, the layers are always Megatron-Core's local ones, because some of Transformer Engine's linear
-    layers normalize their input first, which the adapter needs, too.
-    Raises ValueError for a student whose trained weights are not float32: the optimizer updates float32 weights.
-    """
-    dtype = next(decoder.parameters()).dtype
-    if not is_student:
-        return {"dtype": dtype}
-    if dtype != torch.float32 and (decoder.lora is None or dtype != layout.autocast):
-        raise ValueError(
-            f"student.dtype: the weights are {dtype}; expected float32 with parallel.engine: megatron. "
-            "train.precision: bf16 computes in bfloat16, with weights in float32 for the optimizer; then the frozen "
-            "weights below an adapter may be bfloat16"
-        )
-    dtype = layout.autocast or dtype
-    has_wide_residual = dtype != torch.float32 and layout.residual_dtype is None
-    recompute = RECOMPUTE if layout.recompute else {}
-    layers = {} if decoder.lora is None else {"transformer_impl": "local"}
-    return {"dtype": dtype, "fp32_residual_connection": has_wide_residual} | recompute | layers
-
-
-def _sizes(layout: Layout) -> dict[str, Any]:
-    """Return Megatron-Core's sizes of the axes. Its ranks have the order of those of `Mesh`."""
-    degrees, chunks = layout.degrees, SCHEMES[layout.schedule].per_rank
-    return {
-        "tensor_model_parallel_size": degrees.tensor,
-        "pipeline_model_parallel_size": degrees.pipeline,
-        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 and degrees.pipeline > 1 else None,
-        "context_parallel_size": degrees.context,
-        "expert_model_parallel_size": degrees.experts,
-        "expert_tensor_parallel_size": 1,
-    }
 
 
 def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:

@@ -142,7 +142,7 @@ class MegatronState:
         read_in_place(folder, here | steps | random)
         for tensor in here.values():
             tensor.spread()
-        self._restore(full, _only_value(steps.values()))
+        self._restore(full, _only_value(map(float, steps.values())))
         for name, value in random.items():
             torch.set_rng_state(value) if name.startswith(f"{RANDOM}cpu") else torch.cuda.set_rng_state(value)
 
@@ -244,14 +244,6 @@ def _joined(tensors: Mapping[str, BlockTensor]) -> dict[str, BlockTensor]:
     return held
 
 
-def _only_value(steps: Iterable[float]) -> float:
-    """Raises ValueError if parameters made different numbers of steps."""
-    values = {float(step) for step in steps}
-    if len(values) != 1:
-        raise ValueError(f"the moments are of {sorted(values)} steps: expected one number for all parameters")
-    return values.pop()
-
-
 def _key(kind: str, name: str) -> str:
     """Return the name of a tensor in the state's folder."""
     return f"{kind}{name}" if kind in (WEIGHT, AVERAGE) else f"{MOMENT}{name}.{kind}"
@@ -274,3 +266,10 @@ def _name_of_element(entry: TrainedParameter, number: int) -> str:
         if all(part.start <= int(index) < part.stop for part, index in zip(local, element, strict=True)):
             return block.name
     return entry.key[1]
+
+
+def _only_value(steps: Iterable[float]) -> float:
+    values = {*steps}
+    if len(values) != 1:
+        raise ValueError(f"the moments are of {sorted(values)} steps: expected one number for all parameters")
+    return values.pop()

@@ -1,9 +1,9 @@
 """Maps the parameters of this rank's GPTModels to the tensors of the full model, in rectangular blocks.
 
-    table = weight_table(chunks, config, Place.current())
-    require_full_coverage(table, shapes)                # a collective: each element exactly once over all ranks
-    for block, gradient in local_blocks(chunks, table, lambda parameter: parameter.main_grad):
-        full[block.name][block.index] = gradient
+table = weight_table(chunks, config, Place.current())
+require_full_coverage(table, shapes)                # a collective: each element exactly once over all ranks
+for block, gradient in local_blocks(chunks, table, lambda parameter: parameter.main_grad):
+    full[block.name][block.index] = gradient
 """
 
 import re

@@ -81,10 +81,9 @@ def plan(
             "more memory, smaller data.max_tokens, or larger train.tokens_per_step for more sequences than ranks",
         )
     if as_json:
-        plans = [{"overrides": found.overrides} | found.plan.as_json() for found in fits]
-        print_escaped(json.dumps(plans, indent=2))
+        print_escaped(json.dumps([{"overrides": plan.overrides} | plan.as_json() for plan in fits], indent=2))
     else:
-        print_escaped("\n".join(fit_lines([(found.overrides, found.plan) for found in fits])))
+        print_escaped("\n".join(fit_lines(fits)))
 
 
 def lines(plan: "Plan") -> Iterator[str]:
@@ -156,15 +155,15 @@ def does_not_fit(plan: "Plan") -> str:
     )
 
 
-def fit_lines(fits: Sequence[tuple[Sequence[str], "Plan"]]) -> Iterator[str]:
+def fit_lines(plans: Sequence["Plan"]) -> Iterator[str]:
     """Return the lines of several plans with the overrides that give them, the best first."""
     yield f"{'s per step':>10}{'tokens/s':>12}{'MFU':>6}{'peak memory':>14}{'bound by':>11}  overrides"
-    for overrides, plan in fits:
+    for plan in plans:
         prediction = plan.prediction
         bound = prediction.times[prediction.slowest].bound
         figures = f"{two_digits(prediction.seconds):>10}{two_digits(prediction.tokens_per_second):>12}"
         share, memory = f"{prediction.model_share:.0%}", _gib(plan.largest.memory)
-        yield f"{figures}{share:>6}{memory:>14}{bound:>11}  {' '.join(overrides)}"
+        yield f"{figures}{share:>6}{memory:>14}{bound:>11}  {' '.join(plan.overrides)}"
     yield "The figures are from steps of models with few layers; a plan of one of these lines runs all layers."
 
 

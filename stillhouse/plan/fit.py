@@ -61,16 +61,8 @@ class Candidate:
         return dict(config) | {"parallel": config["parallel"] | self.parallel, "train": config["train"] | tokens}
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A layout and its plan, from steps with few layers. overrides: of the configuration, which give the layout."""
-
-    overrides: list[str]
-    plan: Plan
-
-
-def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Fit]:
-    """Return the fastest layouts that fit, the best first; empty if none fits.
+def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Plan]:
+    """Return the fastest layouts that fit, from steps with few layers, the best first; empty if none fits.
 
     Raises ConfigError for models that no layout can run.
     """
@@ -85,9 +77,9 @@ def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Fit]:
         limit = _ROUGH * machine.device.usable
         chosen = [candidates[number] for _, number in ranked if rough.memory(candidates[number]) <= limit]
         plans = _estimated(job, chosen[:TRIED], machine, runs)
+    plans = sorted((pair for pair in plans if pair[1].fits), key=lambda pair: pair[1].prediction.seconds)[:BEST]
     tokens = config.data.max_tokens
-    fits = [Fit(candidate.overrides(config.parallel, tokens), plan) for candidate, plan in plans if plan.fits]
-    return sorted(fits, key=lambda fit: fit.plan.prediction.seconds)[:BEST]
+    return [replace(plan, overrides=candidate.overrides(config.parallel, tokens)) for candidate, plan in plans]
 
 
 def _candidates(max_tokens: int, tokens_per_step: int, machine: Machine, layers: int) -> list[Candidate]:

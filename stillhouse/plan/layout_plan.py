@@ -45,12 +45,14 @@ class Plan:
 
     has_tower: whether a model has a vision tower, whose images the dry run does not have.
     completions: of an on-policy run, those of a step in words; None for a run on a dataset.
+    overrides: of the configuration, which give the layout.
     """
 
     machine: Machine
     ranks: Mapping[str, RankCounts]
     has_tower: bool = False
     completions: str | None = None
+    overrides: Sequence[str] = ()
 
     @cached_property
     def prediction(self) -> Prediction:

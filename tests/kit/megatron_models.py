@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from kit.cuda_is_cpu import cuda_is_cpu
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -42,15 +42,8 @@ class Layout:
     @property
     def name(self) -> str:
         sizes = f"tensor{self.tensor}-pipeline{self.pipeline}-context{self.context}"
-        flags = {
-            "sequence": self.sequence,
-            "tied": self.tied,
-            "packed": self.packed,
-            "detached": self.detached,
-            "mup": self.mup,
-        }
-        depths = f"-mtp{self.depths}" if self.depths else ""
-        return sizes + depths + "".join(f"-{flag}" for flag, on in flags.items() if on)
+        flags = [flag for flag in ("sequence", "tied", "packed", "detached", "mup") if getattr(self, flag)]
+        return "-".join([sizes, *[f"mtp{self.depths}"] * bool(self.depths), *flags])
 
 
 @contextmanager
@@ -87,7 +80,8 @@ class Attention(nn.Module):
         size = parallel_state.get_context_parallel_world_size()
         positions_S = context_rows(size, tokens * size)[parallel_state.get_context_parallel_rank()]
         positions_K = torch.cat(context_rows(size, tokens * size))
-        key, value = (_Gathered.apply(heads) for heads in (key, value))
+        group = parallel_state.get_context_parallel_group()
+        key, value = (gather_from_sequence_parallel_region(heads.contiguous(), group=group) for heads in (key, value))
         sees_SK = positions_S[:, None] >= positions_K
         if packed_seq_params is not None:
             document_S = torch.bucketize(torch.arange(tokens), packed_seq_params.cu_seqlens_q[1:], right=True)
@@ -97,28 +91,10 @@ class Attention(nn.Module):
         return made.permute(2, 0, 1, 3).flatten(2) if packed_seq_params is None else made[0].permute(1, 0, 2)
 
 
-class _Gathered(torch.autograd.Function):
-    """Concatenates the parts of all context ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        group = parallel_state.get_context_parallel_group()
-        every = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(every, part.contiguous(), group=group)
-        return torch.cat(every)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        group = parallel_state.get_context_parallel_group()
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=group)
-        return grad.chunk(group.size())[group.rank()]
-
-
 def context_rows(size: int, tokens: int) -> list[Tensor]:
     """Return for each context rank its positions in a row: two chunks, as in Megatron."""
-    chunks = torch.arange(tokens).chunk(2 * size) if size > 1 else [torch.arange(tokens)]
-    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(size)] if size > 1 else list(chunks)
+    chunks = torch.arange(tokens).chunk(2 * size)
+    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(size)]
 
 
 def build(layout: Layout, seed: int, width: int = 32) -> GPTModel:

@@ -3,6 +3,7 @@
 megatron-core is the real one, on a CPU; every rank replaces the CUDA devices that it requests (`cuda_is_cpu.py`).
 """
 
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from kit.causal_families import of_config
 from kit.layout_runs import assert_same_weights
 from kit.ranks import Ranks
 from kit.runs import metrics, run
+from kit.signal_hooks import signal_at
 from kit.toy_tokenizer import TEXT, toy_backend, toy_tokenizer
 
 from stillhouse.cli.arguments import quiet_libraries
@@ -21,6 +23,11 @@ from stillhouse.megatron.entry import quiet_megatron
 #: the context manager stays open until the process ends
 _OPEN = ExitStack()
 LIMIT = 240
+LAYOUTS = {
+    "llama": ["parallel.pipeline=2"],
+    "qwen3": ["parallel.tensor=2"],
+    "qwen3_moe": ["parallel.fsdp=2", "parallel.expert=2"],
+}
 
 
 def without_cuda() -> None:
@@ -46,6 +53,20 @@ def megatron(
     return folder / out
 
 
+def _killed_without_cuda(step: int) -> None:
+    without_cuda()
+    signal_at(step, signal.SIGKILL)
+
+
+def kill(folder: Path, *overrides: str) -> Path:
+    """Kill a run on Megatron-Core at its third step, after the checkpoint of the second."""
+    out = folder / "killed"
+    arguments = ("distill", folder / "run.yaml", f"out={out}", "parallel.engine=megatron", *overrides)
+    ranks = Ranks(2, *arguments, hook=_killed_without_cuda, hook_arguments=(3,))
+    assert -signal.SIGKILL in ranks.wait(LIMIT, grace=1)
+    return out
+
+
 def save_student(folder: Path, family: str) -> None:
     """Save a student of a family that only `causal_families.py` has, with the tokenizer of `write_run`'s models."""
     from kit.megatron_weights_jobs import Case, model_config  # needs Megatron-Core
@@ -60,9 +81,20 @@ def save_student(folder: Path, family: str) -> None:
 def assert_same_runs(folder: Path, *layout: str) -> None:
     """Run the configuration of a folder with both engines: in this process, and on Megatron-Core in two."""
     run("distill", folder / "run.yaml", f"out={folder / 'torch'}")
-    out = megatron(folder, "megatron", 2, *layout)
-    assert_same_steps(out, folder / "torch")
-    assert_same_weights(out, folder / "torch")
+    assert_same(megatron(folder, "megatron", 2, *layout), folder / "torch")
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Compare what the steps of two runs have logged, and their exported weights."""
+    assert_same_steps(one, other)
+    assert_same_weights(one, other)
+
+
+def assert_near_losses(one: Path, other: Path) -> None:
+    """Compare the losses of two runs in bfloat16."""
+    for line, expected in zip(metrics(one), metrics(other), strict=True):
+        losses = {name: value for name, value in expected.items() if name.startswith("loss/")}
+        assert {name: line[name] for name in losses} == pytest.approx(losses, rel=1e-2), expected["step"]
 
 
 def assert_same_steps(one: Path, other: Path) -> None:

@@ -1,17 +1,14 @@
 """Runs of `stillhouse distill` that train a LoRA on Megatron-Core equal those of torch; its base is the teacher."""
 
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit import slow
-from kit.layout_runs import assert_same_weights
-from kit.megatron_runs import LIMIT, assert_same_steps, megatron, without_cuda
+from kit.megatron_runs import LIMIT, assert_near_losses, assert_same, assert_same_steps, kill, megatron, without_cuda
 from kit.ranks import Ranks
-from kit.runs import contents, metrics, run, write_run
-from kit.signal_hooks import signal_at
+from kit.runs import contents, run, write_run
 from kit.tensors import assert_near
 from safetensors.torch import load_file
 
@@ -57,27 +54,13 @@ def test_steps_and_the_adapter_are_those_of_the_other_engine(
 ) -> None:
     write(tmp_path, family, is_base=is_base)
     out, other = megatron(tmp_path, "megatron", 2, *layout), of_torch(tmp_path)
-    assert_same_steps(out, other)
+    assert_same(out, other)  # the weights are those of the base with the adapter merged in
     assert_same_adapters(out, other)
-    assert_same_weights(out, other)  # of the base with the adapter merged in
     last = sorted((out / "checkpoints").iterdir())[-1]
     stored = {name for path in last.glob("resume/*.safetensors") for name in load_file(path)}
     assert stored
     assert all(".lora_" in name or name.startswith("random.") for name in stored)
     assert contents(last / "student") == contents(out / "adapter")
-
-
-def killed_without_cuda(step: int) -> None:
-    without_cuda()
-    signal_at(step, signal.SIGKILL)
-
-
-def kill(folder: Path, *overrides: str) -> Path:
-    """Kill a run on Megatron-Core at its third step, after the checkpoint of the second."""
-    out = folder / "killed"
-    arguments = ("distill", folder / "run.yaml", f"out={out}", "parallel.engine=megatron", *overrides)
-    assert -signal.SIGKILL in Ranks(2, *arguments, hook=killed_without_cuda, hook_arguments=(3,)).wait(LIMIT, grace=1)
-    return out
 
 
 @pytest.mark.slow
@@ -107,9 +90,7 @@ def test_a_base_in_bfloat16_has_an_adapter_in_float32(tmp_path: Path) -> None:
     write(tmp_path, "qwen3", is_base=False)
     out, other = megatron(tmp_path, "megatron", 2, "parallel.fsdp=2", *BF16), of_torch(tmp_path, *BF16)
     assert_same_adapters(out, other, tolerance=0.2)
-    for line, expected in zip(metrics(out), metrics(other), strict=True):
-        losses = {name: value for name, value in expected.items() if name.startswith("loss/")}
-        assert {name: line[name] for name in losses} == pytest.approx(losses, rel=1e-2), expected["step"]
+    assert_near_losses(out, other)
 
 
 @pytest.mark.slow

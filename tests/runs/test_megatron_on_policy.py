@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.megatron_runs import megatron, without_cuda
+import torch
+from kit.megatron_runs import LAYOUTS, megatron, without_cuda
 from kit.on_policy_runs import SAME, assert_same_rollouts, rollout_figures, write_on_policy_run
 from kit.runs import run
 from kit.serving import Server
@@ -19,11 +20,6 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
 STEPS, SAMPLES_PER_STEP, LOSS = 6, 8, "loss/total_nats_per_token"
-LAYOUTS = {
-    "qwen3": ["parallel.tensor=2"],
-    "llama": ["parallel.pipeline=2"],
-    "qwen3_moe": ["parallel.fsdp=2", "parallel.expert=2"],
-}
 SIGNALS = {"top_k": ["teacher.signal=top_k", "teacher.top_k=8"], "hidden": ["teacher.signal=hidden"]}
 
 
@@ -72,11 +68,17 @@ def test_a_run_with_servers_is_that_of_torch(family: str, folder: Path, servers:
     out = run_recorded(folder, signal, 0, *LAYOUTS[family], *overrides)
     assert_same_rollouts(out, expected, SAME, LOSS)
     assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(out))
-    # the last version that was published has the bytes of the same step's export
+    assert_published(out)
+
+
+def assert_published(out: Path, dtype: torch.dtype = torch.float32) -> None:
+    """The last version that was published has the bytes of the same step's export, rounded to a dtype."""
     run("export", out, "--step", STEPS - 1, "--out", out / "exported")
     exported, published = tensors(out / "exported"), tensors(out / "weights" / f"version-{STEPS - 1:08d}")
     assert published.keys() == exported.keys()
-    assert all(published[name].equal(tensor) for name, tensor in exported.items())
+    for name, tensor in exported.items():
+        assert published[name].dtype == tensor.dtype
+        assert published[name].equal(tensor.to(dtype).to(tensor.dtype)), name
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -94,14 +96,8 @@ def test_one_step_off_with_servers(family: str, folder: Path, servers: list[str]
 def test_in_bfloat16_servers_get_the_weights_with_which_the_trainer_computes(
     family: str, folder: Path, servers: list[str]
 ) -> None:
-    """They are those of the export, in its dtype, after rounding to bfloat16."""
     out = run_recorded(folder, "bf16", 0, *LAYOUTS[family], *servers, "train.precision=bf16")
-    run("export", out, "--step", STEPS - 1, "--out", out / "exported")
-    exported, published = tensors(out / "exported"), tensors(out / "weights" / f"version-{STEPS - 1:08d}")
-    assert published.keys() == exported.keys()
-    for name, tensor in exported.items():
-        assert published[name].dtype == tensor.dtype
-        assert published[name].equal(tensor.bfloat16().to(tensor.dtype)), name
+    assert_published(out, torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)

@@ -1,7 +1,6 @@
 """Runs of `stillhouse distill` on Megatron-Core equal those of torch, and either engine resumes the other."""
 
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,11 @@ import pytest
 import torch
 from kit import slow
 from kit.families import FAMILIES
-from kit.layout_runs import assert_same_weights, weights
-from kit.megatron_runs import LIMIT, assert_same_steps, megatron, save_student, without_cuda
+from kit.layout_runs import weights
+from kit.megatron_runs import LIMIT, assert_near_losses, assert_same, kill, megatron, save_student, without_cuda
 from kit.ranks import Ranks
-from kit.runs import contents, metrics, run, write_run
-from kit.signal_hooks import kill_at, signal_at
+from kit.runs import contents, run, write_run
+from kit.signal_hooks import kill_at
 from safetensors.torch import load_file
 
 from stillhouse.config.engines import capabilities
@@ -47,13 +46,7 @@ def write(folder: Path, family: str, **settings: Any) -> Path:
 def test_steps_and_the_model_are_those_of_the_other_engine(tmp_path: Path, family: str, layout: list[str]) -> None:
     other = write(tmp_path, family)
     out = megatron(tmp_path, "megatron", 2 if layout else 1, *layout)
-    assert_same_steps(out, other)
-    assert_same_weights(out, other)
-
-
-def killed_without_cuda(step: int) -> None:
-    without_cuda()
-    signal_at(step, signal.SIGKILL)
+    assert_same(out, other)
 
 
 @pytest.mark.slow
@@ -62,18 +55,10 @@ def test_a_killed_run_resumes_under_another_layout_and_with_the_other_engine(
     tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
     undisturbed = write(tmp_path, family, **settings)
-    killed = tmp_path / "killed"
-    arguments = ("distill", tmp_path / "run.yaml", f"out={killed}", "parallel.engine=megatron", "parallel.tensor=2")
-    ranks = Ranks(2, *arguments, hook=killed_without_cuda, hook_arguments=(3,))
-    assert -signal.SIGKILL in ranks.wait(LIMIT, grace=1)
-    shutil.copytree(killed, tmp_path / "moved")
-    out = megatron(tmp_path, "killed", 2, "parallel.pipeline=2")
-    assert_same_steps(out, undisturbed)
-    assert_same_weights(out, undisturbed)
-    resumed = run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'moved'}").out
-    assert "resuming from" in resumed
-    assert_same_steps(tmp_path / "moved", undisturbed)
-    assert_same_weights(tmp_path / "moved", undisturbed)
+    moved = shutil.copytree(kill(tmp_path, "parallel.tensor=2"), tmp_path / "moved")
+    assert_same(megatron(tmp_path, "killed", 2, "parallel.pipeline=2"), undisturbed)
+    assert "resuming from" in run("distill", tmp_path / "run.yaml", f"out={moved}").out
+    assert_same(moved, undisturbed)
 
 
 @pytest.mark.slow
@@ -82,8 +67,7 @@ def test_mtp_layers_of_a_checkpoint_are_trained_on(tmp_path: Path) -> None:
     other = tmp_path / "other"
     run("distill", tmp_path / "run.yaml", f"out={other}", f"student.model={model}")
     out = megatron(tmp_path, "megatron", 2, "parallel.context=2", f"student.model={model}")
-    assert_same_steps(out, other)
-    assert_same_weights(out, other)
+    assert_same(out, other)
     assert any(".eh_proj." in name for name in weights(out))
 
 
@@ -92,8 +76,7 @@ def test_a_run_of_the_other_engine_resumes_on_megatron_core_to_the_same_model(tm
     undisturbed = write(tmp_path, "qwen3", **{"data.packing": "rows"})
     kill_at(3, tmp_path / "killed", tmp_path / "run.yaml", f"out={tmp_path / 'killed'}")
     out = megatron(tmp_path, "killed", 2, "parallel.tensor=2", "parallel.sequence=true")
-    assert_same_steps(out, undisturbed)
-    assert_same_weights(out, undisturbed)
+    assert_same(out, undisturbed)
 
 
 @pytest.mark.slow
@@ -101,10 +84,7 @@ def test_a_killed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path) -> No
     """Each rank has half of the optimizer's float32 weights and moments. In float32, `test_chaos.py` kills runs."""
     write_run(tmp_path, family="qwen3", **STEPS)
     arguments = ["parallel.fsdp=2", "train.precision=bf16", "train.activation_checkpointing=true"]
-    undisturbed = megatron(tmp_path, "undisturbed", 2, *arguments)
-    killed = tmp_path / "killed"
-    command = ("distill", tmp_path / "run.yaml", f"out={killed}", "parallel.engine=megatron", *arguments)
-    assert -signal.SIGKILL in Ranks(2, *command, hook=killed_without_cuda, hook_arguments=(3,)).wait(LIMIT, grace=1)
+    undisturbed, killed = megatron(tmp_path, "undisturbed", 2, *arguments), kill(tmp_path, *arguments)
     megatron(tmp_path, "killed", 2, *arguments)
     assert contents(killed / "model") == contents(undisturbed / "model")
 
@@ -114,13 +94,9 @@ def test_a_run_in_bfloat16_resumes_with_the_other_engine_from_float32_weights(tm
     """Both engines continue from the same float32 weights and moments, and each computes in bfloat16."""
     write_run(tmp_path, family="qwen3", **STEPS | {"train.precision": "bf16"})
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'torch'}")
-    killed = tmp_path / "killed"
-    command = ("distill", tmp_path / "run.yaml", f"out={killed}", "parallel.engine=megatron", "parallel.fsdp=2")
-    assert -signal.SIGKILL in Ranks(2, *command, hook=killed_without_cuda, hook_arguments=(3,)).wait(LIMIT, grace=1)
+    killed = kill(tmp_path, "parallel.fsdp=2")
     assert "resuming from" in run("distill", tmp_path / "run.yaml", f"out={killed}").out
-    for line, expected in zip(metrics(killed), metrics(tmp_path / "torch"), strict=True):
-        losses = {name: value for name, value in expected.items() if name.startswith("loss/")}
-        assert {name: line[name] for name in losses} == pytest.approx(losses, rel=1e-2), expected["step"]
+    assert_near_losses(killed, tmp_path / "torch")
     stored = {path.name: load_file(path) for path in (killed / "model").glob("*.safetensors")}
     assert all(tensor.dtype == torch.float32 for tensors in stored.values() for tensor in tensors.values())
 

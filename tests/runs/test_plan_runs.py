@@ -222,13 +222,13 @@ def test_a_fit_prints_no_layout_that_a_plan_refuses(
     machine = Machine(2, 2, "h100")
     fits = fit(load_config(None, settings=settings), machine, 32)
     assert len(fits) == 3
-    seconds = [one.plan.prediction.seconds for one in fits]
+    seconds = [one.prediction.seconds for one in fits]
     assert seconds == sorted(seconds)
     whole = dry_runs.counts(
         [planned_job(load_config(None, one.overrides, settings=settings), machine, 32) for one in fits]
     )
     for one, rank in zip(fits, whole, strict=True):
-        first = one.plan.ranks["first"]
+        first = one.ranks["first"]
         assert rank.layout == first.layout
         assert rank.memory == pytest.approx(first.memory, rel=0.05), one.overrides
         assert rank.kernels == pytest.approx(first.kernels, rel=0.2), one.overrides
