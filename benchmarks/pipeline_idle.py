@@ -13,7 +13,7 @@ The teacher's forward is at one of these places:
     first     all of a step's micro-batches before its student
     filled    the next step's teacher in this step's idle slots: an idle rank takes the next action of the teacher
     ahead     the same under `1f1b_ahead`, as Stillhouse runs it: in the order of
-              stillhouse/parallel/bubble_schedule.py; all ranks end before a step's gradient is clipped
+              stillhouse/parallel/teacher_prefetch.py; all ranks end before a step's gradient is clipped
 
 p ranks, m micro-batches.
 """
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from stillhouse.parallel import SCHEMES
-from stillhouse.parallel.bubble_schedule import Action, bubble_schedule, simulate
+from stillhouse.parallel.teacher_prefetch import Action, bubble_schedule, simulate
 
 #: simulated steps, and the first step that counts: from there on all steps take the same time
 STEPS, STEADY = 12, 3

@@ -18,8 +18,7 @@ from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import MASKED, PACKED, ROWS
 from stillhouse.models.families import is_of_experts
 from stillhouse.models.mtp import add_mtp
-from stillhouse.parallel.apply.expert_parallel import dispatched_experts
-from stillhouse.parallel.apply.tensor_parallel import tensor_plan
+from stillhouse.parallel.apply.tensor_parallel import dispatched_experts, tensor_plan
 from stillhouse.parallel.backbone_cut import is_cuttable
 from stillhouse.rollout.generate import check_generation
 

@@ -33,12 +33,7 @@ FILE_BYTES = 5 * 10**9
 
 
 def save_student(
-    folder: Path,
-    student: Decoder,
-    tokenizer: Any,
-    resume: Path,
-    ranks: Ranks,
-    processor_files: Sequence[Path] = (),
+    folder: Path, student: Decoder, tokenizer: Any, resume: Path, ranks: Ranks, processor_files: Sequence[Path] = ()
 ) -> None:
     """Save the student (with an adapter: only the adapter), the tokenizer, and the files of its processor of media.
 

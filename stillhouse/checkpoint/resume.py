@@ -1,45 +1,42 @@
-"""Chooses the checkpoint from which a run resumes; checks that it is intact and has the run's data and models."""
+"""Chooses the checkpoint from which a run resumes; checks that it is intact and has the run's data and models.
+
+The servers of a resumed run must have the same models as at the beginning of the run, too.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stillhouse.checkpoint.checkpoint_folder import checkpoints, set_aside
-from stillhouse.checkpoint.identity import (
-    COMPLETION_KEYS,
-    DECAY,
-    ORDER,
-    PROCESSOR,
-    RunIdentity,
-    decisive_values,
-)
-from stillhouse.checkpoint.integrity import IntactCheckpoint, verified
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from stillhouse.checkpoint.checkpoint_folder import IntactCheckpoint, checkpoints, set_aside, verified
+from stillhouse.checkpoint.identity import COMPLETION_KEYS, DECAY, ORDER, PROCESSOR, RunIdentity, decisive_values
 from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data.media import MEDIA
 from stillhouse.display import first_line
+from stillhouse.output.disk import UNFINISHED, explained_write_errors, flush
 from stillhouse.output.folder import RunFolder, is_leftover
-from stillhouse.output.progress import (
-    STATE,
-    DamagedCheckpointError,
-    Progress,
-    read_state,
-)
+from stillhouse.output.progress import STATE, DamagedCheckpointError, Progress, read_state
 from stillhouse.parallel import Ranks, is_first, log_rank0
+from stillhouse.rollout.engines import RemoteEngine, same_weights
+from stillhouse.signals import SignalStore
 
 #: an error message shows values of at most this many characters
 SHORT = 40
+#: a file with this prefix has the answers of a teacher's servers at the beginning of the run
+SERVED_TEACHER = "served_teacher"
+#: the file with the answers of servers that generate completions with weights that the run does not replace
+WRITER = "writer.json"
 
 
 def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> list[Path]:
     """The checkpoints from which the run may resume, the preferred one first; empty for a new run.
 
     values: the configuration by dotted keys
-
-    Raises ValueError if the folder contains another run or other files, or if it contains this run but
-    `checkpoint.resume` is `never`. Raises ConfigError if `checkpoint.resume` names a checkpoint that does not exist
-    or may not be used.
+    Raises ValueError if the folder contains another run or other files, or this run although `resume` is `never`.
+    Raises ConfigError if `resume` names a checkpoint that does not exist or may not be used.
     """
     if folder.path.exists() and not folder.path.is_dir():
         raise ValueError(f"out: {folder.path} is a file; expected a folder for the run")
@@ -65,7 +62,6 @@ def open_checkpoint(
     paths: on rank 0, the result of `candidates` after the folder was locked; ignored on other ranks
     fallback: whether a damaged checkpoint is renamed and the previous one is used (`checkpoint.fallback`)
     base: the name of the base model of the student's adapter; None without an adapter
-
     Raises DamagedCheckpointError if a checkpoint is damaged and no older one may be used. Raises ValueError if the
     checkpoint was saved with other data or models.
     """
@@ -157,9 +153,8 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def _require_unchanged(
     checkpoint: IntactCheckpoint, folder: RunFolder, identity: RunIdentity, base: str | None
 ) -> None:
-    """Raise ValueError if the configuration, data, models or log have changed since this run wrote the checkpoint.
-
-    For a checkpoint of another run, there is only a warning if its adapter was trained on another base model.
+    """Raise ValueError if configuration, data, models or log have changed since this run wrote the checkpoint. For
+    one of another run, there is only a warning if its adapter was trained on another base model.
     """
     path, before = checkpoint.path, checkpoint.state.progress
     if not folder.owns(path):
@@ -201,12 +196,10 @@ def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with a key for each value in a list of sections or in a section of this list, such as
-    data.train[1].weight."""
+    """The values, with a key for each value in a list of sections, such as data.train[1].weight."""
     items: dict[str, Any] = {}
     for key, value in values.items():
-        is_section = isinstance(value, Mapping) and "[" in key
-        if is_section:
+        if isinstance(value, Mapping) and "[" in key:
             items |= _with_items({f"{key}.{name}": inner for name, inner in value.items()})
         elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
             items |= _with_items({f"{key}[{number}]": item for number, item in enumerate(value)})
@@ -246,3 +239,51 @@ def _started_from(newest_first: list[Path]) -> Path | None:
             continue  # `open_checkpoint` reports the damage
         return None if start is None else Path(start)
     return None
+
+
+class _Writer(BaseModel):
+    """likeliest: the most likely token after each of a few prompts, and its log-probability (`engine_proof.py`)"""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    likeliest: list[tuple[int, float]]
+
+
+def require_same_writer(engine: RemoteEngine, folder: RunFolder) -> None:
+    """Save the servers' answers in a new run; in a resumed run, raise ValueError if the weights differ."""
+    path, now = folder.path / WRITER, _Writer(likeliest=[*engine.weights.top_tokens])
+    if not path.exists():
+        if any(folder.checkpoints.glob("step-*")):
+            raise ValueError(f"{path} is missing: whether the servers have the same weights cannot be checked")
+        folder.write_json(WRITER, now.model_dump())
+        return
+    try:
+        before = _Writer.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} is damaged: restore it, or choose another folder as out") from error
+    if not same_weights(before.likeliest, now.likeliest):
+        raise ValueError(
+            "rollout.url: the servers have other weights than when this run began: expected the same model, or "
+            "another folder as out"
+        )
+
+
+def require_same_teachers(stores: Mapping[str, SignalStore], folder: RunFolder, ranks: Ranks) -> None:
+    """Raise ValueError on all ranks if a served teacher now gives other answers than at the run's beginning."""
+    for section, store in stores.items():
+        if store.proof is not None:
+            with ranks.all_raise(ValueError):
+                if not ranks.is_first:
+                    continue
+                _, dot, name = section.partition(".")
+                path = folder.path / f"{SERVED_TEACHER}{dot}{name}.safetensors"
+                if path.exists():
+                    store.proof.compare(path)
+                elif any(folder.checkpoints.glob("step-*")):
+                    raise ValueError(f"{path} is missing: whether the teacher is still the same cannot be checked")
+                else:
+                    partial = path.with_name(path.name + UNFINISHED)
+                    with explained_write_errors(path):
+                        store.proof.save(partial)
+                        flush(partial)
+                        partial.rename(path)

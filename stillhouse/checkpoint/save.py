@@ -5,27 +5,52 @@
                        checkpoint format (DCP), as safetensors
         student/       the student and its tokenizer for transformers; if the student has an adapter, only the adapter
                        and the tokenizer, for peft
-        rollouts.safetensors    in an on-policy run, the samples that are not trained yet (`rollouts_file.py`)
+        rollouts.safetensors    in an on-policy run, the samples that are finished but not trained yet
         state.json     the run's progress, and a hash of every other file (`progress.py`)
 
 The folder is written under a temporary name and renamed when it is complete. So a killed process never leaves an
 incomplete checkpoint. A checkpoint contains no pickle.
+
+R samples with N tokens in total.
 """
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from stillhouse.checkpoint.checkpoint_folder import RESUME, ROLLOUTS, IntactCheckpoint
 from stillhouse.checkpoint.export_weights import save_student
-from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint
-from stillhouse.checkpoint.rollouts_file import write_queue
+from stillhouse.data.offsets import offsets_of
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.state_folder import RANDOM, stored_tensors
+from stillhouse.libraries import reading
 from stillhouse.output.disk import file_names, hashes, require_space, written_together
-from stillhouse.output.progress import Progress, State, folder_name, write_state
-from stillhouse.parallel import Ranks
-from stillhouse.rollout import QueueState
+from stillhouse.output.progress import DamagedCheckpointError, Progress, State, folder_name, write_state
+from stillhouse.rollout import Completion, QueueState, Sample
+
+#: the arrays of the file and their dtypes
+_DTYPES: dict[str, type] = {
+    "number_R": np.int64,
+    "prompt_R": np.int64,
+    "tokens_R": np.int64,
+    "finish_R": np.uint8,
+    "has_reward_R": np.uint8,
+    "reward_R": np.float64,
+    "ids_N": np.int32,
+    "log_probs_N": np.float32,
+    "versions_N": np.int32,
+    "is_written_N": np.uint8,
+}
+_FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
 
 
 def require_room(folder: Path, engine: Engine) -> int:
@@ -54,6 +79,10 @@ def save_checkpoint(
     cases, nothing is written.
     """
     final, ranks = folder / folder_name(progress.step), engine.student.ranks
+    scattered = (
+        f"{final} cannot be written: the ranks no longer see the same folder; the previous checkpoint is intact, and "
+        "the same command continues from it once all ranks see the same folder again"
+    )
     try:
         engine.require_finite()
     except ValueError as error:
@@ -62,7 +91,12 @@ def save_checkpoint(
     require_space(folder, needed_bytes, ranks)
     with written_together(final, ranks, needed_bytes) as partial:
         saved = engine.save(partial / RESUME)
-        _require_complete(final, partial / RESUME, saved.elements, ranks)
+        # if the shared file system was unmounted on one machine, the ranks of this machine write to a local folder
+        stored = stored_tensors(partial / RESUME) if ranks.is_first else {}
+        chunks = [chunk for name, tensor in stored.items() if not name.startswith(RANDOM) for chunk in tensor.chunks]
+        present = ranks.from_first(sum(math.prod(chunk.sizes) for chunk in chunks))
+        if present != saved.elements:
+            raise ValueError(f"{scattered} (it contained {present:,} of {saved.elements:,} elements)")
         if ranks.is_first:
             decoder, resume = engine.student.decoders[0], partial / RESUME
             save_student(partial / "student", decoder, tokenizer, resume, ranks, processor_files)
@@ -75,7 +109,7 @@ def save_checkpoint(
             for name, digest in digests.items()
         }
         if not all(files.values()):
-            raise ValueError(_scattered(final))
+            raise ValueError(scattered)
         if ranks.is_first:
             write_state(partial, State(progress, files, saved.without_moments))
     return final
@@ -90,21 +124,119 @@ def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
     return checkpoint.state.progress
 
 
-def _require_complete(final: Path, resume: Path, elements: int, ranks: Ranks) -> None:
-    """Raise ValueError on all ranks unless the folder that rank 0 will rename contains the files of all ranks.
+class _Groups(BaseModel):
+    """The groups of the samples, and more of each sample. A file of an earlier version lacks the last three."""
 
-    If the shared file system was unmounted on one machine, the ranks of this machine write to a local folder.
-    elements: the number of tensor elements that all ranks together have written.
-    """
-    stored = stored_tensors(resume) if ranks.is_first else {}
-    chunks = [chunk for name, tensor in stored.items() if not name.startswith(RANDOM) for chunk in tensor.chunks]
-    present = ranks.from_first(sum(math.prod(chunk.sizes) for chunk in chunks))
-    if present != elements:
-        raise ValueError(f"{_scattered(final)} (it contained {present:,} of {elements:,} elements)")
+    model_config = ConfigDict(strict=True)
+
+    asked_at: list[tuple[int, int]]
+    trained: list[int]
+    reward_parts: list[tuple[FiniteFloat, ...]] | None = None
+    tool_calls: list[tuple[NonNegativeInt, NonNegativeInt]] | None = None
+    object_rewards: list[FiniteFloat | None] | None = None
 
 
-def _scattered(final: Path) -> str:
-    return (
-        f"{final} cannot be written: the ranks no longer see the same folder; the previous checkpoint is intact, and "
-        "the same command continues from it once all ranks see the same folder again"
+def write_queue(folder: Path, state: QueueState) -> None:
+    samples = state.samples
+    completions = [sample.completion for sample in samples]
+    per_sample = {
+        "number_R": [sample.number for sample in samples],
+        "prompt_R": [sample.prompt for sample in samples],
+        "tokens_R": [len(completion.ids_N) for completion in completions],
+        "finish_R": [_FINISHES.index(completion.finish) for completion in completions],
+        "has_reward_R": [sample.reward is not None for sample in samples],
+        "reward_R": [sample.reward or 0.0 for sample in samples],
+    }
+    per_token = {
+        "ids_N": [completion.ids_N for completion in completions],
+        "log_probs_N": [completion.log_probs_N for completion in completions],
+        "versions_N": [completion.versions_N for completion in completions],
+        "is_written_N": [sample.is_generated_N for sample in samples],
+    }
+    arrays: dict[str, np.ndarray] = {name: np.array(values, _DTYPES[name]) for name, values in per_sample.items()}
+    for name, parts in per_token.items():
+        arrays[name] = np.concatenate([np.zeros(0, _DTYPES[name]), *parts]).astype(_DTYPES[name])
+    groups = {
+        "asked_at": list(state.requested_at.items()),
+        "trained": state.trained,
+        "reward_parts": [sample.reward_parts for sample in samples],
+        "tool_calls": [[sample.tool_calls, sample.tool_errors] for sample in samples],
+        "object_rewards": [sample.object_reward for sample in samples],
+    }
+    save_file(arrays, folder / ROLLOUTS, metadata={"groups": json.dumps(groups)})
+
+
+def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
+    """Raises ValueError if the checkpoint has no rollouts.safetensors, or if the file has another format."""
+    path = checkpoint.path / ROLLOUTS
+    if ROLLOUTS not in checkpoint.state.files:
+        raise DamagedCheckpointError(f"{checkpoint.path} has no {ROLLOUTS}: it is not of an on-policy run")
+    with reading(f"{path} cannot be read"), safe_open(path, framework="numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()["groups"]
+    try:
+        groups = _Groups.model_validate_json(metadata)
+        _require_form(arrays)
+        requested_at, count = dict(groups.asked_at), len(arrays["tokens_R"])
+        if len(requested_at) != len(groups.asked_at):
+            raise ValueError("a group that was asked for more than once")
+        parts_R = [()] * count if groups.reward_parts is None else groups.reward_parts
+        calls_R = [(0, 0)] * count if groups.tool_calls is None else groups.tool_calls
+        object_rewards_R = [None] * count if groups.object_rewards is None else groups.object_rewards
+        for name, values in (
+            ("reward_parts", parts_R),
+            ("tool_calls", calls_R),
+            ("object_rewards", object_rewards_R),
+        ):
+            if len(values) != count:
+                raise ValueError(f"{name} of {len(values)} samples: expected {count}")
+        if any(errors > calls for calls, errors in calls_R):
+            raise ValueError(f"tool_calls {str(calls_R)[:80]}: expected at most as many errors as calls")
+        tokens_R = [slice(*ends) for ends in pairwise(offsets_of(arrays["tokens_R"]).tolist())]
+        samples = [_sample(arrays, number, tokens) for number, tokens in enumerate(tokens_R)]
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ValueError(f"{path} cannot be read: {where}: {problem['msg']}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    samples = [
+        replace(sample, reward_parts=parts, tool_calls=calls, tool_errors=errors, object_reward=object_reward)
+        for sample, parts, (calls, errors), object_reward in zip(
+            samples, parts_R, calls_R, object_rewards_R, strict=True
+        )
+    ]
+    return QueueState(samples, requested_at, groups.trained)
+
+
+def _require_form(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError unless the arrays have the names, dtypes and lengths that `write_queue` writes."""
+    if arrays.keys() != _DTYPES.keys():
+        raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_DTYPES)}")
+    for name, array in arrays.items():
+        if array.dtype != _DTYPES[name] or array.ndim != 1:
+            raise ValueError(f"{name} of {array.dtype} with {array.ndim} dimensions: expected {_DTYPES[name]} with 1")
+    samples, tokens = len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
+    for name, array in arrays.items():
+        expected = samples if name.endswith("_R") else tokens
+        if len(array) != expected:
+            raise ValueError(f"{name} has {len(array)} values: expected {expected}, for {samples} samples")
+    if samples and arrays["tokens_R"].min() < 1:
+        raise ValueError("a sample without tokens")
+    for name, most in (("finish_R", len(_FINISHES) - 1), ("has_reward_R", 1), ("is_written_N", 1)):
+        if len(arrays[name]) and arrays[name].max() > most:
+            raise ValueError(f"{name} with the value {arrays[name].max()}: expected 0 to {most}")
+
+
+def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice) -> Sample:
+    completion = Completion(
+        arrays["ids_N"][tokens],
+        arrays["log_probs_N"][tokens],
+        arrays["versions_N"][tokens],
+        _FINISHES[arrays["finish_R"][number]],
+    )
+    reward = float(arrays["reward_R"][number]) if arrays["has_reward_R"][number] else None
+    is_generated_N = arrays["is_written_N"][tokens].astype(bool)
+    return Sample(
+        int(arrays["number_R"][number]), int(arrays["prompt_R"][number]), completion, is_generated_N, reward
     )

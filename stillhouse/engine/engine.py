@@ -33,7 +33,7 @@ from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import DistributedStudent, StageInputs
-from stillhouse.signals.weight_average import WeightAverage
+from stillhouse.signals import WeightAverage
 
 #: AdamW with torch's default betas, without weight decay and clipping
 DEFAULT_TRAIN = TrainConfig(betas=(0.9, 0.999), clip=None)

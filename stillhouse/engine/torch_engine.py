@@ -22,7 +22,7 @@ from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.objective import Signals
 from stillhouse.parallel import Runner
 from stillhouse.parallel.gradients import copies
-from stillhouse.signals.weight_average import WeightAverage
+from stillhouse.signals import WeightAverage
 
 
 class TorchEngine(Engine):

@@ -3,7 +3,7 @@
 `schedule.py` decides which micro-batches a step takes; `training.py` has the parts that both loops share.
 """
 
-from stillhouse.checkpoint.integrity import IntactCheckpoint
+from stillhouse.checkpoint.checkpoint_folder import IntactCheckpoint
 from stillhouse.loops.session import Session
 from stillhouse.loops.training import training
 from stillhouse.output.folder import RunFolder

@@ -4,7 +4,7 @@ It differs from `off_policy.py` in the source of its micro-batches (`rollout/`) 
 `training.py` has the parts that both loops share.
 """
 
-from stillhouse.checkpoint.integrity import IntactCheckpoint
+from stillhouse.checkpoint.checkpoint_folder import IntactCheckpoint
 from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
 from stillhouse.loops.rollouts import open_rollout, require_same_weights
 from stillhouse.loops.session import Session

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import cast
 
-from stillhouse.checkpoint.served_models import require_same_writer
+from stillhouse.checkpoint.resume import require_same_writer
 from stillhouse.config import RolloutConfig
 from stillhouse.loops.completion_calls import CompletionCalls, require_end_of_turns
 from stillhouse.loops.completion_engine import open_engine, samplings

@@ -7,11 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stillhouse.checkpoint.checkpoint_folder import prune
+from stillhouse.checkpoint.checkpoint_folder import ROLLOUTS, IntactCheckpoint, prune
 from stillhouse.checkpoint.identity import RunIdentity
-from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
-from stillhouse.checkpoint.rollouts_file import read_queue
-from stillhouse.checkpoint.save import load_checkpoint, require_room, save_checkpoint
+from stillhouse.checkpoint.save import load_checkpoint, read_queue, require_room, save_checkpoint
 from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate

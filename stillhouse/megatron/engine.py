@@ -26,7 +26,7 @@ from stillhouse.megatron.weights import gather, local_blocks
 from stillhouse.models import NotFiniteError
 from stillhouse.objective import Signals
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.signals.weight_average import WeightAverage
+from stillhouse.signals import WeightAverage
 
 
 class MegatronEngine(Engine):

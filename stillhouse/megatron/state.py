@@ -20,7 +20,7 @@ from stillhouse.engine.state_folder import AVERAGE, MOMENT, RANDOM, WEIGHT, read
 from stillhouse.megatron.optimizer_shards import MOMENTS, TrainedParameter
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.megatron.weights import Block, local_blocks
-from stillhouse.signals.weight_average import WeightAverage
+from stillhouse.signals import WeightAverage
 
 
 class BlockTensor(Tensor):

@@ -35,9 +35,7 @@ from stillhouse.parallel import (
     StageWeight,
     shard_micro_batches,
 )
-from stillhouse.parallel.teacher_head import DecoderHead
-from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
-from stillhouse.parallel.teacher_student_pair import InStage, distill_targets
+from stillhouse.parallel.teacher_student_pair import DecoderHead, InStage, distill_targets
 
 
 class MegatronStudent(DistributedStudent):
@@ -46,8 +44,6 @@ class MegatronStudent(DistributedStudent):
     teacher_is_base: whether the teacher is the student without its adapter. data_parallel: settings of the sums of
     gradients, by Megatron-Core's names.
     """
-
-    prefetch: TeacherPrefetch | None = None
 
     def __init__(
         self,
@@ -62,11 +58,14 @@ class MegatronStudent(DistributedStudent):
         teacher_is_base: bool = False,
         data_parallel: Mapping[str, Any] | None = None,
     ):
-        self.layout, self.mesh, self._teacher_head = layout, mesh, teacher_head
+        self.layout, self.mesh, self.decoders, self.teacher_head = layout, mesh, [decoder], teacher_head
+        self.teacher = teacher_decoder if teacher_head is None else teacher_head.decoder
+        self.has_last_stage = mesh.coordinate("pipeline") == layout.degrees.pipeline - 1
+        self.prefetch = None
         self.teacher_is_base = teacher_is_base
         self.student = student.trained(layout.degrees.replicate, **(data_parallel or {}))
         self.teacher_chunks = None if teacher is None else teacher.frozen()
-        self._decoder, self._teacher_decoder = decoder, teacher_decoder
+        self._decoder = decoder
         tensors, shared = decoder.state_dict(), decoder.shared_names()
         self.has_gradient = False  # whether a pass has added to the gradients since they were set to zero
         #: of the tensors of the full model; a tied head has the embedding's name
@@ -75,22 +74,6 @@ class MegatronStudent(DistributedStudent):
         #: the names of the trained tensors, and of those in a checkpoint: without frozen weights, but with buffers
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         self.saved = [name for name in self.shapes if name in self.trained or name not in parameters]
-
-    @property
-    def decoders(self) -> list[Decoder]:
-        return [self._decoder]
-
-    @property
-    def teacher(self) -> Decoder | None:
-        return self._teacher_decoder if self._teacher_head is None else self._teacher_head.decoder
-
-    @property
-    def teacher_head(self) -> DecoderHead | None:
-        return self._teacher_head
-
-    @property
-    def has_last_stage(self) -> bool:
-        return self.mesh.coordinate("pipeline") == self.layout.degrees.pipeline - 1
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the chunks, whose names are Megatron-Core's."""

@@ -1,22 +1,20 @@
 """Distributes student and teacher over processes, without changes to the models' code (see `runner.py`)."""
 
 from stillhouse.parallel import watchdog
-from stillhouse.parallel.apply import apply_parallelism
 from stillhouse.parallel.apply.context_parallel import NextTokens
-from stillhouse.parallel.build_runner import (
-    build_runner,
-    load_head,
-    only_layers,
-    single_process_runner,
+from stillhouse.parallel.build_runner import build_runner, load_head, only_layers, single_process_runner
+from stillhouse.parallel.distributed_student import (
+    DistributedStudent,
+    ShardedMicroBatches,
+    StageWeight,
+    padded_shapes,
+    shard_micro_batches,
 )
-from stillhouse.parallel.devices import best_precision, choose_device, use_deterministic_algorithms
-from stillhouse.parallel.distributed_student import DistributedStudent, StageWeight
-from stillhouse.parallel.early_messages import EarlyMessages
-from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights, copied_to, pin_weights
 from stillhouse.parallel.mesh import Degrees, Mesh, join
-from stillhouse.parallel.ranks import (
-    ONE_PROCESS,
-    Ranks,
+from stillhouse.parallel.processes import (
+    best_precision,
+    choose_device,
+    connect_processes,
     destroy_process_group,
     is_first,
     local_processes,
@@ -24,28 +22,32 @@ from stillhouse.parallel.ranks import (
     log_rank0,
     process_count,
     process_rank,
-    start,
     start_alone,
     temporary_groups,
+    use_deterministic_algorithms,
     wait_for_all,
 )
+from stillhouse.parallel.ranks import ONE_PROCESS, Ranks
 from stillhouse.parallel.run_layout import SCHEMES, Layout
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.sharded_loading import ModelSource, empty_decoder, load_weights, local_folder
-from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
-from stillhouse.parallel.teacher_head import DecoderHead, TeacherHead, TeacherHidden
-from stillhouse.parallel.teacher_student_pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
+from stillhouse.parallel.teacher_student_pair import (
+    IN_STAGE,
+    DecoderHead,
+    InStage,
+    StageInputs,
+    TeacherHead,
+    TeacherHidden,
+    TeacherStudentPair,
+)
 
 __all__ = [
     "IN_STAGE",
     "ONE_PROCESS",
     "SCHEMES",
-    "BufferedHead",
     "DecoderHead",
     "Degrees",
     "DistributedStudent",
-    "EarlyMessages",
-    "HeadBuffers",
     "InStage",
     "Layout",
     "Mesh",
@@ -55,17 +57,14 @@ __all__ = [
     "Runner",
     "ShardedMicroBatches",
     "StageInputs",
-    "StageResults",
     "StageWeight",
     "TeacherHead",
     "TeacherHidden",
     "TeacherStudentPair",
-    "WaitingWeights",
-    "apply_parallelism",
     "best_precision",
     "build_runner",
     "choose_device",
-    "copied_to",
+    "connect_processes",
     "destroy_process_group",
     "empty_decoder",
     "is_first",
@@ -78,12 +77,10 @@ __all__ = [
     "log_rank0",
     "only_layers",
     "padded_shapes",
-    "pin_weights",
     "process_count",
     "process_rank",
     "shard_micro_batches",
     "single_process_runner",
-    "start",
     "start_alone",
     "temporary_groups",
     "use_deterministic_algorithms",

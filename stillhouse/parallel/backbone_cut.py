@@ -1,26 +1,23 @@
 """Finds out whether the layers of a backbone can run in different pipeline stages.
 
 A stage runs the code of the whole backbone, but only its own layers. So every stage builds masks and position
-embeddings again. A later stage continues with the hidden states that it has received where the model's first layer
-would run. So the code before the first layer may change embeddings.
+embeddings again, and a later stage continues with the hidden states that it has received where the model's first
+layer would run. This is right only if no layer reads anything else that another stage computes.
 
-This is right only if no layer reads anything else that another stage computes. Two runs of the backbone, whose layers
-are replaced by recorders, prove it: one with token ids, as on the first stage, and one with hidden states and without
-the parts of other stages, as on the later stages. The backbone must call all layers in order, and pass the output of
-each layer to the next one. All other arguments of the layers must be the same in both runs, and must not depend on
-embeddings or on other layers.
-
-The embedding and the layers of a vision-language model are in a part of its backbone, the language model. Both runs
-are without the parts beside it, such as the vision tower, which only the first stage has; these
-parts have a proof of their own.
+Two runs of the backbone, whose layers are replaced by recorders, prove it: one with token ids, as on the first stage,
+and one with hidden states and without the parts of other stages, as on the later stages. The backbone must call all
+layers in order, and pass the output of each layer to the next one. All other arguments of the layers must be the same
+in both runs, and must not depend on embeddings or on other layers. The embedding and the layers of a vision-language
+model are in a part of its backbone, the language model. Both runs are without the parts beside it, such as the vision
+tower, which only the first stage has; these parts have a proof of their own.
 
 B rows, S columns, D width.
 """
 
 import copy
 import inspect
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,27 +32,20 @@ from stillhouse.models.families import ModelFacts, layer_list, text_config
 from stillhouse.models.forward_modes import VARLEN
 from stillhouse.models.lm_head import PassThrough, input_embedding
 from stillhouse.models.pretrained import auto_class
+from stillhouse.models.unsaved_buffers import initialize_buffers
 from stillhouse.models.vision_language import beside_language_model
-from stillhouse.parallel.backbone_recording import (
-    IDS_BS,
-    UNCUT,
-    DependenceError,
-    LayerRecorder,
-    RandomEmbedding,
-    RecordedRun,
-    children_of_language_model,
-    copy_attributes,
-    embedding_ids,
-)
-from stillhouse.parallel.sharded_loading import make_buffers
+
+#: the advice in error messages for models that cannot be cut into stages
+UNCUT = "expected pipeline=1, and no separate layout for a teacher"
+#: the token ids of the runs
+IDS_BS = torch.arange(3, 15).view(3, 4)
 
 
 @dataclass(frozen=True)
 class BackboneCut:
     """The parts of a backbone, by their names in it.
 
-    first: parts with weights, beside the embedding, that run before the first layer.
-    last: parts that run after the last layer, such as the final norm.
+    first, last: parts with weights that run before the first layer, beside the embedding, and after the last layer.
     beside: parts beside the language model that only the first stage has: vision towers and projectors.
     returns_tuple: whether the backbone reads a layer's output as a tuple that begins with the hidden states.
     states: by the number of a layer: the earlier layer whose keys and values it reads.
@@ -75,7 +65,7 @@ class AbsentLayer(PassThrough):
 
     def __init__(self, layer: nn.Module, returns_tuple: bool):
         super().__init__()
-        copy_attributes(layer, self)
+        _copy_attributes(layer, self)
         self.returns_tuple = returns_tuple
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -83,10 +73,7 @@ class AbsentLayer(PassThrough):
 
 
 def require_cuttable(config: PreTrainedConfig) -> BackboneCut:
-    """Return the parts of the backbone of a model with this configuration.
-
-    Raises ValueError, naming the cause, for a model that cannot be cut into stages.
-    """
+    """Return the parts of a model's backbone. Raises ValueError, with the cause, if it cannot be cut into stages."""
     name = f"model type '{config.model_type}'"
     errors: list[ValueError] = []
     for returns_tuple in (False, True):
@@ -110,10 +97,9 @@ def is_cuttable(config: PreTrainedConfig) -> bool:
 
 
 def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
-    """Let the first layer of a backbone read the `inputs_embeds` of the backbone's forward unchanged.
+    """Let the first layer of a backbone, or its `AbsentLayer`, read the `inputs_embeds` of the backbone unchanged.
 
-    first_layer: the model's first layer, or its `AbsentLayer`. A forward with token ids (on a last stage that has the
-    embedding) does not change.
+    A forward with token ids (on a last stage that has the embedding) does not change.
     """
     received: list[Tensor | None] = []
 
@@ -161,7 +147,7 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
     run.require_chain(output, decoder.width)
     states = _kept_states(config, run)
     first, last = run.parts(decoder, embedding)
-    set_part(backbone, embedding, PassThrough())
+    backbone.set_submodule(embedding, PassThrough())
     for path in (*first, *last):
         remove_part(backbone, path)
     later = RecordedRun(name, returns_tuple)
@@ -183,21 +169,15 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
 
 def remove_part(backbone: nn.Module, path: str) -> None:
     """Remove a part of another stage, a module or a parameter, from a backbone."""
-    parent, _, leaf = path.rpartition(".")
-    part = getattr(backbone.get_submodule(parent), leaf)
+    path, _, leaf = path.rpartition(".")
+    parent = backbone.get_submodule(path)
+    part = getattr(parent, leaf)
     if isinstance(part, nn.Parameter):
-        delattr(backbone.get_submodule(parent), leaf)
-        # a plain attribute, which a family may initialise
-        setattr(backbone.get_submodule(parent), leaf, torch.empty(0))
+        delattr(parent, leaf)
+        setattr(parent, leaf, torch.empty(0))  # a plain attribute, which a family may initialise
     else:
-        is_embedding = isinstance(part, nn.Embedding | RandomEmbedding)
-        set_part(backbone, path, _AbsentEmbedding(part) if is_embedding else PassThrough())
-
-
-def set_part(backbone: nn.Module, path: str, part: nn.Module) -> None:
-    """Replace a part of a backbone."""
-    parent, _, leaf = path.rpartition(".")
-    setattr(backbone.get_submodule(parent), leaf, part)
+        is_embedding = isinstance(part, nn.Embedding | _RandomEmbedding)
+        setattr(parent, leaf, _AbsentEmbedding(part) if is_embedding else PassThrough())
 
 
 class _AbsentEmbedding(nn.Module):
@@ -208,15 +188,12 @@ class _AbsentEmbedding(nn.Module):
         self.width, self.dtype = embedding.weight.shape[1], embedding.weight.dtype
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        ids = embedding_ids(arguments, options)
+        ids = _embedding_ids(arguments, options)
         return torch.zeros(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
 
 
 def _children(decoder: Decoder, name: str) -> tuple[str, str]:
-    """Return the names of the embedding and of the layers in the backbone.
-
-    Raises ValueError unless both are children of the language model, which may be the backbone.
-    """
+    """Return the names of the embedding and of the layers in the backbone: children of the language model."""
     layers: list[nn.Module | None] = [layer_list(decoder.pretrained)]
     if layers[0] is None:
         layers = [child for child in decoder.language_model.children() if isinstance(child, nn.ModuleList)]
@@ -227,7 +204,7 @@ def _children(decoder: Decoder, name: str) -> tuple[str, str]:
     names = {
         part: path
         for part, module in wanted.items()
-        for path, child in children_of_language_model(decoder)
+        for path, child in _children_of_language_model(decoder)
         if child is module
     }
     if missing := wanted.keys() - names.keys():
@@ -239,38 +216,176 @@ def _children(decoder: Decoder, name: str) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def _replace_weights(decoder: Decoder, layers: str, run: RecordedRun) -> None:
+def _replace_weights(decoder: Decoder, layers: str, run: "RecordedRun") -> None:
     """Replace layers and embeddings by recorders, and give random values to all other weights of the backbone."""
     backbone = decoder.backbone
     modules: Any = backbone.get_submodule(layers)
     for number, layer in enumerate(modules):
-        modules[number] = LayerRecorder(layer, number, run)
+        modules[number] = _LayerRecorder(layer, number, run)
     for path, module in list(backbone.named_modules()):
         if isinstance(module, nn.Embedding):
-            backbone.set_submodule(path, RandomEmbedding(module, run))
+            backbone.set_submodule(path, _RandomEmbedding(module, run))
     decoder.keep_part(first=False, last=False)
     decoder.to_empty(device="cpu")
     for parameter in backbone.parameters():
         parameter.uniform_(0.5, 1.0)
-    make_buffers(decoder)
-    for path, child in children_of_language_model(decoder):
+    initialize_buffers(decoder, decoder.pretrained, decoder.mtp_layers())
+    for path, child in _children_of_language_model(decoder):
         child.register_forward_pre_hook(lambda *_, path=path: run.events.append(path))
 
 
-def _kept_states(config: PreTrainedConfig, run: RecordedRun) -> dict[int, int]:
-    """Return, by layer, the earlier layer whose keys and values it reads.
-
-    Raises ValueError if layers get a dict in which they can keep such states, but their numbers are not known.
-    """
-    keys = {
-        key
-        for arguments in run.arguments
-        for key, value in arguments.items()
-        if isinstance(value, MutableMapping) and not value
-    }
+def _kept_states(config: PreTrainedConfig, run: "RecordedRun") -> dict[int, int]:
+    """Return, by layer, the earlier layer whose keys and values it reads."""
+    named = [named for arguments in run.arguments for named in arguments.items()]
+    # layers can keep such states in a dict that they get
+    keys = {key for key, value in named if isinstance(value, MutableMapping) and not value}
     if not keys:
         return {}
-    states = ModelFacts(config).shared_states
-    if states is None:
+    if (states := ModelFacts(config).shared_states) is None:
         raise DependenceError(f"the layers of {run.name} share states in {name_list(keys)}: {UNCUT}")
     return states
+
+
+class DependenceError(ValueError):
+    """A layer needs something that another stage has or computes."""
+
+
+@dataclass
+class RecordedRun:
+    """What a backbone passes to its layers in a run.
+
+    inputs: by layer, the hidden states. arguments: by layer, all other arguments. outputs: by layer, random values.
+    events: the numbers of layers and the names of parts with weights, in the order in which they ran.
+    embeddings: the outputs of embeddings.
+    """
+
+    name: str
+    returns_tuple: bool
+    inputs: list[Tensor] = field(default_factory=list)
+    arguments: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    events: list[int | str] = field(default_factory=list)
+    embeddings: list[Tensor] = field(default_factory=list)
+
+    def layer(self, number: int, hidden_BSD: Tensor, arguments: dict[str, Any]) -> Any:
+        self.events.append(number)
+        self.inputs.append(hidden_BSD)
+        self.arguments.append(arguments)
+        self.outputs.append(torch.rand_like(hidden_BSD).requires_grad_())
+        output = self.outputs[-1].clone()  # some backbones add to it in place
+        # the second element stands for anything that a layer could hand to the next one
+        return (output, torch.zeros((), requires_grad=True)) if self.returns_tuple else output
+
+    def require_chain(self, output: Tensor, width: int) -> None:
+        """Raise ValueError unless the layers ran in order, and each one read only the output of the one before."""
+        numbers = [event for event in self.events if isinstance(event, int)]
+        if numbers != list(range(len(numbers))) or not numbers:
+            raise ValueError(f"{self.name} runs its layers in the order {numbers}: {UNCUT}")
+        if (shape := tuple(self.inputs[0].shape)) != (*IDS_BS.shape, width):
+            raise DependenceError(
+                f"the layers of {self.name} pass several hidden states per token (shape {list(shape)} for a batch of "
+                f"{list(IDS_BS.shape)} tokens and hidden states of width {width}): {UNCUT}"
+            )
+        for number, (before, after) in enumerate(zip(self.outputs, self.inputs[1:], strict=False), start=1):
+            if before.shape != after.shape or not torch.equal(before, after):
+                raise ValueError(f"layer {number} of {self.name} does not read the output of the one before: {UNCUT}")
+        for number, arguments in enumerate(self.arguments):
+            for key, value in arguments.items():
+                if any(tensor.requires_grad for tensor in _tensors(value)):
+                    raise DependenceError(
+                        f"layer {number} of {self.name} reads '{key}', which is computed from embeddings or by "
+                        f"another layer: {UNCUT}"
+                    )
+        others = [*self.embeddings, *self.outputs[:-1]]
+        gradients = torch.autograd.grad(output.float().sum(), others, allow_unused=True)
+        if any(gradient is not None for gradient in gradients):
+            raise DependenceError(f"{self.name} reads more than its last layer's output after the layers: {UNCUT}")
+
+    def parts(self, decoder: Decoder, embedding: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the `first` and the `last` parts (`BackboneCut`). embedding: the token embedding's name"""
+        places = [place for place, event in enumerate(self.events) if isinstance(event, int)]
+        before, after = (
+            dict.fromkeys(str(event) for event in events if event != embedding)
+            for events in (self.events[: places[0]], self.events[places[-1] + 1 :])
+        )
+        weighted = {
+            path
+            for path, child in _children_of_language_model(decoder)
+            if any(isinstance(part, _RandomEmbedding) for part in child.modules())
+            or any(True for _ in child.parameters())
+        }
+        clear = before.keys() ^ after.keys()
+        if unclear := {path for path in weighted if path not in clear and path != embedding}:
+            raise DependenceError(
+                f"{self.name} runs {name_list(unclear)} between its layers, or before and after them: {UNCUT}"
+            )
+        return tuple(path for path in before if path in weighted), tuple(path for path in after if path in clear)
+
+    def require_same(self, later: "RecordedRun") -> None:
+        """Raise ValueError unless the layers of a later stage get the same arguments."""
+        for number, (arguments, later_arguments) in enumerate(zip(self.arguments, later.arguments, strict=True)):
+            for key in arguments:
+                values, stage_values = _tensors(arguments[key]), _tensors(later_arguments.get(key))
+                pairs = zip(values, stage_values, strict=False)
+                if len(values) != len(stage_values) or not all(torch.equal(*pair) for pair in pairs):
+                    raise DependenceError(
+                        f"layer {number} of {self.name} reads '{key}', which only the first stage can compute: "
+                        f"{UNCUT}"
+                    )
+
+
+class _LayerRecorder(PassThrough):
+    """Replaces a layer in the runs of the proof."""
+
+    def __init__(self, layer: nn.Module, number: int, run: RecordedRun):
+        super().__init__()
+        _copy_attributes(layer, self)
+        self.names = list(inspect.signature(layer.forward).parameters)
+        self.number, self.run = number, run
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        named = dict(zip(self.names, arguments, strict=False)) | options
+        return self.run.layer(self.number, named.pop(self.names[0]), named)
+
+
+class _RandomEmbedding(nn.Module):
+    """Replaces an embedding in the run of the first stage."""
+
+    def __init__(self, embedding: nn.Embedding, run: RecordedRun):
+        super().__init__()
+        self.run = run
+        # some backbones read the row of padding; all rows share one number, which transformers cannot initialise
+        weight: Any = torch.zeros((), dtype=embedding.weight.dtype).expand(embedding.weight.shape)
+        weight._is_hf_initialized = True
+        self.weight = weight
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        ids = _embedding_ids(arguments, options)
+        random = torch.rand(*ids.shape, self.weight.shape[1], dtype=self.weight.dtype)
+        self.run.embeddings.append(random.requires_grad_())
+        return self.run.embeddings[-1].clone()  # some backbones scale it in place
+
+
+def _children_of_language_model(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of the language model, with their names in the backbone."""
+    (prefix,) = (path for path, module in decoder.backbone.named_modules() if module is decoder.language_model)
+    for path, child in decoder.language_model.named_children():
+        yield f"{prefix}.{path}" if prefix else path, child
+
+
+def _embedding_ids(arguments: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+    """Return the integers among the arguments of an embedding, which may also get a mask."""
+    return next(tensor for tensor in _tensors([*arguments, options]) if tensor.dtype == torch.int64)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def _copy_attributes(layer: nn.Module, into: nn.Module) -> None:
+    """Copy the attributes of a layer that are neither private nor modules, such as its kind."""
+    vars(into).update({name: value for name, value in vars(layer).items() if not name.startswith("_")})

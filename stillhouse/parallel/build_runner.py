@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder, ProofError
 from stillhouse.parallel.apply import apply_parallelism
-from stillhouse.parallel.apply.expert_parallel import dispatched_experts
+from stillhouse.parallel.apply.tensor_parallel import dispatched_experts
 from stillhouse.parallel.backbone_cut import is_cuttable, require_cuttable
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import Pipeline
@@ -24,7 +24,6 @@ from stillhouse.parallel.stages import (
     StagePlan,
     cost_of,
     keep_layers,
-    relative_cost,
     require_pairs,
     require_shared_states,
     require_training,
@@ -54,35 +53,35 @@ def build_runner(
     teacher_head_only: build only the teacher's head, because the teacher's layers have a separate layout.
     Raises ValueError for a model that does not fit the layout, ProofError for damaged weights.
     """
-    require_prefetchable_teacher(layout, student_source, teacher_head_only=teacher_head_only)
+    is_base, scheme = student_source.teacher_is_base, SCHEMES[layout.schedule]
+    if layout.stages > 1 and scheme.prefetch and (is_base or teacher_head_only):
+        why = "is the student without its adapter" if is_base else "has no layers in its stages"
+        raise ValueError(
+            f"schedule {layout.schedule} for a teacher that {why}: this schedule runs a separate teacher "
+            "model in the student's stages, one step ahead; expected schedule 1f1b"
+        )
     if teacher_source is not None and teacher_head_only:
         teacher_source = replace(teacher_source, build=partial(only_head, teacher_source.build))
-    sources, is_base = (student_source, teacher_source), student_source.teacher_is_base
-    student, teacher = _build(layout.degrees, *sources)
-    if student.mtp is not None:
-        require_mtp_layout(layout)
+    sources = student_source, teacher_source
+    student, teacher = _build(layout, *sources)
     if layout.stages == 1:
         pair = _distributed(layout, mesh, student, teacher, *sources)
-        runner = Runner(layout, {0: pair}, None, mesh, tied=student.tied)
-    else:
-        in_stages = student if is_base else teacher
-        plan = _plan_stages(layout, student, teacher, None if teacher_head_only else in_stages)
-        scheme = SCHEMES[layout.schedule]
-        pairs: dict[int, TeacherStudentPair] = {}
-        for number in scheme.stages_of(mesh.coordinate("pipeline"), layout.degrees.pipeline):
-            if pairs:  # each stage is cut from a separate copy of the model
-                student, teacher = _build(layout.degrees, *sources)
-            stage = plan.stages[number]
-            cut, teacher_cut = plan.cuts
-            keep_layers(student, cut, stage.student, first=stage.is_first, last=stage.is_last)
-            if teacher_head_only and not stage.is_last:
-                teacher = None
-            if teacher is not None:
-                assert teacher_cut is not None
-                keep_layers(teacher, teacher_cut, stage.teacher, first=stage.is_first, last=stage.is_last)
-            pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
-        runner = Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
-    return runner
+        return Runner(layout, {0: pair}, None, mesh, tied=student.tied)
+    plan = _plan_stages(layout, student, teacher, None if teacher_head_only else student if is_base else teacher)
+    cut, teacher_cut = plan.cuts
+    pairs: dict[int, TeacherStudentPair] = {}
+    for number in scheme.stages_of(mesh.coordinate("pipeline"), layout.degrees.pipeline):
+        if pairs:  # each stage is cut from a separate copy of the model
+            student, teacher = _build(layout, *sources)
+        stage = plan.stages[number]
+        keep_layers(student, cut, stage.student, first=stage.is_first, last=stage.is_last)
+        if teacher_head_only and not stage.is_last:
+            teacher = None
+        if teacher is not None:
+            assert teacher_cut is not None
+            keep_layers(teacher, teacher_cut, stage.teacher, first=stage.is_first, last=stage.is_last)
+        pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
+    return Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
 
 
 def only_layers(build: Callable[[], Decoder]) -> Decoder:
@@ -101,7 +100,7 @@ def only_head(build: Callable[[], Decoder]) -> Decoder:
         return decoder
     backbone: Any = decoder.backbone
     _remove_all(backbone, decoder.pretrained.get_input_embeddings())
-    backbone.forward = _received
+    backbone.forward = lambda *, inputs_embeds, **_: _Received(last_hidden_state=inputs_embeds)
     return decoder
 
 
@@ -110,10 +109,6 @@ class _Received(BaseModelOutput):
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-def _received(*, inputs_embeds: Tensor, **_: Any) -> _Received:
-    return _Received(last_hidden_state=inputs_embeds)
 
 
 def _remove_all(module: nn.Module, embedding: nn.Module) -> None:
@@ -138,10 +133,25 @@ def load_head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
 
 
 def _build(
-    degrees: Degrees, student_source: ModelSource, teacher_source: ModelSource | None
+    layout: Layout, student_source: ModelSource, teacher_source: ModelSource | None
 ) -> tuple[Decoder, Decoder | None]:
+    """Build the full models. Raises ValueError for models that this layout cannot distribute."""
     student, teacher = student_source.build(), None if teacher_source is None else teacher_source.build()
-    _require_experts(degrees, student, teacher)
+    if student.mtp is not None and layout.stages > 1 and SCHEMES[layout.schedule].splits_backward:
+        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees its buffers
+        raise ValueError(
+            f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of its stage "
+            "into input and weights; expected schedule gpipe, 1f1b, 1f1b_ahead or interleaved"
+        )
+    if (expert := layout.degrees.expert) > 1:
+        require_feature("expert parallelism")  # the plans of earlier versions do not dispatch tokens to experts
+        decoders = [decoder for decoder in (student, teacher) if decoder is not None]
+        if not any(map(dispatched_experts, decoders)):
+            types = sorted({decoder.config.model_type for decoder in decoders})
+            raise ValueError(
+                f"expert={expert} for model type {' and '.join(map(repr, types))}, which has no experts that "
+                "transformers' plans distribute: expected 1"
+            )
     return student, teacher
 
 
@@ -155,8 +165,8 @@ def _plan_stages(
         without its adapter.
     """
     cut, teacher_cut = require_cuttable(student.config), None if teacher is None else require_cuttable(teacher.config)
-    costs = cost_of(student, 3), None if teacher is None else cost_of(teacher, 1)
-    stages = split(layout.stages, *costs)
+    cost, teacher_cost = cost_of(student, 3), None if teacher is None else cost_of(teacher, 1)
+    stages = split(layout.stages, cost, teacher_cost)
     if student.lora is not None or student.mtp is not None:
         require_training(student, stages)
     require_shared_states("student", cut, [stage.student for stage in stages])
@@ -164,53 +174,26 @@ def _plan_stages(
         require_shared_states("teacher", teacher_cut, [stage.teacher for stage in stages])
     is_base = teacher_in_stages is student
     require_pairs(student, [replace(stage, teacher=stage.student) for stage in stages] if is_base else stages)
+
+    def hidden_size(decoder: Decoder, residual_dtype: torch.dtype | None) -> HiddenSize:
+        # hidden states have the dtype of the embedding's weight, because the layers add to the embedding's output
+        return HiddenSize(decoder.width, residual_dtype or decoder.pretrained.get_input_embeddings().weight.dtype)
+
+    teacher_residual = layout.residual_dtype if is_base else None
     # a frozen weight has no gradient to sum
     tied = student.tied and student.output_weight.requires_grad
+    relative_cost = 0.0
+    if teacher_cost is not None:
+        relative_cost = teacher_cost.layers * teacher_cost.layer / (cost.layers * cost.layer)
     return StagePlan(
         stages,
-        _hidden_size(student, layout.residual_dtype),
-        None
-        if teacher_in_stages is None
-        else _hidden_size(teacher_in_stages, layout.residual_dtype if is_base else None),
+        hidden_size(student, layout.residual_dtype),
+        None if teacher_in_stages is None else hidden_size(teacher_in_stages, teacher_residual),
         (cut, teacher_cut),
         tied=tied,
         copies_embedding=tied or student.mtp is not None,
-        teacher_cost=0.0 if costs[1] is None else relative_cost(costs[1], costs[0]),
+        teacher_cost=relative_cost,
     )
-
-
-def require_prefetchable_teacher(layout: Layout, student_source: ModelSource, *, teacher_head_only: bool) -> None:
-    """Raise ValueError if the schedule prefetches the teacher, but the stages have no separate teacher model."""
-    if layout.stages == 1 or not SCHEMES[layout.schedule].prefetch:
-        return
-    why = "is the student without its adapter" if student_source.teacher_is_base else "has no layers in its stages"
-    if student_source.teacher_is_base or teacher_head_only:
-        raise ValueError(
-            f"schedule {layout.schedule} for a teacher that {why}: this schedule runs a separate teacher "
-            "model in the student's stages, one step ahead; expected schedule 1f1b"
-        )
-
-
-def require_mtp_layout(layout: Layout) -> None:
-    """Raise ValueError for a layout that multi-token prediction does not support."""
-    if layout.stages > 1 and SCHEMES[layout.schedule].splits_backward:
-        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees its buffers
-        raise ValueError(
-            f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of its stage "
-            "into input and weights; expected schedule gpipe, 1f1b, 1f1b_ahead or interleaved"
-        )
-
-
-def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
-    if degrees.expert == 1:
-        return
-    require_feature("expert parallelism")  # the plans of earlier versions do not dispatch tokens to experts
-    if not any(dispatched_experts(decoder) for decoder in decoders if decoder is not None):
-        types = sorted({decoder.config.model_type for decoder in decoders if decoder is not None})
-        raise ValueError(
-            f"expert={degrees.expert} for model type {' and '.join(map(repr, types))}, which has no experts that "
-            "transformers' plans distribute: expected 1"
-        )
 
 
 def _distributed(
@@ -240,9 +223,3 @@ def _distributed(
             if source.load_weights is not None:
                 source.load_weights(decoder)
     return pair
-
-
-def _hidden_size(decoder: Decoder, residual_dtype: torch.dtype | None) -> HiddenSize:
-    # hidden states have the dtype of the embedding's weight, because the layers add to the embedding's output
-    embedding = decoder.pretrained.get_input_embeddings()
-    return HiddenSize(decoder.width, residual_dtype or embedding.weight.dtype)

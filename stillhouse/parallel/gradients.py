@@ -15,10 +15,7 @@ from stillhouse.parallel.ranks import Ranks
 
 
 def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Redistribute each gradient to its parameter's placements; this sums `Partial` gradients over ranks.
-
-    Returns the parameters with a gradient.
-    """
+    """Sum `Partial` gradients over ranks, to each parameter's placements. Returns the parameters with a gradient."""
     held = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in held:
         gradient = parameter.grad
@@ -28,10 +25,9 @@ def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Paramete
 
 
 def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device: torch.device) -> None:
-    """Replace the gradients of parameters by their sums over a group: one float32 all-reduce for all gradients.
+    """Replace the gradients of parameters by their sums over a group that has the same parameters.
 
-    The processes of the group must have the same parameters. device: where the all-reduce runs; the gradients may be
-    in host memory.
+    This is one float32 all-reduce for all gradients. device: where it runs; the gradients may be in host memory.
     """
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -45,9 +41,8 @@ def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, de
 def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) -> Tensor:
     """Return the norm of the global gradient, the same on every process, in float32 and on the gradients' device.
 
-    Each element counts once, even if several processes have copies of it. The gradients may be in host memory.
-    processes: the number of processes that have a copy or a shard of each of these parameters.
-    ranks: the processes of all pipeline stages.
+    Each element counts once, even if several processes have copies of it.
+    processes: the number of processes with a copy or a shard of each of these parameters. ranks: of all stages.
     """
     counted = [parameter for parameter in held if parameter.grad is not None]
     if not counted:

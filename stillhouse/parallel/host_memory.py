@@ -16,9 +16,8 @@ from stillhouse.objective import OutputHead
 
 
 def pin_weights(model: nn.Module, device: torch.device) -> None:
-    """Move the weights that a model has in host memory to pinned memory, if `device` is a GPU that will get copies.
-
-    Only a copy from pinned memory has the full speed of the bus and runs without this process waiting for it.
+    """Pin a model's weights in host memory if `device` is a GPU that will get copies: only a copy from pinned memory
+    has the full speed of the bus and runs without this process waiting for it.
     """
     if device.type != "cuda":
         return
@@ -40,8 +39,7 @@ def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
 class WaitingWeights:
     """The parameters of an unsharded model in host memory. The model's buffers stay on the device.
 
-    The copies in host memory are never freed, so nothing is copied back from the device. For a GPU, they are in
-    pinned memory, so that the copy runs at the full speed of the bus.
+    The copies in host memory are never freed, so nothing is copied back from the device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -64,10 +62,7 @@ class WaitingWeights:
 
 @dataclass(frozen=True)
 class BufferedHead:
-    """A decoder's head in host memory; `opened` copies it to the device. name: the teacher's name
-
-    For a GPU, `pin_weights` has moved the head to pinned memory.
-    """
+    """A decoder's head in host memory; `opened` copies it to the device. name: the teacher's name"""
 
     name: str
     decoder: Decoder
@@ -102,7 +97,12 @@ class HeadBuffers:
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
         """Yield a buffer with this weight. If a buffer has a weight of this name already, nothing is copied."""
-        buffer = self._free(name, weight_VE)
+        kind = weight_VE.shape, weight_VE.dtype
+        free = [one for one in self._buffers if not one.is_used and kind == (one.tensor.shape, one.tensor.dtype)]
+        if not free:
+            free = [_Buffer(torch.empty_like(weight_VE, device=self._device, requires_grad=False))]
+            self._buffers += free
+        buffer = next((one for one in free if one.name == name), free[0])
         buffer.is_used = True
         try:
             if buffer.name != name:
@@ -113,14 +113,3 @@ class HeadBuffers:
             yield buffer.tensor
         finally:
             buffer.is_used = False
-
-    def _free(self, name: str, weight_VE: Tensor) -> _Buffer:
-        """Return an unused buffer of this shape and dtype, preferably the one with this weight, or else a new one."""
-        kind, buffers = (weight_VE.shape, weight_VE.dtype), self._buffers
-        free = [
-            buffer for buffer in buffers if not buffer.is_used and kind == (buffer.tensor.shape, buffer.tensor.dtype)
-        ]
-        if not free:
-            free = [_Buffer(torch.empty_like(weight_VE, device=self._device, requires_grad=False))]
-            buffers += free
-        return next((buffer for buffer in free if buffer.name == name), free[0])

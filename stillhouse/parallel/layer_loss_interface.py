@@ -57,10 +57,7 @@ class LayerLosses(Protocol):
 
 @dataclass(frozen=True)
 class MtpLayersRun(LayerLosses):
-    """Runs the student's MTP layers on the stage with the student's head, and adds no loss.
-
-    next_tokens: appends the next token ids to a context rank's columns.
-    """
+    """Runs the student's MTP layers on the stage with the head, and adds no loss. next_tokens: the next token ids"""
 
     next_tokens: NextTokens
 

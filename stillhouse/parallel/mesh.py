@@ -13,7 +13,8 @@ from torch.distributed import DeviceMesh, ProcessGroup, distributed_c10d, init_d
 from torch.distributed.distributed_c10d import _get_default_group
 
 from stillhouse.dry_run import replaceable
-from stillhouse.parallel.ranks import Ranks, start
+from stillhouse.parallel.processes import connect_processes
+from stillhouse.parallel.ranks import Ranks
 
 # torch 2.15 has made this function public and warns about the old name
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
@@ -32,7 +33,7 @@ class Degrees:
 
     @property
     def processes(self) -> int:
-        return self.pipeline * self.replicate * self.fsdp * self.context * self.tensor
+        return self.pipeline * self.data * self.context * self.tensor
 
     @property
     def data(self) -> int:
@@ -60,9 +61,8 @@ class Mesh:
     processes, the constructor is a collective of all ranks of the job, including ranks that are not in the mesh. With
     `single_process`, it is not a collective.
 
-    weights: (pipeline, replicate, shard, tensor), the mesh of the weights.
-    experts: (pipeline, replicate, shard, expert), the mesh of the experts' weights.
-    tokens: (pipeline, data, context, tensor), the mesh of the tokens.
+    weights, experts, tokens: meshes with the axes (pipeline, replicate, shard, tensor) of the weights, (pipeline,
+        replicate, shard, expert) of the experts' weights, and (pipeline, data, context, tensor) of the tokens.
     ranks: all processes of the mesh.
     pipelines: two additional groups along the pipeline axis; empty if this axis has size 1. Each rank may issue the
         messages of different groups in another order.
@@ -82,30 +82,30 @@ class Mesh:
             self.ranks = Ranks(None, device)
             return
         pipeline, replicate, shard, tensor = degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor
+        # new groups do not inherit the timeout of the default group (torch 2.13). A group without messages has none
+        options = _get_default_group()._get_backend(device).options
+        self._timeout: timedelta | None = None if options is None else options._timeout
         self.weights = self._grid(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
         rest = shard * tensor // degrees.experts
         self.experts = self._grid(pipeline=pipeline, replicate=replicate, shard=rest, expert=degrees.experts)
         self.tokens = self._grid(pipeline=pipeline, data=degrees.data, context=degrees.context, tensor=tensor)
-        everyone = dist.new_group(list(range(degrees.processes)), timeout=_group_timeout(device))
-        self.ranks = Ranks(everyone, device)
-        if degrees.pipeline > 1:
-            self.pipelines = [*self._along_pipeline(), *self._along_pipeline()]
+        self.ranks = Ranks(dist.new_group(list(range(degrees.processes)), timeout=self._timeout), device)
+        # every process creates the groups of all pipelines: torch (2.13) names a group by the number of groups that
+        # the process has created so far, and all members have to use the same name
+        pipelines = self.tokens.mesh.flatten(1).T.tolist()
+        for ranks in [*pipelines, *pipelines] if pipeline > 1 else []:
+            group = dist.new_group(ranks, self._timeout)
+            if dist.get_rank() in ranks:
+                self.pipelines.append(group)
+
+    def sharding(self, grid: DeviceMesh) -> DeviceMesh:
+        """Return the part of `weights` or `experts` for `apply_fsdp`: (shard), or (replicate, shard)."""
+        return grid["replicate", "shard"] if self.degrees.replicate > 1 else grid["shard"]
 
     @property
-    def sharding(self) -> DeviceMesh | None:
-        """The mesh for `apply_fsdp`: (shard), or (replicate, shard); None if both axes have size 1."""
-        return self._sharding("weights")
-
-    @property
-    def expert_sharding(self) -> DeviceMesh | None:
-        """The mesh for the experts in `apply_fsdp`; None if `sharding` is None."""
-        return self._sharding("experts")
-
-    def _sharding(self, grid: str) -> DeviceMesh | None:
-        if self.degrees.replicate * self.degrees.shard == 1:
-            return None
-        axes = ("replicate", "shard") if self.degrees.replicate > 1 else ("shard",)
-        return getattr(self, grid)[axes]
+    def is_sharded(self) -> bool:
+        """Whether FSDP shards or replicates the weights."""
+        return self.degrees.replicate * self.degrees.shard > 1
 
     def coordinate(self, axis: str) -> int:
         """Return this process's coordinate on an axis of `tokens`."""
@@ -115,38 +115,16 @@ class Mesh:
         """Return the process group along an axis of `tokens`; None if the axis has size 1."""
         return self.tokens.get_group(axis) if getattr(self.degrees, axis) > 1 else None
 
-    def _along_pipeline(self) -> list[ProcessGroup]:
-        """Create a group along the pipeline axis; return it in a list (empty if this rank is not in the mesh).
-
-        Every process creates the groups of all pipelines, because torch (2.13) names a group by the number of groups
-        that the process has created so far, and all members have to use the same name.
-        """
-        timeout = _group_timeout(self.device)
-        pipelines = self.tokens.mesh.flatten(1).T.tolist()
-        groups = [(dist.new_group(ranks, timeout), ranks) for ranks in pipelines]
-        return [group for group, ranks in groups if dist.get_rank() in ranks]
-
     def _grid(self, **sizes: int) -> DeviceMesh:
         grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        if grid.get_coordinate() is not None:
-            timeout = _group_timeout(self.device)
-            if timeout is not None:
-                for group in grid.get_all_groups():
-                    _set_timeout(timeout, group)
+        if grid.get_coordinate() is not None and self._timeout is not None:
+            for group in grid.get_all_groups():
+                _set_timeout(self._timeout, group)
         return grid
 
 
 def join(degrees: Degrees, device: torch.device, timeout: float) -> Mesh:
-    """Connect all processes of a run, and return their mesh. timeout: see `start`."""
+    """Connect all processes of a run, and return their mesh. timeout: see `connect_processes`."""
     if degrees.processes > 1:
-        start(device, timeout)
+        connect_processes(device, timeout)
     return Mesh(degrees, device)
-
-
-def _group_timeout(device: torch.device) -> timedelta | None:
-    """Return the timeout of the default group, because new groups do not inherit it (torch 2.13).
-
-    None for a group without messages (`plan/`).
-    """
-    options = _get_default_group()._get_backend(device).options
-    return None if options is None else options._timeout

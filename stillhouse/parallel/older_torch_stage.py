@@ -9,13 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from stillhouse.libraries import is_at_least
-
-
-def stage_class() -> type[PipelineStage]:
-    """Return the stage class for the installed torch."""
-    return PipelineStage if is_at_least("torch", "2.13") else StageWithConstants
-
 
 class StageWithConstants(PipelineStage):
     """A stage whose last inputs and outputs may be constants, which are tensors without a gradient.
@@ -74,10 +67,7 @@ class StageWithConstants(PipelineStage):
     ) -> Any:
         outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs.get("output_grads")
         if not self.is_last and gradients is not None:
-            kept = {
-                "stage_output": self._differentiable(outputs),
-                "output_grads": self._differentiable(gradients),
-            }
+            kept = {"stage_output": self._differentiable(outputs), "output_grads": self._differentiable(gradients)}
             bwd_kwargs = bwd_kwargs | kept
         input_gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *rest, **named)
         # inputs that require no gradient are missing in the result of torch 2.11, but not of torch 2.12

@@ -10,8 +10,8 @@ B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,11 @@ from torch.distributed.pipelining import PipelineStage
 
 from stillhouse.data import MicroBatch
 from stillhouse.dry_run import replaceable
+from stillhouse.libraries import is_at_least
 from stillhouse.models.dtensors import local
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.mesh import Mesh
-from stillhouse.parallel.older_torch_stage import stage_class
+from stillhouse.parallel.older_torch_stage import StageWithConstants
 from stillhouse.parallel.run_layout import Scheme
 from stillhouse.parallel.stages import StagePlan
 from stillhouse.parallel.teacher_prefetch import Sends, TeacherPrefetch
@@ -45,19 +46,19 @@ class Pipeline:
         self.ranks, self.rank = group.size(), group.rank()
         self.count = self.ranks * scheme.per_rank
         self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
-        if mesh.sharding is not None:
+        if mesh.is_sharded:
             # `_Stage` has no weights of its own, but it must be an FSDP module: otherwise torch's schedule would not
             # keep gathered weights, and would reduce gradients more than once per step
             for stage in self.stages.values():
-                fully_shard(stage, mesh=mesh.sharding)
+                fully_shard(stage, mesh=mesh.sharding(mesh.weights))
         self.scheme, self.plan, self.group, self.device = scheme, plan, group, mesh.device
         # FSDP moves a stage's inputs to the device, and would wait for each number that is in host memory
-        self._device_of_numbers = torch.device("cpu") if mesh.sharding is None else mesh.device
+        self._device_of_numbers = mesh.device if mesh.is_sharded else torch.device("cpu")
         self.reverse_groups = mesh.pipelines
         self.prefetch: TeacherPrefetch | None = None
         if scheme.prefetch:
             (stage,) = self.stages.values()
-            self.prefetch = TeacherPrefetch(stage.teacher_forward, plan, mesh)
+            self.prefetch = TeacherPrefetch(stage, plan, mesh)
         self._schedule_key: tuple[Any, ...] = ()
         self._schedule: Any = None
 
@@ -67,11 +68,12 @@ class Pipeline:
         Returns the results of this rank's stages, stage by stage; only results of the last stage have an output.
         All micro-batches must have the same shape. Raises ValueError if the schedule does not support their number.
         """
-        step, numbers = _Step(inputs), torch.arange(len(inputs), device=self._device_of_numbers)
+        step, numbers = _Step.of(inputs), torch.arange(len(inputs), device=self._device_of_numbers)
         schedule = self._schedule_for(inputs, with_teacher=step.in_stage and self.prefetch is None)
         if self.prefetch is not None:
             order = self.prefetch.begin([batch.micro_batch for batch in inputs], step.request, runs=step.in_stage)
-            schedule.follow(order, self.prefetch.run_teacher, self.prefetch.backward_group)
+            schedule.order, schedule.run_teacher = order, self.prefetch.run_teacher
+            schedule.backward_group = self.prefetch.backward_group
             if step.in_stage:
                 step.prefetched = self.prefetch.now.hidden
         first = (numbers,) if 0 in self.stages else ()
@@ -89,12 +91,11 @@ class Pipeline:
         """Run micro-batches of any number and shapes without gradients.
 
         Returns the results of the last stage; on ranks without the last stage, an empty list. Torch's schedules are
-        not used, because the ZBV schedule cannot run without backward (torch 2.13). A rank runs all micro-batches
-        through a stage before it begins with its next stage.
+        not used, because ZBV cannot run without backward (torch 2.13).
         """
-        step = _Step(inputs)
-        if self.prefetch is not None:
-            self.prefetch.forget(step.request)
+        step = _Step.of(inputs)
+        if self.prefetch is not None and step.request is not None:  # no training step will run them
+            self.prefetch.announced.pop(step.request, None)
         outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # only of stages whose next stage is on this rank
         sends = Sends()
         with self._running(step):
@@ -102,12 +103,14 @@ class Pipeline:
                 source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
                 for index, batch in enumerate(inputs):
                     received: tuple[Tensor, ...] = ()
-                    if number and source != self.rank:
-                        received = self._receive(batch.micro_batch, source, with_teacher=step.in_stage)
-                    elif number:
+                    if number and source == self.rank:
                         received = outputs.pop((number - 1, index))
-                    number_1 = torch.full((1,), index, device=self._device_of_numbers)
-                    passed = stage(*received, number=number_1)
+                    elif number:
+                        shape_BS = batch.micro_batch.shape_BS
+                        received = self._hidden(shape_BS, self.device, with_teacher=step.in_stage)
+                        for buffer in received:
+                            dist.recv(buffer, group=self._message_group(source, self.rank), group_src=source)
+                    passed = stage(*received, number=torch.full((1,), index, device=self._device_of_numbers))
                     if number + 1 == self.count:
                         continue
                     if target == self.rank:
@@ -132,7 +135,10 @@ class Pipeline:
         first, last = 0, self.scheme.rank_of(self.count - 1, self.ranks)
         if self.rank not in (first, last):
             return
-        gradients = [local(weight.grad) for weight in reduce_partial_grads(self._embeddings())]
+        weights = [] if self.embedding_copy is None else [self.embedding_copy]
+        if 0 in self.stages:
+            weights.insert(0, self.stages[0].pair.student.pretrained.get_input_embeddings().weight)
+        gradients = [local(weight.grad) for weight in reduce_partial_grads(weights)]
         if first == last:
             total = gradients[0] + gradients[1]
         else:
@@ -150,32 +156,17 @@ class Pipeline:
         for gradient in gradients:
             gradient.copy_(total)
 
-    def _embeddings(self) -> list[nn.Parameter]:
-        """Return the weights of the embedding and of its copy, if they are on this rank."""
-        weights = []
-        if 0 in self.stages:
-            weights.append(self.stages[0].pair.student.pretrained.get_input_embeddings().weight)
-        if self.count - 1 in self.stages:
-            weights.append(self.stages[self.count - 1].pair.student.embedding_copy)
-        return weights
-
     @property
-    def embedding_copy(self) -> Tensor | None:
+    def embedding_copy(self) -> nn.Parameter | None:
         """The last stage's trained copy of the first stage's embedding; None if this rank has no such copy."""
         is_here = self.plan.copies_embedding and self.count - 1 in self.stages
-        return self._embeddings()[-1] if is_here else None
-
-    def _receive(self, micro_batch: MicroBatch, source: int, *, with_teacher: bool) -> tuple[Tensor, ...]:
-        received = self._hidden(micro_batch.shape_BS, self.device, with_teacher=with_teacher)
-        for buffer in received:
-            dist.recv(buffer, group=self._message_group(source, self.rank), group_src=source)
-        return received
+        return self.stages[self.count - 1].pair.student.embedding_copy if is_here else None
 
     def _message_group(self, source: int, target: int) -> ProcessGroup:
-        """Return the group for messages from `source` to `target`; each direction has its own group.
+        """Return the group of one direction.
 
-        NCCL runs the messages of a group in the order in which each rank issues them. With one group for both
-        directions, two ranks that issue their messages in different orders would deadlock.
+        NCCL runs a group's messages in the order in which each rank issues them. With one group for both directions,
+        two ranks that issue their messages in different orders would deadlock.
         """
         return self.group if source < target else self.reverse_groups[0]
 
@@ -188,24 +179,27 @@ class Pipeline:
         if key != self._schedule_key:
             hidden = self._hidden(shape_BS, torch.device("meta"), with_teacher=with_teacher)
             hidden[0].requires_grad_()  # the student's
-            stages = [self._stage(number, hidden) for number in sorted(self.stages)]
-            options = {"loss_fn": _sum, "scale_grads": False}
+            number_input = torch.empty(1, dtype=torch.int64, device="meta")
+            loss = torch.empty(1, device="meta", requires_grad=True)
+            stage_class = PipelineStage if is_at_least("torch", "2.13") else StageWithConstants
+            stages = [
+                stage_class(
+                    stage,
+                    number,
+                    self.count,
+                    self.device,
+                    input_args=hidden if number else (number_input,),
+                    output_args=hidden if number + 1 < self.count else (loss,),
+                    group=self.group,
+                )
+                for number, stage in sorted(self.stages.items())
+            ]
             chosen = stages if self.scheme.per_rank > 1 else stages[0]
             self._schedule_key = key
-            self._schedule = self.scheme.schedule(chosen, len(inputs), **options)
+            self._schedule = self.scheme.schedule(
+                chosen, len(inputs), loss_fn=lambda loss, _: loss.sum(), scale_grads=False
+            )
         return self._schedule
-
-    def _stage(self, number: int, hidden: tuple[Tensor, ...]) -> PipelineStage:
-        number_input, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
-        return stage_class()(
-            self.stages[number],
-            number,
-            self.count,
-            self.device,
-            input_args=hidden if number else (number_input,),
-            output_args=hidden if number + 1 < self.count else (loss.requires_grad_(),),
-            group=self.group,
-        )
 
     def _hidden(self, shape_BS: tuple[int, int], device: torch.device, *, with_teacher: bool) -> tuple[Tensor, ...]:
         """Return uninitialised tensors for the hidden states that a stage sends to the next stage."""
@@ -213,23 +207,29 @@ class Pipeline:
         return tuple(size.empty(shape_BS, device) for size in sizes if size is not None)
 
 
+@dataclass
 class _Step:
     """The micro-batches and results of one call. A stage has this object and gets the number of a micro-batch.
 
     inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
+    in_stage: whether a teacher runs in the stages. request: the number of its request.
     prefetched: the teacher's final hidden states by micro-batch, filled on the last stage; None if the schedule does
         not prefetch the teacher.
+    begun: by stage, the number of micro-batches that it has begun.
     """
 
-    def __init__(self, inputs: Sequence[StageInputs]):
-        self.inputs = inputs
-        self.results: dict[tuple[int, int], StageResults] = {}
-        self.prefetched: dict[int, Tensor] | None = None
+    inputs: Sequence[StageInputs]
+    in_stage: bool
+    request: int | None
+    results: dict[tuple[int, int], StageResults] = field(default_factory=dict)
+    prefetched: dict[int, Tensor] | None = None
+    begun: Counter[int] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, inputs: Sequence[StageInputs]) -> Self:
         markers = [signal for batch in inputs for signal in batch.signals.values() if isinstance(signal, InStage)]
         assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
-        self.in_stage = bool(markers)
-        self.request = markers[0].request if markers else None
-        self._begun: Counter[int] = Counter()
+        return cls(inputs, bool(markers), markers[0].request if markers else None)
 
     def begin(self, stage: int, number: Tensor) -> int:
         """Return the micro-batch that a stage runs now. Every schedule runs a stage's micro-batches in order.
@@ -237,8 +237,8 @@ class _Step:
         number: the micro-batch's number from the schedule. It is compared only on a CPU, because reading it from a
         GPU would wait for all work before it.
         """
-        index = self._begun[stage]
-        self._begun[stage] += 1
+        index = self.begun[stage]
+        self.begun[stage] += 1
         if number.device.type == "cpu":
             require_next(stage, index, number)
         return index
@@ -253,16 +253,10 @@ class _Stage(nn.Module):
         self.is_last = number + 1 == count
         self.step: _Step | None = None
 
-    def teacher_forward(self, micro_batch: MicroBatch, *received: Tensor) -> Tensor:
-        """Run only the teacher. This calls `forward`, because its FSDP hooks gather the weights."""
-        return self(*received, teacher_of=micro_batch)
-
     def forward(
-        self,
-        *received: Tensor,
-        number: Tensor | None = None,
-        teacher_of: MicroBatch | None = None,
+        self, *received: Tensor, number: Tensor | None = None, teacher_of: MicroBatch | None = None
     ) -> Tensor | tuple[Tensor, ...]:
+        """teacher_of: run only the teacher, on this micro-batch. The hooks of FSDP gather the weights."""
         if teacher_of is not None:
             return self.pair.teacher_forward(teacher_of, *received)
         assert number is not None
@@ -290,7 +284,3 @@ def require_next(stage: int, index: int, number: Tensor) -> None:
     """Raise RuntimeError if the schedule runs another micro-batch than the next one."""
     if int(number) != index:
         raise RuntimeError(f"stage {stage} runs micro-batch {int(number)}: expected {index}, the next one")
-
-
-def _sum(loss: Tensor, _: Tensor) -> Tensor:
-    return loss.sum()

@@ -1,31 +1,25 @@
-"""Connects the processes that torchrun started, and exchanges values and errors between them."""
+"""Exchanges values and errors between the processes of a group."""
 
 import json
-import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from stillhouse.config import ConfigError
-from stillhouse.display import print_escaped
 from stillhouse.dry_run import replaceable
-from stillhouse.parallel import watchdog
 from stillhouse.parallel.host_memory import copied_to
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 #: in `Ranks.exchange`: bytes of a content's length, and of its first part. The metrics of a step fit into it
 LENGTH_BYTES, FIRST_BYTES = 8, 1016
-#: the minimum timeout of a collective, because rank 0 may take hours to write a large model. The watchdog finds hung
-#: ranks earlier.
-GROUP_SECONDS = 6 * 3600.0
+_SECONDS_BETWEEN_LOOKS = 0.02
 
 Item = TypeVar("Item")
 
@@ -140,7 +134,7 @@ class Ranks:
             yield
         except kinds as error:
             failure = error
-        self._raise(self.gather(None if failure is None else _encoded(failure, kinds)), failure, kinds)
+        self._results(None, failure, kinds)
 
     def gather_results(self, function: Callable[[], Any], *kinds: type[BaseException]) -> list[Any]:
         """Call a function on every process and return all results, by rank. Errors are raised as in `all_raise`."""
@@ -151,20 +145,19 @@ class Ranks:
             result = function()
         except kinds as error:
             failure = error
-        answers = self.gather([None if failure is None else _encoded(failure, kinds), result])
-        self._raise([encoded for encoded, _ in answers], failure, kinds)
-        return [result for _, result in answers]
+        return self._results(result, failure, kinds)
 
-    def _raise(
-        self, failures: Sequence[Any], local_failure: BaseException | None, kinds: Sequence[type[BaseException]]
-    ) -> None:
-        """Raise the error that `all_raise` describes, if any process has failed."""
-        failed = [rank for rank, encoded in enumerate(failures) if encoded is not None]
-        if not failed:
-            return
-        rank = min(failed, key=lambda rank: failures[rank][0])
-        # the failed rank raises the same type as all other ranks, because callers may treat a subclass differently
-        raise _decoded(failures[rank], kinds) from (local_failure if rank == self.rank else None)
+    def _results(
+        self, result: Any, local_failure: BaseException | None, kinds: Sequence[type[BaseException]]
+    ) -> list[Any]:
+        encoded = None if local_failure is None else _encoded(local_failure, kinds)
+        answers = self.gather([encoded, result])
+        failed = [rank for rank, (error, _) in enumerate(answers) if error is not None]
+        if failed:
+            rank = min(failed, key=lambda rank: answers[rank][0][0])
+            # the failed rank raises the same type as all others, because callers may treat a subclass differently
+            raise _decoded(answers[rank][0], kinds) from (local_failure if rank == self.rank else None)
+        return [result for _, result in answers]
 
     @contextmanager
     def shared(self, *kinds: type[BaseException]) -> Iterator["Shared"]:
@@ -183,16 +176,9 @@ class Ranks:
             if not self.is_first:
                 raise
             failure = error
-        if not self.is_first:
-            message = self.from_first(None)
-            if "error" in message:
-                raise _decoded(message["error"], kinds)
-            shared.value = message["result"]
-        elif failure is None:
-            self.from_first({"result": shared.value})
-        else:
-            encoded = _encoded(failure, kinds)
-            self.from_first({"error": encoded})
+        encoded = None if failure is None else _encoded(failure, kinds)
+        encoded, shared.value = self.from_first([encoded, shared.value if failure is None else None])
+        if encoded is not None:
             raise _decoded(encoded, kinds) from failure
 
 
@@ -226,82 +212,51 @@ def _decoded(encoded: Sequence[Any], kinds: Sequence[type[BaseException]]) -> Ba
     return kinds[kind](*arguments)
 
 
-def process_count() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+class EarlyMessages:
+    """Messages to the first rank while the main threads of all ranks compute, beside the collectives.
 
-
-def local_rank() -> int:
-    """Return this process's rank on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_processes() -> int:
-    """Return the number of processes that torchrun started on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def process_rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def is_first() -> bool:
-    """Whether this is rank 0 of the job, which writes and prints."""
-    return process_rank() == 0
-
-
-def log_rank0(line: str) -> None:
-    """Print a line on rank 0 only. A line may quote a server or a file: it cannot control the terminal."""
-    if is_first():
-        print_escaped(line)
-
-
-def start(device: torch.device, timeout: float) -> None:
-    """Connect to the other processes that torchrun started.
-
-    timeout: the watchdog regards a rank as hung after this number of seconds.
+    They go through the job's store, on a connection of their own. A message that is not received in time is lost, so
+    they may only tell earlier what a later collective tells anyway. Values must be representable in JSON.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        store, rank, processes = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # torchrun's store survives a restart and still has the addresses of dead processes (torch 2.13), so each
-            # attempt gets another prefix. Only on a single machine, all processes have the same restart count.
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        watchdog.start(store, rank, processes, timeout)
-        # the watchdog finds a hung rank; a collective may also wait for a long save on rank 0
-        limit = timedelta(seconds=max(2 * timeout, GROUP_SECONDS))
-        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes, timeout=limit)
 
+    def __init__(self) -> None:
+        # the main thread blocks the group's own connection while it waits for an answer
+        self._store: Store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
 
-def start_alone(device: torch.device) -> None:
-    """Make a process group of this process alone, for a library that needs one."""
-    if not dist.is_initialized():
-        dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
+    def send(self, box: str, value: Any) -> None:
+        """Send a message to the first rank. box: a name that the ranks have agreed on."""
+        number = self._store.add(f"{box}/count", 1)
+        self._store.set(f"{box}/{number}", json.dumps(value))
 
+    @contextmanager
+    def received(self, box: str, count: int, put: Callable[[Any], object]) -> Iterator[None]:
+        """On the first rank: until the block ends, call `put` with each message that arrives, in another thread.
 
-def wait_for_all() -> None:
-    """Wait until all processes of the job have called this function."""
-    if dist.is_initialized():
-        dist.barrier()
+        The block must end with a collective that all ranks enter after their messages, unless it raises an error.
 
+        count: the number of messages; later ones are lost. box: may be used once. A ValueError of `put` is ignored.
+        """
+        stopped, left = threading.Event(), list(range(1, count + 1))
 
-@contextmanager
-def temporary_groups() -> Iterator[None]:
-    """Destroy the process groups that the block creates. All processes must be ready with them at its end.
+        def receive_all() -> None:
+            try:
+                while left:
+                    while not self._store.check([f"{box}/{left[0]}"]):
+                        if stopped.wait(_SECONDS_BETWEEN_LOOKS):
+                            return
+                    value = json.loads(self._store.get(f"{box}/{left[0]}"))
+                    self._store.delete_key(f"{box}/{left.pop(0)}")
+                    with suppress(ValueError):
+                        put(value)
+            except RuntimeError:  # torch's DistNetworkError, DistStoreError; the next collective fails, too
+                return
 
-    A group keeps threads (gloo) or memory of the GPU (NCCL). Nothing else destroys the groups of a mesh or an engine.
-    """
-    before = set(_world.pg_map)
-    yield
-    wait_for_all()
-    for group in [group for group in _world.pg_map if group not in before]:  # in the order of their creation
-        dist.destroy_process_group(group)
-
-
-def destroy_process_group() -> None:
-    """Disconnect from the other processes, after all of them have finished."""
-    if dist.is_initialized():
-        dist.barrier()
-        watchdog.stop()
-        dist.destroy_process_group()
+        thread = threading.Thread(target=receive_all, name="early messages", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
+        for name in [*left, "count"]:
+            self._store.delete_key(f"{box}/{name}")

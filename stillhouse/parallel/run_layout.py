@@ -24,8 +24,7 @@ class Scheme:
     """A pipeline schedule, and the assignment of stages to ranks.
 
     per_rank: the number of stages on each rank.
-    in_v: whether stages are assigned to ranks in increasing, then in decreasing order; rank 0 then has the first and
-        the last stage.
+    in_v: whether stages are assigned in increasing, then in decreasing order: rank 0 has the first and the last one.
     prefetch: whether the teacher runs in separate actions, up to one step before the student.
     splits_backward: whether a stage computes the gradients of its input and of its weights at different times.
     """

@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.dry_run import replaceable
-from stillhouse.models import Decoder
 from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.parallel.distributed_student import DistributedStudent, StageWeight
 from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.run_layout import Layout
-from stillhouse.parallel.teacher_head import DecoderHead
-from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 from stillhouse.parallel.teacher_student_pair import StageInputs, StageResults, TeacherStudentPair
 
 
@@ -40,14 +37,13 @@ class Runner(DistributedStudent):
         tied: bool,
     ):
         self.layout, self.pairs, self.pipeline, self.mesh, self.tied = layout, pairs, pipeline, mesh, tied
-        self._summed: list[nn.Parameter] = []
-
-    def sum_over_tensor_ranks(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Set the parameters whose gradients are summed over the tensor ranks after every backward.
-
-        Each rank has a full copy of such a parameter, but only a partial gradient.
-        """
-        self._summed = list(parameters)
+        last = pairs.get(layout.stages - 1)
+        self.decoders, self.teacher = [pair.student for pair in pairs.values()], next(iter(pairs.values())).teacher
+        self.has_last_stage, self.teacher_head = last is not None, None if last is None else last.teacher_head
+        self.prefetch = None if pipeline is None else pipeline.prefetch
+        #: the parameters whose gradients are summed over the tensor ranks after every backward: each rank has a full
+        #: copy of such a parameter, but only a partial gradient
+        self.summed_over_tensor_ranks: list[nn.Parameter] = []
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
         if not inputs:
@@ -62,10 +58,7 @@ class Runner(DistributedStudent):
         return [result.output for result in results]
 
     def forward_backward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
-        """Add the gradients of the micro-batches' losses to the student's parameters.
-
-        Returns the results of this rank's stages; only stages with the student's head have outputs.
-        """
+        """Add the gradients of the losses to the student's parameters; return the results of this rank's stages."""
         with self.gradients_summed():
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(inputs)
@@ -86,27 +79,6 @@ class Runner(DistributedStudent):
                 pair.student.set_requires_all_reduce(number == len(inputs))
             yield pair, batch
 
-    @property
-    def prefetch(self) -> TeacherPrefetch | None:
-        return None if self.pipeline is None else self.pipeline.prefetch
-
-    @property
-    def teacher(self) -> Decoder | None:
-        return next(iter(self.pairs.values())).teacher
-
-    @property
-    def teacher_head(self) -> DecoderHead | None:
-        last = self.pairs.get(self.layout.stages - 1)
-        return None if last is None else last.teacher_head
-
-    @property
-    def has_last_stage(self) -> bool:
-        return self.layout.stages - 1 in self.pairs
-
-    @property
-    def decoders(self) -> list[Decoder]:
-        return [pair.student for pair in self.pairs.values()]
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the student's parameters on this rank. A tied head on another stage than the embedding has the head's
         name (see `shared_name`). A copy of the embedding for MTP layers on the last stage has the embedding's name.
@@ -126,9 +98,7 @@ class Runner(DistributedStudent):
 
     def shared_name(self, name: str) -> str:
         """Return a parameter's name in the full model; a tied head has the embedding's name there."""
-        if self.tied and name == "head.linear.weight":
-            return self.decoders[0].embedding_name
-        return name
+        return self.decoders[0].embedding_name if self.tied and name == "head.linear.weight" else name
 
     def zero_grad(self) -> None:
         for _, parameter in self.named_parameters():
@@ -152,14 +122,14 @@ class Runner(DistributedStudent):
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
-        """Sum over tensor ranks the gradients that the block adds to the parameters of `sum_over_tensor_ranks`."""
-        before = [parameter.grad for parameter in self._summed]
-        for parameter in self._summed:
+        """Sum over tensor ranks the gradients that the block adds to the parameters that need it."""
+        before = [parameter.grad for parameter in self.summed_over_tensor_ranks]
+        for parameter in self.summed_over_tensor_ranks:
             parameter.grad = None
         yield
-        if self._summed:
-            add_up_gradients(self._summed, self.mesh.weights.get_group("tensor"), self.mesh.device)
-        for parameter, gradient in zip(self._summed, before, strict=True):
+        if self.summed_over_tensor_ranks:
+            add_up_gradients(self.summed_over_tensor_ranks, self.mesh.weights.get_group("tensor"), self.mesh.device)
+        for parameter, gradient in zip(self.summed_over_tensor_ranks, before, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 

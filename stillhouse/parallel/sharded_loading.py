@@ -45,8 +45,7 @@ class ModelSource:
     """Builds a model and loads its weights.
 
     build: returns the full model, with weights or on the meta device; called once for each stage on this process.
-    load_weights: loads the weights after the model has been cut into stages and distributed; None if `build` returns
-    a model with weights.
+    load_weights: loads the weights of the distributed model; None if `build` returns a model with weights.
     teacher_is_base: whether the teacher is this student without its adapter.
     offload: keep FSDP's shards of this model in host memory between uses, even if the layout does not offload.
     name: the model's name in errors.
@@ -84,10 +83,9 @@ def empty_decoder(
 ) -> Decoder:
     """Return a decoder with a folder's configuration on the meta device.
 
-    dtype: None or "auto" for the dtype in which the model was saved. packing, activations: see `Decoder`.
-    multimodal: see `auto_class`.
+    dtype: None or "auto" for the saved dtype. packing, activations: see `Decoder`. multimodal: see `auto_class`.
     weights: the folder from which the weights will be read; "" for this folder, None if they are in no files. Weights
-    that differ there are not tied, whatever the configuration says (see `match_tied_flag`).
+        that differ there are not tied, whatever the configuration says (see `match_tied_flag`).
     Raises ValueError for a model that cannot be constructed, needs its own code, or is quantized.
     """
     require_safe_files(folder)
@@ -118,7 +116,6 @@ def load_weights(
     """Allocate the memory of a decoder on the meta device, and read its weights from a folder.
 
     The decoder may have been cut and sharded. offload: parameters go to host memory, buffers to the device.
-
     Raises ValueError if the folder lacks a weight. Stacked weights of experts may be stored as a tensor per expert.
     """
     allocate(decoder, device, offload=offload)
@@ -126,17 +123,13 @@ def load_weights(
 
 
 def read_weights(
-    decoder: Decoder,
-    folder: str | os.PathLike[str],
-    prefix: str = "",
-    renamed: Callable[[str], str] | None = None,
+    decoder: Decoder, folder: str | os.PathLike[str], prefix: str = "", renamed: Callable[[str], str] | None = None
 ) -> None:
-    """Read weights from a folder into the allocated memory of a decoder, which may have been cut and sharded.
+    """Read weights from a folder into the allocated memory of a decoder. Raises ValueError as `load_weights` does.
 
     prefix: read only the tensors whose names in the decoder begin with this prefix.
-    renamed: for the folder of another model: maps a tensor's name in the decoder's own files to its name in this
-    folder. The vocabularies of the two models may have different numbers of rows.
-    Raises ValueError as `load_weights` does.
+    renamed: for the folder of another model, whose vocabulary may have another size: maps a tensor's name in the
+        decoder's own files to its name in this folder.
     """
     state = decoder.state_dict()
     is_head = {*state} <= {decoder.embedding_name, HEAD_WEIGHT, HEAD_BIAS}
@@ -147,9 +140,6 @@ def read_weights(
     if not prefix and renamed is None:
         names.remember()
     shared = decoder.shared_names()
-
-    def read(stored: str) -> Tensor:
-        return read_tensor(files[stored], stored)
 
     for name, value in state.items():
         is_new_mtp = name.startswith(MTP) and bool(decoder.mtp and decoder.mtp.is_new)
@@ -173,7 +163,7 @@ def read_weights(
                 stored_parts = [part.replace("*", str(number)) for part in parts]
                 stored_parts = [names.get(part) or part for part in stored_parts]
                 _read_rows(expert, slices, value.shape[1:], stored_parts, files, False)
-        elif (converted := names.converted(wanted, read)) is not None:
+        elif (converted := names.converted(wanted, lambda stored: read_tensor(files[stored], stored))) is not None:
             if converted.shape != value.shape:  # a stored part is missing; `copy_` would broadcast
                 raise ValueError(
                     f"{folder}: '{wanted}' is made of stored tensors and has the shape "
@@ -191,13 +181,10 @@ def read_weights(
 def _read_rows(
     shard: Tensor, slices: list[slice], shape: torch.Size, parts: list[str], files: dict[str, Path], is_padded: bool
 ) -> None:
-    """Read this process's `shard` of a global tensor.
+    """Read this process's `shard` of a global tensor. slices, shape: the shard's place, and the global shape.
 
-    slices: the place of the shard in the global tensor. shape: the global shape.
     parts: the names of the stored tensors that together have the rows of the global tensor, in order.
-    files: see `tensor_files`.
     is_padded: whether the number of stored rows may differ by padding rows; missing rows become zero.
-    Raises ValueError for a part that is in no file or has another shape.
     """
     rows, *columns = slices or [slice(0)]
     above = 0  # the number of rows in the previous parts
@@ -229,13 +216,13 @@ def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -
     for module in decoder.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
-    make_buffers(decoder)
+    initialize_buffers(decoder, decoder.pretrained, decoder.mtp_layers())
 
 
 def _untie(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
     """Separate tied weights of a model on the meta device that differ in a folder's files, as transformers does.
 
-    The weights are compared in the model's dtype. A weight that is not stored, or whose file is missing, stays tied.
+    A weight that is not stored, or whose file is missing, stays tied.
     """
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     files = tensor_files(folder, partial=True) if ties else {}
@@ -262,8 +249,3 @@ def _are_equal(places: list[tuple[Path, str]], dtype: torch.dtype) -> bool:
         step = max(1, COMPARED_ELEMENTS // math.prod(widths))
         starts = range(0, rows, step)
         return all(torch.equal(*(part[at : at + step].to(dtype) for part in (one, other))) for at in starts)
-
-
-def make_buffers(decoder: Decoder) -> None:
-    """Compute the non-persistent buffers, as `initialize_buffers` describes."""
-    initialize_buffers(decoder, decoder.pretrained, decoder.mtp_layers())

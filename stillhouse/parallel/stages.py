@@ -5,6 +5,7 @@ A stage keeps the model's modules and their names. `backbone_cut.py` says which 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder
 from stillhouse.models.families import ModelFacts, is_of_experts
 from stillhouse.models.lm_head import PassThrough
-from stillhouse.parallel.backbone_cut import AbsentLayer, BackboneCut, continue_with_received, remove_part, set_part
+from stillhouse.parallel.backbone_cut import AbsentLayer, BackboneCut, continue_with_received, remove_part
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class StagePlan:
     cuts: the parts of the backbones of the student and of the teacher, if there is a teacher model.
     tied: whether the student's embedding (first stage) and its head (last stage) are trained as one weight.
     copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
-    teacher_cost: see `relative_cost`.
+    teacher_cost: of a forward of the teacher's layers, in units of a forward of the student's layers.
     """
 
     stages: list[Stage]
@@ -93,28 +94,19 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
     heads = sum(model.passes * model.head for model in models)
     # what the layers of each stage may cost: an equal share of the total; on the last stage, less the heads' cost
     room = [total / stages] * (stages - 1) + [max(0.0, total / stages - heads)]
-    student_cuts = _cuts(student.layers, room, least=1)
-    teacher_cuts = _cuts(teacher.layers, room, least=0) if teacher is not None else [0] * (stages + 1)
-    return [Stage(n, stages, range(*student_cuts[n : n + 2]), range(*teacher_cuts[n : n + 2])) for n in range(stages)]
-
-
-def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
-    """Return the first layer of each stage, and the end of the last stage.
-
-    room: what the layers of each stage may cost. A stage gets layers in proportion to it, but at least `least`.
-    """
-    cuts, before = [0], 0.0
-    for number, stage_room in enumerate(room, start=1):
-        before += stage_room
-        wanted = round(layers * before / sum(room))
-        cuts.append(min(max(wanted, cuts[-1] + least), layers - least * (len(room) - number)))
-    return cuts
+    cuts = []
+    for layers, least in ((student.layers, 1), (0 if teacher is None else teacher.layers, 0)):
+        borders, before = [0], 0.0
+        for number, stage_room in enumerate(room, start=1):
+            before += stage_room
+            wanted = round(layers * before / sum(room))
+            borders.append(min(max(wanted, borders[-1] + least), layers - least * (stages - number)))
+        cuts.append([range(*border) for border in pairwise(borders)])
+    return [Stage(number, stages, *layers) for number, layers in enumerate(zip(*cuts, strict=True))]
 
 
 def cost_of(decoder: Decoder, passes: int) -> Cost:
-    """Estimate a model's cost: one multiplication per token for each element of a weight. The weights of experts are
-    scaled by the share of experts that a token uses.
-    """
+    """Estimate a model's cost: one multiplication per token for each element of a weight that the token uses."""
     layers, chosen = decoder.layers(), ModelFacts(decoder.config).experts_per_token
     depths = 0 if decoder.mtp is None else decoder.mtp.depths
     named = [parameter for layer in layers for parameter in layer.named_parameters()]
@@ -125,16 +117,8 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     return Cost(len(layers), layer, head + depths * (layer + head), passes)
 
 
-def relative_cost(teacher: Cost, student: Cost) -> float:
-    """Return the cost of a forward of the teacher's layers, divided by the cost for the student's layers."""
-    return teacher.layers * teacher.layer / (student.layers * student.layer)
-
-
 def require_shared_states(name: str, cut: BackboneCut, stages: Sequence[range]) -> None:
-    """Raise ValueError if a layer reads keys and values that a layer of another stage has computed.
-
-    stages: the layers of each stage.
-    """
+    """Raise ValueError if a layer reads keys and values of a layer of another stage. stages: the layers of each"""
     for reader, writer in cut.states.items():
         for number, layers in enumerate(stages, start=1):
             if reader in layers and writer not in layers:
@@ -174,9 +158,8 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
 def keep_layers(
     decoder: Decoder, cut: BackboneCut, layers: range, *, first: bool, last: bool, norm: bool | None = None
 ) -> None:
-    """Remove the parts of other stages from a decoder.
+    """Remove the parts of other stages from a decoder. cut: of `require_cuttable`, for its configuration.
 
-    cut: from `require_cuttable`, for this decoder's configuration.
     first: keep the embedding; if False, the decoder reads hidden states. A last stage with MTP layers keeps it, too.
     last: keep the head; if False, the decoder returns hidden states.
     norm: keep the final norm; None: as `last`.
@@ -194,5 +177,5 @@ def keep_layers(
     if not first:
         continue_with_received(backbone, modules[0])
         if not (last and decoder.mtp is not None):  # MTP layers read the embedding
-            set_part(backbone, cut.embedding, PassThrough())
+            backbone.set_submodule(cut.embedding, PassThrough())
     decoder.keep_part(first=first, last=last)

@@ -1,14 +1,37 @@
-"""A pipeline whose teacher runs up to one step before its student, in the bubbles (see `bubble_schedule.py`).
+"""A pipeline whose teacher runs up to one step before its student, in the bubbles of 1F1B.
 
 The student uses torch's 1F1B and PipelineStage. The teacher's hidden states are sent in separate messages. The last
 stage keeps them until the student's forward of the same micro-batch.
+
+A simulation with estimated costs gives the order before each step. Every process computes the same order, so the
+ranks cannot deadlock, even if the true costs are different.
+
+    F, B    forward and backward of the student
+    T       forward of the teacher
+
+A free rank runs the student's next action. If that action cannot start yet, the rank runs the teacher's next action.
+All ranks wait for the slowest rank at the end of a step, because gradient clipping needs the global norm. Let t be
+the time at which the step would end without T actions of the next step. T actions of the next step that would start
+after t are left out. The next step then runs them, before the student's actions or in bubbles.
+
+Example: two ranks, four micro-batches per step, F costs 1, B 2 and T 1 (`bubble_schedule(4, 4, 1.0, (4, 3))`). T0' is
+the teacher's forward for the first micro-batch of the next step:
+
+    rank 0  |F0 |F1 |T0'|T1'|B0     |F2 |B1     |F3 |B2     |T2'|B3     |T3'|
+    rank 1  |T3 |F0 |B0     |F1 |B1     |F2 |B2     |F3 |B3     |T0'|T1'|T2'|
+    time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16
+
+The previous step ran T0 to T3 on rank 0 but only T0 to T2 on rank 1, so rank 1 runs T3 in its first bubble. Without
+the T actions of the next step, this step would end at 15. T3' on rank 1 would start at 16, so it is left out again.
 
 B rows, S tokens per row of a micro-batch; E the teacher's width.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,28 +41,120 @@ from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
 from stillhouse.data import MicroBatch
-from stillhouse.parallel.bubble_schedule import Action, bubble_schedule
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.stages import StagePlan
 
+#: the costs of a stage of the student, in units of its forward
+FORWARD, BACKWARD = 1, 2
+
+
+class Action(NamedTuple):
+    """step: 0 for the current step, 1 for the next step. kind: F, B or T (`simulate` accepts any kind)."""
+
+    step: int
+    stage: int
+    kind: str
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which every rank runs its actions in a step.
+
+    done: for each rank, the number of T actions of the next step that the rank runs in this step.
+    time: the duration of the step, in units of a forward of a student's stage.
+    """
+
+    ranks: tuple[tuple[Action, ...], ...]
+    done: tuple[int, ...]
+    time: float
+
+
+@cache
+def bubble_schedule(micro_batches: int, next_micro_batches: int, teacher: float, done: tuple[int, ...]) -> Order:
+    """Return the order of a step. next_micro_batches: the number of micro-batches of the next step (0: unknown).
+
+    teacher: the cost of a T, in units of a forward of a student's stage. done: `Order.done` of the previous step.
+    """
+    ranks, costs = range(len(done)), {"F": FORWARD, "B": BACKWARD, "T": teacher}
+    run = {Action(0, rank, "T", number) for rank in ranks for number in range(done[rank])}
+
+    def needs(action: Action) -> list[Action]:
+        """Return the actions that have to end before `action` can start."""
+        neighbour = action.stage + (1 if action.kind == "B" else -1)
+        needed = [action._replace(stage=neighbour)] if neighbour in ranks else []
+        if action.kind == "B":
+            needed.append(action._replace(kind="F"))
+        elif action.kind == "F" and action.stage == ranks[-1]:
+            needed.append(action._replace(kind="T"))
+        return [other for other in needed if other not in run]
+
+    orders_of_torch = [one_f_one_b(rank, len(ranks), micro_batches) for rank in ranks]
+    student = [[Action(0, rank, *action) for action in orders_of_torch[rank]] for rank in ranks]
+    teacher_now = [[Action(0, rank, "T", number) for number in range(done[rank], micro_batches)] for rank in ranks]
+    teacher_next = [[Action(1, rank, "T", number) for number in range(next_micro_batches)] for rank in ranks]
+    without_next = simulate([[student[rank], teacher_now[rank]] for rank in ranks], needs, costs)
+    lanes = [[student[rank], teacher_now[rank] + teacher_next[rank]] for rank in ranks]
+    with_next = simulate(lanes, needs, costs)
+    limit = max(without_next.values())
+    kept = [action for action, end in with_next.items() if not action.step or end - teacher <= limit]
+    orders = tuple(tuple(action for action in kept if action.stage == rank) for rank in ranks)
+    next_done = tuple(sum(action.step for action in order) for order in orders)
+    return Order(orders, next_done, max(simulate([[order] for order in orders], needs, costs).values()))
+
+
+def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int]]:
+    """Yield kinds and micro-batches in the order in which torch's Schedule1F1B runs them on a rank."""
+    first = min(micro_batches, ranks - rank)
+    yield from (("F", number) for number in range(first))
+    for number in range(micro_batches):
+        yield "B", number
+        if first + number < micro_batches:
+            yield "F", first + number
+
+
+def simulate(
+    lanes: Sequence[Sequence[Sequence[Action]]],
+    needs: Callable[[Action], Sequence[Action]],
+    costs: Mapping[str, float],
+) -> dict[Action, float]:
+    """Return the time at which every action ends, in the order of these times.
+
+    lanes: for each rank, one or more sequences of actions. A free rank runs the next action of its first lane whose
+    next action can start. needs: returns the actions that have to end before an action can start.
+    """
+    waiting = [[deque(lane) for lane in rank_lanes] for rank_lanes in lanes]
+    doing: list[tuple[float, Action] | None] = [None] * len(lanes)
+    ends: dict[Action, float] = {}
+    now = 0.0
+    while True:
+        for rank, running in enumerate(doing):
+            if running is not None and running[0] <= now:
+                ends[running[1]], doing[rank] = running[0], None
+        for rank, rank_lanes in enumerate(waiting):
+            can_start = [lane for lane in rank_lanes if lane and all(needed in ends for needed in needs(lane[0]))]
+            if doing[rank] is None and can_start:
+                action = can_start[0].popleft()
+                doing[rank] = now + costs[action.kind], action
+        under_way = [running[0] for running in doing if running is not None]
+        if not under_way:
+            assert not any(lane for rank_lanes in waiting for lane in rank_lanes), "the ranks deadlock"
+            return ends
+        now = min(under_way)
+
 
 class Schedule1F1BWithPrefetch(Schedule1F1B):
-    """torch's 1F1B, with an order that also contains the teacher's actions."""
+    """torch's 1F1B, with an order that also contains the teacher's actions.
+
+    order: of the next step. run_teacher: runs an action of kind T.
+    backward_group: the group for gradients. NCCL runs the messages of a group in the order in which each rank issues
+        them. With one group for hidden states and gradients, two ranks that issue them in different orders would
+        deadlock.
+    """
 
     order: Sequence[Action] = ()
     run_teacher: Callable[[Action], None]
     backward_group: ProcessGroup
-
-    def follow(
-        self, order: Sequence[Action], run_teacher: Callable[[Action], None], backward_group: ProcessGroup
-    ) -> None:
-        """Set the order of the next step. run_teacher: runs an action of kind T.
-
-        backward_group: the group for gradients. NCCL runs the messages of a group in the order in which each rank
-        issues them. With one group for hidden states and gradients, two ranks that issue them in different orders
-        would deadlock.
-        """
-        self.order, self.run_teacher, self.backward_group = order, run_teacher, backward_group
 
     def _step_microbatches(
         self,
@@ -92,12 +207,12 @@ class _TeacherStep:
 class TeacherPrefetch:
     """Runs this rank's stage of the teacher, and keeps the results for the next step.
 
-    teacher_forward: runs the stage on a micro-batch and the hidden states of the previous stage, without gradient.
+    stage: runs the teacher on the micro-batch `teacher_of` and the hidden states of the previous stage.
     mesh: its `pipelines` are the groups for the teacher's messages and for the student's gradients.
     """
 
-    def __init__(self, teacher_forward: Callable[..., Tensor], plan: StagePlan, mesh: Mesh):
-        self.teacher_forward, self.plan, self.device = teacher_forward, plan, mesh.device
+    def __init__(self, stage: Callable[..., Tensor], plan: StagePlan, mesh: Mesh):
+        self.stage, self.plan, self.device = stage, plan, mesh.device
         self.group, self.backward_group = mesh.pipelines
         self.ranks, self.rank = self.group.size(), self.group.rank()
         # NCCL connects two ranks at their first message, and blocks the sender until the receiver receives. In a
@@ -146,7 +261,7 @@ class TeacherPrefetch:
         if self.rank:
             waiting = step.received.pop(number, None)
             received = (self._receive(step.micro_batches[number]) if waiting is None else waiting,)
-        hidden_BSE = self.teacher_forward(step.micro_batches[number], *received).contiguous()
+        hidden_BSE = self.stage(*received, teacher_of=step.micro_batches[number]).contiguous()
         if self.rank + 1 == self.ranks:
             step.hidden[number] = hidden_BSE
             return
@@ -162,11 +277,6 @@ class TeacherPrefetch:
                 self.next.received[number] = self._receive(self.next.micro_batches[number])
         self.sends.wait()
 
-    def forget(self, request: int | None) -> None:
-        """Drop the announcement of micro-batches that no training step will run."""
-        if request is not None:
-            self.announced.pop(request, None)
-
     def _step(self, micro_batches: Sequence[MicroBatch], done: int, request: int | None = None) -> _TeacherStep:
         """Return a step that has not begun. done: the same number for every rank (see `_TeacherStep`)"""
         return _TeacherStep(micro_batches, (done,) * self.ranks, request)
@@ -178,11 +288,8 @@ class TeacherPrefetch:
         return hidden_BSE
 
 
-class _Message(NamedTuple):
-    """A message in progress. tensor: the data, which must stay alive until the message is complete."""
-
-    work: Any
-    tensor: Tensor
+#: a message in progress, and its tensor, which must stay alive until the message is complete
+_Message = tuple[Any, Tensor]
 
 
 class Sends:
@@ -192,10 +299,10 @@ class Sends:
         self.started: list[_Message] = []
 
     def send(self, tensor: Tensor, group: ProcessGroup, rank: int) -> None:
-        self.add([_Message(dist.isend(tensor, group=group, group_dst=rank), tensor)])
+        self.add([(dist.isend(tensor, group=group, group_dst=rank), tensor)])
 
     def add(self, started: Iterable[_Message]) -> None:
-        self.started = [message for message in self.started if not message.work.is_completed()]
+        self.started = [(work, tensor) for work, tensor in self.started if not work.is_completed()]
         self.started += started
 
     def wait(self) -> None:
@@ -208,10 +315,10 @@ def _start(operations: Iterable[P2POp], group: ProcessGroup) -> list[_Message]:
     started = []
     for operation in operations:
         peer = {"group_dst" if operation.op is dist.isend else "group_src": operation.group_peer}
-        started.append(_Message(operation.op(operation.tensor, group=group, **peer), operation.tensor))
+        started.append((operation.op(operation.tensor, group=group, **peer), operation.tensor))
     return started
 
 
 def _wait(started: Iterable[_Message]) -> None:
-    for message in started:
-        message.work.wait()
+    for work, _ in started:
+        work.wait()

@@ -1,39 +1,34 @@
 """Runs a micro-batch through student and teacher, or through the layers of both models on a pipeline stage.
 
-    signal of the micro-batch     the pair runs
-    none                          the student
-    IN_STAGE                      the teacher, then the student with the teacher's exact distribution
-    another signal                the student, with the signal in the context of its output processor
+If the micro-batch has the signal IN_STAGE, the pair runs the teacher, then the student with the teacher's exact
+distribution. Otherwise it runs the student, with the other signal in the context of its output processor.
 
 B rows, S tokens per row, T = B·S; D, E widths of student and teacher.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder, OutputProcessor, evaluating, without_lora
 from stillhouse.models.forward_modes import autocast
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.models.vision_language import MEDIA_ARGUMENT
-from stillhouse.objective import Signal, Signals, StudentHidden
+from stillhouse.objective import FullVocab, OutputHead, Signal, Signals, StudentHidden, detached
 from stillhouse.objective.signals import RowIndex
 from stillhouse.parallel import watchdog
 from stillhouse.parallel.layer_loss_interface import LayerLosses
-from stillhouse.parallel.teacher_head import DecoderHead, TeacherHidden
 
 
 @dataclass(frozen=True)
 class InStage(Signal):
-    """Marks micro-batches whose teacher runs in the student's stages.
-
-    request: the number of the request; only under a schedule that prefetches the teacher.
-    """
+    """Marks micro-batches whose teacher runs in the student's stages. request: its number, if it is prefetched"""
 
     request: int | None = None
 
@@ -48,14 +43,63 @@ class InStage(Signal):
 IN_STAGE = InStage()
 
 
+class TeacherHead(Protocol):
+    """A teacher's output head on this process, with all vocabulary rows or with this process's shard of them."""
+
+    def opened(self) -> AbstractContextManager[OutputHead]:
+        """Return a context that yields the head. It is open only while the student's loss is computed."""
+
+
+@dataclass(frozen=True)
+class DecoderHead:
+    """The head of a decoder on this process. `opened` gathers a head that FSDP has sharded, as a collective.
+
+    keep_gathered: whether the head stays gathered after its use.
+    """
+
+    decoder: Decoder
+    keep_gathered: bool = False
+
+    @contextmanager
+    def opened(self) -> Iterator[OutputHead]:
+        # an untied head has its own FSDP group; a tied head is in the root's group
+        modules = (self.decoder.head, self.decoder)
+        group = next((module for module in modules if isinstance(module, FSDPModule)), None)
+        if group is not None:
+            group.unshard()
+        try:
+            yield self.decoder.output_head()
+        finally:
+            if group is not None and not self.keep_gathered:
+                group.reshard()
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherHidden(Signal):
+    """A teacher's hidden states after its final norm, and its head."""
+
+    hidden_TE: Tensor
+    head: TeacherHead
+
+    @property
+    def tokens(self) -> int:
+        return len(self.hidden_TE)
+
+    def rows(self, rows: RowIndex) -> "TeacherHidden":
+        return replace(self, hidden_TE=self.hidden_TE[rows])
+
+    @contextmanager
+    def opened(self, student: OutputHead) -> Iterator[Signal]:
+        with self.head.opened() as head:
+            yield FullVocab(self.hidden_TE.detach(), detached(head))
+
+
 @dataclass(frozen=True)
 class StageInputs:
     """The inputs of a stage for one micro-batch, without the hidden states of the previous stage.
 
-    signals: by the teachers' names.
-    processor: the student's output processor; its context is `DistillTargets`.
-    losses: the losses inside the student's layers.
-    normalizer: the number of target tokens of the step.
+    signals: by the teachers' names. processor: the student's output processor; its context is `DistillTargets`.
+    losses: the losses inside the student's layers. normalizer: the number of target tokens of the step.
     autocast: the dtype of the student's matrix products; None: the weights' dtype. Another teacher model ignores it.
     """
 
@@ -89,12 +133,7 @@ class TeacherStudentPair(nn.Module):
     """
 
     def __init__(
-        self,
-        student: Decoder,
-        teacher: Decoder | None,
-        *,
-        teacher_is_base: bool = False,
-        keep_gathered: bool = False,
+        self, student: Decoder, teacher: Decoder | None, *, teacher_is_base: bool = False, keep_gathered: bool = False
     ):
         super().__init__()
         assert teacher is None or not teacher_is_base
@@ -121,9 +160,8 @@ class TeacherStudentPair(nn.Module):
         *,
         run_teacher: bool = True,
     ) -> StageResults:
-        """Run a micro-batch.
+        """Run a micro-batch. student_BSD, teacher_BSE: the hidden states of the previous stage.
 
-        student_BSD, teacher_BSE: the hidden states of the previous stage.
         run_teacher: False if the teacher has already run on this micro-batch. On the last stage, `teacher_BSE` must
             then be the result of `teacher_forward`.
         """
@@ -144,11 +182,8 @@ class TeacherStudentPair(nn.Module):
             assert teacher_BSE is not None
             assert len(signals) == 1, "a teacher in the stages is the only one"
             teacher_TE, head = teacher_BSE.flatten(0, 1), self.teacher_head
-            if self.teacher_is_base:
-                signals = {in_stage: StudentHidden(teacher_TE)}
-            else:
-                assert head is not None
-                signals = {in_stage: TeacherHidden(teacher_TE, head)}
+            assert head is not None or self.teacher_is_base
+            signals = {in_stage: StudentHidden(teacher_TE) if head is None else TeacherHidden(teacher_TE, head)}
         arguments = model_inputs(micro_batch, student_BSD)
         context = distill_targets(micro_batch, signals) if self.student.has_head else None
         with ExitStack() as running:
@@ -163,9 +198,7 @@ class TeacherStudentPair(nn.Module):
         self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return the teacher's hidden states after its layers on this stage; on the last stage, after its final norm
-        and in the student's rows.
-
-        dtype: the autocast dtype if the teacher is the student without its adapter.
+        and in the student's rows. dtype: the autocast dtype if the teacher is the student without its adapter.
         """
         teacher, device = self._teacher_layers, micro_batch.input_ids_BS.device
         inputs = model_inputs(micro_batch.as_read_by_teacher, hidden_BSE)
@@ -196,11 +229,7 @@ def distill_targets(micro_batch: MicroBatch, signals: Signals) -> DistillTargets
 
 def model_inputs(micro_batch: MicroBatch, hidden: Tensor | None) -> dict[str, Any]:
     """Return the arguments of a decoder's forward; the previous stage's hidden states replace ids and media."""
-    inputs = {
-        **micro_batch.inputs,
-        "is_padding": micro_batch.is_padding_BS,
-        "lengths": micro_batch.lengths,
-    }
+    inputs = {**micro_batch.inputs, "is_padding": micro_batch.is_padding_BS, "lengths": micro_batch.lengths}
     if hidden is None:
         return {**inputs, MEDIA_ARGUMENT: micro_batch.media}
     return {**inputs, "input_ids": None, "inputs_embeds": hidden}

@@ -1,9 +1,9 @@
 """Ends a job in which a rank hangs, and names that rank.
 
 If a rank hangs (a stopped process, a dead machine, a file system that does not answer), all other ranks wait in a
-collective without any message. So each rank runs two additional threads. The first thread publishes heartbeats of
-this rank in the job's store and reads the heartbeats of all other ranks. A heartbeat contains the current phase of
-the main thread. The second thread checks the heartbeats, and ends the process if
+collective without any message. So each rank runs two additional threads. The first one publishes this rank's
+heartbeats, with the phase of its main thread, in the job's store, and reads those of all other ranks. The second one
+checks the heartbeats, and ends the process if
 
   - a rank has sent no heartbeat for `seconds`, or the store has not answered for `seconds`;
   - this process's main thread has made no progress for `seconds` in a timed phase (`enter`, `progress`).
@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch.distributed import Store
@@ -35,7 +35,7 @@ FAILED = 1
 _watchdog: "Watchdog | None" = None
 
 
-def start(store: Store, rank: int, ranks: int, seconds: float) -> None:
+def watch_ranks(store: Store, rank: int, ranks: int, seconds: float) -> None:
     """Watch the ranks of a job until `stop`. store: the job's store"""
     global _watchdog
     stop()
@@ -58,7 +58,8 @@ def enter(phase: str, *, timed: bool = True) -> None:
     timed: whether the job ends if the main thread makes no progress for `seconds` in this phase.
     """
     if _watchdog is not None:
-        _watchdog.enter(phase, timed)
+        number, process = _watchdog.state.number + 1, _watchdog.state.process
+        _watchdog.state = Peer(time.monotonic(), number=number, phase=phase, process=process, timed=timed)
 
 
 def progress() -> None:
@@ -78,11 +79,6 @@ def nested(phase: str, *, timed: bool = True) -> Iterator[None]:
     finally:
         if before is not None:
             enter(before.phase, timed=before.timed)
-
-
-def untimed(phase: str) -> AbstractContextManager[None]:
-    """A nested phase without a time limit, for a wait that has its own time limit."""
-    return nested(phase, timed=False)
 
 
 @dataclass
@@ -113,6 +109,7 @@ class Watchdog:
         self.store, self.rank, self.ranks, self.seconds = store, rank, ranks, seconds
         now = time.monotonic()
         self.state = Peer(now, phase="the start", process=f"{socket.gethostname()}, process {os.getpid()}")
+        self._limit = f"{seconds:g} s (train.timeout)"
         self._peers = {peer: Peer(now) for peer in range(ranks) if peer != rank}
         self._store_answered = now
         self._interval = min(seconds / BEATS, MAX_SECONDS_BETWEEN)
@@ -125,10 +122,6 @@ class Watchdog:
         self._stopped.set()
         for thread in self._threads:
             thread.join(self._interval)  # times out where the store does not answer
-
-    def enter(self, phase: str, timed: bool) -> None:
-        number, process = self.state.number + 1, self.state.process
-        self.state = Peer(time.monotonic(), number=number, phase=phase, process=process, timed=timed)
 
     def _exchange(self) -> None:
         """Publish and read heartbeats until `stop`, or until the store is lost (`_watch` detects this)."""
@@ -208,10 +201,6 @@ class Watchdog:
         if self.rank != min(rank for rank in range(self.ranks) if rank not in silent):
             self._stopped.wait(SECONDS_FOR_FIRST)
         end_process(FAILED, error_line(f"{message}; a run continues from its last checkpoint"))
-
-    @property
-    def _limit(self) -> str:
-        return f"{self.seconds:g} s (train.timeout)"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._peers[rank].process})"

@@ -228,9 +228,7 @@ class _PlannedStore(SignalStore):
 def _planned_signals(source: StoredTeacher, micro_batches: ShardedMicroBatches) -> DeferredSignals:
     """Replaces `StoredTeacher.request`, whose threads read the store. The tensors go the same way to the device."""
     tensors = [source._empty(batch, "cpu") for batch in micro_batches] if source._student.has_results else []
-    waited: Any = lambda reading: tensors  # noqa: E731
-    source._waited = waited  # type: ignore[method-assign]
-    return DeferredSignals(lambda: source._received(None, micro_batches))
+    return DeferredSignals(partial(source.on_device, tensors, micro_batches))
 
 
 def _planned_shards(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:

@@ -130,7 +130,7 @@ def prove_runner(
             with _raised(runner, student.name), layers_not_compiled():
                 alone = ProbeForward(runner, {})
                 inputs = partial(alone.inputs, alone.micro_batch())
-                runner.sum_over_tensor_ranks(partial_gradients(runner, inputs))
+                runner.summed_over_tensor_ranks = partial_gradients(runner, inputs)
 
 
 def prove_no_noise(runner: Runner, name: str) -> None:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.models import Decoder, ProofError, prove_decoder
-from stillhouse.parallel import ONE_PROCESS, DistributedStudent, EarlyMessages
+from stillhouse.parallel import ONE_PROCESS, DistributedStudent
+from stillhouse.parallel.ranks import EarlyMessages
 from stillhouse.parallel.sharded_loading import allocate
 from stillhouse.rollout.generate import Generator
 from stillhouse.rollout.records import Completion, CompletionReceiver, GenerationRequest, Inbox, Sampling
@@ -193,7 +194,7 @@ class InJobEngine:
             return pairs
 
         others = len(requests) - sum(map(len, batches))
-        receives = None if box is None or early is None else self._messages.received(box, others, early)
+        receives = None if box is None or early is None else self._messages.received(box, others, early.put)
         with receives or nullcontext():
             pairs_of_ranks = self._ranks.gather_results(generate_share, ValueError)
         by_number = dict(pair for pairs in pairs_of_ranks for pair in pairs)

@@ -3,10 +3,9 @@
 from contextlib import closing, nullcontext
 from pathlib import Path
 
+from stillhouse.checkpoint.checkpoint_folder import RESUME, IntactCheckpoint
 from stillhouse.checkpoint.export_weights import save_merged, save_student
-from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint
-from stillhouse.checkpoint.resume import candidates, open_checkpoint
-from stillhouse.checkpoint.served_models import require_same_teachers
+from stillhouse.checkpoint.resume import candidates, open_checkpoint, require_same_teachers
 from stillhouse.config import RunConfig, dump_config
 from stillhouse.data import save_tokenizer
 from stillhouse.loops import off_policy, on_policy

@@ -24,9 +24,9 @@ from stillhouse.parallel import (
     Ranks,
     best_precision,
     choose_device,
+    connect_processes,
     log_rank0,
     process_count,
-    start,
     start_alone,
 )
 from stillhouse.registry import load
@@ -100,7 +100,7 @@ class RunSetup:
         for layout in (self.layout, *own_layouts):
             require_sharing(layout, device)
         if process_count() > 1:
-            start(device, self.config.train.timeout)
+            connect_processes(device, self.config.train.timeout)
         elif capabilities(self.config.parallel.engine).always_in_group:
             start_alone(device)
         ranks = Ranks.all_of_job(device)

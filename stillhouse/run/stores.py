@@ -17,7 +17,7 @@ from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.objective import RunObjective
 from stillhouse.signals import SignalStore
 from stillhouse.signals.cross_tokenizer import CrossTokenizerStore
-from stillhouse.signals.local_model_store import LocalModelStore
+from stillhouse.signals.scorer import LocalModelStore
 from stillhouse.signals.signal_spec import SignalSpec
 
 

@@ -9,20 +9,10 @@ import torch
 from stillhouse.config import ConfigError, NamedTeacherConfig, TeacherConfig, TeachersConfig, as_config_error
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.pretrained import read_configuration
-from stillhouse.parallel import (
-    BufferedHead,
-    DecoderHead,
-    DistributedStudent,
-    HeadBuffers,
-    Layout,
-    Mesh,
-    ModelSource,
-    TeacherHead,
-    load_head,
-    pin_weights,
-)
-from stillhouse.parallel.apply.expert_parallel import dispatched_experts
+from stillhouse.parallel import DecoderHead, DistributedStudent, Layout, Mesh, ModelSource, TeacherHead, load_head
+from stillhouse.parallel.apply.tensor_parallel import dispatched_experts
 from stillhouse.parallel.backbone_cut import is_cuttable
+from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, pin_weights
 from stillhouse.proofs.layouts import prove_heads
 from stillhouse.run.models import ModelSources
 from stillhouse.signals import (
@@ -114,7 +104,7 @@ class TeacherSources:
                 sources[name] = SeparateTeacher(layers, layout, mesh, layout, mesh, head=head, keep_head=True)
             else:
                 sources[name] = self._source(f"teachers.{name}", teacher, head)
-        is_sharded = bool(heads) and self.student.mesh.sharding is not None
+        is_sharded = bool(heads) and self.student.mesh.is_sharded
         return SeveralTeachers(sources, self.student, teachers.route, heads_are_sharded=is_sharded)
 
     def _unsplit_teachers(self, teachers: TeachersConfig) -> dict[str, Decoder]:
@@ -137,7 +127,7 @@ class TeacherSources:
 
         Without FSDP, the heads are in host memory, and each head is copied to a buffer on the device for its use.
         """
-        runner, is_sharded = self.student, self.student.mesh.sharding is not None
+        runner, is_sharded = self.student, self.student.mesh.is_sharded
         device = runner.device if is_sharded else torch.device("cpu")
         decoders: dict[str, Decoder] = {}
         has_values = True

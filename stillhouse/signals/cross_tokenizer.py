@@ -42,8 +42,8 @@ from stillhouse.data.media import MediaInputs
 from stillhouse.data.render.alignment import ABSENT, AlignedSpan, Aligner
 from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
 from stillhouse.objective.signals import Tail
-from stillhouse.signals.local_model_store import LocalModelStore
-from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+from stillhouse.signals.scorer import LocalModelStore
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec, TensorForms
 from stillhouse.signals.signal_store import SignalStore
 
 Method = Literal["gold", "uld"]
@@ -63,16 +63,15 @@ class AlignedSpec(SignalSpec):
 
     method: Method = "gold"
 
-    def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, width: int) -> TensorForms:
         entries = self.entries + 2 if self.method == "gold" else self.entries
-        forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        forms: TensorForms = {
             "log_probs": ((entries,), torch.float32),
             "tail_log_prob": ((), torch.float32),
             "weight": ((), torch.float32),
         }
-        if self.method == "gold":
-            forms |= {"ids": ((entries,), torch.int32), "continuation": ((), torch.float32)}
-        return forms
+        gold: TensorForms = {"ids": ((entries,), torch.int32), "continuation": ((), torch.float32)}
+        return forms | gold if self.method == "gold" else forms
 
     def as_signal(self, tensors: dict[str, Tensor], tail: Tail) -> Signal:
         if self.method == "uld":
@@ -130,12 +129,19 @@ class CrossTokenizerStore(SignalStore):
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
         aligned = self.aligner.align([request.tokens for request in wanted])
-        signals = [self._empty(len(request.rows)) for request in wanted]
+        forms = self.signal.tensors(0).items()
+        signals = [
+            {name: torch.zeros(len(request.rows), *shape, dtype=dtype) for name, (shape, dtype) in forms}
+            for request in wanted
+        ]
         spans = [
             _needed_spans(request.rows, document.spans) for request, document in zip(wanted, aligned, strict=True)
         ]
         numbers = [number for number, spans_of_document in enumerate(spans) if spans_of_document]
-        requests = [DocumentRows(aligned[number].teacher_tokens, _teacher_rows(spans[number])) for number in numbers]
+        requests = []
+        for number in numbers:  # the teacher's rows that predict the tokens of the spans
+            rows = range(spans[number][0].teacher.start - 1, spans[number][-1].teacher.stop - 1)
+            requests.append(DocumentRows(aligned[number].teacher_tokens, rows))
         teacher_signals = self.inner.read(requests) if requests else []
         for number, request, tensors in zip(numbers, requests, teacher_signals, strict=True):
             teacher = _TeacherRows.of(tensors, request)
@@ -144,11 +150,6 @@ class CrossTokenizerStore(SignalStore):
             else:
                 _sort(signals[number], wanted[number].rows, spans[number], teacher)
         return signals
-
-    def _empty(self, rows: int) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros(rows, *shape, dtype=dtype) for name, (shape, dtype) in self.signal.tensors(0).items()
-        }
 
     def _merge(
         self,
@@ -189,8 +190,15 @@ class CrossTokenizerStore(SignalStore):
         log_p_SK = log_p_SK.masked_fill((ids_SK < 0) | (ids_SK == x_0_S[:, None]), -math.inf)
         # x_0, followed by other tokens: log(p(x_0) − P) = log p(x_0) + log(1 − P / p(x_0))
         log_later_S = (log_p_S - log_x_0_S).masked_fill(log_p_S == -math.inf, -math.inf)
-        log_rest_S = log_x_0_S + _log1m_exp(log_later_S)
-        student_SB = self._student_ids(torch.cat([ids_SK, x_0_S[:, None]], 1), begins_S)
+        near_S = torch.log(-torch.expm1(log_later_S.clamp(max=0.0)))
+        far_S = torch.log1p(-log_later_S.exp().clamp(max=1.0))
+        log_rest_S = log_x_0_S + torch.where(log_later_S > -math.log(2), near_S, far_S)
+        # the student's token for the bytes of each teacher id; -1 if there is no such token, or no teacher id
+        first_of = torch.from_numpy(np.stack([self.aligner.first_of, self.aligner.first_of_text])).long()
+        ids_SB = torch.cat([ids_SK, x_0_S[:, None]], 1)
+        is_unknown_SB = (ids_SB < 0) | (ids_SB >= first_of.shape[1])
+        student_SB = first_of[begins_S.long()[:, None], ids_SB.masked_fill(is_unknown_SB, 0)]
+        student_SB = student_SB.masked_fill(is_unknown_SB, ABSENT)
         log_p_SB = torch.cat([log_p_SK, log_rest_S[:, None]], 1)
         is_y_0_SB = student_SB == first_S[:, None]
         log_y_0_S = torch.cat([log_p_S[:, None], log_p_SB.masked_fill(~is_y_0_SB, -math.inf)], 1).logsumexp(1)
@@ -202,14 +210,6 @@ class CrossTokenizerStore(SignalStore):
         )
         ids_SB = torch.cat([first_S[:, None], student_SB], 1)
         return ids_SB, torch.cat([log_y_0_S[:, None], log_p_SB], 1), tail_S
-
-    def _student_ids(self, ids_SB: Tensor, begins_S: Tensor) -> Tensor:
-        """The student's token for the bytes of each teacher id; -1 if there is no such token, or no teacher id."""
-        first_of = torch.from_numpy(np.stack([self.aligner.first_of, self.aligner.first_of_text])).long()
-        is_known_SB = (ids_SB >= 0) & (ids_SB < first_of.shape[1])
-        return first_of[begins_S.long()[:, None], ids_SB.masked_fill(~is_known_SB, 0)].masked_fill(
-            ~is_known_SB, ABSENT
-        )
 
 
 @dataclass(frozen=True)
@@ -249,27 +249,21 @@ class _TeacherRows:
         """For each span, the index in `rows` of the row that predicts the span's first teacher token, int64."""
         return torch.tensor([span.teacher.start - 1 for span in spans], dtype=torch.int64) - self.rows.start
 
-    def sorted_at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The K largest log-probabilities, and the log of the mass of all other ids."""
-        tail_N = self.tail_R[rows]
-        is_outside_N = (self.ids_RK[rows] != self.labels_R[rows][:, None]).all(1)
-        log_label_N = self.log_labels_R[rows].masked_fill(~is_outside_N, -math.inf)
-        return self.log_probs_RK[rows], torch.logaddexp(tail_N, log_label_N)
-
 
 def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[AlignedSpan], teacher: _TeacherRows) -> None:
     """Write uld's signal to the rows that predict the first token of a span."""
     inside = [span for span in spans if span.student.start - 1 in rows]
     places = torch.tensor([span.student.start - 1 - rows.start for span in inside], dtype=torch.int64)
-    log_probs_NK, tail_N = teacher.sorted_at(teacher.starts_of(inside))
-    into["log_probs"][places], into["tail_log_prob"][places] = log_probs_NK.float(), tail_N.float()
+    starts = teacher.starts_of(inside)
+    is_outside_N = (teacher.ids_RK[starts] != teacher.labels_R[starts][:, None]).all(1)
+    log_label_N = teacher.log_labels_R[starts].masked_fill(~is_outside_N, -math.inf)
+    into["log_probs"][places] = teacher.log_probs_RK[starts].float()
+    into["tail_log_prob"][places] = torch.logaddexp(teacher.tail_R[starts], log_label_N).float()
     into["weight"][places] = 1.0
 
 
 def _needed_spans(rows: range, spans: Sequence[AlignedSpan]) -> list[AlignedSpan]:
-    """The spans with a token that one of these rows predicts. A span that contains the document's first token is left
-    out, because row t predicts token t + 1.
-    """
+    """The spans with a token that one of these rows predicts, except one with the document's first token."""
     return [
         span
         for span in spans
@@ -278,11 +272,6 @@ def _needed_spans(rows: range, spans: Sequence[AlignedSpan]) -> list[AlignedSpan
         and span.student.start > 0
         and span.teacher.start > 0
     ]
-
-
-def _teacher_rows(spans: Sequence[AlignedSpan]) -> range:
-    """The teacher's rows that predict the tokens of these spans."""
-    return range(spans[0].teacher.start - 1, spans[-1].teacher.stop - 1)
 
 
 def _summed_by_id(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,10 +293,3 @@ def _places(starts_S: Tensor, stops_S: Tensor) -> tuple[Tensor, Tensor]:
     owner_N = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
     before_S = lengths_S.cumsum(0) - lengths_S
     return owner_N, torch.arange(len(owner_N)) - before_S[owner_N] + starts_S[owner_N]
-
-
-def _log1m_exp(log_p: Tensor) -> Tensor:
-    """log(1 − p); −inf for p = 1."""
-    near = torch.log(-torch.expm1(log_p.clamp(max=0.0)))
-    far = torch.log1p(-log_p.exp().clamp(max=1.0))
-    return torch.where(log_p > -math.log(2), near, far)

@@ -1,7 +1,7 @@
-"""Teachers that run in the student's stages: another model, or the student itself."""
+"""Teachers that run in the student's stages: another model, or the student itself, perhaps with averaged weights."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,53 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import OutputProcessor, evaluating
+from stillhouse.models.dtensors import local
 from stillhouse.models.processors import full_vocab, replicated_hidden
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, StudentHidden
 from stillhouse.parallel import DistributedStudent, InStage, ShardedMicroBatches, StageInputs
 from stillhouse.signals.signal_source import ReadySignals, SignalSource
-from stillhouse.signals.weight_average import WeightAverage
+
+
+class WeightAverage:
+    """Exponential moving averages of the student's trained weights on this process, initialised with the weights.
+
+    The averages are at least float32, because rounding to bfloat16 would lose most of each update. They are sharded
+    like the weights.
+    """
+
+    def __init__(self, student: DistributedStudent, decay: float):
+        self._student, self.decay = student, decay
+        #: by the names of `DistributedStudent.named_parameters`
+        self.tensors: dict[str, Tensor] = {
+            name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+            for name, parameter in student.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @torch.no_grad()
+    def update(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """Set the average to decay × average + (1 − decay) × weights.
+
+        weights: by their names, for an optimizer whose weights are wider than the parameters. None: the parameters.
+        """
+        for name, weight in self._student.named_parameters() if weights is None else weights:
+            if (average := self.tensors.get(name)) is not None:
+                local(average).lerp_(local(weight.detach()).to(average.dtype), 1 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Use the averages as the student's weights until the context ends; a copy of the weights is in memory."""
+        parameters = {name: parameter for name, parameter in self._student.named_parameters() if name in self.tensors}
+        kept = {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                local(parameter.detach()).copy_(local(self.tensors[name]))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    local(parameter.detach()).copy_(kept[name])
 
 
 class InStageTeacher(SignalSource):

@@ -1,12 +1,13 @@
-"""Runs a teacher on a batch of documents and computes the signal that is requested for each document.
+"""Runs a teacher in this process on batches of documents, and computes the signal requested for each document.
 
 The layers run once for all documents, packed into rows as in training. Each requested signal is then computed from
 the hidden states of its rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
 from stillhouse.data.media import MEDIA, MediaInputs, MediaProcessor, media_kind
-from stillhouse.models import Decoder, NotFiniteError
+from stillhouse.models import Decoder, NotFiniteError, check_document_length
 from stillhouse.models.document_packing import ROWS
 from stillhouse.objective import OutputHead
-from stillhouse.parallel import Runner, StageInputs
-from stillhouse.signals.extract import Extract, SignalRows, Wanted
-from stillhouse.signals.signal_spec import DocumentRows
+from stillhouse.parallel import Runner, StageInputs, single_process_runner
+from stillhouse.signals.extract import SignalRows, Wanted, extract
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec, problem_in
+from stillhouse.signals.signal_store import SignalStore
 
 
 class ScoreRequest(NamedTuple):
@@ -55,8 +57,7 @@ class Scorer:
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """For each request, return its tensors on the CPU, or a `NotFiniteError` if the tensors are not finite.
 
-        Raises RuntimeError if the forward pass fails, for example because memory is exhausted, and ValueError for
-        media that do not fit their documents.
+        Raises RuntimeError if the forward pass fails, and ValueError for media that do not fit their documents.
         """
         return [_checked(tensors) for tensors in self.tensors(requests)]
 
@@ -65,34 +66,36 @@ class Scorer:
 
         batch_tokens: the maximum number of tokens in a forward pass of several documents; None: one pass for all
         """
-        documents = _documents([request.document.tokens for request in requests])
+        media_inputs: MediaInputs | None = None
+        if any(request.has_media for request in requests):
+            if self._media_inputs is None:
+                raise ValueError(
+                    f"a document has {MEDIA}, and the teacher was not loaded with a processor of {MEDIA}"
+                )
+            media_inputs = _RequestMedia(self._media_inputs, [request.document for request in requests])
+        tokens = [request.document.tokens for request in requests]
+        tokens_N = np.concatenate(tokens).astype(np.int32)
+        documents = Documents(
+            tokens_N,
+            np.zeros(len(tokens_N), dtype=bool),
+            np.concatenate([[0], np.cumsum([len(ids_N) for ids_N in tokens])]).astype(np.int64),
+            np.zeros(len(tokens), dtype=np.uint64),
+            [""] * len(tokens),
+            DataReport("requests"),
+        )
         row_tokens = longest = int(documents.lengths_D.max())
         if by_length := self._decoder.packing.name == ROWS:
             row_tokens = max(longest, batch_tokens or len(documents.tokens_N))
         sequences = PackedSequences(
-            documents,
-            max_tokens=row_tokens,
-            seed=0,
-            shuffle=False,
-            by_length=by_length,
-            media_inputs=self._inputs_of(requests),
+            documents, max_tokens=row_tokens, seed=0, shuffle=False, by_length=by_length, media_inputs=media_inputs
         )
-        if by_length:
-            at_a_time = 1
-        else:
-            at_a_time = len(sequences) if batch_tokens is None else max(1, batch_tokens // longest)
+        at_a_time = len(sequences) if batch_tokens is None else max(1, batch_tokens // longest)
+        at_a_time = 1 if by_length else at_a_time
         signals: dict[int, dict[str, Tensor]] = {}
         for start in range(0, len(sequences), at_a_time):
             micro_batch = sequences.micro_batch(range(start, min(start + at_a_time, len(sequences))))
             signals |= self._batch(micro_batch, requests)
         return [signals[number] for number in range(len(requests))]
-
-    def _inputs_of(self, requests: Sequence[ScoreRequest]) -> MediaInputs | None:
-        if all(request.document.media is None for request in requests):
-            return None
-        if self._media_inputs is None:
-            raise ValueError(f"a document has {MEDIA}, and the teacher was not loaded with a processor of {MEDIA}")
-        return _RequestMedia(self._media_inputs, [request.document for request in requests])
 
     def _batch(self, micro_batch: MicroBatch, requests: Sequence[ScoreRequest]) -> dict[int, dict[str, Tensor]]:
         """The tensors of the requests whose documents are in the micro-batch, by the number of the request."""
@@ -131,9 +134,7 @@ class _RequestMedia(MediaInputs):
 
 
 def proven_media_inputs(
-    decoder: Decoder,
-    processor: MediaProcessor,
-    agreed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    decoder: Decoder, processor: MediaProcessor, agreed: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> MediaInputs:
     """Prove a teacher on documents with media, and return what makes its inputs of media.
 
@@ -152,18 +153,7 @@ class _ExtractAll:
     def __call__(
         self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0
     ) -> dict[Wanted, dict[str, Tensor]]:
-        return {
-            wanted: Extract(wanted)(hidden_states=hidden_states, head=head, context=rows)
-            for wanted, rows in self.rows.items()
-        }
-
-
-def _documents(tokens: Sequence[np.ndarray]) -> Documents:
-    tokens_N = np.concatenate(tokens).astype(np.int32)
-    offsets = np.concatenate([[0], np.cumsum([len(ids_N) for ids_N in tokens])]).astype(np.int64)
-    keys_D = np.zeros(len(tokens), dtype=np.uint64)
-    targets_N = np.zeros(len(tokens_N), dtype=bool)
-    return Documents(tokens_N, targets_N, offsets, keys_D, [""] * len(tokens), DataReport("requests"))
+        return {wanted: extract(wanted, hidden_states, head, rows) for wanted, rows in self.rows.items()}
 
 
 def _checked(tensors: dict[str, Tensor]) -> Outcome:
@@ -173,3 +163,84 @@ def _checked(tensors: dict[str, Tensor]) -> Outcome:
     if "counts" in tensors and not (tensors["ids"][:, :1] >= 0).all():
         return NotFiniteError("the teacher's logits are not finite, so that no id can be sampled")
     return tensors
+
+
+class LocalModelStore(SignalStore):
+    """A signal store with a full copy of a teacher in this process, which runs on the documents of each read.
+
+    It is used to write a cache, and for a teacher with another tokenizer. Such a teacher has other rows than the
+    student, so it cannot run in the student's stages.
+
+    name: the teacher's name
+    identity: a hash of the teacher's files
+    load: loads the model onto a device
+    tokens: the maximum number of tokens in a forward pass; a longer document gets its own forward pass
+    processor: the teacher's processor of media; None: the documents are texts
+    packs_all: whether all documents of a read are packed before they are divided into batches, for less padding
+    """
+
+    def __init__(
+        self,
+        name: str,
+        identity: str,
+        signal: SignalSpec,
+        load: Callable[[torch.device], Decoder],
+        tokens: int,
+        *,
+        processor: MediaProcessor | None = None,
+        packs_all: bool = False,
+    ):
+        self.name, self.identity, self.signal, self._load, self._tokens = name, identity, signal, load, tokens
+        self._packs_all, self._processor = packs_all, processor
+        self._media_inputs: MediaInputs | None = None
+        self._decoder: Decoder | None = None
+        self._longest = self._largest_id = 0
+        self._running = Lock()
+
+    def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
+        """Store the length of the longest document and the largest id; `start` checks them against the model."""
+        self._longest = max(self._longest, int(documents.lengths_D.max(initial=0)))
+        self._largest_id = max(self._largest_id, int(documents.tokens_N.max(initial=0)))
+
+    def start(self, device: torch.device) -> None:
+        """Load the model, and prove it on media if it reads some.
+
+        Raises ValueError if the model cannot read the documents that `require` got.
+        """
+        if self._decoder is None:
+            decoder = self._load(device).requires_grad_(False)
+            check_document_length(decoder.pretrained, self._longest, "teacher")
+            if self._largest_id >= decoder.vocabulary_rows:
+                raise ValueError(
+                    f"a text has the teacher's token id {self._largest_id}, but the teacher's head has "
+                    f"{decoder.vocabulary_rows} rows: model and tokenizer do not belong together"
+                )
+            if self._processor is not None:
+                self._media_inputs = proven_media_inputs(decoder, self._processor)
+            self._decoder = decoder
+
+    def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
+        assert self._decoder is not None
+        device = next(self._decoder.parameters()).device
+        scorer = Scorer(single_process_runner(self._decoder, None), device, self._media_inputs)
+        requests = [ScoreRequest(document, self.signal) for document in wanted]
+        with self._running, torch.no_grad():
+            if self._packs_all:
+                signals = scorer.tensors(requests, self._tokens)
+            else:
+                signals = [tensors for batch in self._batches(requests) for tensors in scorer.tensors(batch)]
+        for document, tensors in zip(wanted, signals, strict=True):
+            if problem := problem_in(self.signal, self._decoder.vocabulary_rows, tensors):
+                where = f" on {document.source}" if document.source else ""
+                raise ValueError(f"the teacher's {problem}{where}: expected a teacher that can run in this dtype")
+        return signals
+
+    def _batches(self, requests: Sequence[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
+        batch: list[ScoreRequest] = []
+        for request in requests:
+            if batch and sum(other.tokens for other in batch) + request.tokens > self._tokens:
+                yield batch
+                batch = []
+            batch.append(request)
+        if batch:
+            yield batch

@@ -29,12 +29,12 @@ from stillhouse.parallel import (
     StageInputs,
     TeacherHead,
     TeacherHidden,
-    WaitingWeights,
     build_runner,
     only_layers,
     padded_shapes,
     shard_micro_batches,
 )
+from stillhouse.parallel.host_memory import WaitingWeights
 from stillhouse.proofs.layouts import needs_proof, prove_runner
 from stillhouse.signals.signal_source import ReadySignals, SignalSource
 
@@ -66,29 +66,6 @@ class Transfer:
     stop: int
 
 
-def shapes_of(
-    whole_BS: Sequence[tuple[int, int]],
-    chosen: Sequence[int],
-    teacher: Mesh,
-    student: Mesh,
-    *,
-    uniform_shapes: bool,
-) -> list[MicroBatchShape]:
-    """Return the shapes of a step's micro-batches in both layouts.
-
-    chosen: the numbers of the micro-batches on which the teacher runs
-
-    All other micro-batches have `rows` = 0, because the teacher sends nothing for them. This includes the repeated
-    micro-batches without targets that the student's layout adds.
-    """
-    student_shapes = padded_shapes(whole_BS, student.degrees, uniform_shapes=uniform_shapes)
-    shapes = [MicroBatchShape(0, 0, (0, 0), student_BS) for student_BS in student_shapes]
-    teacher_shapes = padded_shapes([whole_BS[number] for number in chosen], teacher.degrees) if chosen else []
-    for teacher_number, (number, teacher_BS) in enumerate(zip(chosen, teacher_shapes, strict=False)):
-        shapes[number] = MicroBatchShape(*whole_BS[number], teacher_BS, student_shapes[number], teacher_number)
-    return shapes
-
-
 def route(shapes: Sequence[MicroBatchShape], teacher_DCT: Tensor, student_DCT: Tensor) -> Iterator[Transfer]:
     """Yield all transfers of a step, in the same order on every process.
 
@@ -111,23 +88,6 @@ def route(shapes: Sequence[MicroBatchShape], teacher_DCT: Tensor, student_DCT: T
             for tensor in range(student_tensor):
                 receiver = student_DCT[number % student_data, student_rank, tensor]
                 yield Transfer(number, int(senders_T[tensor % teacher_tensor]), int(receiver), start, stop)
-
-
-def local_columns(transfer: Transfer, shape_BS: tuple[int, int], mesh: Mesh) -> slice:
-    """Return a transfer's columns relative to the first column of this process. shape_BS: the padded shape"""
-    first = mesh.coordinate("context") * (shape_BS[1] // mesh.degrees.context)
-    return slice(transfer.start - first, transfer.stop - first)
-
-
-def empty_part(shape: MicroBatchShape, mesh: Mesh, width: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros [B, S, E] for this process's columns of a micro-batch in the student's layout.
-
-    If the teacher does not run on the micro-batch, the zeros are a single expanded element, to save memory.
-    """
-    rows, tokens = shape.student_BS
-    size = rows, tokens // mesh.degrees.context, width
-    zeros = torch.zeros(size if shape.rows else (), dtype=dtype, device=mesh.device)
-    return zeros.expand(size)
 
 
 class SeparateTeacher(SignalSource):
@@ -155,7 +115,7 @@ class SeparateTeacher(SignalSource):
         head: TeacherHead | None,
         keep_head: bool = False,
     ):
-        self._head = head
+        self._head, self._mesh = head, mesh
         layers = source if keep_head else replace(source, build=partial(only_layers, source.build))
         self._runner = build_runner(layout, mesh, layers, None)
         decoder = self._runner.decoders[0]  # of the process's first stage, if it has several stages
@@ -168,7 +128,6 @@ class SeparateTeacher(SignalSource):
         if needs_proof(layout, mesh, layers):
             with self._on_device():
                 prove_runner(self._runner, layers, None, teacher_in_stages=False)
-        self._mesh = mesh
         self._transfer: _HiddenTransfer | None = None
         if student_mesh.ranks.size > 1:
             teacher_DCT = mesh.tokens.mesh[layout.last_rank]
@@ -185,7 +144,12 @@ class SeparateTeacher(SignalSource):
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> ReadySignals:
         """As `request`, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
-        transfer, teacher_micro_batches = self._transfer, self._shard(micro_batches, numbers)
+        transfer, step = self._transfer, micro_batches.all_ranks
+        has_all = len(numbers) == len(step)
+        teacher_micro_batches: Sequence[MicroBatch] = micro_batches if numbers else ()
+        if numbers and not (has_all and transfer is None):
+            part = step if has_all else StepMicroBatches([step[number] for number in numbers])
+            teacher_micro_batches = shard_micro_batches(part, self._mesh)
         inputs = [StageInputs(batch.as_read_by_teacher, {}, _hidden_states) for batch in teacher_micro_batches]
         with self._on_device():
             hidden = self._runner.forward(inputs) if inputs else []
@@ -194,17 +158,17 @@ class SeparateTeacher(SignalSource):
             batch.in_student_rows(values_BSE)
             for batch, values_BSE in zip(teacher_micro_batches, hidden, strict=False)
         ]
+        received: list[Tensor | None]
         if transfer is not None:
             received = transfer(hidden, numbers, micro_batches)
-            return ReadySignals([self._signals(hidden_BSE) for hidden_BSE in received])
-        hidden_by_number: dict[int, Tensor] = dict(zip(numbers, hidden, strict=True))
-        absent = torch.zeros((), dtype=self._dtype, device=self._device)
-        return ReadySignals(
-            [
-                self._signals(hidden_by_number.get(number, absent.expand(*batch.shape_BS, self._width)))
+        else:
+            computed = dict(zip(numbers, hidden, strict=True))
+            absent = torch.zeros((), dtype=self._dtype, device=self._device)
+            received = [
+                computed.get(number, absent.expand(*batch.shape_BS, self._width))
                 for number, batch in enumerate(micro_batches)
             ]
-        )
+        return ReadySignals([self._signals(hidden_BSE) for hidden_BSE in received])
 
     def _signals(self, hidden_BSE: Tensor | None) -> Signals:
         if hidden_BSE is None:
@@ -215,16 +179,6 @@ class SeparateTeacher(SignalSource):
     def _on_device(self) -> AbstractContextManager[None]:
         return nullcontext() if self._weights is None else self._weights.on_device()
 
-    def _shard(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> Sequence[MicroBatch]:
-        """The chosen micro-batches, sharded for this process in the teacher's layout."""
-        all_micro_batches, has_all = micro_batches.all_ranks, len(chosen) == len(micro_batches.all_ranks)
-        if not chosen:
-            return ()
-        if has_all and self._transfer is None:
-            return micro_batches
-        part = all_micro_batches if has_all else StepMicroBatches([all_micro_batches[number] for number in chosen])
-        return shard_micro_batches(part, self._mesh)
-
 
 class _HiddenTransfer:
     """Sends the teacher's hidden states to the processes of the student's last stage.
@@ -233,13 +187,7 @@ class _HiddenTransfer:
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        student_mesh: Mesh,
-        teacher_DCT: Tensor,
-        student_DCT: Tensor,
-        width: int,
-        dtype: torch.dtype,
+        self, mesh: Mesh, student_mesh: Mesh, teacher_DCT: Tensor, student_DCT: Tensor, width: int, dtype: torch.dtype
     ):
         self.mesh, self._student_mesh, self._width, self._dtype = mesh, student_mesh, width, dtype
         self._teacher_DCT, self._student_DCT = teacher_DCT, student_DCT
@@ -252,47 +200,51 @@ class _HiddenTransfer:
         """Return the hidden states of this process's micro-batches; None without the student's last stage.
 
         hidden: the teacher's hidden states that this process has computed
+        chosen: the numbers of the micro-batches on which the teacher runs. All others have `rows` = 0, because the
+            teacher sends nothing for them. They include the repeated ones that the student's layout adds.
         """
-        student_mesh, step = self._student_mesh, micro_batches.all_ranks
-        shapes = shapes_of(
-            step.shapes_BS, chosen, self.mesh, student_mesh, uniform_shapes=micro_batches.uniform_shapes
-        )
-        sent = dict(zip(chosen[self.mesh.coordinate("data") :: self.mesh.degrees.data], hidden, strict=False))
+        mesh, student_mesh, step, rank = self.mesh, self._student_mesh, micro_batches.all_ranks, dist.get_rank()
+        padded_BS = padded_shapes(step.shapes_BS, student_mesh.degrees, uniform_shapes=micro_batches.uniform_shapes)
+        shapes = [MicroBatchShape(0, 0, (0, 0), shape_BS) for shape_BS in padded_BS]
+        teacher_BS = padded_shapes([step.shapes_BS[number] for number in chosen], mesh.degrees) if chosen else []
+        for at, (number, shape_BS) in enumerate(zip(chosen, teacher_BS, strict=False)):
+            shapes[number] = MicroBatchShape(*step.shapes_BS[number], shape_BS, padded_BS[number], at)
+        sent = dict(zip(chosen[mesh.coordinate("data") :: mesh.degrees.data], hidden, strict=False))
         numbers = range(student_mesh.coordinate("data"), len(shapes), student_mesh.degrees.data)
         received: dict[int, Tensor] = {}
-        if dist.get_rank() in self._student_DCT:
-            received = {
-                number: empty_part(shapes[number], student_mesh, self._width, self._dtype) for number in numbers
-            }
-        self._send_and_receive(sent, received, shapes)
-        return [received.get(number) for number in numbers]
+        for number in numbers if rank in self._student_DCT else ():
+            rows, tokens = padded_BS[number]
+            size = rows, tokens // student_mesh.degrees.context, self._width
+            # without the teacher, the zeros are a single expanded element, to save memory
+            zeros = torch.zeros(size if shapes[number].rows else (), dtype=self._dtype, device=mesh.device)
+            received[number] = zeros.expand(size)
 
-    def _send_and_receive(
-        self, sent: dict[int, Tensor], received: dict[int, Tensor], shapes: Sequence[MicroBatchShape]
-    ) -> None:
-        """Send this process's hidden states, and receive those of the other processes into `received`."""
-        rank, all_ranks = dist.get_rank(), self.mesh.ranks.group
+        def local_columns(transfer: Transfer, shape_BS: tuple[int, int], mesh: Mesh) -> slice:
+            first = mesh.coordinate("context") * (shape_BS[1] // mesh.degrees.context)
+            return slice(transfer.start - first, transfer.stop - first)
+
         operations: list[dist.P2POp] = []
         incoming: list[tuple[Tensor, Tensor]] = []
         for transfer in route(shapes, self._teacher_DCT, self._student_DCT):
             shape = shapes[transfer.micro_batch]
             if rank == transfer.sender:
-                columns = local_columns(transfer, shape.teacher_BS, self.mesh)
+                columns = local_columns(transfer, shape.teacher_BS, mesh)
                 sent_BSE = sent[transfer.micro_batch][: shape.rows, columns].to(self._dtype).contiguous()
                 if transfer.receiver != rank:
-                    operations.append(dist.P2POp(dist.isend, sent_BSE, transfer.receiver, all_ranks))
+                    operations.append(dist.P2POp(dist.isend, sent_BSE, transfer.receiver, mesh.ranks.group))
             if rank == transfer.receiver:
-                columns = local_columns(transfer, shape.student_BS, self._student_mesh)
+                columns = local_columns(transfer, shape.student_BS, student_mesh)
                 part = received[transfer.micro_batch][: shape.rows, columns]
                 if transfer.sender == rank:
                     part.copy_(sent_BSE)
                 else:
-                    incoming.append((part, torch.empty(part.shape, dtype=self._dtype, device=self.mesh.device)))
-                    operations.append(dist.P2POp(dist.irecv, incoming[-1][1], transfer.sender, all_ranks))
+                    incoming.append((part, torch.empty(part.shape, dtype=self._dtype, device=mesh.device)))
+                    operations.append(dist.P2POp(dist.irecv, incoming[-1][1], transfer.sender, mesh.ranks.group))
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
         for part, received_BSE in incoming:
             part.copy_(received_BSE)
+        return [received.get(number) for number in numbers]
 
 
 def _hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective import RoutedSignal, Signals
-from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, copied_to, shard_micro_batches
+from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, shard_micro_batches
+from stillhouse.parallel.host_memory import copied_to
 from stillhouse.signals.signal_source import DeferredSignals, PendingSignals, SignalSource
 
 
@@ -62,26 +63,28 @@ class SeveralTeachers(SignalSource):
         ]
         if rows is None:
             return by_micro_batch
-        return [self._routed(signals, batch) for signals, batch in zip(by_micro_batch, rows.on_device, strict=True)]
+        routed: list[Signals] = []
+        for signals, rows_of in zip(by_micro_batch, rows.on_device, strict=True):
+            named = {name: RoutedSignal(signal, rows_of[name]) for name, signal in signals.items()}
+            if not self._heads_are_sharded:  # else all ranks must gather the heads in the same order
+                # teachers without rows are dropped, but at least one is kept
+                with_rows = {name: signal for name, signal in named.items() if len(signal.index)}
+                named = with_rows or dict(list(named.items())[:1])
+            routed.append(named)
+        return routed
 
     def _signals_of(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
         """Compute the signals of a teacher with `steps_ahead` = 0. view: the result of `_view` for this teacher"""
         source = self.teachers[name]
         if self._route is None:
             return source.request(view).result()
-        return source.request_some(view, self._numbers(view, self._route, name)).result()
-
-    def _routed(self, signals: Signals, rows: Mapping[str, Tensor]) -> Signals:
-        """Pair each signal with the rows of its teacher. Teachers without rows are dropped, but at least one is kept.
-
-        If FSDP shards the heads, no teacher is dropped, because all ranks must gather the heads in the same order.
-        """
-        routed = {name: RoutedSignal(signal, rows[name]) for name, signal in signals.items()}
-        if self._heads_are_sharded:
-            return routed
-        return {name: signal for name, signal in routed.items() if len(signal.index)} or dict(
-            list(routed.items())[:1]
-        )
+        step, route = view.all_ranks, self._route
+        numbers = [
+            number
+            for number in range(len(step))
+            if any(step.value(document, route) == name for document in step.documents_of(number))
+        ]
+        return source.request_some(view, numbers).result()
 
     def close(self) -> None:
         for teacher in self.teachers.values():
@@ -93,23 +96,11 @@ class SeveralTeachers(SignalSource):
             index, document_T = batch.valid_index, batch.document_T
             documents, place_C = document_T[index].unique(return_inverse=True)
             names = [micro_batches.all_ranks.value(document, route) for document in documents.tolist()]
-            is_of = {
-                name: torch.tensor([other == name for other in names], dtype=torch.bool) for name in self.teachers
-            }
-            on_cpu.append({name: index[is_of_D[place_C]] for name, is_of_D in is_of.items()})
+            is_of = {name: torch.tensor([other == name for other in names]) for name in self.teachers}
+            on_cpu.append({name: index[is_of_D.bool()[place_C]] for name, is_of_D in is_of.items()})
         device = self._student.device
-        return _Rows(
-            on_cpu, [{name: copied_to(index, device) for name, index in rows_of.items()} for rows_of in on_cpu]
-        )
-
-    def _numbers(self, view: ShardedMicroBatches, route: str, name: str) -> list[int]:
-        """Return which micro-batches of all ranks have a document of this teacher, by their numbers."""
-        step = view.all_ranks
-        return [
-            number
-            for number in range(len(step))
-            if any(step.value(document, route) == name for document in step.documents_of(number))
-        ]
+        moved = [{name: copied_to(index, device) for name, index in rows_of.items()} for rows_of in on_cpu]
+        return _Rows(on_cpu, moved)
 
     def _view(self, micro_batches: ShardedMicroBatches, name: str, rows: "_Rows | None") -> ShardedMicroBatches:
         """The micro-batches with one teacher's inputs and, with a route, only the rows of that teacher."""

@@ -21,7 +21,6 @@ class PendingSignals(Protocol):
 
     def result(self) -> Sequence[Signals]:
         """Wait for the signals of this process's micro-batches, and return them by the teachers' names."""
-        ...
 
 
 class SignalSource(ABC):

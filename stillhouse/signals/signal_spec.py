@@ -26,6 +26,8 @@ from stillhouse.objective import Chosen, Sampled, Signal, TopK
 from stillhouse.objective.signals import Tail
 
 SignalKind = Literal["hidden", "top_k", "chosen", "sampled"]
+#: for each tensor: the shape of a row, and the dtype
+TensorForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: the maximum number of draws per token, because a count has one byte
 MAX_SAMPLES = 255
@@ -88,7 +90,7 @@ class SignalSpec:
         assert self.top_k is not None
         return self.top_k
 
-    def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, width: int) -> TensorForms:
         """For each tensor: the shape of a row, and the dtype. width: E"""
         dtype = DTYPES[self.dtype]
         if self.kind == "hidden":

@@ -27,16 +27,10 @@ from stillhouse.dry_run import replaceable
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, OutputHead, Signals
 from stillhouse.objective.signals import Tail
-from stillhouse.parallel import (
-    DistributedStudent,
-    ShardedMicroBatches,
-    TeacherHead,
-    TeacherHidden,
-    copied_to,
-    watchdog,
-)
+from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, TeacherHead, TeacherHidden, watchdog
+from stillhouse.parallel.host_memory import copied_to
 from stillhouse.preemption import requested
-from stillhouse.signals.id_log_probs import top_k_log_probs
+from stillhouse.signals.extract import top_k_log_probs
 from stillhouse.signals.in_stage_teachers import student_forward
 from stillhouse.signals.signal_source import DeferredSignals, SignalSource
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -153,8 +147,8 @@ class StoredTeacher(SignalSource):
 
     @replaceable
     def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
-        ids, reads = self._ids(micro_batches), self._student.has_results
-        future = self._threads.submit(self._read, micro_batches, ids) if reads else None
+        ids = self._ids(micro_batches)
+        future = self._threads.submit(self._read, micro_batches, ids) if self._student.has_results else None
         return DeferredSignals(partial(self._received, future, micro_batches))
 
     def _ids(self, micro_batches: ShardedMicroBatches) -> Sequence[Tensor]:
@@ -162,36 +156,32 @@ class StoredTeacher(SignalSource):
         return ()
 
     def _received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
-        """Wait for the tensors that a thread reads, and move them to the device. A collective of all processes.
+        """Wait until all processes have read, and move the tensors to the device. A collective of all processes.
 
         reading: None on a process that does not read
 
         Raises SignalsLostError on all processes if a process could not read.
         """
-        with watchdog.untimed("the teacher's signals") if self.store.may_take_long else nullcontext():
-            tensors = self._waited(reading)
+        error, tensors = "", StepTensors()
+        with watchdog.nested("the teacher's signals", timed=False) if self.store.may_take_long else nullcontext():
+            if reading is not None:
+                require_no_signal = SignalWatch(OSError("a signal came while the run waited for the teacher"))
+                try:
+                    while not wait([reading], SECONDS_BETWEEN_LOOKS).done:
+                        require_no_signal()
+                    tensors = reading.result()
+                # also RuntimeError, for torch's errors: this process must not fail while the others wait below
+                except (ValueError, OSError, RuntimeError, CancelledError) as problem:
+                    error = str(problem) or type(problem).__name__
+            if error := next(filter(None, self._student.ranks.gather(error)), ""):
+                raise SignalsLostError(error)
+        return self.on_device(tensors, micro_batches)
+
+    def on_device(self, tensors: StepTensors, micro_batches: ShardedMicroBatches) -> list[Signals]:
+        """Return the signals of a step. tensors: those of this process; empty if it does not read."""
         if not self._student.has_last_stage:
             return [{}] * len(micro_batches)
-        return [
-            self._signals(self._shared(tensors[at] if tensors else None, batch))
-            for at, batch in enumerate(micro_batches)
-        ]
-
-    def _waited(self, reading: "Future[StepTensors] | None") -> StepTensors:
-        """Wait until all processes have read. Returns the tensors of this process; empty if it does not read."""
-        error, tensors = "", StepTensors()
-        if reading is not None:
-            require_no_signal = SignalWatch(OSError("a signal came while the run waited for the teacher"))
-            try:
-                while not wait([reading], SECONDS_BETWEEN_LOOKS).done:
-                    require_no_signal()
-                tensors = reading.result()
-            # also RuntimeError, for torch's errors: this process must not fail while the other processes wait below
-            except (ValueError, OSError, RuntimeError, CancelledError) as problem:
-                error = str(problem) or type(problem).__name__
-        if error := next(filter(None, self._student.ranks.gather(error)), ""):
-            raise SignalsLostError(error)
-        return tensors
+        return [self._signals(tensors[at] if tensors else None, batch) for at, batch in enumerate(micro_batches)]
 
     def close(self) -> None:
         """Abandon the requests in progress."""
@@ -233,17 +223,14 @@ class StoredTeacher(SignalSource):
             for name, (shape, dtype) in self.store.signal.tensors(self.store.width).items()
         }
 
-    def _shared(self, read_tensors: dict[str, Tensor] | None, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    def _signals(self, read_tensors: dict[str, Tensor] | None, micro_batch: MicroBatch) -> Signals:
         """Move one micro-batch's tensors to the device, and broadcast them to the tensor-parallel ranks."""
         device, group = micro_batch.labels_T.device, self._student.mesh.group("tensor")
         tensors = self._empty(micro_batch, device) if read_tensors is None else read_tensors
-        moved = {name: copied_to(tensor, device) for name, tensor in tensors.items()}
+        tensors = {name: copied_to(tensor, device) for name, tensor in tensors.items()}
         if group is not None:
-            for tensor in moved.values():
+            for tensor in tensors.values():
                 dist.broadcast(tensor, group=group, group_src=0)
-        return moved
-
-    def _signals(self, tensors: dict[str, Tensor]) -> Signals:
         if self.store.signal.kind != "hidden":
             return {TEACHER: self.store.signal.as_signal(tensors, self._tail)}
         assert self._head is not None
@@ -268,16 +255,14 @@ class ChosenTeacher(StoredTeacher):
     ):
         super().__init__(store, student, tail, name)
         assert store.vocabulary is not None
-        self._vocabulary = store.vocabulary
+        self._vocabulary, self._autocast = store.vocabulary, autocast
         self._processor = _TopKOfStudent(store.signal.entries)
-        self._autocast = autocast
 
     def _ids(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
         """The student's top-k ids at the rows with a non-zero weight; empty on processes that do not read."""
         top_k = student_forward(self._student, micro_batches, self._processor, self._autocast)
-        if not self._student.has_results:
-            return []
-        return [tensors["ids"].masked_fill(tensors["ids"] >= self._vocabulary, -1) for tensors in top_k]
+        results = top_k if self._student.has_results else []
+        return [tensors["ids"].masked_fill(tensors["ids"] >= self._vocabulary, -1) for tensors in results]
 
 
 @dataclass(frozen=True)

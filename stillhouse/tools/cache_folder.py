@@ -31,16 +31,15 @@ from stillhouse.output.disk import (
 from stillhouse.output.folder import folder_lock, is_leftover, library_versions
 from stillhouse.parallel import ONE_PROCESS, Ranks, is_first, process_count, process_rank, wait_for_all
 from stillhouse.run.agreement import require_shared_folder
-from stillhouse.signals.cache.files import (
+from stillhouse.signals.cache_files import (
     CACHE_KEY,
     INDEX,
     MANIFEST,
     SHARDS,
     TEACHER,
-    Manifest,
+    CacheManifest,
     documents_hash,
     record_name,
-    shard_identity,
     shard_name,
     shard_tensors,
 )
@@ -56,7 +55,7 @@ class _CacheFolder:
     """A folder to which all processes of a job write."""
 
     path: Path
-    manifest: Manifest
+    manifest: CacheManifest
 
     def begin(self, save: Callable[[Path, SignalSpec], None]) -> None:
         """Create the folder's files, or check that an existing folder has a part of the same cache.
@@ -70,7 +69,7 @@ class _CacheFolder:
             for path in self.path.rglob(f"*{UNFINISHED}"):
                 path.unlink()
             complete = sum(path.stat().st_size for path in (self.path / SHARDS).glob("*.safetensors"))
-            missing = self.manifest.rows * self.manifest.layout.bytes_per_token - complete
+            missing = self.manifest.rows * self.manifest.signal.bytes_per_token(self.manifest.width) - complete
             require_space(self.path, max(0, missing), ONE_PROCESS)
             save(self.path / TEACHER, self.manifest.signal)
 
@@ -78,7 +77,7 @@ class _CacheFolder:
         path = self.path / shard_name(number)
         unfinished = path.with_name(path.name + UNFINISHED)
         with explained_write_errors(path):
-            save_file(tensors, unfinished, metadata={CACHE_KEY: shard_identity(self.manifest, number)})
+            save_file(tensors, unfinished, metadata={CACHE_KEY: f"{self.manifest.identity} {number}"})
             flush(unfinished)
             unfinished.rename(path)
         replace_text(self.path / record_name(number), json.dumps({"sha256": file_hash(path)}))
@@ -98,7 +97,7 @@ class _CacheFolder:
     def _require_own_folder(self) -> None:
         path = self.path / MANIFEST
         if path.is_file():
-            existing = Manifest.from_json(path.read_text(encoding="utf-8"), path)
+            existing = CacheManifest.from_json(path.read_text(encoding="utf-8"), path)
             different = [
                 f"{name} {theirs!r} there and {ours!r} here"
                 for name, theirs, ours in existing.differences(self.manifest)
@@ -124,7 +123,7 @@ class CacheTeacher:
 
     identity: a hash of the model's files.
     decoder: the model, or only its output head.
-    media, teacher_media: those of `Manifest`.
+    media, teacher_media: those of `CacheManifest`.
     """
 
     name: str
@@ -134,9 +133,9 @@ class CacheTeacher:
     media: str | None = None
     teacher_media: str | None = None
 
-    def describe(self, signal: SignalSpec) -> Manifest:
+    def describe(self, signal: SignalSpec) -> CacheManifest:
         """The manifest of a cache without its documents; `write_documents` adds them."""
-        return Manifest(
+        return CacheManifest(
             signal,
             self.name,
             self.identity,
@@ -154,13 +153,13 @@ class CacheTeacher:
 
 def write_documents(
     out: Path,
-    description: Manifest,
+    description: CacheManifest,
     documents: Sequence[tuple[bytes, range]],
     read: Callable[[Sequence[int]], Sequence[dict[str, Tensor]]],
     save: Callable[[Path, SignalSpec], None],
     ranks: Ranks = ONE_PROCESS,
     shard_bytes: int | None = None,
-) -> Manifest:
+) -> CacheManifest:
     """Write a cache or its missing shards, with one shard in memory at a time. All n processes must call this; each
     writes every n-th shard.
 

@@ -23,10 +23,16 @@ from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from stillhouse.checkpoint.checkpoint_folder import best_checkpoint, checkpoints
+from stillhouse.checkpoint.checkpoint_folder import (
+    RESUME,
+    IntactCheckpoint,
+    best_checkpoint,
+    checkpoints,
+    stored_tensors,
+    verified,
+)
 from stillhouse.checkpoint.export_weights import save_merged, write_weights
 from stillhouse.checkpoint.identity import configuration_hash
-from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint, stored_tensors, verified
 from stillhouse.config import RunConfig, load_config
 from stillhouse.engine.state_folder import RANDOM
 from stillhouse.libraries import reading

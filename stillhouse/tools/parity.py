@@ -29,8 +29,8 @@ from stillhouse.loops.completion_engine import generation_tokens, make_generator
 from stillhouse.loops.rollouts import make_queue
 from stillhouse.loops.session import Data
 from stillhouse.models import eos_ids
-from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start, temporary_groups
-from stillhouse.parallel.apply.expert_parallel import dispatched_experts
+from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, connect_processes, process_count, temporary_groups
+from stillhouse.parallel.apply.tensor_parallel import dispatched_experts
 from stillhouse.rollout import PromptPlan, Samples, TargetRules, step_documents
 from stillhouse.rollout.documents import StepPacker
 from stillhouse.rollout.engines import InJobEngine
@@ -126,7 +126,7 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
     device, processes = setup.device, process_count()
     require_attention(config.student, setup.teachers, device)
     data = setup.load_data()
-    start(device, config.train.timeout)
+    connect_processes(device, config.train.timeout)
     one_process = Mesh(Degrees(), device, single_process=True)
     multimodal = data.has_media
     reference, source = in_one_process.engine(in_one_process.models(one_process, multimodal=multimodal), Layout())

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from stillhouse.checkpoint.checkpoint_folder import DAMAGED, checkpoints
+from stillhouse.checkpoint.checkpoint_folder import DAMAGED, checkpoints, verified
 from stillhouse.checkpoint.identity import configuration_hash
-from stillhouse.checkpoint.integrity import verified
 from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.output.disk import UNFINISHED

@@ -24,7 +24,7 @@ from stillhouse.parallel import watchdog
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import LocalModelStore, SignalStore
-from stillhouse.signals.cache.files import Manifest, document_id, target_rows
+from stillhouse.signals.cache_files import CacheManifest, document_id, target_rows
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 from stillhouse.signals.teacher_folder import head_of
 from stillhouse.tools.cache_folder import CacheTeacher, write_documents
@@ -39,7 +39,7 @@ def write_cache(
     dtype: str | None = None,
     with_label: bool = False,
     shard_bytes: int | None = None,
-) -> Manifest:
+) -> CacheManifest:
     """Write the signals of a run's teacher for its training and held-out documents, or continue to write them.
 
     kind, top_k, dtype, with_label: the signal of a teacher in this job; a served teacher has `teacher.signal`.

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from stillhouse.checkpoint import integrity
-from stillhouse.checkpoint.integrity import require_covered, stored_tensors, verified
+from stillhouse.checkpoint import checkpoint_folder
+from stillhouse.checkpoint.checkpoint_folder import require_covered, verified
 from stillhouse.hashing import json_hash
 from stillhouse.output.progress import DamagedCheckpointError, State, write_state
 from stillhouse.tools.verify import verify_run
@@ -137,20 +137,6 @@ def test_damage_within_a_checkpoint_is_found(complete_run: Path, tmp_path: Path,
         verified(newest)
 
 
-def test_a_run_falls_back_from_a_damaged_checkpoint_if_it_may(complete_run: Path, tmp_path: Path) -> None:
-    out = interrupted(complete_run, tmp_path)
-    problem = zeroed(out / "checkpoints" / NEWEST)
-    before = contents(out)
-    assert run("distill", complete_run / "run.yaml", f"out={out}", code=1).err == (
-        f"error: {out}/checkpoints/{NEWEST} is damaged: {problem}; with checkpoint.fallback=true the run continues "
-        f"from {BEFORE}, the checkpoint before it\n"
-    )
-    assert contents(out) == before
-    run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true")
-    assert contents(out / "model") == contents(complete_run / "out" / "model")
-    assert (out / "checkpoints" / f"{NEWEST}.damaged").is_dir()
-
-
 def test_an_older_damaged_checkpoint_is_a_warning_and_is_kept(complete_run: Path, tmp_path: Path) -> None:
     """A damaged checkpoint is not the best one and is not removed, and the run does not stop."""
     out = interrupted(complete_run, tmp_path)
@@ -161,14 +147,21 @@ def test_an_older_damaged_checkpoint_is_a_warning_and_is_kept(complete_run: Path
     assert contents(out / "model") == contents(complete_run / "out" / "model")
 
 
-def test_chunks_that_overlap_by_as_much_as_they_leave_out() -> None:
-    """Overlap and gap have the same size, so the number of elements is right."""
-    chunks = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([4, 3])) for at in (0, 4, 6)]
-    stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([12, 3]), chunks)
-    with pytest.raises(DamagedCheckpointError, match=r"the 3 chunks of 'w' hold 36 of 36 elements, and overlap"):
-        require_covered(Path("checkpoint"), {"w": stored})
-    moved = [*chunks[:2], ChunkStorageMetadata(torch.Size([8, 0]), torch.Size([4, 3]))]
-    require_covered(Path("checkpoint"), {"w": TensorStorageMetadata(stored.properties, stored.size, moved)})
+def test_chunks_cover_a_tensor_once() -> None:
+    """In the second case, overlap and gap have the same size, so the number of elements is right."""
+
+    def stored(*starts: int) -> dict[str, TensorStorageMetadata]:
+        chunks = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([4, 3])) for at in starts]
+        return {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([12, 3]), chunks)}
+
+    require_covered(Path("checkpoint"), stored(0, 4, 8))
+    for starts, problem in (
+        ((0, 4), "24 of 36"),
+        ((0, 4, 6), "36 of 36 elements, and overlap"),
+        ((0, 4, 8, 0), "48"),
+    ):
+        with pytest.raises(DamagedCheckpointError, match=f"chunks of 'w' hold {problem}"):
+            require_covered(Path("checkpoint"), stored(*starts))
 
 
 def test_moments_that_are_absent_though_all_hashes_are_right(complete_run: Path, tmp_path: Path) -> None:
@@ -180,7 +173,7 @@ def test_moments_that_are_absent_though_all_hashes_are_right(complete_run: Path,
         header = file.metadata()
     kept = {name: tensor for name, tensor in load_file(path).items() if "norm.weight.exp_avg" not in name}
     save_file(kept, path, metadata=header)
-    state = integrity.read_state(newest)
+    state = checkpoint_folder.read_state(newest)
     state.files[f"resume/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     write_state(newest, state)
     refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
@@ -195,19 +188,6 @@ def test_a_checkpoint_given_by_its_path_is_verified_too(complete_run: Path, tmp_
     refused = run("distill", complete_run / "run.yaml", resume, f"out={tmp_path}/other", code=1)
     assert "is not what was written (its hash differs); name another checkpoint as checkpoint.resume" in refused.err
     assert not (tmp_path / "other" / "config.yaml").exists()
-
-
-def test_chunks_cover_a_tensor_once(run_on_two: tuple[Path, str], tmp_path: Path) -> None:
-    """This is checked by the headers only, not by the hashes."""
-    path = run_on_two[0] / "out" / "checkpoints" / NEWEST
-    stored = stored_tensors(path / "resume")
-    require_covered(path, stored)
-    name, tensor = next(
-        (name, tensor) for name, tensor in stored.items() if len(tensor.chunks) > 1 or "pipeline" in str(path)
-    )
-    for chunks in ([*tensor.chunks, tensor.chunks[0]], tensor.chunks[:-1]):
-        with pytest.raises(DamagedCheckpointError, match=rf"chunks of '{name}' hold"):
-            require_covered(path, stored | {name: type(tensor)(tensor.properties, tensor.size, chunks)})
 
 
 @pytest.mark.parametrize("which", ["student", *(slow(name) for name in ("teacher", "base of an adapter"))])
@@ -249,10 +229,9 @@ def test_a_log_that_is_not_the_one_of_the_checkpoint(complete_run: Path, tmp_pat
     for damage in ("lost", "edited"):
         out = interrupted(complete_run, tmp_path / damage)
         log = out / "metrics.jsonl"
-        if damage == "lost":
-            log.unlink()
-        else:
-            text = log.read_text()
+        text = log.read_text()
+        log.unlink()
+        if damage == "edited":
             log.write_text(text.replace('"step": 2,', '"step": 3,', 1))
         refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
         assert f"error: {log} is damaged: its first " in refused.err
@@ -320,14 +299,14 @@ def other_state(rank: int) -> None:
     """One rank cannot read the newest checkpoint, but the others can."""
     if int(os.environ["RANK"]) != rank:
         return
-    original = integrity.read_state
+    original = checkpoint_folder.read_state
 
     def read(path: Path) -> State:
         if path.name == NEWEST:
             raise DamagedCheckpointError(f"{path} is damaged: stale file handle")
         return original(path)
 
-    integrity.read_state = read
+    checkpoint_folder.read_state = read
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kit.signal_hooks import EVERY_RANK, at_step, signal_at
 from torch.distributed.run import get_args_parser
 
 from stillhouse.parallel import Degrees, Mesh, watchdog
-from stillhouse.parallel.ranks import start
+from stillhouse.parallel.processes import connect_processes
 from stillhouse.run import data
 from stillhouse.run import run as run_module
 
@@ -229,7 +229,7 @@ def group_timeouts(rank: int, port: int, results: Any) -> None:
     import torch
 
     device = torch.device("cpu")
-    start(device, 20000.0)
+    connect_processes(device, 20000.0)
     mesh = Mesh(Degrees(fsdp=2), device)
     groups = [dist.group.WORLD, mesh.ranks.group, *mesh.weights.get_all_groups(), *mesh.tokens.get_all_groups()]
     results.put({group._get_backend(device).options._timeout.total_seconds() for group in groups})

@@ -28,7 +28,7 @@ from stillhouse.models import Decoder
 from stillhouse.objective import TEACHER, SortedTopK, SpanSignal, TopK
 from stillhouse.signals import CrossTokenizerStore, LocalModelStore
 from stillhouse.signals.cross_tokenizer import Method
-from stillhouse.signals.id_log_probs import labelled_log_probs
+from stillhouse.signals.extract import top_k_log_probs
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 TAU = 1.3
@@ -151,7 +151,7 @@ def test_one_tokenizer_on_both_sides_gives_the_top_k_signal(folder: Path, name: 
         with torch.no_grad():
             hidden = model(torch.from_numpy(tokens.astype(np.int64))[None], head=False)[0, :-1]
         labels = torch.from_numpy(tokens[1:].astype(np.int64))
-        live = labelled_log_probs(hidden, model.output_head(), labels, K, TAU)
+        live = top_k_log_probs(hidden, model.output_head(), K, TAU, labels_C=labels)
         counted = range(0 if first else 1, len(tokens) - 1)  # without a first token, no row predicts token 1
         assert tensors["weight"].tolist() == [
             float(row in counted) or float(not first) for row in range(len(tokens) - 1)

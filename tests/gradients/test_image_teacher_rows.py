@@ -29,7 +29,7 @@ from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.loops.session import Session
 from stillhouse.output.folder import RunFolder
-from stillhouse.signals.cache.files import target_rows
+from stillhouse.signals.cache_files import target_rows
 from stillhouse.signals.signal_spec import DocumentRows
 from stillhouse.tools.write_cache import write_cache
 

@@ -53,7 +53,7 @@ from stillhouse.parallel import (
     Mesh,
     ModelSource,
 )
-from stillhouse.signals.weight_average import WeightAverage
+from stillhouse.signals import WeightAverage
 from stillhouse.tools.parity import worst
 
 

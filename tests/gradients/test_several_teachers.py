@@ -55,10 +55,7 @@ def gradients(session: Session) -> dict[str, Tensor]:
 
 
 def expected(
-    session: Session,
-    folder: Path,
-    divergence: Divergence,
-    prefixes: dict[str, str] | None = None,
+    session: Session, folder: Path, divergence: Divergence, prefixes: dict[str, str] | None = None
 ) -> dict[str, Tensor]:
     """The gradients of the first step in float64, from one document at a time and whole logits."""
     student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64).train()

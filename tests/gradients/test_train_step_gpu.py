@@ -18,7 +18,8 @@ from stillhouse.config import TrainConfig
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Activations, Decoder, NotFiniteError
-from stillhouse.parallel import BufferedHead, HeadBuffers, Layout, copied_to, pin_weights, single_process_runner
+from stillhouse.parallel import Layout, single_process_runner
+from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, copied_to, pin_weights
 from stillhouse.signals import InStageTeacher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

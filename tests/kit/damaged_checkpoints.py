@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stillhouse.rollout.published_folder import MANIFEST
-from stillhouse.signals.cache.files import CACHE_KEY, INDEX, shard_name
+from stillhouse.signals.cache_files import CACHE_KEY, INDEX, shard_name
 from stillhouse.tools import cache_folder
 
 

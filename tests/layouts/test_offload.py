@@ -14,7 +14,7 @@ from kit.parity_models import configurations, decoder
 from kit.toy_tokenizer import toy_tokenizer
 from torch import Tensor
 
-from stillhouse.checkpoint.integrity import verified
+from stillhouse.checkpoint.checkpoint_folder import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.data import StepMicroBatches
@@ -34,7 +34,7 @@ from stillhouse.parallel import (
     load_weights,
 )
 from stillhouse.parallel.apply.fsdp import apply_fsdp
-from stillhouse.parallel.ranks import BACKENDS
+from stillhouse.parallel.processes import BACKENDS
 from stillhouse.run.setup import require_sharing
 
 CPU = torch.device("cpu")
@@ -77,11 +77,7 @@ def test_offloaded_training_equals_training_without_offload(tmp_path: Path, mesh
     ("degrees", "device", "message"),
     [
         (Degrees(fsdp=2), "cpu", "got true on a CPU, where everything is in host memory already"),
-        (
-            Degrees(tensor=2),
-            "cuda",
-            "under tensor 2, which does not use FSDP: expected parallel.fsdp",
-        ),
+        (Degrees(tensor=2), "cuda", "under tensor 2, which does not use FSDP: expected parallel.fsdp"),
         (Degrees(), "cuda", "under 1 process, which does not use FSDP: expected"),
     ],
 )

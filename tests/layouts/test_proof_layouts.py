@@ -200,10 +200,7 @@ def with_gates() -> None:
     LlamaAttention.__init__ = init  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(
-    ("side", "layout"),
-    [("teacher", "parallel.fsdp=2"), slow("student", "parallel.context=2")],
-)
+@pytest.mark.parametrize(("side", "layout"), [("teacher", "parallel.fsdp=2"), slow("student", "parallel.context=2")])
 def test_attention_that_separates_documents_in_one_row(tmp_path: Path, side: str, layout: str) -> None:
     """The same loss as with sdpa, for micro-batches of two rows."""
     losses = []

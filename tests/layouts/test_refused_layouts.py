@@ -58,10 +58,7 @@ def test_tensor_parallelism(model_type: str, message: str) -> None:
         ("deepseek_v4", "the layers of model type 'deepseek_v4' pass several hidden states per token"),
         ("glm_moe_dsa", "layer 1 of model type 'glm_moe_dsa' reads 'prev_topk_indices', which is computed from emb"),
         ("zamba2", "layers 1 and 3 of model type 'zamba2' share weights"),
-        (
-            "gemma4_unified_text",
-            "layer 2 of the student reads keys and values of layer 0, and stage 2 of 2 begins",
-        ),
+        ("gemma4_unified_text", "layer 2 of the student reads keys and values of layer 0, and stage 2 of 2 begins"),
         ("gemma4", "layer 0 of model type 'gemma4' reads 'per_layer_input', which is computed from embeddings"),
     ],
 )

@@ -96,8 +96,7 @@ def test_a_checkpoint_without_the_average_is_refused(folder: Path, averaged: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "of_teacher"),
-    [("fsdp=2", "context=2"), ("tensor=2", "fsdp=2"), ("pipeline=2", "")],
+    ("layout", "of_teacher"), [("fsdp=2", "context=2"), ("tensor=2", "fsdp=2"), ("pipeline=2", "")]
 )
 def test_the_model_of_one_process_with_an_average(folder: Path, averaged: Path, layout: str, of_teacher: str) -> None:
     """of_teacher: the layout of the other teacher, if it has one of its own."""

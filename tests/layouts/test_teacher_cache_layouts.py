@@ -32,8 +32,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("signal", "layout"),
-    [("hidden", "tensor=2"), ("hidden", "pipeline=2"), ("top_k", "context=2")],
+    ("signal", "layout"), [("hidden", "tensor=2"), ("hidden", "pipeline=2"), ("top_k", "context=2")]
 )
 def test_the_model_of_one_process(workspace: Path, signal: str, layout: str) -> None:
     out = workspace / f"{signal} {layout}"

@@ -76,10 +76,7 @@ def micro_batches_of(step: int) -> list[MicroBatch]:
     return padded[:2] if step == 2 else padded
 
 
-@pytest.mark.parametrize(
-    "announced",
-    ["right", slow("wrong"), slow("nothing")],
-)
+@pytest.mark.parametrize("announced", ["right", slow("wrong"), slow("nothing")])
 def test_announcements_do_not_change_the_weights(announced: str) -> None:
     counts = [4, 4, 2, 4]
     for rank, result in enumerate(on_ranks(train, CASE.layout.degrees.processes, announced)):

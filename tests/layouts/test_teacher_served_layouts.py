@@ -42,8 +42,7 @@ def requested_rows(proxy: Proxy) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("hidden", "tensor=2"), ("hidden", "pipeline=2"), ("chosen", "context=2")],
+    ("kind", "layout"), [("hidden", "tensor=2"), ("hidden", "pipeline=2"), ("chosen", "context=2")]
 )
 def test_the_model_of_one_process_and_each_row_is_fetched_once(
     workspace: Path, server: str, layout: str, kind: str

@@ -82,10 +82,7 @@ def test_steps_of_one_sequence_leave_a_process_without_one(workspace: Path, shor
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
-    [
-        ["parallel.pipeline=2", "teacher.parallel.context=2"],
-        ["parallel.tensor=2", "teacher.parallel.pipeline=2"],
-    ],
+    [["parallel.pipeline=2", "teacher.parallel.context=2"], ["parallel.tensor=2", "teacher.parallel.pipeline=2"]],
     ids=" ".join,
 )
 def test_a_teacher_in_a_layout_of_its_own(workspace: Path, short_run: Path, layouts: list[str]) -> None:

@@ -16,8 +16,8 @@ from kit.signal_hooks import signal_at
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from stillhouse.checkpoint.integrity import ROLLOUTS
-from stillhouse.checkpoint.rollouts_file import read_queue, write_queue
+from stillhouse.checkpoint.checkpoint_folder import ROLLOUTS
+from stillhouse.checkpoint.save import read_queue, write_queue
 from stillhouse.output.disk import hashes
 from stillhouse.output.progress import read_state, write_state
 from stillhouse.rollout import QueueState, RolloutQueue, Sample

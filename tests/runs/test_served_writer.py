@@ -15,7 +15,7 @@ from kit.stub_vllm import Vllm
 from kit.writer_cases import engine_of, requests_of, results
 from transformers import AutoTokenizer
 
-from stillhouse.checkpoint.served_models import WRITER, require_same_writer
+from stillhouse.checkpoint.resume import WRITER, require_same_writer
 from stillhouse.config.servers import ServerError
 from stillhouse.output.folder import RunFolder
 from stillhouse.rollout.records import Sampling

@@ -20,7 +20,7 @@ from stillhouse.loops.session import Session
 from stillhouse.objective import TopK
 from stillhouse.output.folder import folder_lock
 from stillhouse.signals import SignalCache
-from stillhouse.signals.cache.files import shard_name
+from stillhouse.signals.cache_files import shard_name
 from stillhouse.tools.write_cache import write_cache
 
 SHARD_BYTES = 5000

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective import Distill, FullVocab, OutputHead, Signal, TopK, linear_objective, parse_divergence
-from stillhouse.signals.id_log_probs import top_k_log_probs
+from stillhouse.signals.extract import top_k_log_probs
 
 ROWS, WIDTH, VOCABULARY, K = 512, 64, 2048, 64
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from stillhouse.config import ConfigError
 from stillhouse.objective import DenseLogits, Distill, OutputHead, Signal, linear_objective, parse_divergence
 from stillhouse.signals import SignalCache
-from stillhouse.signals.extract import draw, uniform_numbers
+from stillhouse.signals.extract import draw_ids, uniform_numbers
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.tools.write_cache import write_cache
 
@@ -39,7 +39,7 @@ def test_draws_are_unbiased() -> None:
     p_CV = (hidden_CE.double() @ weight_VE.double().T / 2.0).softmax(1)
     total_CV = torch.zeros(6, VOCABULARY, dtype=torch.float64)
     for document in range(800):
-        total_CV += dense(draw(hidden_CE, OutputHead(weight_VE), uniform(6, document=document), 2.0))
+        total_CV += dense(draw_ids(hidden_CE, OutputHead(weight_VE), uniform(6, document=document), 2.0))
     assert (total_CV.sum(1) == 40_000).all()
     expected_CV = 40_000 * p_CV
     likely_CV = expected_CV > 5
@@ -53,7 +53,7 @@ def test_peaked_rows_and_ids_without_mass() -> None:
     logits_V3[[4, 250], 0] = 0.0
     logits_V3[:, 1] = torch.linspace(-300, 300, VOCABULARY)
     logits_V3[17, 2] = 5.0
-    signals = [draw(torch.ones(1, 1), head_of(logits_V), uniform(1), 1.0) for logits_V in logits_V3.T]
+    signals = [draw_ids(torch.ones(1, 1), head_of(logits_V), uniform(1), 1.0) for logits_V in logits_V3.T]
     assert signals[0]["ids"][0, :3].tolist() == [4, 250, -1]
     assert signals[0]["counts"][0].sum() == DRAWS
     assert set(signals[1]["ids"][0].tolist()) <= {-1, 247, 248, 249, 250}
@@ -66,13 +66,13 @@ def test_uniform_numbers_at_the_ends_draw_ids_that_have_mass() -> None:
     logits_V = torch.full((VOCABULARY,), -torch.inf)
     logits_V[[3, 100, 247]] = torch.tensor([0.1, 0.7, -2.0])
     ends = torch.tensor([[0.0, 1 - 2.0**-53]], dtype=torch.float64)
-    assert draw(torch.ones(1, 1), head_of(logits_V), ends, 1.0)["ids"].tolist() == [[3, 247]]
+    assert draw_ids(torch.ones(1, 1), head_of(logits_V), ends, 1.0)["ids"].tolist() == [[3, 247]]
 
 
 def test_a_row_of_nan_has_no_ids() -> None:
     logits_V = torch.zeros(VOCABULARY)
     logits_V[3] = torch.nan
-    signal = draw(torch.ones(1, 1), head_of(logits_V), uniform(1), 1.0)
+    signal = draw_ids(torch.ones(1, 1), head_of(logits_V), uniform(1), 1.0)
     assert (signal["ids"] == -1).all()
     assert not signal["counts"].any()
 
@@ -98,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(cache: SignalCache) -> dict[bytes, dict[str, Tensor]]:
-    return {document: cache.read_document(document, rows) for document, rows in cache.documents().items()}
+    return {document: cache.read_document(document, stored.rows) for document, stored in cache.documents.items()}
 
 
 def test_the_same_draws_in_other_batches_and_shards(folder: Path, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_mean_gradient_over_draws_is_the_exact_one() -> None:
     exact_CD = gradient(DenseLogits(teacher_CE.double() @ weight_VE.double().T))
     spec, estimates = SignalSpec("sampled", "float32", DRAWS, 1.0), []
     for document in range(1000):
-        sampled = draw(teacher_CE, OutputHead(weight_VE), uniform(5, document=document), 1.0)
+        sampled = draw_ids(teacher_CE, OutputHead(weight_VE), uniform(5, document=document), 1.0)
         estimates.append(gradient(spec.as_signal(sampled, "bucket")))
     stacked = torch.stack(estimates)
     deviation_CD = stacked.std(0) / 1000**0.5

@@ -23,7 +23,8 @@ from stillhouse.config import ConfigError
 from stillhouse.models import Decoder
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.quantized import is_quantized, require_rounding, weight_bytes
-from stillhouse.parallel import Degrees, Layout, WaitingWeights
+from stillhouse.parallel import Degrees, Layout
+from stillhouse.parallel.host_memory import WaitingWeights
 from stillhouse.run import preflight
 from stillhouse.run.preflight import require_teachers_fit
 from stillhouse.run.session import prepare

@@ -33,8 +33,8 @@ from stillhouse.serving.client.pool import ServerPool
 from stillhouse.serving.image_wire import header_of
 from stillhouse.serving.wire import KEY
 from stillhouse.signals import SignalsLostError
-from stillhouse.signals.cache.files import document_id
-from stillhouse.signals.extract import draw, uniform_numbers
+from stillhouse.signals.cache_files import document_id
+from stillhouse.signals.extract import draw_ids, uniform_numbers
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: requests of the proof at the start of a run
@@ -82,7 +82,7 @@ def test_samples_give_the_gradients_of_the_same_samples_here(folder: Path, serve
                 tokens = session.data.train.documents.tokens(document)
                 numbers = uniform_numbers(document_id(tokens), range(len(tokens)), 11)
                 uniform_TM[rows_C] = torch.from_numpy(numbers)[position_T[rows_C]]
-        samples = draw(exact.hidden_TE, exact.head, uniform_TM, 2.0)
+        samples = draw_ids(exact.hidden_TE, exact.head, uniform_TM, 2.0)
         return Sampled(samples["ids"], samples["counts"] / 11)
 
     expected = gradients_of_signals(folder, sampled, **settings)
@@ -219,13 +219,7 @@ def test_a_run_survives_and_ends_with_the_same_weights(
     assert_same_weights(tmp_path / "out", undisturbed, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "answered",
-    [
-        pytest.param(5, id="in a step"),
-        slow(8, id="in the last evaluation"),
-    ],
-)
+@pytest.mark.parametrize("answered", [pytest.param(5, id="in a step"), slow(8, id="in the last evaluation")])
 def test_without_any_server_a_run_saves_its_steps_and_stops(
     folder: Path, server: str, undisturbed: Path, tmp_path: Path, answered: int
 ) -> None:
@@ -288,9 +282,7 @@ def test_limits_of_the_server_are_kept(folder: Path) -> None:
             gradients(folder, **{"teacher.url": started.url, "data.max_tokens": 32}, **settings)
         with pytest.raises(ConfigError, match="gives at most 9 ids per token, got top_k=10"):
             session_of(
-                folder,
-                cached=True,
-                **{"teacher.url": started.url, "teacher.signal": "top_k", "teacher.top_k": 10},
+                folder, cached=True, **{"teacher.url": started.url, "teacher.signal": "top_k", "teacher.top_k": 10}
             )
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stillhouse.checkpoint.integrity import verified
+from stillhouse.checkpoint.checkpoint_folder import verified
 from stillhouse.checkpoint.resume import candidates
 from stillhouse.checkpoint.save import load_checkpoint
 from stillhouse.config import ConfigError, load_config

@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 
 from stillhouse.checkpoint import checkpoint_folder
 from stillhouse.checkpoint import save as checkpoint
-from stillhouse.checkpoint.checkpoint_folder import prune
+from stillhouse.checkpoint.checkpoint_folder import prune, verified
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
-from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.session import Session

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from stillhouse.checkpoint.checkpoint_folder import verified
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
-from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import StepMicroBatches

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
-from stillhouse.parallel.bubble_schedule import Action, Order, bubble_schedule
+from stillhouse.parallel.teacher_prefetch import Action, Order, bubble_schedule
 
 STEPS = 12
 

@@ -9,8 +9,7 @@ from kit.tensors import assert_equal_tensors
 from torch import Tensor
 
 from stillhouse.objective import OutputHead, VocabShard
-from stillhouse.signals.extract import Extract, SignalRows
-from stillhouse.signals.id_log_probs import chosen_log_probs, labelled_log_probs, ranked_log_probs, top_k_log_probs
+from stillhouse.signals.extract import SignalRows, chosen_log_probs, extract, ranked_log_probs, top_k_log_probs
 from stillhouse.signals.signal_spec import SignalSpec
 
 #: the tensors of signals, by their kinds
@@ -55,7 +54,7 @@ def signals(rank: Rank, case: Problem) -> Signals:
 def unsharded_signals(case: Problem) -> Signals:
     """Those of the whole vocabulary, and the one with a label, which shards cannot give."""
     head = OutputHead(case.weight_VE, case.bias_V)
-    labelled = labelled_log_probs(case.hidden_CE, head, case.labels_C, case.top_k, case.temperature)
+    labelled = top_k_log_probs(case.hidden_CE, head, case.top_k, case.temperature, labels_C=case.labels_C)
     return _signals(head, case) | {"labelled": labelled}
 
 
@@ -165,8 +164,7 @@ def test_nan_stays_nan_in_every_signal() -> None:
     """A NaN that became −inf or a number would be trained on."""
     head, hidden_CE = OutputHead(torch.randn(9, 4)), torch.full((1, 4), torch.nan)
     rows = SignalRows(torch.tensor([0]), torch.tensor([[3, -1]]))
-    extract = Extract(SignalSpec("chosen", "float32", 2, 1.0))
-    tensors = extract(hidden_states=hidden_CE[None], head=head, context=rows)
+    tensors = extract(SignalSpec("chosen", "float32", 2, 1.0), hidden_CE[None], head, rows)
     assert tensors["tail_log_prob"].isnan().all()
     assert tensors["log_probs"].isnan().any()
     assert ranked_log_probs(hidden_CE, head, torch.tensor([3]), 2)["log_prob"].isnan().all()

@@ -10,7 +10,7 @@ from kit.stub_servers import Fault, body, hostile_server, raw
 from stillhouse.config import ConfigError, RolloutConfig, TeacherConfig
 from stillhouse.config.servers import TOKEN_VARIABLE, ServerError, server_token
 from stillhouse.loops.completion_calls import CompletionCalls
-from stillhouse.parallel.ranks import log_rank0
+from stillhouse.parallel.processes import log_rank0
 from stillhouse.process_exit import print_line
 from stillhouse.serving.client.pool import ServerPool
 from stillhouse.serving.client.reward_server import RewardServer

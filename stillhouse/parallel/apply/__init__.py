@@ -9,9 +9,8 @@ from stillhouse.models import Decoder
 from stillhouse.models.lm_head import input_embedding
 from stillhouse.parallel.apply.compiled_layers import compile_layers
 from stillhouse.parallel.apply.context_parallel import apply_context_parallel
-from stillhouse.parallel.apply.expert_parallel import apply_expert_parallel, dispatched_experts
 from stillhouse.parallel.apply.fsdp import apply_fsdp
-from stillhouse.parallel.apply.tensor_parallel import apply_tensor_parallel
+from stillhouse.parallel.apply.tensor_parallel import apply_expert_parallel, apply_tensor_parallel, dispatched_experts
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.run_layout import Layout
 
@@ -34,12 +33,12 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
                 f"compiled layers under {degrees}: expected tensor=1 and expert=1, or train.compile: false"
             )
         compile_layers(decoder)
-    if mesh.sharding is not None:
+    if mesh.is_sharded:
         apply_fsdp(
             decoder,
-            mesh.sharding,
+            mesh.sharding(mesh.weights),
             experts=experts,
-            expert_mesh=mesh.expert_sharding,
+            expert_mesh=mesh.sharding(mesh.experts),
             # a pipeline's schedule runs backward in parts, and all parts need the gathered weights
             reshard_after_forward=layout.stages == 1,
             gather_dtype=layout.gather_dtype,
@@ -50,18 +49,16 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
 def apply_residual_dtype(decoder: Decoder, dtype: torch.dtype) -> None:
     """Round the output of a decoder's embedding to this dtype under autocast; it is float32 otherwise.
 
-    Each layer adds the output of a matrix product in bfloat16 to its hidden states. Most families keep the dtype of
-    the embedding's output in all layers, so that norms and additions read and write half the bytes. A pipeline stage
-    without the head always sends hidden states of this dtype, also of a family whose layers return another one,
-    because the next stage receives this dtype.
+    Most families keep the dtype of the embedding's output in all layers, so that norms and additions read and write
+    half the bytes. A pipeline stage without the head always sends hidden states of this dtype, also of a family whose
+    layers return another one, because the next stage receives this dtype.
     """
 
-    def round_under_autocast(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         # without autocast, the layers' matrices need hidden states in their dtype
         return output.to(dtype) if torch.is_autocast_enabled(output.device.type) else output
 
-    embedding = input_embedding(decoder.pretrained)
-    if embedding is not None:
-        embedding.register_forward_hook(round_under_autocast)
+    if (embedding := input_embedding(decoder.pretrained)) is not None:
+        embedding.register_forward_hook(rounded)
     if not decoder.has_head:
         decoder.register_forward_hook(lambda module, inputs, output: output.to(dtype))

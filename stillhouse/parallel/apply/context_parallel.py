@@ -1,14 +1,12 @@
 """Context parallelism by Ulysses (Jacobs et al. 2023, arXiv:2309.14509): each rank has a part of every sequence.
 
-Ranks exchange data only inside attention. Before attention, each rank has all heads for a part of the sequence.
-All-to-alls give it a part of the heads for the global sequence. Then transformers' attention function runs with the
-masks of the global sequence, including those for packed documents and sliding windows. Another all-to-all restores
-restores the first distribution.
+Ranks exchange data only inside attention. All-to-alls give a rank, which has all heads for a part of the sequence, a
+part of the heads for the global sequence. Then transformers' attention function runs with the masks of the global
+sequence, including those for packed documents and sliding windows. Another all-to-all restores the distribution.
 
-The part of a vision-language backbone before its language model gets whole sequences on every rank: it runs the
-vision tower on all media of the micro-batch, and puts the features among the embeddings of all columns. Then each
-rank continues with its columns. So features need not be cut with their placeholders, and the ranks' gradients of the
-tower add up to that of the whole sequences.
+The part of a vision-language backbone before its language model gets whole sequences on every rank, with all media of
+the micro-batch. Then each rank continues with its columns. So features need not be cut with their placeholders, and
+the ranks' gradients of the tower add up to that of the whole sequences.
 
 B rows, S tokens of the global sequence, H heads, D width of a head.
 """
@@ -63,8 +61,12 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
     with attention.without_lengths():
         joins_rows = {VARLEN: True, attention.usual: decoder.packing.joins_rows}
     decoder.packing.shard_documents()
-    require_heads(config, ranks, tensor)
-    names = {function: _ulysses_name(function, group) for function in attention.names}
+    if size := ModelFacts(config).indivisible_size(HEADS, ranks * tensor):
+        raise ValueError(
+            f"context={ranks} × tensor={tensor} does not divide the {size[0]}={size[1]} of model type "
+            f"'{config.model_type}': expected a divisor, since both degrees divide the heads"
+        )
+    names = {function: f"{_ULYSSES}{function}_{group.group_name}" for function in attention.names}
     for function, name in names.items():
         AttentionInterface.register(name, partial(_ulysses, function, group, joins_rows[function]))
         if function in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -76,17 +78,19 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
         mask = create_masks_for_generate(config, inputs_embeds, None, None, position_ids=position_ids)
         return {"attention_mask": mask}
 
+    global_masks = partial(_global_masks, masks, dtype)
     if is_part:
-        columns = _Columns(config, masks, dtype, group)
+        columns = _Columns(config, global_masks, group)
         decoder.backbone.register_forward_pre_hook(columns.gather, with_kwargs=True)
         language.register_forward_pre_hook(columns.cut, with_kwargs=True)
     else:
-        language.register_forward_pre_hook(partial(_with_global_masks, masks, dtype, group), with_kwargs=True)
+        language.register_forward_pre_hook(partial(_with_global_masks, global_masks, group), with_kwargs=True)
     if decoder.mtp is not None:
         model = decoder.mtp.model
         for number, layer in enumerate(decoder.mtp.layers):
             mtp_masks = partial(model.create_masks_for_mtp_layer, number, mtp_cache=None)
-            layer.register_forward_pre_hook(partial(_with_global_masks, mtp_masks, dtype, group), with_kwargs=True)
+            hook = partial(_with_global_masks, partial(_global_masks, mtp_masks, dtype), group)
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 @contextmanager
@@ -99,22 +103,13 @@ def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[No
     if group is None:
         yield
         return
-    prefix, suffix = _ulysses_name("\n", group).split("\n")
-    sharded = {name: name.removeprefix(prefix).removesuffix(suffix) for name in attention.names}
+    suffix = f"_{group.group_name}"
+    sharded = {name: name.removeprefix(_ULYSSES).removesuffix(suffix) for name in attention.names}
     attention.rename(sharded)
     try:
         yield
     finally:
         attention.rename({function: name for name, function in sharded.items()})
-
-
-def require_heads(config: PreTrainedConfig, context: int, tensor: int) -> None:
-    """Raise ValueError if context × tensor does not divide a model's numbers of heads."""
-    if size := ModelFacts(config).indivisible_size(HEADS, context * tensor):
-        raise ValueError(
-            f"context={context} × tensor={tensor} does not divide the {size[0]}={size[1]} of model type "
-            f"'{config.model_type}': expected a divisor, since both degrees divide the heads"
-        )
 
 
 @dataclass(frozen=True)
@@ -141,43 +136,37 @@ class NextTokens:
 
 
 def _with_global_masks(
-    masks: Callable[..., dict[str, Any]],
-    dtype: torch.dtype,
+    masks: Callable[[Tensor], dict[str, Any]],
     group: ProcessGroup,
     _: nn.Module,
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """A forward pre-hook that passes to a module the masks and the position ids of the global sequences.
+    """A forward pre-hook that passes to a module the masks and the position ids of the global sequences."""
+    global_BS = gather_sequences(options["position_ids"], group)
+    return arguments, options | masks(global_BS) | {"global_position_ids": global_BS}
+
+
+def _global_masks(masks: Callable[..., dict[str, Any]], dtype: torch.dtype, global_BS: Tensor) -> dict[str, Any]:
+    """Return the masks of global sequences with these position ids.
 
     masks: makes the masks from embeddings and position ids. dtype: the dtype of the embeddings.
     """
-    global_BS = gather_sequences(options["position_ids"], group)
-    return arguments, options | _masks_of(masks, dtype, global_BS) | {"global_position_ids": global_BS}
-
-
-def _masks_of(masks: Callable[..., dict[str, Any]], dtype: torch.dtype, global_BS: Tensor) -> dict[str, Any]:
-    """Return the masks of global sequences with these position ids."""
     # transformers reads only the shape, dtype and device of the embeddings
     embeddings = torch.empty((), dtype=dtype, device=global_BS.device).expand(*global_BS.shape, 1)
     return masks(inputs_embeds=embeddings, position_ids=global_BS)
-
-
-def _ulysses_name(function: str, group: ProcessGroup) -> str:
-    return f"{_ULYSSES}{function}_{group.group_name}"
 
 
 @dataclass
 class _Columns:
     """Hooks of a vision-language backbone and of its language model.
 
-    config: of the language model. masks, dtype: see `_with_global_masks`.
+    config: of the language model. masks: makes the masks of global sequences with these text positions.
     is_whole: whether the backbone has got token ids, of whole sequences, and no hidden states of a previous stage.
     """
 
     config: PreTrainedConfig
-    masks: Callable[..., dict[str, Any]]
-    dtype: torch.dtype
+    masks: Callable[[Tensor], dict[str, Any]]
     group: ProcessGroup
     is_whole: bool = False
 
@@ -191,12 +180,11 @@ class _Columns:
         self.is_whole = self._is_sharded and options.get("input_ids") is not None
         if not self.is_whole:
             return arguments, options
-        whole = {
-            name: gather_sequences(options[name], self.group) for name in _OF_TOKENS if options.get(name) is not None
-        }
-        whole["position_ids"] = _gather_positions(options["position_ids"], self.group)
+        present = [name for name in _OF_TOKENS if options.get(name) is not None]
+        whole = {name: gather_sequences(options[name], self.group) for name in present}
+        whole["position_ids"] = self._positions(options)
         if options.get("attention_mask") is not None:
-            whole |= self._masks(whole["position_ids"])
+            whole |= self.masks(_text(whole["position_ids"]))
         return arguments, options | whole
 
     def cut(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -204,37 +192,27 @@ class _Columns:
         if not self._is_sharded:
             return arguments, options
         if not self.is_whole:
-            positions = _gather_positions(options["position_ids"], self.group)
-            return arguments, options | self._masks(positions) | {"global_position_ids": _text(positions)}
+            global_BS = _text(self._positions(options))
+            return arguments, options | self.masks(global_BS) | {"global_position_ids": global_BS}
         positions, embeds_BSD = options["position_ids"], options["inputs_embeds"]
         rank, shape_BS = self.group.rank(), embeds_BSD.shape[:2]
         columns = slice(*(shape_BS[1] // self.group.size() * border for border in (rank, rank + 1)))
-        part = _cut_features(options, columns)
+        part: dict[str, Any] = {}
+        is_image_BS, features = options.get("visual_pos_masks"), options.get("deepstack_visual_embeds")
+        if is_image_BS is not None and features is not None:  # features that the model adds behind its layers
+            part["visual_pos_masks"] = is_image_BS[:, columns]
+            index_N = (is_image_BS.flatten().cumsum(0).view_as(is_image_BS) - 1)[:, columns][is_image_BS[:, columns]]
+            part["deepstack_visual_embeds"] = [feature_ND[index_N] for feature_ND in features]
         for name, value in options.items():
             if isinstance(value, Tensor) and value.shape[:2] == shape_BS and name not in part:
                 part[name] = value[:, columns]
         part["position_ids"] = positions[..., columns]
-        masks = {} if options.get("attention_mask") is not None else self._masks(positions)
+        masks = {} if options.get("attention_mask") is not None else self.masks(_text(positions))
         return arguments, options | part | masks | {"global_position_ids": _text(positions)}
 
-    def _masks(self, positions: Tensor) -> dict[str, Any]:
-        return _masks_of(self.masks, self.dtype, _text(positions))
-
-
-def _cut_features(options: Mapping[str, Any], columns: slice) -> dict[str, Any]:
-    """Return the part of the features that a language model adds behind its layers (deepstack) for these columns."""
-    is_image_BS, features = options.get("visual_pos_masks"), options.get("deepstack_visual_embeds")
-    if is_image_BS is None or features is None:
-        return {}
-    number_BS = is_image_BS.flatten().cumsum(0).view_as(is_image_BS) - 1
-    part_BS = is_image_BS[:, columns]
-    index_N = number_BS[:, columns][part_BS]
-    return {"visual_pos_masks": part_BS, "deepstack_visual_embeds": [feature_ND[index_N] for feature_ND in features]}
-
-
-def _gather_positions(positions: Tensor, group: ProcessGroup) -> Tensor:
-    """Return positions of the global sequences, [B, S] or [A, B, S] for A axes, from those of this rank's columns."""
-    return gather_sequences(positions.movedim(-1, 1), group).movedim(1, -1)
+    def _positions(self, options: Mapping[str, Any]) -> Tensor:
+        """Return positions of the global sequences, [B, S] or [A, B, S] for A axes."""
+        return gather_sequences(options["position_ids"].movedim(-1, 1), self.group).movedim(1, -1)
 
 
 def _text(positions: Tensor) -> Tensor:

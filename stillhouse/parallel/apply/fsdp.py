@@ -52,7 +52,13 @@ def apply_fsdp(
     inner = partial(shard, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     for module in experts:  # before the layers that contain them
         assert expert_mesh is not None
-        inner(module, mesh=expert_mesh, shard_placement_fn=partial(_expert_placement, expert_mesh))
+        # expert parallelism already shards dim 0, and FSDP shards a dim again only into equal parts: otherwise rows
+        processes = expert_mesh["shard"].size() if expert_mesh.ndim > 1 else expert_mesh.size()
+        inner(
+            module,
+            mesh=expert_mesh,
+            shard_placement_fn=lambda weight, processes=processes: Shard(int(len(local(weight)) % processes > 0)),
+        )
     for layers in _by_shared_weights([*decoder.layers(), *decoder.mtp_layers()]):
         _require_one_dtype(decoder, layers)
         inner(layers if len(layers) > 1 else layers[0], mesh=mesh)
@@ -78,12 +84,8 @@ def apply_fsdp(
 
 def _require_one_dtype(decoder: Decoder, layers: Sequence[nn.Module]) -> None:
     """Raise ValueError if layers of one FSDP group train weights of several dtypes, which FSDP cannot do."""
-    trained = {
-        parameter.dtype: name
-        for layer in layers
-        for name, parameter in layer.named_parameters()
-        if parameter.requires_grad
-    }
+    named = [pair for layer in layers for pair in layer.named_parameters()]
+    trained = {parameter.dtype: name for name, parameter in named if parameter.requires_grad}
     if len(trained) > 1:
         names = ", ".join(f"'{name}' in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
         raise ValueError(
@@ -102,12 +104,3 @@ def _by_shared_weights(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
             weights, members = weights | others, group_members + members
         groups.append((weights, members))
     return [members for _, members in groups]
-
-
-def _expert_placement(mesh: DeviceMesh, weight: nn.Parameter) -> Shard:
-    """Shard by expert (dim 0) if the number of processes divides the number of experts, else by rows (dim 1).
-
-    Expert parallelism already shards dim 0, and FSDP shards a dim again only into equal parts.
-    """
-    processes = mesh["shard"].size() if mesh.ndim > 1 else mesh.size()
-    return Shard(0 if len(local(weight)) % processes == 0 else 1)

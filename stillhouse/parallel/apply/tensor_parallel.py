@@ -1,7 +1,12 @@
-"""Tensor parallelism: shards a decoder by its family's plan in transformers, with torch's parallel styles.
+"""Tensor and expert parallelism: shards a decoder by its family's plans in transformers.
 
-The layers' matrices are sharded according to the plan, the input embedding and the output head by vocabulary rows.
-Hidden states between the layers are replicated. `Head.shard` has the vocabulary rows of the head on this rank.
+Tensor parallelism uses torch's parallel styles. The layers' matrices are sharded according to the plan, the input
+embedding and the output head by vocabulary rows. Hidden states between the layers are replicated. `Head.shard` has
+the vocabulary rows of the head on this rank.
+
+Under expert parallelism, each process has some complete experts of a layer. The processes are neighbours on the shard
+and tensor axes of a mesh. An all-to-all dispatches each token to the processes of its experts, and another all-to-all
+sends the results back. Tensor ranks have the same tokens, so each tensor rank dispatches one slice of these tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,8 +62,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             factor = "lora_A" if style.startswith("rowwise") else "lora_B"
             for matrix in [parts["base_layer"], parts[factor]] if parts else [module]:
                 parallelize_module(matrix, mesh, STYLES[style]())
-                if style.startswith("rowwise"):
-                    matrix.register_forward_hook(_local_output)
+                if style.startswith("rowwise"):  # a family may add to its output in place (Llama 4)
+                    matrix.register_forward_hook(lambda module, inputs, output: _LocalTensor.apply(output))
         elif _shares_input(name, module, plan):
             module.register_forward_pre_hook(partial(_replicate_input, mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
@@ -86,7 +91,7 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
         raise ValueError(
             f"model type '{config.model_type}' has no tensor-parallel plan in transformers: expected tensor=1"
         )
-    # experts are not sharded: each rank gets some complete experts (expert_parallel.py)
+    # experts are not sharded: each rank gets some complete experts
     # the embedding is sharded by rows, like the head, even if a plan (transformers 5.17) names it
     plan = {name: style for name, style in plan.items() if not is_of_experts(name) and style != "embedding_rowwise"}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
@@ -115,10 +120,7 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
 
 
 def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
-    """Raise ValueError if attention has weights per head that the plan does not name.
-
-    Examples are a norm's weight [heads, width of a head] in Cohere and a parameter [heads] in Doge.
-    """
+    """Raise ValueError if attention has weights per head that the plan does not name, as in Cohere and Doge."""
     config = text_config(decoder.config)
     counts: set[int | None] = set()
     for heads_name in HEADS:
@@ -141,10 +143,7 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
 
 
 def _shares_input(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
-    """Whether a module's input is read only by sharded matrices, several of which are sharded by columns.
-
-    This is true if all children with parameters are sharded.
-    """
+    """Whether a module's input is read only by sharded matrices, several of which are sharded by columns."""
     children = {path: child for path, child in module.named_children() if next(child.parameters(), None) is not None}
     styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
     # an adapter has a replicated matrix
@@ -155,9 +154,8 @@ def _shares_input(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
 def _replicate_input(
     mesh: DeviceMesh, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """A forward pre-hook that converts a module's hidden states to a replicated DTensor, which all its matrices read.
-
-    The ranks then all-reduce the gradient of the hidden states once, instead of once per matrix.
+    """A forward pre-hook that makes a module's hidden states a replicated DTensor, so that the ranks all-reduce their
+    gradient once, instead of once per matrix that reads them.
     """
     replicated = partial(DTensor.from_local, device_mesh=mesh, placements=[Replicate()], run_check=False)
     if "hidden_states" in options:
@@ -179,11 +177,6 @@ class _LocalTensor(torch.autograd.Function):
         return DTensor.from_local(gradient, ctx.mesh, [Replicate()], run_check=False)
 
 
-def _local_output(_: nn.Module, __: Any, output: Any) -> Tensor:
-    """A forward hook of a matrix that is sharded by rows: a family may add to its output in place (Llama 4)."""
-    return _LocalTensor.apply(output)
-
-
 def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Shard the embedding and the head by vocabulary rows, if they are on this stage."""
     embedding, head = input_embedding(decoder.pretrained), decoder.head
@@ -191,14 +184,49 @@ def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
     if not isinstance(head, Head):
         return
+
+    def by_rows(parameter: Tensor) -> nn.Parameter:
+        sharded = distribute_tensor(parameter.data, mesh, [Shard(0)])
+        return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
     linear = head.linear
-    weight_VD = linear.weight = embedding.weight if decoder.tied else _by_rows(linear.weight, mesh)
+    weight_VD = linear.weight = embedding.weight if decoder.tied else by_rows(linear.weight)
     if linear.bias is not None:
-        linear.bias = _by_rows(linear.bias, mesh)
+        linear.bias = by_rows(linear.bias)
     (rows, _), (start, _) = compute_local_shape_and_global_offset(weight_VD.shape, mesh, [Shard(0)])
     start = start if rows else len(weight_VD)
     head.shard = VocabShard(start, start + rows, mesh.get_group())
 
 
-def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    return nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)]), requires_grad=parameter.requires_grad)
+def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceMesh) -> None:
+    """Distribute a decoder's experts. Raises ValueError for a degree that does not divide them.
+
+    experts: the processes over which the experts are distributed. tensor: the ranks with the same tokens.
+    """
+    degree = experts.size()
+    # this number has another name in each family's configuration, but the same name in every module of experts
+    for count in {int(module.num_experts) for module in dispatched_experts(decoder)}:  # type: ignore[arg-type]
+        if count % degree:
+            name = "tensor" if degree == tensor.size() else "expert"  # the degree is at least the tensor degree
+            raise ValueError(
+                f"{name}={degree} does not divide the {count} experts of model type '{decoder.config.model_type}': "
+                f"expected a divisor of {count}"
+            )
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    apply_expert_parallelism(decoder.language_model, experts, tensor, _local_plan(decoder))
+
+
+def dispatched_experts(decoder: Decoder) -> list[nn.Module]:
+    """Return the modules of experts in this stage's layers."""
+    # ep_dispatch_experts: transformers' style for a module of experts with token dispatch
+    dispatched = [name for name, style in _local_plan(decoder).items() if style == "ep_dispatch_experts"]
+    return [decoder.language_model.get_submodule(name) for name in dispatched]
+
+
+def _local_plan(decoder: Decoder) -> dict[str, str]:
+    """Return the family's plan for this stage: styles by the names of parameters and modules."""
+    plan, model = ModelFacts(decoder.config).parallel_plan("ep"), decoder.language_model
+    # parameters first: they are sharded before the modules' forwards are wrapped
+    parts = [*model.named_parameters(), *model.named_modules()]
+    return {name: plan[plan_name(name)] for name, _ in parts if plan_name(name) in plan}

@@ -5,8 +5,7 @@ its first row is read.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
@@ -19,43 +18,24 @@ from stillhouse.data import Documents
 from stillhouse.data.media import MEDIA, MEDIUM, MediaInputs
 from stillhouse.hashing import file_hash
 from stillhouse.libraries import reading
-from stillhouse.signals.cache.files import (
+from stillhouse.signals.cache_files import (
     CACHE_KEY,
     ID_BYTES,
     INDEX,
     MANIFEST,
     TEACHER,
-    Manifest,
+    CacheManifest,
+    StoredDocument,
     document_id,
     documents_hash,
-    shard_identity,
+    read_rows,
     shard_name,
     target_rows,
 )
-from stillhouse.signals.cache.shard_layout import StoredRows
 from stillhouse.signals.signal_spec import DocumentRows, problem_in
 from stillhouse.signals.signal_store import SignalStore
 
 _DAMAGED = "is damaged: write the cache again"
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The place of a document in a cache.
-
-    shard: the shard's number
-    rows: the rows of the document that are stored
-    start: the row of the shard's tensors at which these rows begin
-    number: the document's number in the shard
-    """
-
-    shard: int
-    rows: range
-    start: int
-    number: int
-
-    def has(self, rows: range) -> bool:
-        return self.rows.start <= rows.start and rows.stop <= self.rows.stop
 
 
 class SignalCache(SignalStore):
@@ -74,19 +54,18 @@ class SignalCache(SignalStore):
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
         for name in sorted({MANIFEST} | present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
             self._require_unchanged(name)
-        self.manifest = Manifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"), folder / MANIFEST)
+        self.manifest = CacheManifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"), folder / MANIFEST)
         self.signal, self.width, self.identity = self.manifest.signal, self.manifest.width, self.manifest.identity
         self.vocabulary = self.manifest.vocabulary
-        self._layout = self.manifest.layout
         self._files: list[Any] = [self._open(number) for number in range(self.manifest.shards)]
         self._verified: set[int] = set()
         self._lock = Lock()
-        self._documents = {
+        self.documents = {
             document: where
             for number, file in enumerate(self._files)
             for document, where in self._table(number, file)
         }
-        digest = documents_hash((document, stored.rows) for document, stored in self._documents.items())
+        digest = documents_hash((document, stored.rows) for document, stored in self.documents.items())
         if digest != self.manifest.documents_hash:
             raise ValueError(f"{folder}: a shard's table of documents was changed: write the cache again")
 
@@ -94,14 +73,19 @@ class SignalCache(SignalStore):
         """Raise ValueError unless the cache has every row of these documents that predicts a target."""
         if documents.has_media:
             assert media_inputs is not None
-            self._require_processor(media_inputs, what)
+            if self.manifest.media != media_inputs.processor.pixels_identity:
+                has = f"was written with other pixels of {MEDIA}" if self.manifest.media else "is a cache of texts"
+                raise ValueError(
+                    f"{self.folder} {has}, and {what} has {MEDIA}: expected a cache of this data, written with the "
+                    f"same settings of the student's processor of {MEDIA} and the same data.image_pixels"
+                )
         ids = [
             document_id(
                 documents.tokens(number), None if media_inputs is None else media_inputs.of(documents, number)
             )
             for number in range(len(documents))
         ]
-        stored = [self._documents.get(document) for document in ids]
+        stored = [self.documents.get(document) for document in ids]
         missing = [
             number
             for number, place in enumerate(stored)
@@ -118,25 +102,8 @@ class SignalCache(SignalStore):
                 "template and longest document"
             )
 
-    def _require_processor(self, media_inputs: MediaInputs, what: str) -> None:
-        """Raise ValueError if the cache has other tensors of the same media."""
-        if self.manifest.media != media_inputs.processor.pixels_identity:
-            has = f"was written with other pixels of {MEDIA}" if self.manifest.media else "is a cache of texts"
-            raise ValueError(
-                f"{self.folder} {has}, and {what} has {MEDIA}: expected a cache of this data, written with the same "
-                f"settings of the student's processor of {MEDIA} and the same data.image_pixels"
-            )
-
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
-        """Return the tensors of `SignalSpec.tensors` for each document.
-
-        Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
-        """
         return [self.read_document(document_id(request.tokens, request.media), request.rows) for request in wanted]
-
-    def documents(self) -> Mapping[bytes, range]:
-        """The id and the stored rows of every document, in the cache's order."""
-        return {document: stored.rows for document, stored in self._documents.items()}
 
     def close(self) -> None:
         self._files.clear()
@@ -145,35 +112,43 @@ class SignalCache(SignalStore):
         """Compare every shard with its hash, and check the rows of all documents. Raises ValueError for a problem."""
         for number in range(self.manifest.shards):
             self._verify(number)
-        for document, stored in self._documents.items():
+        for document, stored in self.documents.items():
             self.read_document(document, stored.rows)
 
     def read_document(self, document: bytes, rows: range) -> dict[str, Tensor]:
-        """As `read`, for one document. document: its id"""
-        stored = self._documents.get(document)
+        """Return the tensors of `SignalSpec.tensors` for rows of one document. document: its id
+
+        Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
+        """
+        stored = self.documents.get(document)
         if stored is None or not stored.has(rows):
             raise ValueError(
                 f"{self.folder} has no rows {rows.start} to {rows.stop - 1} of document {document.hex()}"
             )
         self._verify(stored.shard)
-        path, first = self.folder / shard_name(stored.shard), stored.rows.start
-        part = StoredRows(stored.number, stored.start, range(rows.start - first, rows.stop - first))
+        path = self.folder / shard_name(stored.shard)
         with reading(f"{path} {_DAMAGED}"):
-            tensors = self._layout.read(self._files[stored.shard], part)
+            tensors = read_rows(self.manifest, self._files[stored.shard], stored, rows)
         if problem := problem_in(self.signal, self.manifest.vocabulary, tensors):
             raise ValueError(f"{path}: {problem}: write the cache again")
         return tensors
 
+    def _present(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: the cache is not whole")
+        return path
+
     def _open(self, number: int) -> Any:
-        path = _present(self.folder / shard_name(number))
+        path = self._present(shard_name(number))
         with reading(f"{path} {_DAMAGED}"):
             file = safe_open(path, framework="pt")
             identity = (file.metadata() or {}).get(CACHE_KEY)
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
             forms = {name: (tuple(part.get_shape()), part[:0].dtype) for name, part in slices.items()}
-        if identity != shard_identity(self.manifest, number):
+        if identity != f"{self.manifest.identity} {number}":
             raise ValueError(f"{path} is not shard {number} of this cache: write the cache again")
-        for name, (shape, dtype) in self._layout.forms().items():
+        for name, (shape, dtype) in self.manifest.forms.items():
             actual, stored_dtype = forms.get(name, ((), "absent"))
             if (actual[1:], stored_dtype) != (shape, dtype):
                 raise ValueError(
@@ -181,7 +156,7 @@ class SignalCache(SignalStore):
                 )
         return file
 
-    def _table(self, number: int, file: Any) -> Iterator[tuple[bytes, Stored]]:
+    def _table(self, number: int, file: Any) -> Iterator[tuple[bytes, StoredDocument]]:
         path = self.folder / shard_name(number)
         with reading(f"{path} {_DAMAGED}"):
             ids, first, offsets = (file.get_tensor(name) for name in ("document", "first_row", "offsets"))
@@ -191,7 +166,7 @@ class SignalCache(SignalStore):
             raise ValueError(f"{path} is damaged: its table of documents has gaps")
         for at, (start, (first_row, stop_row)) in enumerate(zip(starts, pairwise(borders), strict=True)):
             document = raw[at * ID_BYTES : (at + 1) * ID_BYTES]
-            yield document, Stored(number, range(start, start + stop_row - first_row), first_row, at)
+            yield document, StoredDocument(number, at, first_row, range(start, start + stop_row - first_row))
 
     def _verify(self, number: int) -> None:
         """Compare a shard with its hash, at the first call for this shard."""
@@ -201,15 +176,9 @@ class SignalCache(SignalStore):
                 self._verified.add(number)
 
     def _require_unchanged(self, name: str) -> None:
-        path = _present(self.folder / name)
+        path = self._present(name)
         if file_hash(path) != self.hashes.get(name):
             raise ValueError(f"{path} was changed or added after the cache was written: write the cache again")
-
-
-def _present(path: Path) -> Path:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: the cache is not whole")
-    return path
 
 
 def _index(folder: Path) -> dict[str, str]:

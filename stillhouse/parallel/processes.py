@@ -1,0 +1,142 @@
+"""This process of a job: its rank and device, and the connection of all processes that torchrun started."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from stillhouse.display import print_escaped
+from stillhouse.parallel import watchdog
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+#: the minimum timeout of a collective, because rank 0 may take hours to write a large model. The watchdog finds hung
+#: ranks earlier.
+GROUP_SECONDS = 6 * 3600.0
+
+
+def process_count() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Return this process's rank on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_processes() -> int:
+    """Return the number of processes that torchrun started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def process_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_first() -> bool:
+    """Whether this is rank 0 of the job, which writes and prints."""
+    return process_rank() == 0
+
+
+def log_rank0(line: str) -> None:
+    """Print a line on rank 0 only. A line may quote a server or a file: it cannot control the terminal."""
+    if is_first():
+        print_escaped(line)
+
+
+def connect_processes(device: torch.device, timeout: float) -> None:
+    """Connect to the other processes that torchrun started.
+
+    timeout: the watchdog regards a rank as hung after this number of seconds.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        store, rank, processes = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # torchrun's store survives a restart and still has the addresses of dead processes (torch 2.13), so each
+            # attempt gets another prefix. Only on a single machine, all processes have the same restart count.
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        watchdog.watch_ranks(store, rank, processes, timeout)
+        # the watchdog finds a hung rank; a collective may also wait for a long save on rank 0
+        limit = timedelta(seconds=max(2 * timeout, GROUP_SECONDS))
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes, timeout=limit)
+
+
+def start_alone(device: torch.device) -> None:
+    """Make a process group of this process alone, for a library that needs one."""
+    if not dist.is_initialized():
+        dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
+
+
+def wait_for_all() -> None:
+    """Wait until all processes of the job have called this function."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextmanager
+def temporary_groups() -> Iterator[None]:
+    """Destroy the process groups that the block creates. All processes must be ready with them at its end.
+
+    A group keeps threads (gloo) or memory of the GPU (NCCL). Nothing else destroys the groups of a mesh or an engine.
+    """
+    before = set(_world.pg_map)
+    yield
+    wait_for_all()
+    for group in [group for group in _world.pg_map if group not in before]:  # in the order of their creation
+        dist.destroy_process_group(group)
+
+
+def destroy_process_group() -> None:
+    """Disconnect from the other processes, after all of them have finished."""
+    if dist.is_initialized():
+        dist.barrier()
+        watchdog.stop()
+        dist.destroy_process_group()
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device with this name: auto, cpu, mps, cuda or cuda:N.
+
+    auto: a CUDA device, else Apple's GPU (MPS, for a single process), else the CPU. Raises ValueError for a device
+    that this machine does not have, or that several processes cannot share.
+    """
+    if name == "auto":
+        has_mps = torch.backends.mps.is_available() and process_count() == 1
+        name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
+    device, processes = torch.device(name), process_count()
+    if device.type == "mps" and processes > 1:
+        raise ValueError(f"got mps for {processes} processes, which cannot share it: expected cpu, or one process")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("got mps, but this machine has no such GPU: expected auto or cpu")
+    if device.type != "cuda":
+        return device
+    if processes > 1 and device.index not in (None, local_rank()):
+        raise ValueError(
+            f"got {name} for {processes} processes: expected cuda, so that each process gets another GPU"
+        )
+    if device.index is None:
+        device = torch.device("cuda", local_rank())
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise ValueError(f"got {name}, but this machine has {count} CUDA devices: expected auto or cpu")
+    # float32 convolutions, which vision towers have, in full precision: by default, torch rounds them to TF32
+    torch.backends.cudnn.allow_tf32 = False
+    return device
+
+
+def best_precision(device: torch.device) -> str:
+    """Return the precision that `auto` means: bf16 on GPUs that compute bf16 in hardware, else fp32."""
+    has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if has_units else "fp32"
+
+
+def use_deterministic_algorithms() -> None:
+    """For the rest of this process, let torch raise an error for an algorithm that may give other bits again."""
+    # cuBLAS reads it before its first product; torch requires it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
