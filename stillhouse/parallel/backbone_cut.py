@@ -31,8 +31,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.families import ModelFacts, layer_list, text_config
 from stillhouse.models.forward_modes import VARLEN
 from stillhouse.models.lm_head import PassThrough, input_embedding
-from stillhouse.models.pretrained import auto_class
-from stillhouse.models.unsaved_buffers import initialize_buffers
+from stillhouse.models.pretrained import auto_class, initialize_buffers
 from stillhouse.models.vision_language import beside_language_model
 
 #: the advice in error messages for models that cannot be cut into stages
