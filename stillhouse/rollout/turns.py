@@ -16,11 +16,9 @@ from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.data.render.tool_format import ToolCall, ToolFormat
 from stillhouse.display import first_line
-from stillhouse.user_code.episodes import Episode
-from stillhouse.user_code.function_calls import FunctionCalls
+from stillhouse.user_code.episodes import ERROR, Episode
+from stillhouse.user_code.function_calls import CallLostError, FunctionCalls
 from stillhouse.user_code.functions import Turn, UserFunctionError
-from stillhouse.user_code.tools import ERROR
-from stillhouse.user_code.worker_pool import CallLostError
 
 #: `beginning` first tokenizes _CHARACTERS characters per token. It doubles the number of characters until they
 #: have more than 2 × (the tokens that are needed) + _MARGIN tokens

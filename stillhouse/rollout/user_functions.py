@@ -13,6 +13,7 @@ from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_
 from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.section import function_hint
 from stillhouse.display import first_line, name_list
+from stillhouse.user_code.episodes import Tools
 from stillhouse.user_code.function_state import has_state, state_text
 from stillhouse.user_code.functions import (
     CALLBACKS,
@@ -26,7 +27,6 @@ from stillhouse.user_code.functions import (
     load_function,
     require_synchronous,
 )
-from stillhouse.user_code.tools import Tools
 
 
 def user_function(key: str, path: str, full_key: str | None = None) -> UserFunction:

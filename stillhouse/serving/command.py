@@ -111,7 +111,7 @@ def serve(teacher: str, *, no_token: bool, generate: bool, revision: str | None,
     quiet_libraries()
     if generate and options["quantize"] == "fp8":
         raise click.UsageError("--quantize fp8 is for a teacher, and not with --generate: expected int8 or nf4")
-    from stillhouse.serving.server import serve as run_server
+    from stillhouse.serving.server.run_server import run_server
 
     required = not no_token
     run_server(teacher, generate=generate, require_token=required, revision=revision, **options)  # type: ignore[arg-type]

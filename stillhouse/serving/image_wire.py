@@ -3,13 +3,9 @@
     image.D.NAME        the tensor NAME of the images of document D, as an argument of the model
     images              a list in the JSON of the header, with `SentImages` for a document with images, otherwise null
 
-So the pixels of a served model are those that the run makes for its own models, to the bit, and a server decodes no
-image files. `server/accepted_images.py` says what a server proves of them.
-
-The body of `POST /inference/v1/generate` for a prompt with images is a safetensors file with these tensors for one
-document, the prompt. The value of `generate` in its header is the JSON of a request without images, with `images`.
-
-D documents.
+So the pixels of a served model are those that the run makes for its own models, and a server decodes no image files.
+The body of `POST /inference/v1/generate` for a prompt with images has these tensors for one document, the prompt, and
+the JSON of a request without images, with `images`, as `generate` in its header. D documents.
 """
 
 import hashlib
@@ -48,7 +44,7 @@ class SentImages(StrictBody):
 class ImageSupport(StrictBody):
     """What a server tells of the images that it accepts, in `GET /v1/info`.
 
-    processor: the `processor_hash` of its processor. positions: the `positions_hash` of its model.
+    processor, positions: the `processor_hash` of its processor, and the `positions_hash` of its model.
     max_images, max_bytes: the most images of a request, and the most bytes of their tensors.
     max_pixels: the most pixels of the images of a sequence; None: an older server, which does not tell.
     """
@@ -85,17 +81,6 @@ def positions_hash(positions: Sequence[Tensor | None]) -> str:
     return json_hash([None if positions_SA is None else positions_SA.tolist() for positions_SA in positions])
 
 
-def require_processor(url: str, support: ImageSupport | None, processor: MediaProcessor, what: str) -> None:
-    """Raise ValueError unless a server accepts images and has this processor. what: what has images, for messages."""
-    if support is None:
-        raise ValueError(f"{what} has images, and {url} accepts none: start it with stillhouse serve --images")
-    if support.processor != processor_hash(processor):
-        raise ValueError(
-            f"{what} has images, and the model of {url} has another processor of images than student.model: expected "
-            "the processor of the student, with the same versions of transformers and torch on both sides"
-        )
-
-
 def images_hash(tokens: np.ndarray, images: MediaTensors) -> str:
     """A hash of a document's tokens, and of the sizes and all bytes of its images."""
     digest = hashlib.sha256(np.ascontiguousarray(tokens, dtype=np.int32).tobytes())
@@ -110,10 +95,7 @@ def images_hash(tokens: np.ndarray, images: MediaTensors) -> str:
 def encode_images(
     documents: Sequence[tuple[np.ndarray, MediaTensors | None]],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a body, and the entries of its header's JSON. Both are empty if no document has images.
-
-    documents: tokens, and images or None.
-    """
+    """The tensors of a body, and the entries of its header's JSON. documents: tokens, and images or None."""
     if all(images is None for _, images in documents):
         return {}, {}
     tensors: dict[str, Tensor] = {}
@@ -153,10 +135,7 @@ def take_images(header: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Any
 def decode_images(
     sent: Any, tensors: Mapping[str, Tensor], documents: Sequence[np.ndarray]
 ) -> list[DocumentMedia | None]:
-    """The images of each document. documents: their tokens.
-
-    Raises ValueError unless the images belong to these documents and have their hashes.
-    """
+    """The images of each document. documents: their tokens. Raises ValueError for other or changed images."""
     if sent is None and not tensors:
         return [None] * len(documents)
     if isinstance(sent, list) and len(sent) != len(documents):
@@ -216,15 +195,15 @@ def require_accepted(
     url: str, support: ImageSupport | None, documents: Documents, processor: MediaProcessor, what: str
 ) -> None:
     """Raise ValueError unless the server accepts images and has this processor, and DataError for the first document
-    with more images or pixels than it accepts in a request.
-
-    documents: some have images. what: their name in errors.
-
-    The bytes of tensors are known only when the processor has made them. So only the document with the most
-    placeholder tokens is compared with that limit.
+    with more images or pixels than it accepts in a request. documents: some have images. what: their name in errors.
     """
-    require_processor(url, support, processor, what)
-    assert support is not None
+    if support is None:
+        raise ValueError(f"{what} has images, and {url} accepts none: start it with stillhouse serve --images")
+    if support.processor != processor_hash(processor):
+        raise ValueError(
+            f"{what} has images, and the model of {url} has another processor of images than student.model: expected "
+            "the processor of the student, with the same versions of transformers and torch on both sides"
+        )
     assert isinstance(processor, ImageProcessor), "media that servers do not read"
     assert documents.media is not None
 
@@ -245,6 +224,7 @@ def require_accepted(
         for document in np.flatnonzero(counts_D * largest_pixels > support.max_pixels).tolist():
             pixels = sum(pixel_count(image, processor.most_pixels) for image in documents.media.of(document))
             require(document, pixels, support.max_pixels, "pixels in the images")
+    # the bytes of tensors are known only when the processor has made them: look at the most placeholder tokens alone
     tokens = {at: processor.count_placeholders(documents.tokens(at)) for at in np.flatnonzero(counts_D).tolist()}
     heaviest = max(tokens, key=lambda document: tokens[document])
     tensors = processor.read(documents, heaviest, documents.tokens(heaviest)).tensors

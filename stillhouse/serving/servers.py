@@ -1,9 +1,14 @@
-"""The servers that this add-on can ask, as entries of the group `stillhouse.servers`: ours, vLLM and SGLang."""
+"""What this add-on registers: the servers that it can ask (ours, vLLM and SGLang), as entries of the group
+`stillhouse.servers`, and servers as a source of a teacher's signals, in the group `stillhouse.sources`.
+"""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from stillhouse.config.rule import Rule, excludes
 from stillhouse.config.servers import ServerKind
+from stillhouse.config.source_kinds import SourceKind
 
 
 @dataclass(frozen=True)
@@ -90,4 +95,35 @@ SGLANG = _Sglang(
     hint="expected SGLang 0.5 or later",
     after_temperature="an SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
     tells_tokenizer=False,
+)
+
+
+class _Servers(SourceKind):
+    def rules(self) -> Iterable[Rule]:
+        yield excludes("teacher.dtype=float64", "teacher.url", expected="float32, bfloat16 or float16")
+        yield Rule(
+            ("teacher.prove", "teacher.model"),
+            lambda prove, model: prove == "always" and model is None,
+            "auto, or teacher.model, the weights to compare with",
+        )
+
+    def open(self, section: str, teacher: Any, objective: Any, batch_tokens: int) -> Any:
+        from stillhouse.serving.client.served_teacher import connect
+
+        return connect(teacher, objective.temperature_of(teacher), section)
+
+    def prove(self, section: str, teacher: Any, store: Any, documents: Any, data: Any, device: Any) -> None:
+        from stillhouse.serving.client.served_teacher import prove_servers
+
+        prove_servers(section, teacher, store, documents, data, device)
+
+
+URL = _Servers(
+    "url",
+    "on a server",
+    beside=("model", "attention", "revision", "dtype"),
+    options=("token_variable", "api", "signal", "timeout", "prove", "prove_every", "accept", "top_k"),
+    any_tokens=True,
+    compares_tokenizer=True,
+    is_address=True,
 )

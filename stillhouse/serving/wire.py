@@ -8,9 +8,8 @@
     answer      offsets [D+1] int64     the rows of document d are offsets[d]:offsets[d+1] of the following tensors
                 hidden, ids, …          the tensors of the signal (`SignalSpec.tensors`)
 
-The header of each file has one key, `score`, whose value is JSON. In a request it holds `ScoreOptions` and `images`;
-in an answer, it holds the same options and the teacher's identity (`teacher`). A request without images may be JSON
-instead (`ScoreBody`).
+The key `score` of each header has JSON: `ScoreOptions`, in a request also `images`, in an answer also the teacher's
+identity (`teacher`). A request without images may be JSON instead (`ScoreBody`).
 """
 
 import json
@@ -109,12 +108,21 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     if token_ids.dim() != 1:
         raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected one dim")
     _require_few(offsets.numel() - 1, most_documents)
-    documents = [tokens.numpy() for tokens in _split(token_ids, offsets)]
+    bounds = offsets.tolist() if offsets.dim() == 1 else []
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    if not lengths or min(lengths) < 1 or bounds[0] != 0 or bounds[-1] != len(token_ids):
+        raise ValueError(
+            f"expected one token or more per document, and offsets from 0 to all {len(token_ids)} tokens"
+        )
+    documents = [tokens.numpy() for tokens in token_ids.split(lengths)]
     if rows.shape != (len(documents), 2):
         raise ValueError(f"rows of shape {list(rows.shape)}: expected [{len(documents)}, 2]")
-    ranges = [
-        _row_range(start, stop, len(tokens)) for tokens, (start, stop) in zip(documents, rows.tolist(), strict=True)
-    ]
+    for tokens, (start, stop) in zip(documents, rows.tolist(), strict=True):
+        if not 0 <= start < stop <= len(tokens):
+            raise ValueError(
+                f"rows {start} to {stop} of a document of {len(tokens)} tokens: expected some of its rows"
+            )
+    ranges = [range(start, stop) for start, stop in rows.tolist()]
     without_images = _with_ids(signal, documents, ranges, tensors.get("ids"))
     images = decode_images(*sent, documents)
     return signal, [replace(document, media=of) for document, of in zip(without_images, images, strict=True)]
@@ -206,29 +214,8 @@ def _with_ids(
 
 
 def _options(signal: SignalSpec) -> dict[str, Any]:
-    return {
-        "signal": signal.kind,
-        "dtype": signal.dtype,
-        "top_k": signal.top_k,
-        "temperature": signal.temperature,
-    }
+    return {"signal": signal.kind, "dtype": signal.dtype, "top_k": signal.top_k, "temperature": signal.temperature}
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-
-
-def _split(token_ids: Tensor, offsets: Tensor) -> list[Tensor]:
-    bounds = offsets.tolist() if offsets.dim() == 1 else []
-    lengths = [stop - start for start, stop in pairwise(bounds)]
-    if not lengths or min(lengths) < 1 or bounds[0] != 0 or bounds[-1] != len(token_ids):
-        raise ValueError(
-            f"expected one token or more per document, and offsets from 0 to all {len(token_ids)} tokens"
-        )
-    return list(token_ids.split(lengths))
-
-
-def _row_range(start: int, stop: int, tokens: int) -> range:
-    if not 0 <= start < stop <= tokens:
-        raise ValueError(f"rows {start} to {stop} of a document of {tokens} tokens: expected some of its rows")
-    return range(start, stop)

@@ -1,20 +1,23 @@
 """Environments and tools with state: for each sample, an object with the sample's turns so far.
 
-An object exists only in the process of its calls. Each call has all turns of its sample. If the object is missing,
-because its process has ended, a new object gets the earlier turns again. So an environment that depends only on its
-arguments gives the replies of an undisturbed run.
+An object exists only in the process of its calls. If it is missing, because its process has ended, a new object gets
+the earlier turns again. So an environment that depends only on its arguments gives the replies of an undisturbed run.
+Tools (`rollout.tools`) are functions, and the methods of classes with state per sample.
 """
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Protocol, Self
+from types import MethodType
+from typing import Any, Protocol
 
 from stillhouse.user_code.functions import (
     ENVIRONMENT,
     REWARD_METHOD,
+    TOOLS,
     UserFunction,
     UserFunctionError,
     about_completion,
@@ -23,15 +26,26 @@ from stillhouse.user_code.functions import (
     checked_reward,
     checked_text,
     copied_record,
+    gives_reward,
+    in_words,
+    load_class,
+    load_function,
+    require_synchronous,
     shown,
 )
+
+#: the methods of a class with tools that are no tools themselves, and their parameters
+_NO_TOOLS = {"reset": ("prompt", "record"), "close": ()}
+#: the beginning of the text of a reply that is an error
+ERROR = "Error: "
+#: a call that the model makes: the name of the tool, its arguments, and a problem in place of a reply, or ""
+MadeCall = tuple[str, Mapping[str, Any], str]
 
 
 @dataclass(frozen=True)
 class Episode:
-    """The turns of a sample so far.
+    """The turns of the sample `number` so far.
 
-    number: the number of the sample.
     turns: the texts of the model's turns in their order, or their calls of tools. If it is empty and no reward is
         wanted, the sample has ended, and needs no object any more.
     replies: the replies to all turns, or to all but the last.
@@ -52,11 +66,6 @@ class Episode:
         """The number of calls that an object needs which is started again."""
         return max(1, len(self.turns)) + self.wants_reward
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """values: those of `vars`, sent as JSON."""
-        return cls(**dict(values) | {name: tuple(values[name]) for name in ("turns", "replies")})
-
 
 def episode_of(arguments: Sequence[Any]) -> Episode | None:
     """The turns of the sample whose object a call needs. arguments: of the call."""
@@ -68,15 +77,12 @@ class EpisodeObject(Protocol):
 
     def step(self, turn: Any, about: str) -> Any:
         """The reply to the next turn."""
-        ...
 
     def reward(self, about: str) -> float:
         """The reward of the sample, which ends with the turns so far."""
-        ...
 
     def close(self, about: str) -> None:
         """The sample has ended."""
-        ...
 
 
 #: in place of the reply to a turn that has none so far
@@ -86,21 +92,17 @@ Start = Callable[[str, Mapping[str, Any], str], EpisodeObject]
 
 
 def caller_of(function: UserFunction) -> Callable[..., Any]:
-    """Return a call of this reward or environment in this process, which checks the result.
-
-    It is called as call(prompt, completion, record, source), for a class with an `Episode` as a fifth argument, and
-    for a reward that takes them with the turns.
+    """Return a call of this reward or environment in this process, which checks the result: call(prompt, completion,
+    record, source), for a class with an `Episode`, and for a reward that takes them with the turns.
     """
     if inspect.isclass(function.function):
-        return Episodes(str(function), lambda *arguments: _Environment(function, *arguments))
-
+        return Episodes(str(function), partial(UserObject, function))
     return partial(checked_reply if function.key == ENVIRONMENT else checked_reward, function)
 
 
 class Episodes:
-    """The objects of samples in this process.
+    """The objects of samples in this process. name: the key and the user's class, for error messages.
 
-    name: the key and the user's class, for error messages.
     have_state: whether the objects depend on earlier turns. If not, each turn has a new object, and an object that is
         lost does not get the earlier turns again: they may hang again, or have other replies at another time.
     """
@@ -138,48 +140,144 @@ class Episodes:
         return kept.reward(about) if episode.wants_reward else reply
 
 
-class _Environment:
-    """An object of a user's class, with the methods reset and step, and perhaps close."""
+class UserObject:
+    """An object of a user's class, which was made and reset for a sample. Raises UserFunctionError if that fails."""
 
-    def __init__(self, environment: UserFunction, prompt: str, record: Mapping[str, Any], about: str):
-        self._environment = environment
-        self._object = started(environment, prompt, record, about)
+    def __init__(self, of: UserFunction, prompt: str, record: Mapping[str, Any], about: str):
+        self.of, self._made = of, of(about=about)
+        value = self.method("reset")(prompt, record, about=about)
+        if value is not None:
+            raise UserFunctionError(
+                f"{of}.reset gives {shown(value)}{about}: expected None, because the data have the prompt"
+            )
+
+    def method(self, name: str) -> UserFunction:
+        return method_of(self.of, self._made, name)
 
     def step(self, turn: str, about: str) -> str | None:
-        return checked_text(
-            self._environment, method_of(self._environment, self._object, "step")(turn, about=about), about
-        )
+        """The reply of an environment."""
+        return checked_text(self.of, self.method("step")(turn, about=about), about)
 
     def reward(self, about: str) -> float:
-        return reward_of(self._environment, self._object, about)
+        method = self.method(REWARD_METHOD)
+        return checked_number(method, method(about=about), about)
 
     def close(self, about: str) -> None:
-        closed(self._environment, self._object, about)
-
-
-def started(of: UserFunction, prompt: str, record: Mapping[str, Any], about: str) -> Any:
-    """Make an object of a user's class, and reset it. Raises UserFunctionError if one of them fails."""
-    made = of(about=about)
-    value = method_of(of, made, "reset")(prompt, record, about=about)
-    if value is not None:
-        raise UserFunctionError(
-            f"{of}.reset gives {shown(value)}{about}: expected None, because the data have the prompt"
-        )
-    return made
-
-
-def reward_of(of: UserFunction, made: Any, about: str) -> float:
-    """The reward that a user's object gives. Raises UserFunctionError unless it is a finite number."""
-    method = method_of(of, made, REWARD_METHOD)
-    return checked_number(method, method(about=about), about)
-
-
-def closed(of: UserFunction, made: Any, about: str) -> None:
-    """Call the method close of a user's object, if it has one."""
-    if hasattr(made, "close"):
-        method_of(of, made, "close")(about=about)
+        """Call the method close, if there is one."""
+        if hasattr(self._made, "close"):
+            self.method("close")(about=about)
 
 
 def method_of(of: UserFunction, made: Any, name: str) -> UserFunction:
     """A method of an object of a user's class."""
     return replace(of, path=f"{of.path}.{name}", function=getattr(made, name))
+
+
+class Tools:
+    """The tools of a run.
+
+    paths: of functions and of classes, as package.module:name. All public methods of a class but reset and close are
+        tools, and so is a method reward with arguments.
+    is_limited: whether the process has a limit of memory. An error because of it is then raised.
+
+    Raises ValueError for a path that cannot be imported or is no tool, and for two tools of one name.
+    """
+
+    def __init__(self, paths: Sequence[str], hint: Callable[[str], str] = lambda _: "", *, is_limited: bool = False):
+        self.functions: dict[str, UserFunction] = {}
+        self.classes: list[UserFunction] = []
+        #: by the name of a tool: what transformers makes its schema of
+        self.described: dict[str, Callable[..., Any]] = {}
+        self._is_limited = is_limited
+        for path in paths:
+            loaded = load_function(TOOLS, path, hint(path))
+            if inspect.isclass(loaded.function):
+                self._add_class(load_class(loaded, _NO_TOOLS))
+            else:
+                name = str(getattr(loaded.function, "__name__", ""))  # the name in its schema
+                self._add(name, loaded.function, path)
+                self.functions[name] = loaded
+
+    @property
+    def have_state(self) -> bool:
+        return bool(self.classes)
+
+    def start(self, prompt: str, record: Mapping[str, Any], about: str) -> EpisodeObject:
+        """The tools of one sample; see `EpisodeObject`."""
+        functions, objects = dict(self.functions), list[UserObject]()
+        for of in self.classes:
+            objects.append(UserObject(of, prompt, record, about))
+            functions |= {name: objects[-1].method(name) for name in _tool_names(of)}
+        return _SampleTools(functions, objects, is_limited=self._is_limited)
+
+    def _add_class(self, of: UserFunction) -> None:
+        names = _tool_names(of)
+        if not names:
+            raise ValueError(
+                f"got {of.path!r}, a class without tools: expected public methods besides reset and close"
+            )
+        for name in names:
+            method = getattr(of.function, name)
+            if not isinstance(inspect.getattr_static(of.function, name), staticmethod):
+                method = MethodType(method, object())  # transformers does not describe the `self` of a bound method
+            self._add(name, method, f"{of.path}.{name}")
+        self.classes.append(of)
+
+    def _add(self, name: str, described: Callable[..., Any], path: str) -> None:
+        if name in self.described:
+            raise ValueError(f"got {path!r}, but there is another tool of this name: expected different names")
+        require_synchronous(path, described)
+        self.described[name] = described
+
+
+def answer_of(key: str, path: str, *, is_limited: bool = False) -> Callable[..., Any]:
+    """Return the calls in this process of the function, the class or the tools (their paths, with spaces) of a key.
+
+    Raises ValueError if they cannot be imported. is_limited: see `Tools`.
+    """
+    if key != TOOLS:
+        return caller_of(load_function(key, path))
+    tools = Tools(path.split(), is_limited=is_limited)
+    return Episodes(f"{key}: {path}", tools.start, have_state=tools.have_state)
+
+
+class _SampleTools:
+    def __init__(self, functions: Mapping[str, UserFunction], objects: Sequence[UserObject], *, is_limited: bool):
+        self._functions, self._objects, self._is_limited = functions, objects, is_limited
+
+    def step(self, turn: Sequence[MadeCall], about: str) -> list[str]:
+        """The texts of the replies to the calls of a turn, in their order."""
+        return [
+            f"{ERROR}{problem}" if problem else self._reply(self._functions[name], arguments, about)
+            for name, arguments, problem in turn
+        ]
+
+    def reward(self, about: str) -> float:
+        (rewarded,) = (made for made in self._objects if gives_reward(made.of))
+        return rewarded.reward(about)
+
+    def close(self, about: str) -> None:
+        for made in self._objects:
+            made.close(about)
+
+    def _reply(self, tool: UserFunction, arguments: Mapping[str, Any], about: str) -> str:
+        def call() -> str:
+            value = tool.function(**arguments)
+            return (
+                str.__str__(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            )
+
+        try:
+            reply: str = replace(tool, function=call)(about=about)
+        except ValueError as error:
+            cause = error.__cause__
+            if cause is None or (self._is_limited and isinstance(cause, MemoryError)):
+                raise
+            reply = f"{ERROR}{in_words(cause)}"
+        return reply.encode(errors="replace").decode()  # half of a surrogate pair may come from the model's JSON
+
+
+def _tool_names(of: UserFunction) -> list[str]:
+    no_tools = {*_NO_TOOLS, REWARD_METHOD} if gives_reward(of) else _NO_TOOLS
+    names = [name for name, _ in inspect.getmembers(of.function, inspect.isfunction)]
+    return [name for name in names if not name.startswith("_") and name not in no_tools]

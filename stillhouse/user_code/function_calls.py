@@ -1,13 +1,43 @@
-"""The calls of a run's functions: in this process, one after the other, or in worker processes, many at once."""
+"""The calls of a run's functions: in this process, one after the other, or in worker processes, many at once.
+
+If a worker ends, hangs or runs out of memory, it is replaced, and its call is repeated once. All calls with the
+`Episode` of one sample go to one worker, which has the sample's object.
+"""
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
-from stillhouse.user_code.tools import answer_of
-from stillhouse.user_code.worker_pool import WorkerPool
+from stillhouse.display import first_line
+from stillhouse.user_code.episodes import answer_of, episode_of
+from stillhouse.user_code.functions import UserFunctionError, about_completion
+from stillhouse.user_code.worker import ERROR, UNUSABLE, VALUE, LostError, Worker
+
+#: how often a call is made until it raises an error
+_ATTEMPTS = 2
+
+
+class CallLostError(UserFunctionError):
+    """A call has not returned, in two processes that had started."""
+
+
+class _ClosedError(Exception):
+    """The calls were closed."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the function number `at`."""
+
+    at: int
+    arguments: tuple[Any, ...]
+    future: "Future[Any]" = field(default_factory=Future)
 
 
 class FunctionCalls:
@@ -15,7 +45,8 @@ class FunctionCalls:
 
     functions: pairs of key and path; the paths of tools are one text with spaces (see `answer_of`).
     workers: the number of processes that call the functions; 0: this process, in the thread that requests a call.
-    seconds, memory_gib: the limits of a call in a worker.
+    seconds: the limit of a call in a worker. memory_gib: the GiB that a worker may allocate beside those of its
+        functions' modules.
     """
 
     def __init__(
@@ -25,38 +56,50 @@ class FunctionCalls:
         seconds: float = 60.0,
         memory_gib: float | None = None,
     ):
+        self._functions, self._seconds, self._memory_gib = list(functions), seconds, memory_gib
+        self._here = {} if workers else {name: answer_of(*name) for name in self._functions}
         self._lock, self._times = threading.Lock(), dict[str, tuple[int, float]]()
-        self._pool: WorkerPool | None = None
-        if workers and functions:
-            self._pool = WorkerPool(
-                functions, workers, seconds=seconds, memory_gib=memory_gib, add_seconds=self._add_seconds
-            )
-        self._here = {} if self._pool is not None else {name: answer_of(*name) for name in functions}
+        self._changed, self._is_closed, self._workers = threading.Condition(), False, set[Worker]()
+        # calls that wait: for any worker, and those with an episode for the worker of its sample
+        self._for_any, self._for_worker = deque[_Call](), [deque[_Call]() for _ in range(workers)]
+        # by the number of a sample; its remainder would not do, because all samples of a source may have the same
+        self._worker_of, self._next_worker = dict[int, int](), cycle(range(workers))
+        self._threads = [
+            threading.Thread(target=self._serve, args=(number,), name=f"worker {number}", daemon=True)
+            for number in range(workers if self._functions else 0)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def are_elsewhere(self) -> bool:
         """Whether a request returns at once, so that any thread may make it."""
-        return self._pool is not None
+        return bool(self._threads)
 
     def request(self, key: str, path: str, *arguments: Any) -> Future[Any]:
         """Start a call, and return the future of its result. arguments: (prompt, completion, record, source); for a
         class also an `Episode`, and for a reward that takes them the turns.
 
-        A call that fails raises UserFunctionError: in this process at once, in a worker by the future. If the workers
-        are closed, the future is never done.
+        A call that fails, or that two workers have not returned from, raises UserFunctionError: in this process at
+        once, in a worker by the future. If the workers are closed, the future is never done.
         """
-        if self._pool is not None:
-            return self._pool.request(key, path, arguments)
-        started = time.monotonic()
-        future: Future[Any] = Future()
-        future.set_result(self._here[key, path](*arguments))
-        self._add_seconds(key, time.monotonic() - started)
-        return future
-
-    def _add_seconds(self, key: str, seconds: float) -> None:
-        with self._lock:
-            count, total = self._times.get(key, (0, 0.0))
-            self._times[key] = count + 1, total + seconds
+        if not self._threads:
+            started, future = time.monotonic(), Future[Any]()
+            future.set_result(self._here[key, path](*arguments))
+            self._add_seconds(key, started)
+            return future
+        call, episode = _Call(self._functions.index((key, path)), arguments), episode_of(arguments)
+        with self._changed:
+            if episode is None:
+                self._for_any.append(call)
+            else:
+                worker = self._worker_of.pop(episode.number, None)
+                worker = next(self._next_worker) if worker is None else worker
+                if not episode.has_ended:
+                    self._worker_of[episode.number] = worker
+                self._for_worker[worker].append(call)
+            self._changed.notify_all()
+        return call.future
 
     def take_times(self) -> dict[str, tuple[int, float]]:
         """Return the number and the seconds of the calls since the last call of this method, by their keys."""
@@ -65,6 +108,103 @@ class FunctionCalls:
         return times
 
     def close(self) -> None:
-        """End the workers; calls under way may never end."""
-        if self._pool is not None:
-            self._pool.close()
+        """Kill the workers and the programs that they have started; calls under way may never end."""
+        with self._changed:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.kill()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _add_seconds(self, key: str, started: float) -> None:
+        with self._lock:
+            count, total = self._times.get(key, (0, 0.0))
+            self._times[key] = count + 1, total + time.monotonic() - started
+
+    def _serve(self, number: int) -> None:
+        """Make the calls of one worker, in a thread."""
+        worker: Worker | None = None
+        try:
+            with suppress(LostError, ValueError):  # the next call repeats the start, and has the error
+                worker = self._start()
+            while (call := self._next_call(number)) is not None:
+                try:
+                    worker = self._answer(call, worker)
+                finally:
+                    if not call.future.done():
+                        given_up = f"{self._name(call)} was given up, because the run ends"
+                        call.future.set_exception(ValueError(given_up))
+        except _ClosedError:
+            return
+        finally:
+            self._end(worker)
+
+    def _next_call(self, number: int) -> _Call | None:
+        """Wait for a call for this worker; None if the calls are closed."""
+        with self._changed:
+            while not self._is_closed:
+                for waiting in (self._for_worker[number], self._for_any):
+                    if waiting:
+                        return waiting.popleft()
+                self._changed.wait()
+        return None
+
+    def _answer(self, call: _Call, worker: Worker | None) -> Worker | None:
+        """Make a call, and set the result of its future. Returns the worker for the next call, None if it is lost."""
+        is_started, problem = False, ""
+        for _ in range(_ATTEMPTS):
+            is_started = worker is not None
+            try:
+                worker, is_started = self._start() if worker is None else worker, True
+                started = time.monotonic()
+                answer = worker.call(call.at, call.arguments, self._seconds)
+                self._add_seconds(self._functions[call.at][0], started)
+            except LostError as error:
+                answer = {UNUSABLE: str(error)}
+            except ValueError as error:
+                call.future.set_exception(UserFunctionError(str(error)))
+                self._end(worker)
+                return None
+            if UNUSABLE in answer:
+                self._end(worker)
+                problem, worker = answer[UNUSABLE], None
+                continue
+            if ERROR in answer:
+                call.future.set_exception(UserFunctionError(answer[ERROR]))
+            else:
+                call.future.set_result(answer[VALUE])
+            return worker
+        if not problem.startswith(name := self._name(call)):
+            problem = f"{name} {problem}{about_completion(*call.arguments[1:4:2])}"
+        first, *frames = problem.split("\n")
+        # a process that does not start is no fault of the call, and must not become a reply to a model
+        kind = CallLostError if is_started else UserFunctionError
+        repeated = "; the call was repeated once, in a new process, with the same result"
+        call.future.set_exception(kind("\n".join([first + repeated, *frames])))
+        return worker
+
+    def _name(self, call: _Call) -> str:
+        return ": ".join(self._functions[call.at])
+
+    def _start(self) -> Worker:
+        with self._changed:
+            if self._is_closed:
+                raise _ClosedError
+            try:
+                worker = Worker(self._functions, self._memory_gib)
+            except OSError as error:
+                raise LostError(f"needs a new process, which does not start ({first_line(error)})") from error
+            self._workers.add(worker)
+        try:
+            worker.require_started()
+        except (LostError, ValueError):
+            self._end(worker)
+            raise
+        return worker
+
+    def _end(self, worker: Worker | None) -> None:
+        if worker is not None:
+            with self._changed:
+                self._workers.discard(worker)
+            worker.end()

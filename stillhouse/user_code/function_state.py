@@ -6,17 +6,23 @@ object that has them. For a class, these must be class methods: the objects of i
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from stillhouse.display import name_list
+from stillhouse.hashing import file_hash
 from stillhouse.user_code.episodes import method_of
 from stillhouse.user_code.functions import UserFunction, UserFunctionError
-from stillhouse.user_code.worker import source_hashes
 
 SAVE, LOAD = "state_dict", "load_state_dict"
 #: the most characters of a state as JSON
 MOST_CHARACTERS = 2**24
+#: the folders of installed modules
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 class FunctionStates:
@@ -25,7 +31,7 @@ class FunctionStates:
     def __init__(self, functions: Iterable[UserFunction]):
         functions = list(functions)
         self._with_state = {str(function): function for function in functions if has_state(function)}
-        hashes = source_hashes({function.path.partition(":")[0] for function in functions}) if functions else {}
+        hashes = _source_hashes({function.path.partition(":")[0] for function in functions}) if functions else {}
         ours = ("__main__", "__mp_main__", __name__.partition(".")[0])
         self.sources = {name: digest for name, digest in hashes.items() if name.partition(".")[0] not in ours}
 
@@ -60,9 +66,16 @@ class FunctionStates:
 def has_state(function: UserFunction) -> bool:
     """Whether a function has a state. Raises ValueError if it has only one of both methods."""
     owner = _owner(function)
-    if _is_torch_module(owner):
+    # torch's class loads the state of a reward model, whose weights are no state of a run
+    if str(getattr(getattr(owner, LOAD, None), "__module__", "")).startswith("torch."):
         return False
-    names = [name for name in (SAVE, LOAD) if _is_method(owner, name)]
+    names = []
+    for name in (SAVE, LOAD):
+        if inspect.isclass(owner):
+            is_method = isinstance(inspect.getattr_static(owner, name, None), classmethod | staticmethod)
+        else:
+            is_method = callable(getattr(owner, name, None))
+        names += [name] * is_method
     if len(names) == 1:
         raise ValueError(f"got {function.path!r}, which has only {names[0]}: expected both {SAVE} and {LOAD}")
     return bool(names)
@@ -95,20 +108,32 @@ def _owner(function: UserFunction) -> Any:
     return getattr(function.function, "__self__", function.function)
 
 
-def _is_torch_module(owner: Any) -> bool:
-    """Whether torch's class loads the state: a reward model's weights are no state of a run."""
-    return str(getattr(getattr(owner, LOAD, None), "__module__", "")).startswith("torch.")
-
-
-def _is_method(owner: Any, name: str) -> bool:
-    if inspect.isclass(owner):
-        return isinstance(inspect.getattr_static(owner, name, None), classmethod | staticmethod)
-    return callable(getattr(owner, name, None))
-
-
 def _is_json(value: Any) -> bool:
     if isinstance(value, dict):
         return all(type(key) is str and _is_json(item) for key, item in value.items())
     if isinstance(value, list):
         return all(map(_is_json, value))
     return value is None or isinstance(value, int | float | str)  # numpy.float64 is a float
+
+
+def _source_hashes(named: Collection[str]) -> dict[str, str]:
+    """The sha256 of the source files of imported modules, by module: of those in `named`, and of all modules whose
+    package is not installed. "" for a file that cannot be read.
+    """
+    files = {
+        name: Path(file)
+        for name, module in sorted(sys.modules.items())
+        if isinstance(module, ModuleType) and isinstance(file := vars(module).get("__file__"), str)
+    }
+    # a virtual environment may see packages of another Python, in other folders than its own
+    standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    hashes = {}
+    for name, file in files.items():
+        package = files.get(name.partition(".")[0], file)  # it may make modules elsewhere, as torch.compile does
+        is_installed = not _INSTALLED.isdisjoint(package.parts) or any(map(package.is_relative_to, standard))
+        if name in named or (file.suffix == ".py" and not is_installed):
+            try:
+                hashes[name] = file_hash(file)
+            except OSError:
+                hashes[name] = ""
+    return hashes

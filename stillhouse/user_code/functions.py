@@ -1,9 +1,8 @@
 """The user's own functions: rewards for completions, environments that reply to them, and evaluations.
 
-These functions may do anything. An exception of a function, also SystemExit, is converted to an error that names the
-function and its call, with the traceback of the function's own frames. A signal ends a function that does not return
-(`preemption.interruptible`). A function gets a copy of the record. If it could change the record, later calls would
-depend on earlier calls, and a resumed run could not repeat them.
+An exception of a function, also SystemExit, is converted to an error that names the function and its call, with the
+traceback of the function's own frames. A function gets a copy of the record: later calls must not depend on earlier
+ones, or a resumed run could not repeat them.
 """
 
 import copy
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, TypedDict
 
 from stillhouse import preemption
@@ -68,15 +67,12 @@ def _folder() -> str:
 
 
 def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Settings of the process that a function must not change: for each setting, how to read it and how to set it.
-
-    Those of torch only if something has imported torch; a worker process of its own does not import it.
-    """
+    """Settings of the process that a function must not change: for each setting, how to read it and how to set it."""
     settings: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         "the working directory": (_folder, os.chdir)
     }
     torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "set_grad_enabled"):
+    if hasattr(torch, "set_grad_enabled"):  # only if something has imported torch; a worker does not
         settings["torch's default dtype"] = (torch.get_default_dtype, torch.set_default_dtype)
         settings["whether torch records gradients"] = (torch.is_grad_enabled, torch.set_grad_enabled)
     return settings
@@ -85,8 +81,7 @@ def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
 class Turn(TypedDict):
     """A piece of a completion, as rewards and their servers get it.
 
-    role: "student" for a turn that the model has generated, "environment" for a reply of `rollout.environment` or of
-        `rollout.tools`.
+    role: "environment" for a reply of `rollout.environment` or of `rollout.tools`.
     text: without special tokens. In a reply of tools, it has all that the chat template writes between two turns.
     """
 
@@ -117,17 +112,19 @@ class UserFunction:
         return TURNS in outer or (passes_on and TURNS in inner)
 
     def __call__(self, *arguments: Any, about: str = "", **named: Any) -> Any:
-        """Call the function. about: a text that error messages add, such as the completion.
-
-        Raises UserFunctionError if the function raises an exception or changes settings of the process. Raises
-        OverdueError if it does not return after a signal.
+        """Call the function. about: a text that error messages add, such as the completion. Raises UserFunctionError
+        if it raises an exception or changes settings of the process, OverdueError if it does not return after a
+        signal.
         """
         settings = _settings()
         before = {name: read() for name, (read, _) in settings.items()}
         try:
             with _ForeignCode(str(self), about):
                 call = partial(self.function, *arguments, **named)
-                value = interruptible(str(self), call, about, self._advice)
+                # functions of evaluations run only in the main thread of rank 0
+                is_of_rollouts = self.key in (REWARD, ENVIRONMENT, TOOLS)
+                advice = "; rollout.workers with rollout.worker_timeout limits the time of a call"
+                value = interruptible(str(self), call, about, advice if is_of_rollouts else "")
         finally:
             changed = [name for name, (read, _) in settings.items() if read() != before[name]]
             for name in changed:
@@ -139,35 +136,44 @@ class UserFunction:
             )
         return value
 
-    @property
-    def _advice(self) -> str:
-        """What to do if a call takes long. Functions of evaluations run only in the main thread of rank 0."""
-        is_of_rollouts = self.key in (REWARD, ENVIRONMENT, TOOLS)
-        return "; rollout.workers with rollout.worker_timeout limits the time of a call" if is_of_rollouts else ""
-
 
 def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     """Import the function `package.module:function`, also from modules in the working directory.
 
-    hint: a text that the error adds if there is no such module.
-
-    Raises ValueError if there is no such module or function, if the module cannot be imported, if the function is
-    asynchronous, or if it does not accept the arguments of its kind (`_ARGUMENTS`).
+    hint: a text that the error adds if there is no such module. Raises ValueError for a function that cannot be
+    imported, is asynchronous, or does not accept the arguments of its kind (`_ARGUMENTS`).
     """
-    loaded = UserFunction(key, path, _function(key, path, hint))
-    require_synchronous(path, loaded.function)
-    if key == ENVIRONMENT and inspect.isclass(loaded.function):
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    with _ForeignCode(f"got {path!r}, but importing {module_name}"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module exists, but another module that it imports does not
+            module = None
+    if module is None:
+        raise no_module(path, module_name, hint)
+    if (function := getattr(module, name, None)) is None:
+        raise no_function(path, module_name, name)
+    if not callable(function):
+        parameters, kind = ", ".join(_ARGUMENTS.get(key, ())), type(function).__name__
+        expected = "a function or a class" if key in (ENVIRONMENT, TOOLS) else f"a function({parameters})"
+        raise ValueError(f"got {path!r}, which is of type {kind} and no function: expected {expected}")
+    loaded = UserFunction(key, path, function)
+    require_synchronous(path, function)
+    if key == ENVIRONMENT and inspect.isclass(function):
         return load_class(loaded, _METHODS)
     if key != TOOLS:  # the model reads the parameters of a tool
         named = (TURNS,) if key in (REWARD, EVAL_REWARD) and loaded.takes_turns else ()
-        _require_parameters(path, loaded.function, _ARGUMENTS[key], named)
+        _require_parameters(path, function, _ARGUMENTS[key], named)
     return loaded
 
 
 def load_class(of: UserFunction, methods: Mapping[str, tuple[str, ...]]) -> UserFunction:
-    """Return a class of the user. methods: those that it must have, with their parameters; close is optional.
-
-    Raises ValueError for a class that needs arguments, or without these methods.
+    """Return a class of the user. methods: those that it must have, with their parameters; close is optional. Raises
+    ValueError for a class that needs arguments, or without these methods.
     """
     path, made = of.path, of.function
     _require_parameters(path, made, ())
@@ -206,23 +212,6 @@ def gives_reward(of: UserFunction) -> bool:
         return False
 
 
-def _function(key: str, path: str, hint: str) -> Callable[..., Any]:
-    module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    with _ForeignCode(f"got {path!r}, but importing {module_name}"):
-        module = _imported(module_name)
-    if module is None:
-        raise no_module(path, module_name, hint)
-    if (function := getattr(module, name, None)) is None:
-        raise no_function(path, module_name, name)
-    if not callable(function):
-        parameters, kind = ", ".join(_ARGUMENTS.get(key, ())), type(function).__name__
-        expected = "a function or a class" if key in (ENVIRONMENT, TOOLS) else f"a function({parameters})"
-        raise ValueError(f"got {path!r}, which is of type {kind} and no function: expected {expected}")
-    return function
-
-
 def no_module(path: str, module: str, hint: str) -> ValueError:
     expected = f"expected one that is installed, or in the working directory{hint}"
     return ValueError(f"got {path!r}, but there is no module {module!r}: {expected}")
@@ -240,9 +229,8 @@ def checked_reward(
     source: str,
     turns: Sequence[Turn] = (),
 ) -> float:
-    """The reward of a completion. Raises UserFunctionError if it is not finite.
-
-    source: `file:line` of the record. turns: the pieces of the completion, for a function that takes them.
+    """The reward of a completion. Raises UserFunctionError if it is not finite. source: `file:line` of the record.
+    turns: the pieces of the completion, for a function that takes them.
     """
     about = about_completion(completion, source)
     named = {TURNS: [turn.copy() for turn in turns]} if reward.takes_turns else {}
@@ -287,9 +275,8 @@ def checked_text(environment: UserFunction, value: Any, about: str) -> str | Non
 
 
 def finite_number(value: Any) -> float | None:
-    """A function's result as a float; None if the result is not a number or not finite.
-
-    numpy scalars are accepted, too. Overridden methods of subclasses of int and float are not called.
+    """A result, perhaps of numpy, as a float; None if it is not a number or not finite. Overridden methods of
+    subclasses of int and float are not called.
     """
     if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.generic):
         value = value.item()
@@ -329,15 +316,6 @@ def about_completion(completion: str, source: str) -> str:
     return f" for the completion {completion[:_SHOWN]!r} of {source}"
 
 
-def _imported(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but another module that it imports does not
-        return None
-
-
 class _ForeignCode(AbstractContextManager[object]):
     """Convert exceptions of the block to UserFunctionError, except OverdueError and Ctrl-C. SystemExit is converted,
     too: exit code 0 would mean a complete run. what, about: the text before and after the exception in the message.
@@ -347,16 +325,13 @@ class _ForeignCode(AbstractContextManager[object]):
         self._what, self._about = what, about
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, OverdueError) and not _is_ctrl_c(error):
+        # Ctrl-C in a program that uses the library. In the command line and in worker processes, a signal handler of
+        # ours catches Ctrl-C and raises nothing, so there a KeyboardInterrupt comes from the function.
+        raises_on_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        is_ctrl_c = isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c
+        if error is not None and not isinstance(error, OverdueError) and not is_ctrl_c:
             message = f"{self._what} raises {in_words(error)}{self._about}{_frames(error.__traceback__)}"
             raise UserFunctionError(message) from error
-
-
-def _is_ctrl_c(error: BaseException) -> bool:
-    """Whether the error is Ctrl-C in a program that uses the library. In the command line and in worker processes, a
-    signal handler of ours catches Ctrl-C and raises nothing, so there a KeyboardInterrupt comes from the function.
-    """
-    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _require_parameters(

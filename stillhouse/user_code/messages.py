@@ -1,7 +1,7 @@
 """Messages between a run and its workers, over a socket: each is complete within a time limit, or there is an error.
 
-A message is its length in 8 bytes and then its content. The other process may stop anywhere, also in the middle of a
-message or before it reads one. So the time limit holds for sending as it does for receiving.
+A message is its length in 8 bytes and then its content. The other process may stop anywhere, so the time limit holds
+for sending as it does for receiving.
 """
 
 import math

@@ -1,99 +1,173 @@
-"""The main function of a worker process: it imports the user's functions and answers calls until its run ends.
+"""A worker process, which imports the user's functions and answers calls until its run ends: both of its ends.
 
-`worker_pool.py` starts it. Requests come pickled from the run, because records may have values that JSON lacks.
-Answers are JSON, so that the run never unpickles what a function returns.
+Workers are new Python processes without torch, and not forks, because functions of the user may hang in a fork of a
+process with threads and a device. Each is in a process group with a guard, a shell that waits for the end of a pipe
+from the run. If the run ends in any way, the guard kills the group, with the programs that a function has started.
+Requests come pickled, because records may have values that JSON lacks. Answers are JSON, so that the run never
+unpickles what a function returns.
 """
 
 import json
 import os
+import pickle
 import signal
 import socket
+import subprocess
 import sys
-import sysconfig
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
-from stillhouse.hashing import file_hash
+from stillhouse.display import first_line
 from stillhouse.memory_limit import limit_memory
-from stillhouse.user_code.messages import Messages
-from stillhouse.user_code.tools import answer_of
+from stillhouse.user_code.episodes import answer_of, episode_of
+from stillhouse.user_code.messages import SECONDS_BETWEEN_LOOKS, Messages
 
 #: the keys of an answer: a result; the message of an error; a reason for which the process is not usable any more
 VALUE, ERROR, UNUSABLE = "value", "error", "unusable"
 #: the exit code of a process that cannot hold a request or its answer
 OUT_OF_MEMORY = 79
-#: the folders of installed modules
-_INSTALLED = {"site-packages", "dist-packages"}
+#: seconds in which a worker must have imported the functions
+SECONDS_TO_START = 600.0
+#: the kernel sends SIGHUP to a group of which a process is stopped when the run ends
+_GUARD = ("/bin/sh", "-c", "trap '' HUP; read line; kill -KILL 0")
+_WORKER = (
+    "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings['path']; "
+    "from stillhouse.user_code.worker import answer_calls; answer_calls(settings)"
+)
 
 
-def serve(settings: Mapping[str, Any]) -> NoReturn:
-    """Answer calls one by one. settings: `descriptor` of the connection, `functions` as pairs of configuration key
-    and path, `memory_bytes` that the process may allocate in addition to what it has, or None.
+def answer_calls(settings: Mapping[str, Any]) -> NoReturn:
+    """The main function of the process. settings: `descriptor` of the connection, `functions` as pairs of
+    configuration key and path, `memory_bytes` that the process may allocate in addition to what it has, or None.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         # the run decides when its workers end; programs that a function starts get the default handlers
         signal.signal(number, lambda *_: None)
     messages = Messages(socket.socket(fileno=settings["descriptor"]))
+    is_limited = settings["memory_bytes"] is not None
+
+    def send(answer: Mapping[str, Any]) -> None:
+        messages.send(json.dumps(answer).encode())
+
     try:
-        is_limited = settings["memory_bytes"] is not None
         calls = [answer_of(key, path, is_limited=is_limited) for key, path in settings["functions"]]
     except ValueError as error:
-        _send(messages, {ERROR: str(error)})
+        send({ERROR: str(error)})
         os._exit(1)
-    if settings["memory_bytes"] is not None:
+    if is_limited:
         limit_memory(settings["memory_bytes"])
-    _send(messages, {VALUE: None})
+    send({VALUE: None})
     try:
         while True:
             at, arguments = ForkingPickler.loads(messages.receive())
-            _send(messages, _answer(calls[at], arguments, is_limited=is_limited))
+            try:
+                answer = {VALUE: calls[at](*arguments)}
+            except ValueError as error:
+                ran_out = is_limited and isinstance(error.__cause__, MemoryError)
+                answer = {UNUSABLE if ran_out else ERROR: str(error)}
+            with suppress(OSError, ValueError):  # a function may have closed it
+                sys.stdout.flush()
+            send(answer)
     except (EOFError, ConnectionError):  # the run has closed the connection
         os._exit(0)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
 
 
-def _answer(call: Callable[..., Any], arguments: Any, *, is_limited: bool) -> dict[str, Any]:
-    try:
-        answer = {VALUE: call(*arguments)}
-    except ValueError as error:
-        ran_out = is_limited and isinstance(error.__cause__, MemoryError)
-        answer = {UNUSABLE if ran_out else ERROR: str(error)}
-    with suppress(OSError, ValueError):  # a function may have closed it
-        sys.stdout.flush()
-    return answer
+class LostError(Exception):
+    """A worker has ended, or does not answer. The message continues a sentence that begins with the function."""
 
 
-def source_hashes(named: Collection[str]) -> dict[str, str]:
-    """The sha256 of the source files of imported modules, by module: of those in `named`, and of all modules whose
-    package is not installed. "" for a file that cannot be read.
-    """
-    files = {
-        name: Path(file)
-        for name, module in sorted(sys.modules.items())
-        if isinstance(module, ModuleType) and isinstance(file := vars(module).get("__file__"), str)
-    }
-    hashes = {}
-    for name, file in files.items():
-        # a package may make modules elsewhere, as torch.compile does
-        package = files.get(name.partition(".")[0], file)
-        if name in named or (file.suffix == ".py" and not _is_installed(package)):
-            try:
-                hashes[name] = file_hash(file)
-            except OSError:
-                hashes[name] = ""
-    return hashes
+class Worker:
+    """A process that answers one call at a time, and its guard. Raises OSError if they cannot be started."""
 
+    def __init__(self, functions: Sequence[tuple[str, str]], memory_gib: float | None):
+        self._memory_gib = memory_gib
+        self._samples: set[int] = set()  # those whose objects it may have
+        self._connection, its_connection = socket.socketpair()
+        self._messages = Messages(self._connection)
+        nothing = subprocess.DEVNULL
+        self._guard = subprocess.Popen(_GUARD, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, process_group=0)
+        settings = {
+            "path": sys.path,
+            "descriptor": its_connection.fileno(),
+            "functions": functions,
+            "memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _WORKER, json.dumps(settings)],
+            stdin=nothing,
+            pass_fds=[its_connection.fileno()],
+            process_group=self._guard.pid,
+        )
+        its_connection.close()
 
-def _is_installed(file: Path) -> bool:
-    standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    # a virtual environment may see packages of another Python, in other folders than its own
-    return not _INSTALLED.isdisjoint(file.parts) or any(map(file.is_relative_to, standard))
+    def require_started(self) -> None:
+        """Wait until the functions are imported. Raises ValueError if they cannot be imported any more."""
+        answer = self._answer(None, SECONDS_TO_START, "is not imported within {:g} s")
+        if ERROR in answer:
+            raise ValueError(answer[ERROR])
 
+    def call(self, at: int, arguments: Any, seconds: float) -> Mapping[str, Any]:
+        """Call the function number `at`, and return its answer. seconds: the limit of a call, also for each call that
+        an object needs which is started again.
+        """
+        try:
+            request = bytes(ForkingPickler.dumps((at, arguments)))
+        except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
+            raise ValueError(
+                f"{arguments[3]}: the record cannot be sent to a process of rollout.workers "
+                f"({first_line(error)}): expected texts, numbers, lists and the like, or rollout.workers=0"
+            ) from error
+        calls, episode = 1, episode_of(arguments)
+        if episode is not None:
+            calls = 1 + episode.wants_reward if episode.number in self._samples else episode.calls
+            change = self._samples.discard if episode.has_ended else self._samples.add
+            change(episode.number)
+        each_call = f" for each of {calls} calls" if calls > 1 else ""
+        late = f"does not return within {{:g}} s, the value of rollout.worker_timeout{each_call},"
+        return self._answer(request, seconds * calls, late)
 
-def _send(messages: Messages, answer: Mapping[str, Any]) -> None:
-    messages.send(json.dumps(answer).encode())
+    def _answer(self, request: bytes | None, seconds: float, late: str) -> Mapping[str, Any]:
+        """The answer to a request, or the one at the start. seconds: from the first byte of the request on."""
+        until = time.monotonic() + seconds
+
+        def exists() -> bool:  # a program that the worker has started may keep the connection open for longer
+            return self._process.poll() is None
+
+        try:
+            if request is not None:
+                self._messages.send(request, until, exists)
+            answer: Mapping[str, Any] = json.loads(self._messages.receive(until, exists))
+        except TimeoutError:
+            raise LostError(late.format(seconds)) from None
+        except (EOFError, OSError):
+            raise LostError(self._how_it_ended()) from None
+        return answer
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(SECONDS_BETWEEN_LOOKS)
+        except subprocess.TimeoutExpired:
+            return "closes the connection of its process"
+        limit = "" if self._memory_gib is None else f" (its limit is {self._memory_gib:g} GiB of memory)"
+        if code >= 0:
+            return f"ends its process with exit code {code}{limit if code == OUT_OF_MEMORY else ''}"
+        return f"lets its process end by {signal.Signals(-code).name}{limit}"
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._guard.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill the processes and wait for their end; may be called once."""
+        self.kill()
+        self._process.kill()  # a function may have left the group
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._process.wait()
+        self._guard.wait()
+        self._connection.close()

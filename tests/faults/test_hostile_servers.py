@@ -24,7 +24,7 @@ from stillhouse.serving.client.apis.server_api import ServerInfo
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer
-from stillhouse.serving.client.pool import Call, ServerPool
+from stillhouse.serving.client.pool import ServerPool, ServerRequest
 from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.serving.wire import JSON, WIRE_FORMAT
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -32,6 +32,7 @@ from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 #: seconds of a pool's timeout, and the most until a request ends: this machine may be busy with other tests
 TIMEOUT, MOST_SECONDS = 1.0, 15.0
 DOCUMENT = DocumentRows(np.arange(5), range(4))
+REQUEST = ServerRequest("/", b"", JSON, lambda answer: answer.server, tokens=1, most_bytes=100)
 
 
 def reward(url: str) -> Any:
@@ -39,10 +40,13 @@ def reward(url: str) -> Any:
         return server.request("rollout.reward", "", "2 + 2 =", " 5", {"a": 1}, "train.jsonl:3", []).result(60)
 
 
+def calls_to(url: str) -> list[Any]:
+    return list(StillhouseApi().calls(ServerInfo(url, "t"), SignalSpec("hidden", "float32"), 8, [DOCUMENT]))
+
+
 def score(url: str) -> Any:
-    calls = StillhouseApi().calls(ServerInfo(url, "t"), SignalSpec("hidden", "float32"), 8, [DOCUMENT])
     with closing(ServerPool([url], TIMEOUT)) as servers:
-        return servers.score(list(calls))
+        return servers.score(calls_to(url))
 
 
 def top_k(url: str) -> Any:
@@ -115,8 +119,7 @@ def test_a_server_that_drips_leaves_time_for_another_one() -> None:
         hostile_server(body(b"{}")) as (other, _),
         closing(ServerPool([url, other], TIMEOUT, answer_seconds=TIMEOUT)) as servers,
     ):
-        call = Call("/", b"", JSON, lambda answer: answer.server, tokens=1, most_bytes=100)
-        assert servers.submit(call).result(30) == other
+        assert servers.submit(REQUEST).result(30) == other
 
 
 def test_a_server_that_answers_other_requests_may_take_all_of_the_time_for_one() -> None:
@@ -127,16 +130,11 @@ def test_a_server_that_answers_other_requests_may_take_all_of_the_time_for_one()
         hostile_server(body(b"{}")) as (other, _),
         closing(ServerPool([url, other], 4.0, answer_seconds=4.0)) as servers,
     ):
-        call = Call("/", b"", JSON, lambda answer: answer.server, tokens=1, most_bytes=100)
-        long = servers.submit(call)
+        long = servers.submit(REQUEST)
         wait_for(lambda: servers.servers[0].calls == 1, 2)
         time.sleep(0.2)  # until the server has begun with it
-        assert servers.score([call], url) == [url]
+        assert servers.score([REQUEST], url) == [url]
         assert long.result(30) == url
-
-
-def calls_to(url: str) -> list[Any]:
-    return list(StillhouseApi().calls(ServerInfo(url, "t"), SignalSpec("hidden", "float32"), 8, [DOCUMENT]))
 
 
 def test_a_server_that_says_later_is_asked_again_before_the_limit() -> None:

@@ -18,9 +18,8 @@ from stillhouse.config.servers import ServerError
 from stillhouse.rollout.records import Sampling
 from stillhouse.serving.client import pool, served_weights
 from stillhouse.serving.client.apis.vllm import VllmApi
-from stillhouse.serving.client.engine_proof import PROBE_TOKENS
 from stillhouse.serving.client.served_engine import ServedEngine
-from stillhouse.serving.client.served_weights import MAX_RESTORES
+from stillhouse.serving.client.served_weights import MAX_RESTORES, PROBE_TOKENS
 
 
 @pytest.fixture(autouse=True)

@@ -153,13 +153,6 @@ def test_extreme_sampling_that_is_allowed_is_answered(writer: Server) -> None:
         assert all(-1000 < log_prob <= 0 for log_prob in log_probs)
 
 
-def test_an_oversized_body_is_refused_before_it_is_read(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
-        client.sendall(f"content-length: {10**15}\r\n\r\n{{".encode())
-        assert client.recv(100).startswith(b"HTTP/1.1 413 ")
-
-
 def test_an_oversized_body_in_chunks_is_refused_at_the_limit(server: Server) -> None:
     """It has no Content-Length."""
     sent = 0

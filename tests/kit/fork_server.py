@@ -53,7 +53,7 @@ def _run(code: str, folder: Path, root: Path, errors: Path) -> None:
 
 PRELOAD = [
     *("__main__", "stillhouse.run.run", "stillhouse.tools.check", "stillhouse.engine.engine"),
-    *("stillhouse.serving.server", "peft", "kit.warm", "kit.cuda_is_cpu"),
+    *("stillhouse.serving.server.run_server", "peft", "kit.warm", "kit.cuda_is_cpu"),
 ]
 
 

@@ -160,7 +160,7 @@ def nan_for_token(token: int) -> None:
 
 def load_nothing() -> None:
     """A load that is said to have succeeded, and has changed no tensor that the model had."""
-    from stillhouse.serving.server.generate.weight_updates import WeightUpdates
+    from stillhouse.serving.server.weight_updates import WeightUpdates
 
     apply = WeightUpdates.apply
 

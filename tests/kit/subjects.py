@@ -67,7 +67,7 @@ from stillhouse.rollout.publish import BUCKET_BYTES, publish, version_folder
 from stillhouse.rollout.published_folder import MANIFEST, AdapterBase
 from stillhouse.run.setup import RunSetup
 from stillhouse.serving.client.http_client import HttpAnswer
-from stillhouse.serving.server.generate.weight_updates import WeightUpdates
+from stillhouse.serving.server.weight_updates import WeightUpdates
 
 Load = Callable[[random.Random], None]
 TOKENS = 32

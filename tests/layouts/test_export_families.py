@@ -28,7 +28,7 @@ from stillhouse.parallel import Degrees, empty_decoder, load_weights, single_pro
 from stillhouse.parallel.ranks import ONE_PROCESS
 from stillhouse.rollout.publish import publish
 from stillhouse.rollout.published_folder import AdapterBase
-from stillhouse.serving.server.generate.weight_updates import WeightUpdates
+from stillhouse.serving.server.weight_updates import WeightUpdates
 
 CPU, IDS = torch.device("cpu"), torch.arange(3, 20)[None]
 #: why a family is left out

@@ -86,9 +86,9 @@ def test_a_served_teacher_writes_what_it_writes_in_the_job(tmp_path: Path) -> No
 def ignore_images() -> None:
     """The tower gets the same picture for every prompt, after the server has proven its model."""
     from stillhouse.images.processor import ImageProcessor
-    from stillhouse.serving.server.generate import generate_routes
+    from stillhouse.serving.server import generation
 
-    tensors, decode = ImageProcessor.prompt_tensors, generate_routes.decode_prompt
+    tensors, decode = ImageProcessor.prompt_tensors, generation.decode_prompt
 
     def same(*arguments: Any) -> list[Any]:
         return [
@@ -100,7 +100,7 @@ def ignore_images() -> None:
         ImageProcessor.prompt_tensors = same  # type: ignore[method-assign]
         return decode(content)
 
-    generate_routes.decode_prompt = after_start
+    generation.decode_prompt = after_start
 
 
 @pytest.mark.slow

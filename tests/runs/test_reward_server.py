@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +14,7 @@ from kit import slow
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
 from kit.runs import contents, metrics
+from kit.stub_servers import QuietHandler, listen
 
 from stillhouse.config.reward_sum import part_names
 from stillhouse.config.servers import ServerError
@@ -40,26 +40,14 @@ class Server:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 server.requests.append((self.path, request))
-                status, body = answer(request)
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                self.reply(*answer(request))
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/reward?of=run"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.http = listen(Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/reward?of=run"
 
 
 @pytest.fixture
@@ -72,7 +60,8 @@ def servers() -> Iterator[Callable[..., Server]]:
 
     yield start
     for server in started:
-        server.close()
+        server.http.shutdown()
+        server.http.server_close()
 
 
 def reward_of(server: Server, record: Any = None) -> float:

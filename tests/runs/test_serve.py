@@ -21,7 +21,7 @@ from kit.serving import SCORING, Server, nan_for_token, out_of_memory_above, slo
 from safetensors.torch import load
 
 from stillhouse.models import Decoder, model_fingerprint
-from stillhouse.serving.server.run_server import serve
+from stillhouse.serving.server.run_server import run_server
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 HIDDEN = SignalSpec("hidden", "float32")
@@ -331,7 +331,7 @@ def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
 ) -> None:
     port = server.port if "port" in options else 0
     with pytest.raises((ValueError, OSError), match=message):
-        serve("no model", **options | {"port": port})
+        run_server("no model", **options | {"port": port})
 
 
 def test_a_second_signal_ends_the_server_at_once(folder: Path) -> None:

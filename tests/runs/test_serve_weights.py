@@ -267,7 +267,7 @@ def test_a_folder_that_changes_while_it_is_read_leaves_the_weights(folder: Path,
 
 
 def cut_before_apply(path: str) -> None:
-    from stillhouse.serving.server.generate.weight_updates import WeightUpdates
+    from stillhouse.serving.server.weight_updates import WeightUpdates
 
     apply = WeightUpdates.apply
 

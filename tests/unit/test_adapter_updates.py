@@ -20,7 +20,7 @@ from stillhouse.models.adapter import ADAPTER_CONFIG, add_lora, initialize_lora
 from stillhouse.parallel import single_process_runner
 from stillhouse.rollout.publish import publish, version_folder
 from stillhouse.rollout.published_folder import MANIFEST, AdapterBase
-from stillhouse.serving.server.generate.weight_updates import WeightUpdates
+from stillhouse.serving.server.weight_updates import WeightUpdates
 
 BASE = AdapterBase(fingerprint="ab" * 32, dtype="float32", quantize=None)
 WEIGHTS = "adapter_model.safetensors"

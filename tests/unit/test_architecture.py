@@ -43,7 +43,7 @@ def test_only_vocab_imports_torch_distributed_in_the_objective() -> None:
 
 
 #: names the error of a record that cannot be sent from the run to its own worker; nothing is read from others
-PICKLES = {"worker_pool.py"}
+PICKLES = {"worker.py"}
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))

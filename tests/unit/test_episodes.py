@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from stillhouse.user_code.episodes import Episode, caller_of
-from stillhouse.user_code.function_calls import FunctionCalls
+from stillhouse.user_code.function_calls import CallLostError, FunctionCalls
 from stillhouse.user_code.functions import ENVIRONMENT, TOOLS, load_function
-from stillhouse.user_code.worker_pool import CallLostError
 
 CODE = '''
 import os

@@ -13,7 +13,7 @@ import yaml
 from kit import slow
 
 import stillhouse
-from stillhouse.serving.server.limits import MIB, Limits
+from stillhouse.serving.server.role import MIB, Limits
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from kit.stub_servers import StubHandler, stub_server
 from kit.stub_vllm import Vllm
 
 from stillhouse.run.run import distill
-from stillhouse.serving.client.engine_proof import PROBE_TOKENS
+from stillhouse.serving.client.served_weights import PROBE_TOKENS
 
 
 def shifted(handler: StubHandler, content: dict[str, Any]) -> None:

@@ -13,9 +13,8 @@ from transformers.utils import get_json_schema
 
 from stillhouse.data.render.tool_format import UNKNOWN, ToolCall, tool_format
 from stillhouse.rollout.turns import SampleTurns, ToolReplies, done
-from stillhouse.user_code.episodes import Episodes
-from stillhouse.user_code.tools import Tools
-from stillhouse.user_code.worker_pool import CallLostError
+from stillhouse.user_code.episodes import Episodes, Tools
+from stillhouse.user_code.function_calls import CallLostError
 
 SCHEMAS = [get_json_schema(add), get_json_schema(find), get_json_schema(echo)]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'

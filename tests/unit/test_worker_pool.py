@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from kit.runs import wait_for
 
-from stillhouse.user_code import worker_pool
+from stillhouse.user_code import function_calls, worker
 from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.functions import UserFunctionError
 
@@ -47,13 +47,6 @@ def answers_half(prompt, completion, record):
         for _ in range(80):
             os.write(descriptor, b" ")
             time.sleep(0.2)
-    return 2.0
-
-def ends_once(prompt, completion, record):
-    marker = Path(record["marker"])
-    if not marker.exists():
-        marker.touch()
-        os._exit(0)
     return 2.0
 
 def starts_a_program(prompt, completion, record):
@@ -138,11 +131,6 @@ def test_an_error_names_function_completion_and_line(
     assert "stillhouse/" not in str(raised.value)
 
 
-def test_a_worker_that_ends_is_replaced_and_its_call_repeated(pools: list[FunctionCalls], tmp_path: Path) -> None:
-    call = opened(pools, "ends_once")
-    assert call("", "", {"marker": str(tmp_path / "marker")}, "a:1").result(60) == 2.0
-
-
 @pytest.mark.parametrize("size", [0, 400_000])
 def test_a_stopped_worker_is_replaced_also_if_the_record_does_not_fit_into_its_connection(
     pools: list[FunctionCalls], size: int
@@ -201,27 +189,23 @@ def test_a_module_that_cannot_be_imported_any_more(pools: list[FunctionCalls], t
         call("", "", {}, "a:1").result(60)
 
 
-def test_a_module_that_is_not_imported_in_time(pools: list[FunctionCalls], tmp_path: Path) -> None:
+def test_a_module_that_is_not_imported_in_time(
+    pools: list[FunctionCalls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "worker_functions.py").write_text("import time; time.sleep(1000)")
-    before, worker_pool.SECONDS_TO_START = worker_pool.SECONDS_TO_START, 0.5
-    try:
-        with pytest.raises(
-            ValueError, match=r"worker_functions:length is not imported within 0\.5 s for the com"
-        ) as raised:
-            opened(pools, "length")("", "", {}, "a:1").result(60)
-        assert raised.type is UserFunctionError  # a `CallLostError` would become the reply of a tool
-    finally:
-        worker_pool.SECONDS_TO_START = before
+    monkeypatch.setattr(worker, "SECONDS_TO_START", 0.5)
+    late = r"worker_functions:length is not imported within 0\.5 s for the com"
+    with pytest.raises(ValueError, match=late) as raised:
+        opened(pools, "length")("", "", {}, "a:1").result(60)
+    assert raised.type is UserFunctionError  # a `CallLostError` would become the reply of a tool
 
 
 def test_a_machine_without_memory_for_a_process(pools: list[FunctionCalls], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(worker_pool, "Worker", fails)
-    call = opened(pools, "length")
-    with pytest.raises(
-        ValueError, match=r"length needs a new process, which does not start .*Cannot allocate"
-    ) as raised:
-        call("", "", {}, "a:1").result(60)
+    monkeypatch.setattr(function_calls, "Worker", fails)
+    message = "length needs a new process, which does not start .*Cannot allocate"
+    with pytest.raises(ValueError, match=message) as raised:
+        opened(pools, "length")("", "", {}, "a:1").result(60)
     assert raised.type is UserFunctionError

@@ -1,13 +1,12 @@
-"""One exchange with a server, and the only ways to read its answer.
+"""One exchange with a server, which may be broken or hostile, and the only ways to read its answer.
 
-A server of the user may be broken, and one of somebody else may be hostile. So an answer is bytes whose number is
-limited, and nothing that the server says decides how they are decoded: a charset or a compression in its headers is
-not used. Everything else raises a ValueError, and text for messages has no control characters. A server may repeat a
-request's token, which no message may show: it is replaced in all that comes from the server.
+An answer is bytes whose number is limited. A charset or a compression in its headers is not used. Everything else
+raises a ValueError, and text for messages has no control characters. A request's token, which a server may repeat, is
+replaced in all that comes from the server.
 """
 
 import reprlib
-from collections.abc import AsyncIterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -73,8 +72,8 @@ class HttpAnswer:
 
 
 class HttpClient:
-    """Sends requests to servers. token: the bearer token of each request. seconds: the limit for each of an answer's
-    parts; the limit for all of it is the caller's.
+    """Sends requests to servers. token: the bearer token. seconds: the limit for each of an answer's parts; the limit
+    for all of it is the caller's.
     """
 
     def __init__(self, token: str | None, seconds: float, connect_seconds: float):
@@ -103,7 +102,11 @@ class HttpClient:
                 encoding = response.headers.get("content-encoding", "identity")
                 if encoding != "identity":
                     raise ValueError(f"an answer with the encoding {self._hidden(encoding)[:40]!r}: expected none")
-                body = await _read(response.stream, most_bytes)
+                content_read = bytearray()
+                async for part in response.stream:
+                    content_read += part
+                    if len(content_read) > most_bytes:
+                        raise ValueError(f"an answer of more than {most_bytes:,} bytes")
             finally:
                 await response.stream.aclose()
         except httpx2.InvalidURL as error:
@@ -111,6 +114,7 @@ class HttpClient:
         except httpx2.HTTPError as error:
             raise NoAnswerError(self._hidden(first_line(error))) from error
         answer_headers = {name: self._hidden(value) for name, value in response.headers.items()}
+        body = bytes(content_read)
         if self._token is not None:
             body = body.replace(self._token.encode(), b"*" * len(self._token))
         return HttpAnswer(response.status_code, body, answer_headers, server, path)
@@ -121,16 +125,6 @@ class HttpClient:
     def _hidden(self, text: str) -> str:
         """The text without the token."""
         return text if self._token is None else text.replace(self._token, "*" * len(self._token))
-
-
-async def _read(stream: AsyncIterable[bytes], most_bytes: int) -> bytes:
-    parts, size = [], 0
-    async for part in stream:
-        parts.append(part)
-        size += len(part)
-        if size > most_bytes:
-            raise ValueError(f"an answer of more than {most_bytes:,} bytes")
-    return b"".join(parts)
 
 
 def bytes_of_json(values: int, per_value: int = 512) -> int:

@@ -48,14 +48,14 @@ class RefusedError(ValueError):
 
 
 class AskAgainError(ValueError):
-    """`Call.parse` raises this for an answer that is complete but cannot be used: the request is sent again, and the
+    """`ServerRequest.parse` raises this for a complete answer that cannot be used: the request is sent again, and the
     answer does not count as a failure of the server.
     """
 
 
 class _TryAgainError(Exception):
     """An attempt has failed. fault: "damaged" if the answer cannot be used, "broken" if the server could not process
-    the request. pause: the seconds that a busy server requests until the next attempt.
+    the request. pause: the seconds that a busy server requests.
     """
 
     def __init__(self, message: str, fault: str = "", pause: float | None = None):
@@ -64,13 +64,12 @@ class _TryAgainError(Exception):
 
 
 @dataclass(frozen=True)
-class Call(Generic[T]):
+class ServerRequest(Generic[T]):
     """One request. parse: turns an answer into a result; raises ValueError for a damaged answer.
 
-    content: the body, or a function that makes the body for a server's URL. The function is called for each attempt
-    and must not block, unless `is_slow`: it is then called in another thread. tokens: the request's size.
-    most_bytes: the limit of an answer's size. absent: advice for the user if the server does not know the path (404).
-    statuses: the statuses of answers that `parse` reads.
+    content: the body, or a function that makes it for a server's URL at each attempt, in another thread if `is_slow`.
+    tokens: the request's size. most_bytes: the limit of an answer's size. absent: advice for the user if the server
+    does not know the path (404). statuses: the statuses of answers that `parse` reads.
     """
 
     path: str
@@ -86,7 +85,7 @@ class Call(Generic[T]):
 
 @dataclass
 class Server:
-    """held: whether the server gets no requests. error: the reason why the server is given up; None if it is not.
+    """held: whether the server gets no requests. error: why the server is given up, if it is.
     limits: of the requests in progress, each with the end that it has if the server answers another request before.
     """
 
@@ -119,9 +118,8 @@ class Server:
                 limit.reschedule(end)
 
     def hold(self, error: ServerError | None = None) -> None:
-        """Send the server no more requests until `release`; requests in progress go on.
-
-        error: the reason if the server is given up. If all servers are given up, requests raise the error.
+        """Send the server no more requests until `release`. error: why the server is given up, if it is. If all
+        servers are given up, requests raise the error.
         """
         self.held, self.error = True, error
 
@@ -131,15 +129,13 @@ class Server:
 
 
 class ServerPool:
-    """The servers of one model.
+    """The servers of one model. All methods may be called from several threads.
 
     timeout: seconds without an answer of any server after which requests fail.
     warn: prints a line when a server fails, or answers again. model: the name of the servers' model, for messages.
-    key: the key of the configuration with the timeout, for messages. token: sent to the servers as the bearer token.
+    key: the key of the configuration with the timeout, for messages. token: the servers' bearer token.
     answer_seconds: the limit for one answer, from the connection to its last byte and its parsing; None: a quarter of
     the timeout. in_flight: the most requests that one server gets at a time.
-
-    All methods may be called from several threads. `close` ends the requests in progress.
     """
 
     def __init__(
@@ -165,46 +161,71 @@ class ServerPool:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"{model} client", daemon=True).start()
 
-    def score(self, calls: Sequence[Call[T]], url: str | None = None, timeout: float | None = None) -> list[T]:
-        """The results of several requests, in their order.
-
-        url: the only server that gets the requests. timeout: seconds, instead of the pool's timeout.
-
-        Raises ServerError if the servers cannot answer, RefusedError if one of them refuses a request.
+    def score(
+        self, calls: Sequence[ServerRequest[T]], url: str | None = None, timeout: float | None = None
+    ) -> list[T]:
+        """The results of several requests, in their order. url: the only server that gets them. timeout: seconds,
+        instead of the pool's. Raises ServerError if no server answers, RefusedError if one refuses a request.
         """
         servers = [server for server in self.servers if url in (None, server.url)]
-        return self._wait(lambda: self._all(calls, servers, self.timeout if timeout is None else timeout))
+        seconds = self.timeout if timeout is None else timeout
 
-    def submit(self, call: Call[T]) -> Future[T]:
+        async def results() -> list[T]:
+            tasks = [asyncio.create_task(self._answered(call, servers, seconds)) for call in calls]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        return self._wait(results)
+
+    def submit(self, call: ServerRequest[T]) -> Future[T]:
         """Send a request; returns at once. The future raises what `score` would raise."""
         return self._start(lambda: self._answered(call, self.servers, self.timeout))
 
     def asker(self, url: str, patience: float | None = None, most_bytes: int = MOST_BYTES) -> Ask:
-        """Return a function that sends requests to one server. It repeats a request while the server cannot be
-        reached or is busy, for example while the server starts. patience: the seconds after which it raises
-        UnreachableError; None: the pool's timeout, which limits every request. most_bytes: the limit of an answer.
+        """Return a function that sends requests to one server, and repeats a request while the server starts or is
+        busy. patience: the seconds after which it raises UnreachableError; None: the pool's timeout, which limits
+        every request. most_bytes: the limit of an answer.
         """
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
 
-    def take_returned(self) -> list[str]:
+    def take_returned(self) -> set[str]:
         """The URLs of servers that had failed and have answered again since the last call."""
         returned, self._returned = self._returned, set()
-        return sorted(returned)
+        return returned
 
     def is_failing(self, url: str) -> bool:
         return any(server.warned for server in self.servers if server.url == url)
 
     def close(self) -> None:
         """End the requests in progress; later requests raise ServerError."""
+
+        async def cancel() -> None:
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            await self._client.close()
+
         if not self._closed:
             self._closed = True
-            asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
             # the loop runs one more second, so that a request that another thread has just begun ends with an error
             self._loop.call_soon_threadsafe(self._loop.call_later, 1.0, self._loop.stop)
 
     def _start(self, answer: Callable[[], Awaitable[T]]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(self._until_closed(answer), self._loop)
+        async def until_closed() -> T:
+            if self._closed:
+                raise ServerError(_GIVEN_UP)
+            try:
+                return await answer()
+            except asyncio.CancelledError as error:
+                raise ServerError(_GIVEN_UP) from error
+
+        return asyncio.run_coroutine_threadsafe(until_closed(), self._loop)
 
     def _wait(self, answer: Callable[[], Awaitable[T]]) -> T:
         if self._closed:  # the loop may have stopped already
@@ -213,29 +234,6 @@ class ServerPool:
             return self._start(answer).result()
         except CancelledError as error:
             raise ServerError(_GIVEN_UP) from error
-
-    async def _until_closed(self, answer: Callable[[], Awaitable[T]]) -> T:
-        if self._closed:
-            raise ServerError(_GIVEN_UP)
-        try:
-            return await answer()
-        except asyncio.CancelledError as error:
-            raise ServerError(_GIVEN_UP) from error
-
-    async def _cancel(self) -> None:
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.close()
-
-    async def _all(self, calls: Sequence[Call[T]], servers: Sequence[Server], timeout: float) -> list[T]:
-        tasks = [asyncio.create_task(self._answered(call, servers, timeout)) for call in calls]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _ask(self, server: str, path: str, body: Any, patience: float, most_bytes: int) -> HttpAnswer:
         started, announced, url, limit = time.monotonic(), False, server + path, max(patience, self.timeout)
@@ -262,7 +260,7 @@ class ServerPool:
                 announced = True
             await asyncio.sleep(min(1.0, patience / 10))
 
-    async def _answered(self, call: Call[T], servers: Sequence[Server], timeout: float) -> T:
+    async def _answered(self, call: ServerRequest[T], servers: Sequence[Server], timeout: float) -> T:
         """Send a request to one server after another until one of them answers, and return the result."""
         wait, tried = _Wait(servers, timeout), 0.0
         faults = Counter[tuple[str, str]]()
@@ -301,10 +299,8 @@ class ServerPool:
                 raise ServerError(f"no server can process a request; {wait.problem}")
 
     async def _free_server(self, wait: "_Wait") -> Server:
-        """Wait for a server that is neither paused, held nor full; return the one with the fewest tokens in progress.
-
-        Of several such servers, return the one whose last answer is the oldest. Raises ServerError if all servers are
-        given up, or if none of them has answered for the seconds of `wait`.
+        """Wait for a server that is neither paused, held nor full; return the one with the fewest tokens in progress,
+        or the oldest last answer. Raises ServerError if all servers are given up, or have not answered in time.
         """
         while True:
             now, servers = time.monotonic(), wait.servers
@@ -325,14 +321,11 @@ class ServerPool:
             waits = [server.paused_until - now for server in servers if server.paused_until > now]
             await asyncio.sleep(min([0.02, *waits]))
 
-    async def _attempt(self, server: Server, call: Call[T], seconds: float, silent_seconds: float) -> T:
+    async def _attempt(self, server: Server, call: ServerRequest[T], seconds: float, silent_seconds: float) -> T:
         """silent_seconds: the limit while the server answers nothing else."""
-        if isinstance(call.content, bytes):
-            content = call.content
-        elif call.is_slow:
-            content = await asyncio.to_thread(call.content, server.url)
-        else:
-            content = call.content(server.url)
+        content = call.content
+        if not isinstance(content, bytes):
+            content = await asyncio.to_thread(content, server.url) if call.is_slow else content(server.url)
         started = asyncio.get_running_loop().time()
         limit = asyncio.timeout_at(started + min(seconds, silent_seconds))
         server.limits[limit] = started + seconds
@@ -354,7 +347,9 @@ class ServerPool:
             del server.limits[limit]
         problem = f"{answer.status} {answer.message}"
         if answer.status in _BUSY:
-            raise _TryAgainError(problem, pause=_seconds(answer))
+            text = answer.headers.get("retry-after", "")
+            pause = min(60.0, float(text)) if text.isdecimal() else 0.0 if answer.status == 429 else None
+            raise _TryAgainError(problem, pause=pause)
         if answer.status == _BROKEN:
             raise _TryAgainError(problem, "broken")
         hint = f"; {call.absent}" if answer.status == 404 and call.absent else ""
@@ -387,11 +382,3 @@ class _Wait:
         """The seconds that are left until no server has answered for too long."""
         last = max(self._started, *(server.last_answer for server in self.servers))
         return last + self.seconds - time.monotonic()
-
-
-def _seconds(answer: HttpAnswer) -> float | None:
-    """The seconds of the Retry-After header, at most 60. Without the header, 0 for status 429, else None."""
-    text = answer.headers.get("retry-after", "")
-    if text.isdecimal():
-        return min(60.0, float(text))
-    return 0.0 if answer.status == 429 else None

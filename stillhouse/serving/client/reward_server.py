@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from stillhouse.config.servers import ServerError
 from stillhouse.serving.client.http_client import HttpAnswer
-from stillhouse.serving.client.pool import Call, RefusedError, ServerPool
+from stillhouse.serving.client.pool import RefusedError, ServerPool, ServerRequest
 from stillhouse.user_code.functions import Turn, UserFunctionError, about_completion, finite_number, shown
 
 #: the most bytes of an answer
@@ -52,6 +52,28 @@ class RewardServer:
         in time.
         """
         about, named = about_completion(completion, source), Future[Any]()
+
+        def parse(response: HttpAnswer) -> float:
+            answer = response.json()  # an error of JSON is a damaged answer: the request is repeated
+            value = answer.get("reward", answer) if isinstance(answer, dict) else answer
+            number = finite_number(value)
+            if number is None or value is answer:
+                raise RefusedError(f"{self._name} gives {shown(value)}{about}: {_EXPECTED}")
+            return number
+
+        def settle(answer: "Future[float]") -> None:
+            if answer.cancelled():
+                named.set_exception(ServerError(f"{self._name} was given up, because the run ends"))
+                return
+            error = answer.exception()
+            if isinstance(error, RefusedError):
+                refused = str(error) if about in str(error) else f"{self._name} refuses the request{about}: {error}"
+                error = UserFunctionError(refused)
+            if error is None:
+                named.set_result(answer.result())
+            else:
+                named.set_exception(error)
+
         try:
             request = {"prompt": prompt, "completion": completion, "record": record, "turns": turns}
             content = json.dumps(request, allow_nan=False)
@@ -60,39 +82,10 @@ class RewardServer:
                 UserFunctionError(f"{self._name}: the record of {source} cannot be sent as JSON ({error})")
             )
             return named
-        call = Call(
-            self._path,
-            content.encode(),
-            "application/json",
-            lambda response: self._reward(response, about),
-            tokens=1,
-            most_bytes=MOST_BYTES,
-        )
-        self._pool.submit(call).add_done_callback(lambda answer: self._settle(named, answer, about))
+        call = ServerRequest(self._path, content.encode(), "application/json", parse, tokens=1, most_bytes=MOST_BYTES)
+        self._pool.submit(call).add_done_callback(settle)
         return named
 
     def close(self) -> None:
         """End the requests under way."""
         self._pool.close()
-
-    def _reward(self, response: HttpAnswer, about: str) -> float:
-        answer = response.json()  # an error of JSON is a damaged answer: the request is repeated
-        value = answer.get("reward", answer) if isinstance(answer, dict) else answer
-        number = finite_number(value)
-        if number is None or value is answer:
-            raise RefusedError(f"{self._name} gives {shown(value)}{about}: {_EXPECTED}")
-        return number
-
-    def _settle(self, named: "Future[Any]", answer: "Future[float]", about: str) -> None:
-        """Give an answer or its error to the future of a call."""
-        if answer.cancelled():
-            named.set_exception(ServerError(f"{self._name} was given up, because the run ends"))
-            return
-        error = answer.exception()
-        if isinstance(error, RefusedError):
-            is_named = about in str(error)
-            error = UserFunctionError(str(error) if is_named else f"{self._name} refuses the request{about}: {error}")
-        if error is None:
-            named.set_result(answer.result())
-        else:
-            named.set_exception(error)

@@ -1,5 +1,6 @@
 """Completions from servers that have the student's weights. Each token carries the version that generated it."""
 
+import json
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -18,9 +19,9 @@ from stillhouse.data.media import MediaProcessor
 from stillhouse.display import escaped
 from stillhouse.rollout.published_folder import published_folder
 from stillhouse.rollout.records import Completion, GenerationRequest, Inbox, Sampling
-from stillhouse.serving.client.apis.server_api import Published, RequestBodies, ServerApi, Span
+from stillhouse.serving.client.apis.server_api import Published, ServerApi, VersionSpan
 from stillhouse.serving.client.http_client import HttpAnswer, bytes_of_json
-from stillhouse.serving.client.pool import AskAgainError, Call, RefusedError, ServerPool
+from stillhouse.serving.client.pool import AskAgainError, RefusedError, ServerPool, ServerRequest
 from stillhouse.serving.client.served_weights import UNKNOWN_WEIGHTS, ServedWeights, ServerState
 from stillhouse.serving.wire import JSON, SAFETENSORS
 
@@ -38,21 +39,20 @@ class ServedEngine:
     vocabulary: rows of the student's head. Ids outside of it are not sent, because they end a vLLM, and not accepted.
     timeout: seconds without an answer of any server after which futures raise ServerError, and the limit per answer.
     warn: is called with a line when a server fails or answers again.
-    update_timeout: seconds in which an update of the weights must end, or the servers that have not loaded them count
-        as servers that do not answer.
-    keep_weights: the servers keep the weights that they have, such as a teacher's. If it is False, `update_weights`
-        must be called before `generate`.
-    probes: prompts that each server completes after it has loaded weights (see `engine_proof.py`). The caller can
-        score these completions (`weights.probed`, `weights.set_proved`).
-    processor: that of the prompts' images; None for prompts without images.
-    image_prompts: prompts of which some have images, to compare them with the servers' limits.
+    update_timeout: seconds after which a server that has not loaded new weights counts as one that does not answer.
+    keep_weights: the servers keep the weights that they have, such as a teacher's. Otherwise `update_weights` must be
+        called before `generate`.
+    probes: prompts that each server completes after it has loaded weights. The caller can score these completions
+        (`weights.probed`, `weights.set_proved`).
+    processor: that of the prompts' images. image_prompts: prompts of which some have images, to compare them with the
+        servers' limits.
     run: the identity of the run that published weights must have; empty: of any run. Adapters that an earlier process
         of this run has left on the servers are dropped.
     other_samplings: those of requests that have their own; log-probabilities are proved for them, too.
     token: the servers' bearer token.
 
-    The constructor raises ValueError for a server whose log-probabilities cannot be used for training. With
-    keep_weights, log-probabilities are not checked, but all servers must have the same weights.
+    Raises ValueError for a server whose log-probabilities cannot be used for training. With keep_weights, they are
+    not checked, but all servers must have the same weights.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class ServedEngine:
         self._sampling, self._api, self._vocabulary = sampling, api, vocabulary
         run_prefix = f"stillhouse-{run}-" if run else ""
         self._run, self._prefix = run, run_prefix + secrets.token_hex(4)
-        in_flight = IN_FLIGHT if processor is None else IMAGES_IN_FLIGHT
         self._pool = ServerPool(
             urls,
             timeout,
@@ -85,13 +84,13 @@ class ServedEngine:
             key="rollout.timeout",
             token=token,
             answer_seconds=timeout,
-            in_flight=in_flight,
+            in_flight=IN_FLIGHT if processor is None else IMAGES_IN_FLIGHT,
         )
-        self._bodies = RequestBodies(api, processor)
+        self._processor = processor
         self.weights = ServedWeights(
             self._pool,
             api,
-            self._bodies,
+            processor,
             (sampling, *other_samplings),
             vocabulary,
             probes,
@@ -119,9 +118,13 @@ class ServedEngine:
         names_adapter = self.weights.adapter_of(newest) is not None
         calls = [self._call(request, names_adapter) for request in requests]
         futures = [self._pool.submit(call) for call in calls]
-        if inbox is not None:
-            for request, future in zip(requests, futures, strict=True):
-                future.add_done_callback(partial(_deliver, inbox, request.number))
+
+        def deliver(number: int, future: Future[Completion]) -> None:
+            if inbox is not None and not future.cancelled():
+                inbox.put((number, future.exception() or future.result()))
+
+        for request, future in zip(requests, futures, strict=True):
+            future.add_done_callback(partial(deliver, request.number))
         return futures
 
     def update_weights(self, version: int, folder: Path | None) -> None:
@@ -155,7 +158,7 @@ class ServedEngine:
         self.weights.drop_adapter()
         self._pool.close()
 
-    def _call(self, request: GenerationRequest, names_adapter: bool) -> Call[Completion]:
+    def _call(self, request: GenerationRequest, names_adapter: bool) -> ServerRequest[Completion]:
         ids = request.prompt_ids
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._vocabulary:
             raise ValueError(
@@ -173,7 +176,8 @@ class ServedEngine:
             published = server.published or UNKNOWN_WEIGHTS
             attempt[:] = [(server, published)]
             model = self.weights.adapter_of(published) or server.model
-            return self._bodies.encoded(model, request, sampling, limit)
+            body = self._api.request_body(model, request, sampling, limit, self._processor)
+            return body if isinstance(body, bytes) else json.dumps(body).encode()
 
         def parse(response: HttpAnswer) -> Completion:
             return self._completion(response, *attempt[0], sampling, limit)
@@ -181,7 +185,9 @@ class ServedEngine:
         statuses = frozenset({200, self._api.unknown_adapter} if names_adapter else {200})
         is_slow, hint, tokens = request.has_media, self._api.kind.hint, len(ids) + limit
         kind_of_body, most_bytes = SAFETENSORS if is_slow else JSON, bytes_of_json(limit, COMPLETION_TOKEN_BYTES)
-        return Call(self._api.path, content, kind_of_body, parse, tokens, most_bytes, hint, statuses, is_slow)
+        return ServerRequest(
+            self._api.path, content, kind_of_body, parse, tokens, most_bytes, hint, statuses, is_slow
+        )
 
     def _completion(
         self, response: HttpAnswer, server: ServerState, published: Published, sampling: Sampling, limit: int
@@ -213,13 +219,7 @@ class ServedEngine:
         return replace(completion, finish="stop") if answer.ids[-1] in sampling.eos_ids else completion
 
 
-def _deliver(inbox: Inbox, number: int, future: Future[Completion]) -> None:
-    """Put a completion or an error into an inbox. number: of the request."""
-    if not future.cancelled():
-        inbox.put((number, future.exception() or future.result()))
-
-
-def token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) -> np.ndarray | None:
+def token_versions(spans: Sequence[VersionSpan], versions: dict[str, int], count: int) -> np.ndarray | None:
     """The version of each of the `count` tokens; None if `versions` lacks the label of a span.
 
     Raises ValueError unless the spans cover all tokens in order.

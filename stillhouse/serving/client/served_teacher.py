@@ -1,4 +1,4 @@
-"""Connects to the servers of a teacher, gets the files of the teacher that a run needs, and proves the servers.
+"""A teacher behind servers: connects to them, gets the files of the teacher that a run needs, proves and asks them.
 
 `stillhouse serve` offers the teacher's configuration, tokenizer and output head. They are fetched once per machine
 and teacher, and kept in `~/.cache/stillhouse/teachers`, or in `$STILLHOUSE_CACHE/teachers`. Every file is compared
@@ -13,32 +13,41 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from textwrap import shorten
+from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock
 from huggingface_hub import snapshot_download
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import ConfigError, TeacherConfig, as_config_error
 from stillhouse.config.servers import server_kinds, server_token
-from stillhouse.data import Documents
+from stillhouse.data import DataError, Documents
+from stillhouse.data.media import MediaInputs
+from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.hashing import folder_hashes
 from stillhouse.libraries import reading
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, model_fingerprint
 from stillhouse.models.families import text_config
 from stillhouse.models.weight_files import json_object, named_weights, weight_files
 from stillhouse.parallel import is_first, log_rank0
-from stillhouse.serving.client.apis.server_api import NeedsModelError, ServerApi, ServerInfo
-from stillhouse.serving.client.pool import ServerPool
-from stillhouse.serving.client.remote_signals import RemoteSignals
-from stillhouse.serving.client.signal_proof import prove
+from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo
+from stillhouse.serving.client.http_client import HttpAnswer
+from stillhouse.serving.client.pool import ServerPool, ServerRequest
+from stillhouse.serving.client.signal_proof import Proof, prove
+from stillhouse.serving.image_wire import positions_hash, require_accepted
 from stillhouse.serving.wire import HEAD_FILE
-from stillhouse.signals.signal_spec import DTYPES, SignalSpec
+from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec, problem_in
+from stillhouse.signals.signal_store import SignalStore
 from stillhouse.signals.teacher_folder import files_of_head, head_of
 
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -50,40 +59,170 @@ _NEEDS_MODEL = {
     "hidden": "hidden states from {name} need the teacher's output head",
     "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
 }
-
-
 #: allowed file names: not a path, not a file with code, and not a format that a loader would unpickle
 _ALLOWED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(json|txt|model|jinja|safetensors)")
 
 #: the most files of a teacher, and the most bytes of one that is not its head, such as a large tokenizer
 MOST_FILES, MOST_FILE_BYTES = 100, 256 * 2**20
+#: bytes of requests after which the client waits for the answers, because requests with images are large
+BYTES_AT_A_TIME = 128 * 2**20
+
+
+class RemoteSignals(SignalStore):
+    """The signals of a teacher behind one or several servers.
+
+    width: E, the teacher's width (0 if it is unknown and not needed). vocabulary: the rows of the teacher's head.
+    proof: is repeated on all working servers before every `prove_every`-th read (0: never). If the answers do not
+    have the teacher's hash, the proof is also repeated on each server that answers again after a failure.
+    """
+
+    may_take_long = True  # the pool has its own timeout
+    same_conversation = True
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        api: ServerApi,
+        servers: Sequence[ServerInfo],
+        signal: SignalSpec,
+        width: int,
+        vocabulary: int | None,
+        teacher_folder: Path | None,
+    ):
+        self.pool, self.api, self.servers = pool, api, servers
+        self.signal, self.width, self.vocabulary, self.teacher_folder = signal, width, vocabulary, teacher_folder
+        self.name, self.model = ", ".join(server.url for server in servers), servers[0].model
+        # the teacher's hash as the server reports it, else the hash of local files, else a hash of its name
+        self.identity = servers[0].identity or hashlib.sha256(self.model.encode()).hexdigest()
+        if servers[0].identity is None and teacher_folder is not None:
+            self.identity = model_fingerprint(teacher_folder)
+        self.proof: Proof | None = None
+        self.prove_every = 0
+        self._reads = count(1)
+        self._proving = Lock()
+        #: servers that answer again after a failure and are not proven yet
+        self._unproven: set[str] = set()
+
+    def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
+        """Raise DataError for the first document that a server cannot score. what: the documents' name in errors."""
+        if documents.has_media:
+            assert media_inputs is not None
+            if not self.api.kind.reads_images:
+                raise ValueError(
+                    f"{what} has images, and {self.api.kind.title} would read them with a processor of its own, "
+                    "which cannot be proved to be the student's: expected `stillhouse serve --images`, a teacher in "
+                    "this job (key model), a cache, or documents without images"
+                )
+            for server in self.servers:
+                require_accepted(server.url, server.images, documents, media_inputs.processor, what)
+        if self.vocabulary is not None:
+            documents.check_ids(self.vocabulary, "teacher")
+        limits = [server.max_tokens for server in self.servers if server.max_tokens is not None]
+        longest = min(limits, default=np.inf) - self.api.kind.counts_next
+        beyond = np.flatnonzero(documents.lengths_D > longest)
+        if len(beyond):
+            tokens = int(documents.lengths_D[beyond[0]])
+            raise DataError(
+                documents.sources[int(beyond[0])],
+                f"{tokens:,} tokens of {what}, but the teacher's server scores at most {longest:,.0f}: start it with "
+                "a longer limit, or cut the documents",
+            )
+
+    def require_positions(self, positions: Sequence[Tensor | None]) -> None:
+        expected = positions_hash(positions)
+        for server in self.servers:
+            if server.images is not None and server.images.positions != expected:
+                raise ValueError(
+                    f"{server.url}: its rotary positions of images are not those of the student: expected a model of "
+                    "its family"
+                )
+
+    def read(self, documents: Sequence[DocumentRows]) -> Scores:
+        if self.proof is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
+            self.proof.repeat([server.url for server in self.servers if not self.pool.is_failing(server.url)])
+        while True:
+            answered_by: set[str] = set()
+            scores = self.scores(documents, answered_by=answered_by)
+            if self.proof is None or self.servers[0].identity is not None:
+                return scores
+            # Prove the servers that answer again after a failure, because their weights may have changed. All reads
+            # wait for the proof, and do not use answers of servers that cannot be proven now.
+            with self._proving:
+                self._unproven.update(self.pool.take_returned())
+                self._unproven -= self.proof.repeat([url for url in self._unproven if not self.pool.is_failing(url)])
+                if not answered_by & self._unproven:
+                    return scores
+
+    def scores(
+        self,
+        documents: Sequence[DocumentRows],
+        *,
+        url: str | None = None,
+        spec: SignalSpec | None = None,
+        timeout: float | None = None,
+        answered_by: set[str] | None = None,
+    ) -> Scores:
+        """Return the tensors of a signal for each document.
+
+        url: the only server that gets the requests. spec, timeout: instead of the run's signal and the pool's
+        timeout. answered_by: a set to which the URLs of the servers that answer are added. Raises ServerError if no
+        server answers, and ValueError if a server refuses a request.
+        """
+        wanted = spec or self.signal
+
+        def checked(call: ServerRequest[Scores], response: HttpAnswer) -> Scores:
+            parts = call.parse(response)
+            for part in parts:  # an answer with numbers that no teacher can give is damaged
+                if problem := problem_in(wanted, self.vocabulary or MAX_IDS, part):
+                    raise ValueError(f"{problem} in the answer")
+            if answered_by is not None:
+                answered_by.add(response.server)
+            return parts
+
+        scores: Scores = []
+        for calls in _in_memory(self.api.calls(self.servers[0], wanted, self.width, documents)):
+            requests = [replace(call, parse=partial(checked, call)) for call in calls]
+            answers: list[Scores] = self.pool.score(requests, url, timeout)
+            scores += chain.from_iterable(answers)
+        return scores
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def _in_memory(calls: Iterable[ServerRequest[Scores]]) -> Iterator[list[ServerRequest[Scores]]]:
+    """Divide requests into groups that are in memory together: those of texts are small, those of images are not."""
+    group: list[ServerRequest[Scores]] = []
+    size = 0
+    for call in calls:
+        group.append(call)
+        size += len(call.content) if isinstance(call.content, bytes) else 0
+        if size >= BYTES_AT_A_TIME:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
     """Return the folder of the teacher's files. Raises ValueError if a file does not have the hash in `info`."""
+    only = "expected configuration, tokenizer and head only"
     if len(info.files) > MOST_FILES:
-        raise ValueError(
-            f"{info.url} offers {len(info.files):,} files: expected configuration, tokenizer and head only"
-        )
+        raise ValueError(f"{info.url} offers {len(info.files):,} files: {only}")
     for name in info.files:
         if not _ALLOWED.fullmatch(name):
-            raise ValueError(f"{info.url} offers a file {name!r}: expected configuration, tokenizer and head only")
+            raise ValueError(f"{info.url} offers a file {name!r}: {only}")
     if "config.json" not in info.files or HEAD_FILE not in info.files:
         raise ValueError(f"{info.url} offers {sorted(info.files)}: expected config.json and {HEAD_FILE} among them")
     table = json.dumps(sorted(info.files.items())).encode()
     root = Path(os.environ.get("STILLHOUSE_CACHE", "~/.cache/stillhouse")).expanduser()
     folder = root / "teachers" / hashlib.sha256(table).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir() or folder_hashes(folder) != dict(info.files):
-            _fetch(pool, info, folder)
-    return folder
-
-
-def _fetch(pool: ServerPool, info: ServerInfo, folder: Path) -> None:
     # a head in float64, and its bias
     most_bytes = MOST_FILE_BYTES + 8 * (info.vocabulary or 0) * ((info.width or 0) + 1)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+    with FileLock(f"{folder}.lock"), tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        if folder.is_dir() and folder_hashes(folder) == dict(info.files):
+            return folder
         for name, digest in info.files.items():
             path = "/v1/head" if name == HEAD_FILE else f"/v1/files/{name}"
             answer = pool.asker(info.url, most_bytes=most_bytes)(path, None)
@@ -95,15 +234,14 @@ def _fetch(pool: ServerPool, info: ServerInfo, folder: Path) -> None:
             (Path(unfinished) / name).write_bytes(answer.content)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(unfinished, folder)
+    return folder
 
 
 def connect(teacher: TeacherConfig, temperature: float, section: str = "teacher") -> RemoteSignals:
     """Request the servers' descriptions, and get the files of the teacher that the run needs.
 
-    temperature: the temperature of the teacher's divergence. section: the teacher's section of the configuration.
-
-    Raises ConfigError if the servers have different teachers or cannot give the signal, and ServerError (an OSError)
-    if a server does not answer.
+    temperature: that of the teacher's divergence. section: the teacher's section of the configuration. Raises
+    ConfigError if the servers have different teachers or cannot give the signal, ServerError if one does not answer.
     """
     with _section_errors(section), ExitStack() as on_error:
         model_folder = None if teacher.model is None else _teacher_files(teacher)
@@ -207,7 +345,6 @@ def prove_servers(
     section: str, teacher: TeacherConfig, store: RemoteSignals, documents: Documents, data: Any, device: torch.device
 ) -> None:
     """Prove the servers' signals. If `teacher.prove` requires it, rank 0 loads the model and compares its signals.
-
     documents: those that the teacher scores. data: the `Data` of the run.
     """
     local = head = None
@@ -242,12 +379,10 @@ def _teacher_files(teacher: TeacherConfig) -> Path:
     assert teacher.model is not None
     if os.path.isdir(teacher.model):
         return Path(teacher.model)
-    unreadable = f"the teacher {teacher.model!r} cannot be read from the hub"
-    with reading(unreadable):
-        folder = Path(snapshot_download(teacher.model, revision=teacher.revision, allow_patterns=SMALL_FILES))
-    if teacher.signal == "hidden":
-        with reading(unreadable):
-            download = partial(snapshot_download, teacher.model, revision=teacher.revision)
+    with reading(f"the teacher {teacher.model!r} cannot be read from the hub"):
+        download = partial(snapshot_download, teacher.model, revision=teacher.revision)
+        folder = Path(download(allow_patterns=SMALL_FILES))
+        if teacher.signal == "hidden":
             # a single file comes before the files of an index
             single = named_weights(str(folder), json_object(folder, CONFIG_NAME)) or SAFE_WEIGHTS_NAME
             download(allow_patterns=[single])

@@ -1,7 +1,8 @@
 """Loads the newest weights on the servers that generate completions, and proves that the servers use them.
 
 Every version has a label that only this engine uses. A server that was restarted has its initial weights and another
-label. Its answers are discarded, their requests are sent again, and the server gets the newest version.
+label. Its answers are discarded, their requests are sent again, and the server gets the newest version. A server's
+weights can be proved only by its completions; a few short completions are enough.
 """
 
 import threading
@@ -12,46 +13,51 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from stillhouse.config.servers import ServerError
+from stillhouse.data.media import MediaProcessor
 from stillhouse.rollout.engines import same_weights
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
-from stillhouse.serving.client.apis.server_api import Answer, Published, RequestBodies, ServerApi, require
-from stillhouse.serving.client.engine_proof import (
-    PROMPTS,
-    TOP,
-    Probe,
-    log_probs_sampling,
-    probe_sampling,
-    prove_log_probs,
-)
+from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, identifying_prompts, require
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import Ask, Server, ServerPool, UnreachableError
 
-T = TypeVar("T")
 #: seconds that an update waits for a server that cannot be reached, before the run goes on with the other servers
 PATIENCE = 10.0
 #: the most times in a row that a server may answer with other weights
 MAX_RESTORES = 10
 #: seconds for which the end of a run waits until servers have dropped its adapter
 SECONDS_TO_DROP = 2.0
+#: the most tokens of a probe's completion
+PROBE_TOKENS = 8
 #: the version of a server whose weights have become unknown after it was chosen for a request
 UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
 _AGAIN = (
-    "{url} has other weights again and again: expected a server that is not started anew all the time, and no other "
-    "job that gives it weights"
+    "other weights again and again: expected a server that is not started anew all the time, and no other job that "
+    "gives it weights"
 )
 _GREEDY = Sampling(1, temperature=0.0)
 
 
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A server's completions of some prompts with the version of the weights that `label` names.
+
+    completions: sampled ones, which the trainer scores. top_tokens: for each prompt, the top token after it and its
+    log-probability.
+    """
+
+    label: str = ""
+    completions: tuple[Completion, ...] = ()
+    top_tokens: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(eq=False)
 class ServerState:
-    """The state of a server.
+    """The state of a server. address: the same in the pool.
 
-    address: the server's state in the pool.
     published: the version that was loaded last (each load makes a new object); None while the weights are unknown.
     model: the model name in requests. restored: how often the server had other weights since its last usable answer.
     is_absent: whether the server has not answered, so that it gets the newest version in the background.
@@ -70,23 +76,19 @@ class ServerState:
     def url(self) -> str:
         return self.address.url
 
-    def has(self, published: Published) -> bool:
-        return self.published is not None and self.published.label == published.label
-
 
 @dataclass(eq=False)
 class ServedWeights:
     """versions: version numbers by label. newest: the version that all servers should have.
 
-    samplings: those of the requests. keep: the servers keep the weights that they have. top_tokens: if `keep`, the
-    top tokens after a few prompts and their log-probabilities, which identify the weights. run_prefix: the beginning
-    of the names of this run's adapters, whichever process has loaded them; empty: unknown. The other arguments are
-    those of `ServedEngine`.
+    samplings: those of the requests. keep: the servers keep the weights that they have. top_tokens: if `keep`, those
+    after a few prompts and their log-probabilities, which identify the weights. run_prefix: the beginning of the
+    names of this run's adapters; empty: unknown. The other arguments are those of `ServedEngine`.
     """
 
     pool: ServerPool
     api: ServerApi
-    bodies: RequestBodies
+    processor: MediaProcessor | None
     samplings: Sequence[Sampling]
     vocabulary: int
     probes: Sequence[GenerationRequest]
@@ -111,25 +113,27 @@ class ServedWeights:
         return {url: probe.completions for url, probe in probes.items() if probe.label == self.newest.label}
 
     def set_proved(self, url: str, most: float) -> None:
-        """Record that this server has generated the probes with the newest version. Servers that load the version
-        later must have the same top tokens. most: the largest difference in nats that rounding can cause.
+        """Record that this server generates with the newest version. Servers that load it later must have the same
+        top tokens. most: the largest difference in nats that rounding can cause.
         """
         self._proved = self.servers[url].probe, most
 
     def connect(self) -> None:
         """Request the model name of each server. Raises ValueError for a server that cannot be used."""
         for server in self.servers.values():
-            if other := self.api.other_version(self.pool.asker(server.url)):
+            ask = self.pool.asker(server.url)
+            if other := self.api.other_version(ask):
                 self.warn(other)
-            server.model = self.api.model_name(self.pool.asker(server.url))
+            server.model = self.api.model_name(ask)
             if self.run_prefix and self.api.names_adapters:
-                self._drop_earlier_adapters(server)
+                self._drop_earlier_adapters(server.url, ask)
             if self.keep:
                 self._keep_weights(server)
             elif self.api.kind.after_temperature:
-                top = partial(self._top_log_probs, server)
-                for sampling in dict.fromkeys(map(log_probs_sampling, self.samplings)):
-                    prove_log_probs(self.api.kind, server.url, top, sampling, self.vocabulary)
+                # the part of a sampling on which log-probabilities may depend
+                parts = [replace(one, max_new_tokens=1, stop=(), eos_ids=()) for one in self.samplings]
+                for sampling in dict.fromkeys(parts):
+                    self.api.require_log_probs(ask, server.url, server.model, sampling, self.vocabulary)
 
     def update_all(self, published: Published) -> None:
         """See `ServedEngine.update_weights`."""
@@ -146,9 +150,7 @@ class ServedWeights:
         for url in absent:
             self._update_later(self.servers[url])
         if before is not None and (adapter := self.adapter_of(before)) is not None:
-            for server in self.servers.values():
-                if not server.is_absent:  # the server may wait for completions, and the trainer must not
-                    threading.Thread(target=self._forget, args=(server, adapter), daemon=True).start()
+            self._forget(adapter)
 
     def adapter_of(self, published: Published) -> str | None:
         """The name of a version's adapter in requests; None if requests name no adapter."""
@@ -159,15 +161,8 @@ class ServedWeights:
         adapter = None if self.newest is None else self.adapter_of(self.newest)
         if adapter is None:
             return
-        threads = [
-            threading.Thread(target=self._forget, args=(server, adapter), daemon=True)
-            for server in self.servers.values()
-            if not server.is_absent
-        ]
         end = time.monotonic() + SECONDS_TO_DROP
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        for thread in self._forget(adapter):
             thread.join(max(0.0, end - time.monotonic()))
 
     def restore(self, server: ServerState, published: Published) -> None:
@@ -179,8 +174,7 @@ class ServedWeights:
         try:
             if server.published is not published:
                 return
-            server.published = None
-            server.restored += 1
+            server.published, server.restored = None, server.restored + 1
             server.address.hold()
         finally:
             server.lock.release()
@@ -192,25 +186,40 @@ class ServedWeights:
         self.warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
         self._update_later(server)
 
-    def _drop_earlier_adapters(self, server: ServerState) -> None:
+    def _drop_earlier_adapters(self, url: str, ask: Ask) -> None:
         """Drop the adapters of earlier processes of this run. The names of all other adapters begin differently."""
-        ask = self.pool.asker(server.url)
         earlier = [name for name in self.api.adapters(ask) if name.startswith(self.run_prefix)]
         for name in earlier:
             self.api.forget(ask, name)
         if earlier and (left := set(earlier).intersection(self.api.adapters(ask))):
             self.warn(
-                f"{server.url} does not drop {len(left)} adapters of an earlier start of this run, which take its "
+                f"{url} does not drop {len(left)} adapters of an earlier start of this run, which take its "
                 f"memory: {', '.join(sorted(left))}"
             )
 
-    def _forget(self, server: ServerState, adapter: str) -> None:
-        with suppress(ServerError):  # a server that does not answer is restarted, and then has no adapters
-            self.api.forget(self.pool.asker(server.url, PATIENCE), adapter)
+    def _forget(self, adapter: str) -> list[threading.Thread]:
+        """Let the servers drop an adapter, in threads, because a server may first wait for completions."""
+
+        def forget(url: str) -> None:
+            with suppress(ServerError):  # a server that does not answer is restarted, and then has no adapters
+                self.api.forget(self.pool.asker(url, PATIENCE), adapter)
+
+        urls = [server.url for server in self.servers.values() if not server.is_absent]
+        threads = [threading.Thread(target=forget, args=(url,), daemon=True) for url in urls]
+        for thread in threads:
+            thread.start()
+        return threads
 
     def _keep_weights(self, server: ServerState) -> None:
         """Accept the server's weights as version 0. Raises ValueError if another server has other weights."""
-        answers = [self._greedy(server, ids) for ids in PROMPTS]
+
+        def parse(response: HttpAnswer) -> Answer:
+            answer = self.api.parse(response)
+            answer.require(_GREEDY, 1, self.vocabulary)
+            return answer
+
+        ask, prompts = self.pool.asker(server.url), identifying_prompts(self.vocabulary)
+        answers = [self.api.one_token(ask, server.model, ids, _GREEDY, parse) for ids in prompts]
         labels = {span.label or "" for answer in answers for span in answer.spans}
         top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
         self.top_tokens = self.top_tokens or top_tokens
@@ -219,34 +228,6 @@ class ServedWeights:
         [label] = labels
         self.versions[label] = 0
         server.published = self.newest = Published(0, Path(), label, "model")
-
-    def _greedy(self, server: ServerState, ids: Sequence[int]) -> Answer:
-        def parse(response: HttpAnswer) -> Answer:
-            answer = self.api.parse(response)
-            answer.require(_GREEDY, 1, self.vocabulary)
-            return answer
-
-        return self._one_token(server, [token % self.vocabulary for token in ids], _GREEDY, parse)
-
-    def _top_log_probs(self, server: ServerState, ids: Sequence[int], sampling: Sampling) -> list[float]:
-        return self._one_token(server, ids, sampling, self.api.top_log_probs, top=TOP)
-
-    def _one_token(
-        self,
-        server: ServerState,
-        ids: Sequence[int],
-        sampling: Sampling,
-        parse: Callable[[HttpAnswer], T],
-        top: int = 0,
-    ) -> T:
-        body = self.api.body(server.model, ids, sampling, 1, 0, top=top)
-        response = self.pool.asker(server.url)(self.api.path, body)
-        if response.status != 200:
-            raise ValueError(f"{response.url}: {response.status} {response.message}; {self.api.kind.hint}")
-        try:
-            return parse(response)
-        except ValueError as error:
-            raise ValueError(f"{response.url}: {error}") from error
 
     def _update_servers(
         self, servers: Sequence[ServerState], patience: float, end: float
@@ -261,20 +242,18 @@ class ServedWeights:
         futures = {server.url: threads.submit(self._update, server, patience) for server in servers}
         threads.shutdown(wait=False)
         wait(futures.values(), min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX))
+        assert self.newest is not None
         for url, future in futures.items():
-            error = future.exception() if future.done() else self._late(url)
+            late = UnreachableError(
+                f"{url} has not loaded version {self.newest.version} of the weights within {self.update_timeout:g} s "
+                "(train.timeout)"
+            )
+            error = future.exception() if future.done() else late
             if isinstance(error, UnreachableError):
                 absent[url] = error
             elif error is not None:
                 raise error
         return absent
-
-    def _late(self, url: str) -> UnreachableError:
-        assert self.newest is not None
-        return UnreachableError(
-            f"{url} has not loaded version {self.newest.version} of the weights within {self.update_timeout:g} s "
-            "(train.timeout)"
-        )
 
     def _update(self, server: ServerState, patience: float) -> None:
         """Load the newest version on a server, which gets no requests meanwhile. Prove that the version is in use."""
@@ -282,13 +261,15 @@ class ServedWeights:
             raise UnreachableError(f"{server.url} has not answered for {patience:g} seconds")
         try:
             ask, attempts = self.pool.asker(server.url, patience), 0
-            while (published := self.newest) is not None and not server.has(published):
+            while (published := self.newest) is not None:
+                if server.published is not None and server.published.label == published.label:
+                    break
                 server.address.hold()
                 server.published = None
                 if self.api.load_weights(ask, published) and self._writes_with(ask, server, published):
                     server.published = replace(published)
                 elif (attempts := attempts + 1) == MAX_RESTORES:
-                    raise ServerError(_AGAIN.format(url=server.url))
+                    raise ServerError(f"{server.url} has {_AGAIN}")
             server.address.release()
         finally:
             server.lock.release()
@@ -300,8 +281,18 @@ class ServedWeights:
         """
         completions: list[Completion] = []
         adapter = self.adapter_of(published)
-        samplings = (probe_sampling(self.samplings[0]), _GREEDY)
-        responses = self._probe_responses(ask, adapter or server.model, samplings)
+        model = adapter or server.model
+        # temperature 1 and all tokens, so that the server's options do not change the log-probabilities. Top tokens
+        # alone would prove less, because their probability is often nearly 1 for any weights
+        first = self.samplings[0]
+        samplings = (Sampling(min(PROBE_TOKENS, first.max_new_tokens), eos_ids=first.eos_ids), _GREEDY)
+        bodies = [
+            self.api.request_body(model, replace(probe, seed=seed), sampling, sampling.max_new_tokens, self.processor)
+            for seed, probe in enumerate(self.probes)
+            for sampling in samplings
+        ]
+        with ThreadPoolExecutor(len(bodies)) as threads:  # the server computes concurrent requests as one batch
+            responses = list(threads.map(partial(ask, self.api.path), bodies))
         for response, sampling in zip(responses, samplings * len(self.probes), strict=True):
             if adapter is not None and self.api.lacks_adapter(response):
                 return False
@@ -314,26 +305,16 @@ class ServedWeights:
                 completions.append(answer.completion(np.full(len(answer.ids), published.version, np.int32)))
             except ValueError as error:
                 raise ServerError(f"{server.url} has loaded version {published.version}, but: {error}") from error
-        sampled, greedy = completions[::2], completions[1::2]
-        top_tokens = tuple((int(greedy_one.ids_N[0]), float(greedy_one.log_probs_N[0])) for greedy_one in greedy)
+        sampled, greedy = tuple(completions[::2]), completions[1::2]
+        top_tokens = tuple((int(one.ids_N[0]), float(one.log_probs_N[0])) for one in greedy)
         proved, most = self._proved
         if proved.label == published.label and not same_weights(proved.top_tokens, top_tokens, most):
             raise ServerError(
                 f"{server.url} says that it has version {published.version}, and writes with other weights: "
                 "expected a server that reads the folder that it is given, and loads all of it"
             )
-        server.probe = Probe(published.label, tuple(sampled), top_tokens)
+        server.probe = Probe(published.label, sampled, top_tokens)
         return True
-
-    def _probe_responses(self, ask: Ask, model: str | None, samplings: Sequence[Sampling]) -> list[HttpAnswer]:
-        """For each probe, a completion by each of the samplings."""
-        bodies = [
-            self.bodies.for_ask(model, replace(probe, seed=seed), sampling, sampling.max_new_tokens)
-            for seed, probe in enumerate(self.probes)
-            for sampling in samplings
-        ]
-        with ThreadPoolExecutor(len(bodies)) as threads:  # the server computes concurrent requests as one batch
-            return list(threads.map(partial(ask, self.api.path), bodies))
 
     def _update_later(self, server: ServerState) -> None:
         if not server.is_absent:
@@ -341,11 +322,11 @@ class ServedWeights:
             threading.Thread(target=self._update_or_give_up, args=(server,), daemon=True).start()
 
     def _update_or_give_up(self, server: ServerState) -> None:
-        wanted = self.newest
         failure: ServerError | None = None
+        wanted = self.newest
         try:
             if server.restored > MAX_RESTORES:
-                raise ServerError(_AGAIN.format(url=server.url))
+                raise ServerError(f"{server.url} has {_AGAIN}")
             end = time.monotonic() + self.update_timeout
             failure = self._update_servers([server], self.pool.timeout, end).get(server.url)
         except ServerError as error:

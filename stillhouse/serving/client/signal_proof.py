@@ -1,16 +1,15 @@
 """Proves before the first step that servers give the signals of the configured teacher.
 
-A server can answer without an error and still be wrong. For example, its rows may be shifted by a token, it may
-ignore the temperature, or it may have lost its weights in a sleep mode. The proof sends a few documents of the run's
-data to every server, and an error says what is wrong.
-
-N rows, K ids per row.
+A server can answer without an error and still be wrong: its rows may be shifted by a token, it may ignore the
+temperature, or it may have lost its weights. So every server scores a few documents of the run's data, and changes of
+them. N rows, E the teacher's width, K ids per row.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,34 +19,32 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
-from stillhouse.data.media import MediaInputs
+from stillhouse.data.media import DocumentMedia, MediaInputs, MediaTensors
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError
+from stillhouse.models.load_proof import compare
 from stillhouse.objective import OutputHead, linear_log_probs
 from stillhouse.parallel import single_process_runner
-from stillhouse.proofs.servers import (
-    SAME,
-    require_aligned,
-    require_informed,
-    require_near,
-    require_temperature,
-    row_differences,
-)
 from stillhouse.serving.client.apis.server_api import NeedsModelError, UnknownTokenizerError
-from stillhouse.serving.client.remote_signals import RemoteSignals
-from stillhouse.serving.client.signal_probes import (
-    changed_place,
-    image_places,
-    is_placeholder,
-    make_probes,
-    with_changed_token,
-    with_other_images,
-)
 from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_media_inputs
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
+if TYPE_CHECKING:
+    from stillhouse.serving.client.served_teacher import RemoteSignals
+
+#: a signal's tensors for the rows of one document
+Signal = Mapping[str, Tensor]
+
 #: seconds for a repeated proof of one server
 REPEAT_SECONDS = 5.0
+#: the largest allowed difference of two answers to one request: batches, kernels and half precision change rounding
+SAME = 0.05
+#: the number of documents that are scored, how many more with images, and the most tokens of a text
+PROBES, IMAGE_PROBES, PROBE_TOKENS = 4, 2, 128
+#: the least tokens of a document: `prove_alignment` needs a row before the changed token and a row after it
+LEAST_TOKENS = 4
+#: the probes are chosen among this number of documents
+_CHOICE = 100
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,10 @@ class Proof:
     findings: the results of the proof, in words.
     """
 
-    store: RemoteSignals
+    store: "RemoteSignals"
     spec: SignalSpec
     probes: Sequence[DocumentRows]
-    answers: Sequence[dict[str, Tensor]]
+    answers: Sequence[Signal]
     findings: Sequence[str]
 
     def repeat(self, urls: Sequence[str]) -> set[str]:
@@ -74,7 +71,8 @@ class Proof:
                 answers = self.store.scores(self.probes, url=url, spec=self.spec, timeout=REPEAT_SECONDS)
             except ServerError:
                 continue
-            self._require_same(answers, f"{url} no longer gives the signals that it gave at the start")
+            changed = f"{url} no longer gives the signals that it gave at the start"
+            _require_near(self.answers, answers, changed, "were its weights changed?")
             proven.add(url)
         return proven
 
@@ -85,13 +83,11 @@ class Proof:
             before = [
                 {name: tensors[f"{number} {name}"] for name in answer} for number, answer in enumerate(self.answers)
             ]
-            if any(
-                one[name].shape != other[name].shape
-                for one, other in zip(before, self.answers, strict=True)
-                for name in one
-            ):
+            pairs = zip(before, self.answers, strict=True)
+            if any(one[name].shape != other[name].shape for one, other in pairs for name in one):
                 raise ValueError("it is of another run")
-        self._require_same(before, f"{self.store.name} does not give the signals that it gave when this run began")
+        changed = f"{self.store.name} does not give the signals that it gave when this run began"
+        _require_near(self.answers, before, changed, "were its weights changed?")
 
     def save(self, path: Path) -> None:
         """Write the answers, so that a resumed run can detect another teacher at the same address."""
@@ -102,12 +98,9 @@ class Proof:
         }
         save_file(named, path)
 
-    def _require_same(self, other: Sequence[dict[str, Tensor]], what: str) -> None:
-        require_near(self.answers, other, what, "were its weights changed?")
-
 
 def prove(
-    store: RemoteSignals,
+    store: "RemoteSignals",
     documents: Documents,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -121,85 +114,192 @@ def prove(
     the teacher's output head, with which the cross-entropy of the next tokens is computed from hidden states.
     media_inputs: makes the tensors of the documents' images; None without images.
     """
-    probes = make_probes(documents, media_inputs)
-    _prove_tokenizer(store, probes, tokenizer)
-    spec = _comparable(store)
-    first = store.scores(probes, url=store.servers[0].url, spec=spec)
-    for server in store.servers:
+    probes, spec, servers = make_probes(documents, media_inputs), store.signal, store.servers
+    if store.teacher_folder is None:  # otherwise the tokenizer of the teacher's files is compared with the run's
+        text = tokenizer.decode(probes[0].tokens.tolist(), skip_special_tokens=True)
+        for server in servers:
+            try:
+                store.api.require_tokenizer(store.pool.asker(server.url), server.url, server.model, tokenizer, text)
+            except UnknownTokenizerError as error:
+                raise NeedsModelError(
+                    f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; "
+                    "expected the model that the server has loaded"
+                ) from error
+    if spec.kind in ("chosen", "sampled"):  # in place of these, the answers of "top_k" can be compared
+        most = min([64, store.vocabulary or 64, *(s.max_top_k for s in servers if s.max_top_k is not None)])
+        spec = replace(spec, kind="top_k", top_k=most if spec.kind == "sampled" else min(most, spec.top_k or most))
+    first = store.scores(probes, url=servers[0].url, spec=spec)
+    for server in servers:
         proof = _ServerProof(store, spec, probes, server.url, store.scores(probes, url=server.url, spec=spec))
-        require_informed(server.url, proof.answers, store.vocabulary)
+        proof.prove_informed()
         proof.prove_alignment()
         proof.prove_images()
         proof.prove_temperature()
-        both = f"{server.url} and {store.servers[0].url} give different signals for the same tokens"
-        require_near(proof.answers, first, both, "expected servers of the same teacher")
+        both = f"{server.url} and {servers[0].url} give different signals for the same tokens"
+        _require_near(proof.answers, first, both, "expected servers of the same teacher")
         proof.prove_signal_of_run()
-    findings = [f"{len(probes)} documents on {len(store.servers)} server(s)"]
+    findings = [f"{len(probes)} documents on {len(servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
     if local is not None:
         findings.append(_prove_local(store, spec, probes, first, local, media_inputs))
-    elif store.servers[0].identity is None:
+    elif servers[0].identity is None:
         findings.append("its weights were not compared with files here")
     return Proof(store, spec, probes, first, findings)
 
 
-def _comparable(store: RemoteSignals) -> SignalSpec:
-    """The run's signal. For "chosen" and "sampled", a "top_k" signal, whose answers can be compared."""
-    spec = store.signal
-    if spec.kind not in ("chosen", "sampled"):
-        return spec
-    caps = [server.max_top_k for server in store.servers if server.max_top_k is not None]
-    most = min([64, store.vocabulary or 64, *caps])
-    return replace(spec, kind="top_k", top_k=most if spec.kind == "sampled" else min(most, spec.top_k or most))
+def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -> list[DocumentRows]:
+    """The beginnings of long documents without images, and short documents with images.
+
+    media_inputs: makes the tensors of the images; None if no document has any. Raises ValueError if the documents are
+    too short.
+    """
+    images, lengths_D = documents.media, documents.lengths_D
+    has_images_D = np.zeros(len(documents), dtype=bool) if images is None else np.diff(images.offsets) > 0
+    texts = sorted(np.flatnonzero(~has_images_D)[:_CHOICE].tolist(), key=lambda number: -lengths_D[number])
+    beginnings = [documents.tokens(number)[:PROBE_TOKENS] for number in texts[:PROBES]]
+    probes = [DocumentRows(tokens, range(len(tokens) - 1)) for tokens in beginnings if len(tokens) >= LEAST_TOKENS]
+    has_image_probe = False
+    numbers = sorted(np.flatnonzero(has_images_D)[:_CHOICE].tolist(), key=lambda number: lengths_D[number])
+    for number in numbers:
+        assert media_inputs is not None
+        whole = DocumentRows(documents.tokens(number), range(1), media=media_inputs.of(documents, number))
+        # up to the tokens behind its last image
+        tokens = whole.tokens[: max(PROBE_TOKENS, _image_places(whole)[-1] + 1 + LEAST_TOKENS)]
+        probe = replace(whole, tokens=tokens, rows=range(len(tokens) - 1))
+        if _changeable(probe).any():
+            has_image_probe = True
+            probes.append(probe)
+        if sum(probe.media is not None for probe in probes) == IMAGE_PROBES:
+            break
+    if numbers and not has_image_probe:
+        raise ValueError(
+            f"none of the first {len(numbers)} documents with images has {LEAST_TOKENS} tokens behind them, so "
+            "that the teacher cannot be proven on images; expected longer documents"
+        )
+    if not probes:
+        raise ValueError(
+            f"none of the first hundred documents has {LEAST_TOKENS} tokens, so the teacher cannot be proven; "
+            "expected longer documents"
+        )
+    return probes
 
 
-def _prove_tokenizer(
-    store: RemoteSignals, probes: Sequence[DocumentRows], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Compare the servers' tokenizer with the run's, unless the teacher's files are here to be compared instead."""
-    if store.teacher_folder is not None:
-        return
-    text = tokenizer.decode(probes[0].tokens.tolist(), skip_special_tokens=True)
-    for server in store.servers:
-        ask = store.pool.asker(server.url)
-        try:
-            store.api.require_tokenizer(ask, server.url, server.model, tokenizer, text)
-        except UnknownTokenizerError as error:
-            raise NeedsModelError(
-                f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; expected "
-                "the model that the server has loaded"
-            ) from error
+def _is_placeholder(document: DocumentRows) -> np.ndarray:
+    """Which tokens stand for features of images."""
+    return np.isin(document.tokens, [] if document.media is None else list(document.media.placeholder_ids))
+
+
+def _image_places(document: DocumentRows) -> np.ndarray:
+    return np.flatnonzero(_is_placeholder(document))
+
+
+def _changeable(probe: DocumentRows) -> np.ndarray:
+    """Which tokens may be changed: not the first one and the last two, and behind the images, if there are any."""
+    places = np.arange(len(probe.tokens))
+    first = 1 if probe.media is None else _image_places(probe)[-1] + 1
+    return (places >= first) & (places <= len(places) - 3)
+
+
+def _row_differences(one: Signal, other: Signal) -> Tensor:
+    """The differences of two answers for the same rows, [N], from 0 to about 1.
+
+    For hidden states, the difference is the relative error. For ids, it is the total variation; an id that is absent
+    from an answer has probability 0 in this answer.
+    """
+    if "hidden" in one:
+        one_NE, other_NE = one["hidden"].double(), other["hidden"].double()
+        return (one_NE - other_NE).norm(dim=1) / other_NE.norm(dim=1).clamp_min(1e-30)
+    one_NK, other_NK = one["log_probs"].double().exp(), other["log_probs"].double().exp()
+    same_NKK = one["ids"][:, :, None] == other["ids"][:, None, :]
+    shared_NK = (same_NKK * other_NK[:, None, :]).sum(2)
+    absent_NK = ~same_NKK.any(1)
+    return ((one_NK - shared_NK).abs().sum(1) + (other_NK * absent_NK).sum(1)) / 2
+
+
+def _require_near(
+    answers: Sequence[Signal], expected: Sequence[Signal], what: str, fix: str, tolerance: float = SAME
+) -> float:
+    """Return the largest of all row differences. Raises ValueError with `what` and `fix` beyond the tolerance."""
+    differences = [_row_differences(*pair) for pair in zip(answers, expected, strict=True)]
+    return compare(torch.cat(differences), tolerance, f"{what} (they differ by {{error:.2g}}): {fix}", ValueError)
 
 
 @dataclass(frozen=True)
 class _ServerProof:
     """One server's answers for the probes, and the checks of these answers."""
 
-    store: RemoteSignals
+    store: "RemoteSignals"
     spec: SignalSpec
     probes: Sequence[DocumentRows]
     url: str
-    answers: Sequence[dict[str, Tensor]]
+    answers: Sequence[Signal]
+
+    def prove_informed(self) -> None:
+        """Refuse uniform distributions and equal hidden states (lost weights), and normalised hidden states."""
+        url, vocabulary = self.url, self.store.vocabulary
+        if "hidden" in self.answers[0]:
+            hidden_NE = torch.cat([answer["hidden"] for answer in self.answers]).float()
+            spread = (hidden_NE - hidden_NE[0]).norm() / hidden_NE.norm().clamp_min(1e-30)
+            if not spread > 1e-6:
+                raise ValueError(
+                    f"{url} gives the same hidden state for every token: it has lost the teacher's weights"
+                )
+            if ((hidden_NE.norm(dim=1) - 1).abs() < 5e-3).all():
+                raise ValueError(
+                    f"{url} gives hidden states of length 1: expected a server that does not normalise them"
+                )
+            return
+        log_probs_NK = torch.cat([answer["log_probs"] for answer in self.answers]).float()
+        if (log_probs_NK.amax(1) - log_probs_NK.amin(1)).max() < 1e-4 and log_probs_NK.shape[1] > 1:
+            uniform = "" if vocabulary is None else f" (−ln {vocabulary} is {-math.log(vocabulary):.4f})"
+            raise ValueError(
+                f"{url} gives every id the log-probability {float(log_probs_NK.mean()):.4f}{uniform}: the teacher is "
+                "uniform; it has lost its weights"
+            )
 
     def prove_alignment(self) -> None:
         """Change one token of each document. Its row and later rows must change, and earlier rows must not."""
-        places = [changed_place(probe) for probe in self.probes]
-        changed = [
-            with_changed_token(probe, place, self.probes) for probe, place in zip(self.probes, places, strict=True)
-        ]
-        others = self.store.scores(changed, url=self.url, spec=self.spec)
-        require_aligned(self.url, places, self.answers, others)
+        text_tokens = np.unique(np.concatenate([probe.tokens[~_is_placeholder(probe)] for probe in self.probes]))
+        changed, places = list[DocumentRows](), list[int]()
+        for probe in self.probes:
+            changeable, tokens = np.flatnonzero(_changeable(probe)), probe.tokens.copy()
+            place = int(changeable[(len(changeable) - 1) // 2])
+            others = text_tokens[text_tokens != tokens[place]]
+            tokens[place] = others[place % len(others)] if len(others) else int(tokens[place] == 0)
+            changed.append(replace(probe, tokens=tokens))
+            places.append(place)
+        before = at_token = after = 0.0
+        answers = self.store.scores(changed, url=self.url, spec=self.spec)
+        for place, answer, other in zip(places, self.answers, answers, strict=True):
+            differences_N = _row_differences(answer, other)
+            before += float(differences_N[:place].max())
+            at_token += float(differences_N[place])
+            after += float(differences_N[place + 1 :].max())
+        if not at_token > 5 * before or not at_token > 0:
+            raise ValueError(
+                f"{self.url}: after one token was changed, the rows before it changed by {before:.2g} and its own "
+                f"row by {at_token:.2g}. The rows are shifted, or the model is not causal; row t must be the "
+                "distribution of token t + 1"
+            )
+        if not after > before:
+            raise ValueError(
+                f"{self.url}: no row depends on an earlier token: the server has lost the teacher's layers"
+            )
 
     def prove_images(self) -> None:
-        """Change the images of each document. The rows from the first image on must change, and no earlier rows."""
-        numbers = [number for number, probe in enumerate(self.probes) if probe.media is not None]
-        if not numbers:
-            return
-        changed = [with_other_images(self.probes[number]) for number in numbers]
-        others = self.store.scores(changed, url=self.url, spec=self.spec)
-        for number, other in zip(numbers, others, strict=True):
-            first = image_places(self.probes[number])[0]
-            differences_N = row_differences(self.answers[number], other)
+        """Invert and mirror the images. The rows from the first image on must change, and no earlier rows."""
+        changed, expected = list[DocumentRows](), list[Signal]()
+        for probe, answer in zip(self.probes, self.answers, strict=True):
+            if (images := probe.media) is not None:
+                tensors, sizes = images.read()
+                other = {name: -it.flip(-1) if it.is_floating_point() else it for name, it in tensors.items()}
+                made = MediaTensors(other, sizes)
+                media = DocumentMedia(b"", lambda made=made: made, images.placeholder_ids)  # type: ignore[misc]
+                changed.append(replace(probe, media=media))
+                expected.append(answer)
+        answers = self.store.scores(changed, url=self.url, spec=self.spec) if changed else []
+        for probe, answer, changed_answer in zip(changed, expected, answers, strict=True):
+            first, differences_N = _image_places(probe)[0], _row_differences(answer, changed_answer)
             before, after = float(differences_N[:first].sum()), float(differences_N[first:].max())
             if not after > 5 * before or not after > 0:
                 raise ValueError(
@@ -213,34 +313,38 @@ class _ServerProof:
         if temperature is None or temperature == 1.0:
             return
         at_1 = self.store.scores(self.probes, url=self.url, spec=replace(self.spec, temperature=1.0))
-        require_temperature(self.url, temperature, self.answers, at_1)
+        gap, gap_at_1 = (
+            sum(float((answer["log_probs"][:, 0] - answer["log_probs"][:, -1]).double().sum()) for answer in answers)
+            for answers in (self.answers, at_1)
+        )
+        if not abs(gap * temperature - gap_at_1) <= 0.01 * abs(gap_at_1):
+            raise ValueError(
+                f"{self.url} ignores the temperature {temperature:g}: the gaps between log-probabilities add up to "
+                f"{gap:.4g}, and to {gap_at_1:.4g} at temperature 1"
+            )
 
     def prove_signal_of_run(self) -> None:
         """If `spec` is not the run's signal, request the run's signal. If that is "chosen", compare both answers."""
         if self.spec == self.store.signal:
             return
-        is_chosen = self.store.signal.kind == "chosen"
-        with_ids = [
-            replace(probe, ids_NK=answer["ids"]) for probe, answer in zip(self.probes, self.answers, strict=True)
-        ]
-        again = self.store.scores(with_ids if is_chosen else self.probes, url=self.url)
-        if is_chosen:
-            what = f"{self.url} scores chosen ids otherwise than the same ids as its top ids"
-            require_near(again, self.answers, what, "expected the same rows and temperature")
+        if self.store.signal.kind != "chosen":
+            self.store.scores(self.probes, url=self.url)
+            return
+        pairs = zip(self.probes, self.answers, strict=True)
+        again = self.store.scores([replace(probe, ids_NK=answer["ids"]) for probe, answer in pairs], url=self.url)
+        what = f"{self.url} scores chosen ids otherwise than the same ids as its top ids"
+        _require_near(again, self.answers, what, "expected the same rows and temperature")
 
 
 def _cross_entropy(
-    probes: Sequence[DocumentRows],
-    answers: Sequence[dict[str, Tensor]],
-    head: OutputHead | None,
-    vocabulary: int | None,
-) -> Iterator[str]:
+    probes: Sequence[DocumentRows], answers: Sequence[Signal], head: OutputHead | None, vocabulary: int | None
+) -> list[str]:
     """The mean cross-entropy of the next tokens, in words. It is high if the teacher does not fit the data."""
     losses: list[Tensor] = []
     about = ""
     for document, tensors in zip(probes, answers, strict=True):
         next_N = torch.from_numpy(document.tokens[1:].astype(np.int64))
-        is_text_N = torch.from_numpy(~is_placeholder(document)[1:])
+        is_text_N = torch.from_numpy(~_is_placeholder(document)[1:])
         if head is not None and "hidden" in tensors:
             losses.append(-linear_log_probs(tensors["hidden"].to(head.weight_VD.dtype), head, next_N)[0][is_text_N])
         elif "ids" in tensors:
@@ -252,17 +356,18 @@ def _cross_entropy(
                 about, outside_N = "about ", outside_N - math.log(max(1, vocabulary - is_next_NK.shape[1]))
             next_log_prob_N = tensors["log_probs"].double().masked_fill(~is_next_NK, -math.inf).amax(1)
             losses.append(-torch.where(is_next_NK.any(1), next_log_prob_N, outside_N)[is_text_N])
-    if losses:
-        mean = float(torch.cat(losses).detach().mean())
-        uniform = "" if vocabulary is None else f", {math.log(vocabulary):.2f} if it knew nothing"
-        yield f"cross-entropy {about}{mean:.2f} nats per token{uniform}"
+    if not losses:
+        return []
+    mean = float(torch.cat(losses).detach().mean())
+    uniform = "" if vocabulary is None else f", {math.log(vocabulary):.2f} if it knew nothing"
+    return [f"cross-entropy {about}{mean:.2f} nats per token{uniform}"]
 
 
 def _prove_local(
-    store: RemoteSignals,
+    store: "RemoteSignals",
     spec: SignalSpec,
     probes: Sequence[DocumentRows],
-    answers: Sequence[dict[str, Tensor]],
+    answers: Sequence[Signal],
     local: Decoder,
     media_inputs: MediaInputs | None,
 ) -> str:
@@ -270,7 +375,7 @@ def _prove_local(
     has_images = media_inputs is not None and any(probe.media is not None for probe in probes)
     inputs = proven_media_inputs(local, media_inputs.processor) if media_inputs is not None and has_images else None
     scorer = Scorer(single_process_runner(local, None), first_parameter.device, inputs)
-    scored: list[dict[str, Tensor]] = []
+    scored: list[Signal] = []
     for outcome in scorer.score([ScoreRequest(probe, spec) for probe in probes]):
         if isinstance(outcome, NotFiniteError):
             raise outcome
@@ -278,5 +383,5 @@ def _prove_local(
     # a server that does not report its dtype may compute in half precision
     is_float32 = {store.servers[0].dtype, spec.dtype, str(first_parameter.dtype)[6:]} == {"float32"}
     both = f"{store.name} and the model in this process give different signals for the same tokens"
-    worst = require_near(answers, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
+    worst = _require_near(answers, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
     return f"it differs from the same model in this process by at most {worst:.1e}"

@@ -2,7 +2,7 @@
 
 A server gets pixels, and no image files. It runs its own processor on blank pictures of the sizes that the client
 sends. The shapes, the integers and the placeholder tokens depend on the sizes alone, so that they must be equal; the
-pixels must be finite. The settings of the processor and the rotary positions are compared once, by their hashes
+pixels must be finite. The processor's settings and the rotary positions are compared by their hashes
 (`image_wire.py`).
 """
 
@@ -56,9 +56,7 @@ class _Blank:
 
 
 class AcceptedImages:
-    """The images that a server accepts.
-
-    inputs: those of the model's images; None if the server accepts none. support: for `GET /v1/info`.
+    """The images that a server accepts. inputs: None if it accepts none. support: for `GET /v1/info`.
     placeholder_ids: the tokens that stand for features of images, videos and audio.
     """
 
@@ -85,7 +83,10 @@ class AcceptedImages:
             max_pixels=MAX_PIXELS,
         )
         accepted = cls(inputs, support, sorted({*processor.placeholder_ids, *placeholder_ids(decoder.pretrained)}))
-        accepted._prove_sizes(processor)
+        for tokens, encoded in processor.example_prompts():
+            if encoded:  # the integers and placeholders must depend on nothing but the sizes of pictures
+                images = processor.read_files(encoded, tokens)
+                accepted._check_images(tokens, DocumentMedia(b"", lambda images=images: images))  # type: ignore[misc]
         return accepted
 
     @property
@@ -124,19 +125,13 @@ class AcceptedImages:
             )
         for number, (tokens, images) in enumerate(documents):
             try:
-                if images is None:
-                    self._check_text(tokens)
-                else:
+                if images is not None:
                     self._check_images(tokens, images)
+                elif len(placeholders := tokens[np.isin(tokens, self.placeholder_ids)]):
+                    feature = int(placeholders[0])
+                    raise ValueError(f"token {feature} stands for features of images, and the sequence has no images")
             except ValueError as error:
                 raise refused(f"sequence {number}: {error}", param) from error
-
-    def _check_text(self, tokens: np.ndarray) -> None:
-        placeholders = tokens[np.isin(tokens, self.placeholder_ids)]
-        if len(placeholders):
-            raise ValueError(
-                f"token {int(placeholders[0])} stands for features of images, and the sequence has no images"
-            )
 
     def _check_images(self, tokens: np.ndarray, images: DocumentMedia) -> None:
         assert self.inputs is not None
@@ -158,7 +153,18 @@ class AcceptedImages:
         if tensors.keys() != blank.exact.keys() | blank.pixels.keys():
             raise ValueError(f"its images have {sorted(tensors)}: expected {sorted([*blank.exact, *blank.pixels])}")
         for name, tensor in tensors.items():
-            _check_tensor(name, tensor, blank)
+            if (exact := blank.exact.get(name)) is not None:
+                if tensor.dtype != exact.dtype or not torch.equal(tensor, exact):
+                    raise ValueError(f"'{name}' is not what its processor makes of pictures of these sizes")
+                continue
+            shape, dtype = blank.pixels[name]
+            if (tensor.shape, tensor.dtype) != (shape, dtype):
+                raise ValueError(
+                    f"'{name}' is {tensor.dtype} of shape {list(tensor.shape)}: expected {dtype} of shape "
+                    f"{list(shape)} for pictures of these sizes"
+                )
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"'{name}' has values that are NaN or infinite")
         self._check_placeholders(tokens, blank.tokens)
         with reading("its images have no positions among its tokens"):
             per_token = self.inputs.per_token(tokens, tensors)
@@ -191,32 +197,13 @@ class AcceptedImages:
                 self._blanks.popitem(last=False)
         return blank
 
-    def _prove_sizes(self, processor: MediaProcessor) -> None:
-        """Raise ValueError if the processor's integers or placeholders depend on more than the sizes of pictures."""
-        for tokens, encoded in processor.example_prompts():
-            if encoded:
-                images = processor.read_files(encoded, tokens)
-                self._check_images(tokens, DocumentMedia(b"", lambda images=images: images))  # type: ignore[misc]
-
-
-def _check_tensor(name: str, tensor: Tensor, blank: _Blank) -> None:
-    if (exact := blank.exact.get(name)) is not None:
-        if tensor.dtype != exact.dtype or not torch.equal(tensor, exact):
-            raise ValueError(f"'{name}' is not what its processor makes of pictures of these sizes")
-        return
-    shape, dtype = blank.pixels[name]
-    if (tensor.shape, tensor.dtype) != (shape, dtype):
-        raise ValueError(
-            f"'{name}' is {tensor.dtype} of shape {list(tensor.shape)}: expected {dtype} of shape {list(shape)} for "
-            "pictures of these sizes"
-        )
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(f"'{name}' has values that are NaN or infinite")
-
 
 def _blank_of(processor: MediaProcessor, sizes: Sequence[tuple[int, int]]) -> _Blank:
-    encoded = [_blank_image(size) for size in sizes]
-    token = processor.placeholder
+    encoded, token = [], processor.placeholder
+    for size in sizes:
+        buffer = io.BytesIO()
+        require_pillow().new("1", size).save(buffer, format="PNG", compress_level=1)
+        encoded.append(MediaFile.of(buffer.getvalue()))
     with reading("its processor refuses pictures of these sizes"):
         expanded = processor.expand(" ".join([token] * len(sizes)), encoded, special=False, is_safe=True)
         ids = np.asarray(expanded.ids, dtype=np.int32)
@@ -234,12 +221,6 @@ def _blank_of(processor: MediaProcessor, sizes: Sequence[tuple[int, int]]) -> _B
         {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()},
         {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items() if tensor.is_floating_point()},
     )
-
-
-def _blank_image(size: tuple[int, int]) -> MediaFile:
-    buffer = io.BytesIO()
-    require_pillow().new("1", size).save(buffer, format="PNG", compress_level=1)
-    return MediaFile.of(buffer.getvalue())
 
 
 def load_processor_of(folder: str, tokenizer: PreTrainedTokenizerBase) -> MediaProcessor:

@@ -1,12 +1,13 @@
 """The ASGI application of a server: the routes for the server's state, and the way of a request through the queue.
 
-A role adds the routes whose answers the model computes (`score/`, `generate/`). All routes run in the HTTP thread.
-They put requests into the queue and never touch the model.
+A role adds the routes whose answers the model computes. All routes run in the HTTP thread. They put requests into the
+queue and never touch the model.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -20,15 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from stillhouse import __version__
 from stillhouse.serving.server.bodies import ENDING, RequestError, errors, refused
-from stillhouse.serving.server.gate import (
-    Answer,
-    BearerToken,
-    Bodies,
-    Counted,
-    LocalNames,
-    is_loopback,
-    until_disconnected,
-)
+from stillhouse.serving.server.gate import Bodies, InPieces, counted, gate, is_loopback, name_error, token_error
 from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
 from stillhouse.serving.server.role import Role
 from stillhouse.serving.wire import JSON
@@ -60,12 +53,12 @@ class Application:
         self.bodies = Bodies(role.limits.all_bodies_bytes)
         self._add_state()
         for kind, answer in _ERRORS.items():
-            self.api.add_exception_handler(kind, _handler(answer))
+            self.api.add_exception_handler(kind, partial(_answered, answer))
         if token is not None:
-            self.api.add_middleware(BearerToken, token=token)
+            self.api.add_middleware(gate, refusal=partial(token_error, token))
         elif is_loopback(host):
-            self.api.add_middleware(LocalNames)
-        self.api.add_middleware(Counted, count=self.metrics.request)
+            self.api.add_middleware(gate, refusal=name_error)
+        self.api.add_middleware(counted, count=self.metrics.request)
         role.add_routes(self)
 
     def require_model(self, name: str | None) -> None:
@@ -83,8 +76,7 @@ class Application:
     ) -> Callable[[Parse], Parse]:
         """A decorator that adds a route whose answers the model computes. The decorated function parses a request.
 
-        schemas: the JSON schemas of the bodies, by content type.
-        result_bytes: returns the size of the results. A large answer is encoded in another thread.
+        schemas: the JSON schemas of the bodies, by content type. result_bytes: returns the size of the results.
         media_type, answers: the media type of a successful answer, and its OpenAPI descriptions.
         """
 
@@ -105,7 +97,7 @@ class Application:
                         results = await _unless_disconnected(request, ticket)
                         answer = await _in_thread_if_large(result_bytes(results), encode, results)
                         on_error.pop_all()
-                return Answer(answer, media_type, lambda: self.queue.release(ticket))
+                return InPieces(answer, media_type, lambda: self.queue.release(ticket))
 
             self.api.add_api_route(
                 path,
@@ -129,15 +121,9 @@ class Application:
 
         @self.api.get("/v1/models")
         async def models() -> dict[str, Any]:
-            model = {
-                "id": self.role.name,
-                "object": "model",
-                "owned_by": "stillhouse",
-                "root": self.role.name,
-                "parent": None,
-                "max_model_len": self.role.limits.max_tokens,
-            }
-            return {"object": "list", "data": [model]}
+            name, longest = self.role.name, self.role.limits.max_tokens
+            model = {"id": name, "object": "model", "owned_by": "stillhouse", "root": name, "parent": None}
+            return {"object": "list", "data": [model | {"max_model_len": longest}]}
 
         @self.api.get("/healthz", responses=errors(503))
         async def healthz() -> Response:
@@ -147,7 +133,7 @@ class Application:
 
         @self.api.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
         async def metrics() -> Response:
-            return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+            return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def content_type(request: Request, *expected: str) -> str:
@@ -166,9 +152,8 @@ def required_body(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _in_thread_if_large(size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function. If `size` is large, call it in another thread, so that the other clients need not wait.
-
-    For small arguments, another thread would be slower: it waits until the model's thread releases the interpreter.
+    """Call a function, in another thread if `size` is large, so that the other clients need not wait. For a small
+    one, that would be slower: the thread waits until the model's thread releases the interpreter.
     """
     return function(*arguments) if size < AT_ONCE_BYTES else await run_in_threadpool(function, *arguments)
 
@@ -176,7 +161,12 @@ async def _in_thread_if_large(size: int, function: Callable[..., Result], *argum
 async def _unless_disconnected(request: Request, ticket: Ticket) -> list[Any]:
     """Wait for the model's results. Raises ClientDisconnect if the client disconnects first."""
     results = asyncio.wrap_future(ticket.results)
-    leaving = asyncio.ensure_future(until_disconnected(request))
+
+    async def left() -> None:  # the request's body was read before
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.ensure_future(left())
     either: set[asyncio.Future[Any]] = {results, leaving}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -200,11 +190,8 @@ _ERRORS: dict[type[Exception], Callable[[Any], Response]] = {
 }
 
 
-def _handler(answer: Callable[[Any], Response]) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def handle(_: Request, error: Exception) -> Response:
-        return answer(error)
-
-    return handle
+async def _answered(answer: Callable[[Any], Response], _: Request, error: Exception) -> Response:
+    return answer(error)
 
 
 PATHS = (
@@ -226,14 +213,16 @@ class Metrics:
     """Counts requests, batches and tokens of one server."""
 
     def __init__(self, queue: RequestQueue):
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         self._requests = Counter("stillhouse_requests", "answered requests", ["path", "status"], registry=registry)
         self._latency = Histogram(
             "stillhouse_request_seconds", "from a request's header to its answer", ["path"],
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self._tokens = Counter("stillhouse_tokens", "tokens that the model has read and written", registry=registry)
-        self._failed = Counter("stillhouse_failed_batches", "batches whose forward pass failed", registry=registry)
+        self.failed_batches = Counter(
+            "stillhouse_failed_batches", "batches whose forward pass failed", registry=registry
+        )
         self._batch_tokens = Histogram(
             "stillhouse_batch_tokens", "tokens of a batch", buckets=_TOKENS, registry=registry
         )
@@ -241,16 +230,13 @@ class Metrics:
             "stillhouse_batch_seconds", "time of a batch in the model", buckets=_SECONDS, registry=registry
         )
         held = Gauge("stillhouse_held_tokens", "tokens accepted and not answered completely", registry=registry)
-        held.set_function(lambda: queue.held_tokens)
+        held.set_function(lambda: queue.held)
         waiting = Gauge("stillhouse_waiting_sequences", "sequences that wait for the model", registry=registry)
-        waiting.set_function(lambda: queue.waiting)
+        waiting.set_function(lambda: len(queue.items))
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count an answer. All unknown paths share one label, so that clients cannot create time series."""
-        if path.startswith("/v1/files/"):
-            label = "/v1/files"
-        else:
-            label = path if path in PATHS else "other"
+        label = "/v1/files" if path.startswith("/v1/files/") else path if path in PATHS else "other"
         self._requests.labels(label, str(status)).inc()
         self._latency.labels(label).observe(seconds)
 
@@ -258,9 +244,3 @@ class Metrics:
         self._tokens.inc(tokens)
         self._batch_tokens.observe(tokens)
         self._batch_seconds.observe(seconds)
-
-    def failed_batch(self) -> None:
-        self._failed.inc()
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Parses JSON requests, and encodes JSON answers and errors, which have the format of the OpenAI API as in vLLM."""
+"""JSON requests, and errors in the format of the OpenAI API as in vLLM."""
 
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -28,10 +28,6 @@ def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
         raise refused(f"{param or 'the body'}: {problem}", param) from error
 
 
-def encode_json(content: Any) -> bytes:
-    return bytes(JSONResponse(content).body)
-
-
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:
     """The field `usage` of an answer in the OpenAI API."""
     return {
@@ -47,7 +43,7 @@ ENDING = "the server is about to end"
 
 
 class RequestError(Exception):
-    """An error that is sent as the answer to a request. param: the invalid field, if the error concerns one field."""
+    """An error that is the answer to a request. param: the invalid field, if the error concerns one field."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -57,12 +53,8 @@ class RequestError(Exception):
 
     def response(self) -> JSONResponse:
         """The HTTP response. The message is shortened and escaped, because it may quote the request."""
-        error = {
-            "message": brief(self.message),
-            "type": error_type(self.status),
-            "param": self.param,
-            "code": int(self.status),
-        }
+        kind, code = error_type(self.status), int(self.status)
+        error = {"message": brief(self.message), "type": kind, "param": self.param, "code": code}
         return JSONResponse({"error": error}, self.status, headers=self.headers)
 
 
@@ -78,9 +70,8 @@ def refused(message: str, param: str | None = None) -> RequestError:
 
 def busy(message: str, seconds: int = 1, headers: Mapping[str, str] | None = None) -> RequestError:
     """The error of a server that is at one of its limits. seconds: when the client may try again."""
-    return RequestError(
-        HTTPStatus.TOO_MANY_REQUESTS, message, headers={"Retry-After": str(seconds), **(headers or {})}
-    )
+    headers = {"Retry-After": str(seconds), **(headers or {})}
+    return RequestError(HTTPStatus.TOO_MANY_REQUESTS, message, headers=headers)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The connections of a server: uvicorn's HTTP/1.1, with limits, so that idle clients do not block others.
+"""The address, the HTTP thread and the connections of a server: uvicorn's HTTP/1.1, with limits against idle clients.
 
 A connection waits until it has received the complete header of a request, for at most `HEADER_SECONDS`. If there are
 too many connections, the server closes the one that has waited longest. `Room` limits how many connections have a
@@ -7,26 +7,100 @@ request at a time, so that the server always accepts a new connection and always
 
 import asyncio
 import resource
+import socket
+import threading
 import time
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
+import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stillhouse.serving.server.bodies import RequestError
+from stillhouse.serving.server.gate import OPEN_PATHS, answered_by_protocol, is_loopback
 
-#: routes that need no bearer token and are never refused by `Room`, for the probes of an orchestrator
-OPEN_PATHS = ("/healthz",)
 #: seconds that a connection waits for the header of a request, or for more of a body that was answered early
 HEADER_SECONDS = 10.0
 #: limits for the rest of a body that was answered early
 LATE_BYTES, LATE_SECONDS = 2**30, 120.0
 #: the most connections at a time, and how many of them must have no request
 CONNECTIONS, SPARE = 2048, 64
+#: the most seconds for sending the last answers
+LAST_SECONDS = 60.0
+#: the most connections that the operating system queues until the server accepts them
+BACKLOG = 2048
 #: headers of requests with a body
 _LENGTH_HEADERS = (b"content-length", b"transfer-encoding")
+
+
+def check_address(host: str, token: str | None, *, require_token: bool) -> None:
+    """Raise ValueError for a token that is invalid in a header, and for a non-loopback address without a token."""
+    if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(
+            "the token is empty or has characters that no HTTP header holds: expected ASCII without spaces"
+        )
+    if token is None and require_token and not is_loopback(host):
+        raise ValueError(
+            f"host {host} is reachable from other machines and no token is set: expected STILLHOUSE_TOKEN, --token, "
+            "or --no-token to serve everyone"
+        )
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address. Raises OSError if the address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only on a socket with IPPROTO_TCP; without TCP_NODELAY, answers wait 40 ms for an ACK
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise OSError(f"host {host}, port {port} cannot be used: {error}") from error
+    return listening
+
+
+def ready_line(listening: socket.socket, token: str | None) -> str:
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"serving on http://{shown}:{port}{'' if token is None else ' with a bearer token'}"
+
+
+class HttpThread:
+    """Runs uvicorn in a separate thread, where uvicorn installs no signal handlers. The main thread calls `end`.
+
+    Raises OSError if another process has begun to listen on the address, which two processes can bind before.
+    """
+
+    def __init__(self, app: ASGIApp, bound_socket: socket.socket):
+        try:
+            bound_socket.listen(BACKLOG)
+        except OSError as error:
+            host, port = bound_socket.getsockname()[:2]
+            raise OSError(f"host {host}, port {port} cannot be used: {error}") from error
+        config = uvicorn.Config(
+            answered_by_protocol(Room(drained(app))),
+            http=Connection,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=int(LAST_SECONDS),
+        )
+        self._server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self._server.run, args=([bound_socket],), name="http", daemon=True)
+        self.thread.start()
+        while not self._server.started and self.thread.is_alive():
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self._server.should_exit = True
+        self.thread.join(2 * LAST_SECONDS)
 
 
 def most_connections() -> int:
@@ -74,13 +148,13 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _begin_to_wait(self) -> None:
+        def give_up() -> None:
+            self.transport.close()  # sends the rest of the last answer first; `abort` ends it for a client that stops
+            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
         self._end_to_wait()
         self.waits_since = time.monotonic()
-        self._timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
-
-    def _give_up(self) -> None:
-        self.transport.close()  # sends the rest of the last answer first; `abort` ends it if the client does not read
-        self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+        self._timer = self.loop.call_later(HEADER_SECONDS, give_up)
 
     def _end_to_wait(self) -> None:
         if self._timer is not None:
@@ -88,18 +162,14 @@ class Connection(H11Protocol):
             self._timer = None
 
 
-class Drained:
-    """Reads the rest of a body that was answered early, such as one that is too large, and keeps nothing of it.
+def drained(app: ASGIApp) -> ASGIApp:
+    """Read the rest of a body that was answered early, such as one that is too large, and keep nothing of it.
 
-    The client gets the whole answer before. Without this, a client that sends all of its body before it reads would
-    get a reset in place of the answer. Beyond `LATE_BYTES` or `LATE_SECONDS`, and `HEADER_SECONDS` after the last
-    byte, the answer is ended all the same.
+    Without this, a client that sends all of its body before it reads would get a reset in place of the answer. Beyond
+    `LATE_BYTES` or `LATE_SECONDS`, and `HEADER_SECONDS` after the last byte, the answer is ended all the same.
     """
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         lengths = {value for name, value in scope.get("headers", ()) if name in _LENGTH_HEADERS}
         is_read, is_held = lengths <= {b"0"}, False
 
@@ -115,7 +185,7 @@ class Drained:
                 is_held, message = True, {**message, "more_body": True}
             await send(message)
 
-        await self._app(scope, reading, sending)
+        await app(scope, reading, sending)
         if is_held:
             left = LATE_BYTES
             with suppress(TimeoutError):
@@ -124,6 +194,8 @@ class Drained:
                         async with asyncio.timeout(HEADER_SECONDS):
                             left -= len((await reading()).get("body", b""))
             await send({"type": "http.response.body", "body": b""})
+
+    return answer
 
 
 class Room:
@@ -137,7 +209,7 @@ class Room:
             headers = {"Retry-After": "1", "Connection": "close"}
             error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at a time", headers=headers)
             # the spare connections must not all be those of clients that send bodies slowly
-            refusal = Drained(error.response()) if self._refused < SPARE // 2 else error.response()
+            refusal = drained(error.response()) if self._refused < SPARE // 2 else error.response()
             self._refused += 1
             try:
                 await refusal(scope, receive, send)

@@ -8,7 +8,7 @@ import asyncio
 import hmac
 import ipaddress
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -18,75 +18,64 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stillhouse.serving.server.bodies import RequestError, busy
-from stillhouse.serving.server.connection import OPEN_PATHS
 
+#: routes that need no bearer token and are never refused by `Room`, for the probes of an orchestrator
+OPEN_PATHS = ("/healthz",)
 #: seconds that a client has for sending a body, and for reading each piece of an answer
 BODY_SECONDS, SEND_SECONDS = 120.0, 120.0
 _PIECE = 2**20
 
 
-class BearerToken:
-    """Answers 401 to every request without the token, except on `OPEN_PATHS`."""
+def gate(app: ASGIApp, refusal: Callable[[Scope], RequestError | None]) -> ASGIApp:
+    """Answer the error that `refusal` returns for a request, if it returns one, except on `OPEN_PATHS`."""
 
-    def __init__(self, app: ASGIApp, token: str):
-        self._app, self._expected = app, f"Bearer {token}".encode()
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        error = None if is_open else refusal(scope)
+        await (app if error is None else error.response())(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            tokens = [value for name, value in scope["headers"] if name == b"authorization"]
-            if len(tokens) != 1 or not hmac.compare_digest(tokens[0], self._expected):
-                error = RequestError(
-                    HTTPStatus.UNAUTHORIZED,
-                    "expected the header `Authorization: Bearer` with this server's token",
-                    headers={"WWW-Authenticate": "Bearer"} | _unread(scope),
-                )
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    return answer
 
 
-class LocalNames:
-    """For a server without a token on loopback: refuses requests to other names, and those of other sites' pages.
+def token_error(token: str, scope: Scope) -> RequestError | None:
+    """The error of a request without the bearer token."""
+    sent = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(sent) == 1 and hmac.compare_digest(sent[0], f"Bearer {token}".encode()):
+        return None
+    return RequestError(
+        HTTPStatus.UNAUTHORIZED,
+        "expected the header `Authorization: Bearer` with this server's token",
+        headers={"WWW-Authenticate": "Bearer"} | _unread(scope),
+    )
+
+
+def name_error(scope: Scope) -> RequestError | None:
+    """For a server without a token on loopback: the error of a request to another name, or of another site's page.
 
     A browser on this machine reaches the server, too. A page of another site could make it do so, by a form, or by a
     name of its own that it lets point to 127.0.0.1 (DNS rebinding), by which it could read the answers.
     """
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and (error := _host_error(scope)) is not None:
-            await error.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-def _host_error(scope: Scope) -> RequestError | None:
     instead = "start it with a token (STILLHOUSE_TOKEN) for clients that use another name"
+    refusals = {
+        b"host": (
+            HTTPStatus.MISDIRECTED_REQUEST,
+            "this server has no token and serves this machine alone: expected localhost or 127.0.0.1 as its host "
+            f"(the header `Host`); {instead}",
+        ),
+        b"origin": (
+            HTTPStatus.FORBIDDEN,
+            f"a request of another site's page (the header `Origin`), and this server has no token; {instead}",
+        ),
+    }
     for name, value in scope["headers"]:
-        if name == b"host" and not is_loopback(_host(b"//" + value)):
-            return RequestError(
-                HTTPStatus.MISDIRECTED_REQUEST,
-                "this server has no token and serves this machine alone: expected localhost or 127.0.0.1 as its host "
-                "(the header `Host`); " + instead,
-                headers=_unread(scope),
-            )
-        if name == b"origin" and not is_loopback(_host(value)):
-            return RequestError(
-                HTTPStatus.FORBIDDEN,
-                f"a request of another site's page (the header `Origin`), and this server has no token; {instead}",
-                headers=_unread(scope),
-            )
+        if name in refusals:
+            try:
+                host = urlsplit((b"//" + value if name == b"host" else value).decode("latin-1")).hostname or ""
+            except ValueError:
+                host = ""
+            if not is_loopback(host):
+                return RequestError(*refusals[name], headers=_unread(scope))
     return None
-
-
-def _host(url: bytes) -> str:
-    """The host of a URL; "" if it has none."""
-    try:
-        return urlsplit(url.decode("latin-1")).hostname or ""
-    except ValueError:
-        return ""
 
 
 def is_loopback(host: str) -> bool:
@@ -100,15 +89,12 @@ class _UnreadError(Exception):
     """The client does not read its answer."""
 
 
-class AnsweredByProtocol:
+def answered_by_protocol(app: ASGIApp) -> ASGIApp:
     """The outermost layer, which drops answers that cannot be sent. uvicorn itself answers invalid HTTP; if a route
     has begun to answer before, the route's answer fails. The connection of a client that does not read is closed.
     """
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def in_time(message: Message) -> None:
             try:
                 async with asyncio.timeout(SEND_SECONDS):
@@ -116,33 +102,33 @@ class AnsweredByProtocol:
             except TimeoutError as error:
                 raise _UnreadError from error
 
-        try:
-            await self._app(scope, receive, in_time)
-        except (h11.LocalProtocolError, _UnreadError):
-            return  # uvicorn closes a connection whose answer is not complete
+        with suppress(h11.LocalProtocolError, _UnreadError):  # uvicorn closes a connection without a whole answer
+            await app(scope, receive, in_time)
+
+    return answer
 
 
-class Counted:
-    """Calls `count(path, status, seconds)` after each answer."""
+def counted(app: ASGIApp, count: Callable[[str, int, float], None]) -> ASGIApp:
+    """Call `count(path, status, seconds)` after each answer."""
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int, float], None]):
-        self._app, self._count = app, count
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
-        started, statuses = asyncio.get_running_loop().time(), [int(HTTPStatus.INTERNAL_SERVER_ERROR)]
+        started, status = asyncio.get_running_loop().time(), int(HTTPStatus.INTERNAL_SERVER_ERROR)
 
         async def noting(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                statuses[0] = message["status"]
+                status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await app(scope, receive, noting)
         finally:
-            self._count(scope["path"], statuses[0], asyncio.get_running_loop().time() - started)
+            count(scope["path"], status, asyncio.get_running_loop().time() - started)
+
+    return answer
 
 
 class Bodies:
@@ -157,36 +143,38 @@ class Bodies:
 
         Raises RequestError if the body is too large, is sent too slowly, or would exceed `total`.
         """
-        content = bytearray()
+        content, unread = bytearray(), _unread(request.scope)
+        too_large = RequestError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body is too large: expected at most {limit:,} bytes of this content type",
+            headers=unread,
+        )
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_large
         try:
-            await self._receive(request, limit, content)
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    async for chunk in request.stream():
+                        if len(content) + len(chunk) > limit:
+                            raise too_large
+                        if self._held + len(chunk) > self._total:
+                            raise busy("too many bodies are being read: try again", headers=unread)
+                        self._held += len(chunk)
+                        content += chunk
+            except TimeoutError as error:
+                raise RequestError(
+                    HTTPStatus.REQUEST_TIMEOUT,
+                    f"the body did not arrive within {BODY_SECONDS:g} s",
+                    headers={"Connection": "close"},
+                ) from error
             yield bytes(content)
         finally:
             self._held -= len(content)
 
-    async def _receive(self, request: Request, limit: int, content: bytearray) -> None:
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > limit:
-            raise _too_large(limit, request.scope)
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for chunk in request.stream():
-                    if len(content) + len(chunk) > limit:
-                        raise _too_large(limit, request.scope)
-                    if self._held + len(chunk) > self._total:
-                        raise busy("too many bodies are being read: try again", headers=_unread(request.scope))
-                    self._held += len(chunk)
-                    content += chunk
-        except TimeoutError as error:
-            raise RequestError(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"the body did not arrive within {BODY_SECONDS:g} s",
-                headers={"Connection": "close"},
-            ) from error
 
-
-class Answer(Response):
-    """A response that calls `sent` after it was sent, or after sending has failed."""
+class InPieces(Response):
+    """A response that is sent in pieces, and calls `sent` after it was sent, or after sending has failed."""
 
     def __init__(self, content: bytes, media_type: str, sent: Callable[[], None]):
         super().__init__(None, media_type=media_type)
@@ -205,22 +193,8 @@ class Answer(Response):
             self._sent()
 
 
-async def until_disconnected(request: Request) -> None:
-    """Return when the client has closed its connection. The caller must have read the request's body before."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _too_large(limit: int, scope: Scope) -> RequestError:
-    return RequestError(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"the body is too large: expected at most {limit:,} bytes of this content type",
-        headers=_unread(scope),
-    )
-
-
 def _unread(scope: Scope) -> dict[str, str]:
     """Headers of an answer that is sent before the request's body was read. The rest of the body is discarded (see
-    `Drained`); a client that waits for `100 Continue` will not send it, so that its connection is closed.
+    `drained`); a client that waits for `100 Continue` will not send it, so that its connection is closed.
     """
     return {"Connection": "close"} if any(name == b"expect" for name, _ in scope["headers"]) else {}

@@ -1,10 +1,8 @@
 """The queue between the HTTP server and the model: bounded, and divided into batches by a token budget.
 
-A request has one or more parts: documents to score, or a completion to generate. The model's thread takes parts from
-the front of the queue until the token budget of a batch is used. So a large request can take several batches, and
-small requests can share a batch, unless requests are kept apart, so that an answer does not depend on other clients:
-the rounding of a matrix product depends on its number of rows. A request's tokens count towards the queue's limit
-until its answer has been sent. So the limit also bounds the answers that wait in memory for clients that read slowly.
+A request has one or more parts: documents to score, or a completion to generate. A large request can take several
+batches, and small requests can share a batch. A request's tokens count towards the queue's limit until its answer has
+been sent. So the limit also bounds the answers that wait in memory for clients that read slowly.
 """
 
 import threading
@@ -19,7 +17,7 @@ from stillhouse.serving.server.bodies import ENDING, RequestError, busy
 
 
 class Part(Protocol):
-    """A part of a request, which the model computes in one batch. tokens: its size in the batch's token budget."""
+    """A part of a request. tokens: its size in the token budget of a batch."""
 
     @property
     def tokens(self) -> int: ...
@@ -61,45 +59,27 @@ class RequestQueue:
     batch_tokens: the most tokens of a batch; a document that has more is a batch by itself. queue_tokens: the most
     tokens of all requests that are accepted and not answered completely. ends: returns whether the server has to end.
     It is called for each request, because the model's thread may compute a batch for minutes before it calls `drain`.
-    deterministic: whether a batch has the parts of one request only.
+    deterministic: whether a batch has the parts of one request only, so that an answer does not depend on other
+    clients: the rounding of a matrix product depends on its number of rows.
     """
 
-    def __init__(
-        self,
-        batch_tokens: int,
-        queue_tokens: int,
-        ends: Callable[[], object] = lambda: False,
-        *,
-        deterministic: bool = False,
-    ):
-        self.deterministic = deterministic
+    def __init__(self, batch_tokens: int, queue_tokens: int, ends: Callable[[], bool], *, deterministic: bool):
         self.batch_tokens, self.queue_tokens, self.ends = batch_tokens, queue_tokens, ends
-        self._items: deque[Item] = deque()
+        self.deterministic = deterministic
+        #: the parts that wait for the model, and the tokens of requests that are accepted and not answered completely
+        self.items, self.held = deque[Item](), 0
         self._changed = threading.Condition()
-        self._held = 0
         self._closed = False
         self._tokens_per_second = 0.0
 
     @property
-    def held_tokens(self) -> int:
-        """Tokens of requests that are accepted and not answered completely."""
-        return self._held
-
-    @property
-    def waiting(self) -> int:
-        """The number of parts that wait for the model."""
-        return len(self._items)
-
-    @property
     def is_draining(self) -> bool:
         """Whether the queue accepts no more requests."""
-        return self._closed or bool(self.ends())
+        return self._closed or self.ends()
 
     def submit(self, parts: Sequence[Part]) -> Ticket:
-        """Accept a request. The caller must `release` the ticket at the end.
-
-        Raises RequestError if the queue is full, or if the server is ending. An empty queue accepts a request of any
-        size.
+        """Accept a request. The caller must `release` the ticket at the end. Raises RequestError if the queue is
+        full, or if the server is ending. An empty queue accepts a request of any size.
         """
         ticket = Ticket(parts)
         with self._changed:
@@ -109,13 +89,13 @@ class RequestQueue:
                     f"{ENDING} and accepts no more requests",
                     headers={"Connection": "close"},
                 )
-            if self._held and self._held + ticket.tokens > self.queue_tokens:
-                too_many = self._held + ticket.tokens - self.queue_tokens
+            if self.held and self.held + ticket.tokens > self.queue_tokens:
+                too_many = self.held + ticket.tokens - self.queue_tokens
                 speed = self._tokens_per_second or float(self.batch_tokens)
                 seconds = max(1, min(60, round(too_many / speed)))
                 raise busy(f"the queue is full: try again in {seconds} s", seconds)
-            self._held += ticket.tokens
-            self._items.extend((ticket, number) for number in range(len(parts)))
+            self.held += ticket.tokens
+            self.items.extend((ticket, number) for number in range(len(parts)))
             self._changed.notify_all()
         return ticket
 
@@ -125,23 +105,23 @@ class RequestQueue:
             ticket.results.cancel()
             if not ticket.is_released:
                 ticket.is_released = True
-                self._held -= ticket.tokens
+                self.held -= ticket.tokens
                 self._changed.notify_all()
 
     def next_batch(self, seconds: float) -> list[Item]:
         """Take the parts for one batch from the queue. The list is empty if no part arrives within `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items, timeout=seconds)
+            self._changed.wait_for(lambda: self.items, timeout=seconds)
             batch: list[Item] = []
             tokens = 0
-            while self._items:
-                ticket, number = self._items[0]
+            while self.items:
+                ticket, number = self.items[0]
                 if not ticket.results.done():
                     tokens += ticket.parts[number].tokens
                     if batch and (tokens > self.batch_tokens or (self.deterministic and ticket is not batch[0][0])):
                         break
                     batch.append((ticket, number))
-                self._items.popleft()
+                self.items.popleft()
             return batch
 
     def record_speed(self, tokens: int, seconds: float) -> None:
@@ -158,11 +138,11 @@ class RequestQueue:
     def wait_until_answered(self, seconds: float) -> bool:
         """Wait until every accepted request has been answered; return False if that takes longer than `seconds`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._held, timeout=seconds)
+            return self._changed.wait_for(lambda: not self.held, timeout=seconds)
 
     def fail_all(self, error: RequestError) -> None:
         """Make the error the answer of every request that has a waiting part."""
         with self._changed:
-            for ticket, _ in self._items:
+            for ticket, _ in self.items:
                 ticket.fail(error)
-            self._items.clear()
+            self.items.clear()

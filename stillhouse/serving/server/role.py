@@ -1,13 +1,14 @@
-"""The role of a server: a set of routes, and the model that computes their results.
+"""The role of a server: a set of routes, the model that computes their results, and the limits of their requests.
 
-`score/` computes a teacher's signals, and `generate/` generates completions. Both share the application, the queue,
-the limits and the handling of connections.
+`served_teacher.py` computes a teacher's signals, and `completion_writer.py` generates completions. Both share the
+application, the queue, the limits and the handling of connections.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -16,16 +17,82 @@ from stillhouse.data import tokenizer_fingerprint
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids
 from stillhouse.models.families import ModelFacts
 from stillhouse.models.varlen import activations_for
-from stillhouse.serving.server.limits import Limits
-from stillhouse.serving.wire import WIRE_FORMAT
+from stillhouse.serving.server.bodies import refused
+from stillhouse.serving.wire import JSON, SAFETENSORS, WIRE_FORMAT
 
 if TYPE_CHECKING:
     from stillhouse.serving.server.application import Application
 
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest values of a client's request. A request that exceeds one is refused before it reaches the model.
+
+    vocabulary: rows of the model's head. max_tokens: tokens per sequence.
+    max_request_tokens, max_sequences: tokens and sequences per request. max_top_k: ids per token.
+    json_bytes, binary_bytes: bytes of one body; image_bytes: more of a binary one, for images.
+    bodies_bytes: bytes of all bodies that are in memory at a time, beside those of images.
+    """
+
+    vocabulary: int
+    max_tokens: int
+    max_request_tokens: int
+    max_top_k: int
+    max_sequences: int = 4096
+    image_bytes: int = 0
+    json_bytes: int = 8 * MIB
+    binary_bytes: int = 64 * MIB
+    bodies_bytes: int = 512 * MIB
+
+    @property
+    def body_bytes(self) -> dict[str, int]:
+        """The most bytes of a body, by content type."""
+        return {JSON: self.json_bytes, SAFETENSORS: self.binary_bytes + self.image_bytes}
+
+    @property
+    def all_bodies_bytes(self) -> int:
+        """The most bytes of all bodies that are in memory at a time. A body with images stays until its answer."""
+        return self.bodies_bytes + 2 * self.image_bytes
+
+    @property
+    def most_ids(self) -> int:
+        """The most ids per token of a signal: `max_top_k`, or the vocabulary if that is smaller."""
+        return min(self.max_top_k, self.vocabulary)
+
+    def id_outside(self, ids: np.ndarray, least: int = 0) -> int | None:
+        """An id below `least` or beyond the vocabulary; None if there is none."""
+        smallest, largest = int(ids.min()), int(ids.max())
+        return smallest if smallest < least else largest if largest >= self.vocabulary else None
+
+    def check_count(self, documents: int, param: str) -> None:
+        if documents > self.max_sequences:
+            raise refused(f"{documents} sequences: expected at most {self.max_sequences} per request", param)
+
+    def check_documents(self, documents: Sequence[Sequence[int] | np.ndarray], param: str) -> None:
+        """Raise RequestError for too many documents or tokens, an empty document, or an id outside the vocabulary."""
+        self.check_count(len(documents), param)
+        total = sum(map(len, documents))
+        if total > self.max_request_tokens:
+            raise refused(f"{total} tokens: expected at most {self.max_request_tokens} per request", param)
+        for number, tokens in enumerate(documents):
+            if not 1 <= len(tokens) <= self.max_tokens:
+                raise refused(
+                    f"sequence {number} has {len(tokens)} tokens: expected 1 to {self.max_tokens} (the model's "
+                    "positions, and the server's --batch-tokens)",
+                    param,
+                )
+            if (wrong := self.id_outside(np.asarray(tokens))) is not None:
+                raise refused(
+                    f"sequence {number} has the token id {wrong}: expected 0 to {self.vocabulary - 1}, the rows of "
+                    "the teacher's head",
+                    param,
+                )
+
 
 class Role(Protocol):
-    """name: the model's name for clients.
-    info: the answer of `GET /v1/info`; empty except on the first process.
+    """name: the model's name for clients. info: the answer of `GET /v1/info`; empty except on the first process.
     survives_failures: whether the server may go on after the computation of a batch has failed.
     """
 
@@ -60,8 +127,7 @@ class ModelOptions:
     """The name of the served model, and the options for loading it.
 
     name: a folder or a hub id. dtype: "auto" is the saved dtype. device: "auto" is a GPU if the machine has one.
-    attention: as `student.attention` of a run. revision: the revision of a hub id.
-    images: whether it reads images.
+    attention: as `student.attention` of a run. revision: of a hub id. images: whether it reads images.
     quantize: "int8", "nf4" or "fp8" (see `quantized.py`), only for a single process; None: do not quantize.
     """
 

@@ -1,10 +1,8 @@
 """Serves a model over HTTP: the command `stillhouse serve`.
 
 The model runs in the main thread, which takes batches from the queue; HTTP has its own thread. Under torchrun, the
-teacher is tensor-parallel over the ranks: rank 0 handles HTTP, and the other ranks compute the same batches.
-
-After the first SIGTERM or Ctrl-C, the server accepts no more requests, answers the accepted ones, and ends with exit
-code 0. A second signal ends the process at once.
+teacher is tensor-parallel over the ranks, and rank 0 handles HTTP. After the first SIGTERM or Ctrl-C, the server
+answers the accepted requests, and ends with exit code 0. A second signal ends the process at once.
 """
 
 import gc
@@ -13,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,14 +32,22 @@ from stillhouse.parallel import (
 from stillhouse.preemption import finishing, requested
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.bodies import RequestError
-from stillhouse.serving.server.generate.completion_writer import load_writer
-from stillhouse.serving.server.http_thread import LAST_SECONDS, HttpThread, bound, check_address, ready_line
+from stillhouse.serving.server.connection import LAST_SECONDS, HttpThread, bound, check_address, ready_line
+from stillhouse.serving.server.generation import CompletionWriter
 from stillhouse.serving.server.request_queue import Item, RequestQueue
 from stillhouse.serving.server.role import ModelOptions, Role
-from stillhouse.serving.server.score.served_teacher import load_teacher
+from stillhouse.serving.server.served_teacher import ServedTeacher
+
+#: the most seconds between two checks whether the server has to end, while no request arrives
+LOOK_SECONDS = 0.1
+#: the server ends after so many failed batches in a row. Batches that failed for lack of memory do not count
+MAX_FAILURES = 3
+#: seconds after which a thread must release the interpreter to another thread. The model's thread rarely releases it
+#: earlier, so that Python's default of 5 ms would delay each request several times
+SWITCH_SECONDS = 0.0005
 
 
-def serve(
+def run_server(
     model: str,
     *,
     generate: bool = False,
@@ -79,10 +84,13 @@ def serve(
     Raises ValueError for a model that cannot be served, and OSError for an address that cannot be used.
     """
     check_address(host, token, require_token=require_token)
-    _check_sizes(batch_tokens, queue_tokens, max_top_k)
-    if generate:
-        _check_generation(quantize)
-    root = _weights_root(weights_root, generate=generate)
+    if batch_tokens < 1:
+        raise ValueError(f"batch tokens {batch_tokens}: expected 1 or more")
+    if queue_tokens is not None and queue_tokens < batch_tokens:
+        raise ValueError(f"queue tokens {queue_tokens}: expected at least the {batch_tokens} tokens of a batch")
+    if max_top_k < 1:
+        raise ValueError(f"top-k {max_top_k}: expected 1 or more")
+    root = _weights_root(weights_root, quantize, generate=generate)
     if deterministic:
         use_deterministic_algorithms()
     queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
@@ -92,12 +100,16 @@ def serve(
     with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
         role: Role
         if generate:
-            role = load_writer(options, batch_tokens, root)
+            role = CompletionWriter(options, batch_tokens, root)
         else:
-            role = load_teacher(options, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
+            role = ServedTeacher(options, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
         wait_for_all()  # if a rank cannot load the model, the command must end before it prints that it is ready
         watchdog.enter("serving", timed=False)
-        queue = RequestQueue(batch_tokens, queue_tokens, partial(is_ending, stop), deterministic=deterministic)
+
+        def ends() -> bool:
+            return bool(requested()) or (stop is not None and stop.is_set())
+
+        queue = RequestQueue(batch_tokens, queue_tokens, ends, deterministic=deterministic)
         with finishing("the requests that were accepted"):
             if is_first():
                 _run(role, queue, sockets[0], token)
@@ -106,25 +118,15 @@ def serve(
         destroy_process_group()
 
 
-def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str | None) -> None:
-    application = Application(role, queue, token, listening.getsockname()[0])
-    server = HttpThread(application.api, listening)
-    for line in [*role.description(), ready_line(listening, token)]:
-        log_rank0(line)
-    ModelLoop(application, server).run()
-
-
-def _check_generation(quantize: str | None) -> None:
-    if process_count() > 1:
+def _weights_root(folder: str | None, quantize: str | None, *, generate: bool) -> Path | None:
+    """Raises ValueError for options that a server with or without `generate` does not have."""
+    if generate and process_count() > 1:
         raise ValueError(
             f"--generate under {process_count()} processes: expected one process, which has the whole model; start a "
             "server for each GPU, or vLLM for a model that does not fit on one"
         )
-    if quantize == FP8:
+    if generate and quantize == FP8:
         raise ValueError(f"quantize={quantize} with generate: expected int8 or nf4, whose layers take adapters")
-
-
-def _weights_root(folder: str | None, *, generate: bool) -> Path | None:
     if folder is None:
         return None
     if not generate:
@@ -134,91 +136,67 @@ def _weights_root(folder: str | None, *, generate: bool) -> Path | None:
     return Path(folder).resolve()
 
 
-def _check_sizes(batch_tokens: int, queue_tokens: int | None, max_top_k: int) -> None:
-    if batch_tokens < 1:
-        raise ValueError(f"batch tokens {batch_tokens}: expected 1 or more")
-    if queue_tokens is not None and queue_tokens < batch_tokens:
-        raise ValueError(f"queue tokens {queue_tokens}: expected at least the {batch_tokens} tokens of a batch")
-    if max_top_k < 1:
-        raise ValueError(f"top-k {max_top_k}: expected 1 or more")
+def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str | None) -> None:
+    """On the first process: answer requests until the queue's server has to end."""
+    application = Application(role, queue, token, listening.getsockname()[0])
+    server = HttpThread(application.api, listening)
+    for line in [*role.description(), ready_line(listening, token)]:
+        log_rank0(line)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    failures = 0
+    try:
+        while True:
+            is_last = queue.is_draining
+            if is_last:
+                queue.drain()  # no request enters the queue after this line, so that an empty queue stays empty
+            if not server.thread.is_alive():
+                raise RuntimeError("the HTTP thread has ended")
+            role.between_batches()
+            if batch := queue.next_batch(LOOK_SECONDS):
+                failures = _compute(application, batch, failures)
+            elif is_last:
+                break
+        role.end()
+        queue.wait_until_answered(LAST_SECONDS)
+    finally:
+        queue.drain()
+        queue.fail_all(RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server ends because of an error"))
+        server.end()
 
 
-#: the most seconds between two checks whether the server has to end, while no request arrives
-LOOK_SECONDS = 0.1
-#: the server ends after so many failed batches in a row. Batches that failed for lack of memory do not count
-MAX_FAILURES = 3
-#: seconds after which a thread must release the interpreter to another thread. The model's thread rarely releases it
-#: earlier, so that Python's default of 5 ms would delay each request several times
-SWITCH_SECONDS = 0.0005
+def _compute(application: Application, batch: Sequence[Item], failures: int) -> int:
+    """Compute a batch, and give each request its results or an error.
 
-
-def is_ending(stop: threading.Event | None) -> bool:
-    """Whether the process has received a signal to end (such as SIGTERM), or `stop` is set."""
-    return bool(requested()) or (stop is not None and stop.is_set())
-
-
-class ModelLoop:
-    def __init__(self, application: Application, server: HttpThread):
-        self._role, self._queue, self._metrics = application.role, application.queue, application.metrics
-        self._server = server
-        self._failures = 0
-
-    def run(self) -> None:
-        sys.setswitchinterval(SWITCH_SECONDS)
-        queue = self._queue
-        try:
-            while True:
-                is_last = queue.is_draining
-                if is_last:
-                    queue.drain()  # no request enters the queue after this line, so that an empty queue stays empty
-                if not self._server.is_alive:
-                    raise RuntimeError("the HTTP thread has ended")
-                self._role.between_batches()
-                if batch := queue.next_batch(LOOK_SECONDS):
-                    self._compute(batch)
-                elif is_last:
-                    break
-            self._role.end()
-            queue.wait_until_answered(LAST_SECONDS)
-        finally:
-            queue.drain()
-            queue.fail_all(_failure("the server ends because of an error"))
-            self._server.end()
-
-    def _compute(self, batch: Sequence[Item]) -> None:
-        parts = [ticket.parts[number] for ticket, number in batch]
-        tokens, started = sum(part.tokens for part in parts), time.monotonic()
-        try:
-            outcomes = self._role.compute(parts)
-        except (RuntimeError, ValueError) as error:
-            # Only the requests of this batch fail. After several failed batches in a row the server ends, because
-            # the GPU may be lost. With several ranks the server ends at once, because other ranks may still be in the
-            # forward pass that has failed here.
-            self._metrics.failed_batch()
-            is_memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
-            problem = (
-                "too little memory for a batch: send less at a time" if is_memory else "the forward pass has failed"
-            )
-            for ticket, _ in batch:
-                ticket.fail(_failure(problem))
-            print(f"a batch of {tokens:,} tokens failed: {first_line(error)}", file=sys.stderr, flush=True)
-            self._failures += not is_memory
-            if not self._role.survives_failures or self._failures >= MAX_FAILURES:
-                raise
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            return
-        self._failures = 0
-        seconds = time.monotonic() - started
-        self._queue.record_speed(tokens, seconds)
-        self._metrics.batch(tokens, seconds)
-        for (ticket, number), outcome in zip(batch, outcomes, strict=True):
-            if isinstance(outcome, NotFiniteError):
-                ticket.fail(RequestError(HTTPStatus.UNPROCESSABLE_ENTITY, str(outcome)))
-            else:
-                ticket.finish(number, outcome)
-
-
-def _failure(problem: str) -> RequestError:
-    return RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, problem)
+    failures: how many batches before this one have failed in a row. Returns the same for the next batch.
+    """
+    role, metrics = application.role, application.metrics
+    parts = [ticket.parts[number] for ticket, number in batch]
+    tokens, started = sum(part.tokens for part in parts), time.monotonic()
+    try:
+        outcomes = role.compute(parts)
+    except (RuntimeError, ValueError) as error:
+        # Only the requests of this batch fail. After several failed batches in a row the server ends, because the GPU
+        # may be lost. With several ranks the server ends at once, because other ranks may still be in the forward
+        # pass that has failed here.
+        metrics.failed_batches.inc()
+        is_memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
+        problem = "too little memory for a batch: send less at a time" if is_memory else "the forward pass has failed"
+        for ticket, _ in batch:
+            ticket.fail(RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, problem))
+        print(f"a batch of {tokens:,} tokens failed: {first_line(error)}", file=sys.stderr, flush=True)
+        failures += not is_memory
+        if not role.survives_failures or failures >= MAX_FAILURES:
+            raise
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return failures
+    seconds = time.monotonic() - started
+    application.queue.record_speed(tokens, seconds)
+    metrics.batch(tokens, seconds)
+    for (ticket, number), outcome in zip(batch, outcomes, strict=True):
+        if isinstance(outcome, NotFiniteError):
+            ticket.fail(RequestError(HTTPStatus.UNPROCESSABLE_ENTITY, str(outcome)))
+        else:
+            ticket.finish(number, outcome)
+    return 0

@@ -1,6 +1,7 @@
 """The interface to one kind of server: it requests signals and completions, and loads new weights."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from stillhouse.data.media import MediaProcessor
 from stillhouse.display import enumerated
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.http_client import HttpAnswer, parsed
-from stillhouse.serving.client.pool import Ask, Call
+from stillhouse.serving.client.pool import Ask, ServerRequest
 from stillhouse.serving.image_wire import ImageSupport, encode_prompt
 from stillhouse.serving.wire import JSON
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -30,11 +31,20 @@ Scores = list[dict[str, Tensor]]
 #: the kinds of published weights: a full model, or an adapter
 Kind = Literal["model", "adapter"]
 
-Described = TypeVar("Described", bound=BaseModel)
+T = TypeVar("T")
+Description = TypeVar("Description", bound=BaseModel)
+
+
+#: prompts. The log-probabilities of the top tokens after them identify a model, and show the options of its server
+_PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
+#: the number of requested top tokens: the gap between the first and the fifth is wider than to the second
+_TOP = 5
+#: if two options would give log-probabilities with a smaller difference, in nats, they cannot be distinguished
+_APART = 0.02
 
 
 class NeedsModelError(ValueError):
-    """A server does not offer the teacher's files that the run needs, so the user must give the run the model."""
+    """A server does not offer the teacher's files that the run needs: the user must give the run the model."""
 
 
 class UnknownTokenizerError(ValueError):
@@ -45,13 +55,10 @@ class UnknownTokenizerError(ValueError):
 class ServerInfo:
     """A server's description of its teacher and limits. None: the server does not report the value.
 
-    model: the teacher's name on the server. identity: a hash of the teacher's weights.
-    vocabulary: the rows of the teacher's head. width: E. dtype: the dtype of the teacher's computation.
-    max_tokens: the most tokens of a document. request_tokens: the most tokens of all documents of a request.
-    max_top_k: the most ids per token. signals: the signals that the server computes.
-    files: the names and hashes of the files of the teacher's folder, if the server offers them.
-    quantize: the quantization of the teacher's layers, if they are quantized.
-    images: the images that the server accepts; None if it accepts none.
+    model: the teacher's name on the server. identity: a hash of its weights. vocabulary: rows of its head. width: E.
+    dtype: of its computation. max_tokens, request_tokens: the most tokens of a document, and of all documents of a
+    request. max_top_k: the most ids per token. files: the names and hashes of the files that the server offers.
+    images: those that the server accepts; None: it accepts none.
     """
 
     url: str
@@ -70,7 +77,7 @@ class ServerInfo:
 
 
 @dataclass(frozen=True)
-class Span:
+class VersionSpan:
     """The tokens [start, end) of a completion. label: the label of their weights, or None if it is unknown."""
 
     label: str | None
@@ -80,10 +87,8 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """A version of the student in a folder.
-
-    label: the name of the version in the servers' answers. manifest: the sha256 of the folder's manifest, which lists
-    the hashes of the folder's files.
+    """A version of the student in a folder. label: its name in the servers' answers. manifest: the sha256 of the
+    folder's manifest, which lists the hashes of the folder's files.
     """
 
     version: int
@@ -99,7 +104,7 @@ class Answer:
 
     ids: list[int]
     log_probs: list[float]
-    spans: list[Span]
+    spans: list[VersionSpan]
     finish: Literal["stop", "length"]
     stop: str | None = None
 
@@ -128,10 +133,8 @@ class Answer:
 
 
 class _Model(BaseModel):
-    """parent: the model of an adapter; None if it is no adapter."""
-
     id: str
-    parent: str | None = None
+    parent: str | None = None  # the model of an adapter
 
 
 class _Models(BaseModel):
@@ -147,6 +150,7 @@ class ServerApi(Protocol):
     names_adapters: whether a request names the adapter of its version, which the server keeps beside others. If not,
         an adapter replaces the server's adapter, as a model replaces its weights.
     unknown_adapter: the status of an answer if the server does not have the adapter that a request names.
+    adapter_routes: the beginning of the paths that load and unload adapters.
     is_tied: whether the student's head is tied to its embedding and the server gets full models, not adapters.
     """
 
@@ -155,6 +159,7 @@ class ServerApi(Protocol):
     marks_tokens: ClassVar[bool] = True
     names_adapters: ClassVar[bool] = True
     unknown_adapter: ClassVar[int] = 404
+    adapter_routes: ClassVar[str] = "/v1"
     is_tied: bool
 
     def __init__(self, *, is_tied: bool = False):
@@ -176,10 +181,9 @@ class ServerApi(Protocol):
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> Iterable[Call[Scores]]:
-        """The requests for the signals of documents. Each request has one or more consecutive documents.
-
-        An iterator may read images when a request is taken from it.
+    ) -> Iterable[ServerRequest[Scores]]:
+        """The requests for the signals of documents, each for one or more consecutive documents. An iterator may read
+        images when a request is taken from it.
         """
 
     def other_version(self, ask: Ask) -> str | None:
@@ -198,10 +202,26 @@ class ServerApi(Protocol):
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
     ) -> dict[str, Any]:
-        """A request for one completion. model: the model's name on the server, or the adapter's name.
-
-        top: the number of top tokens whose log-probabilities are requested.
+        """A request for one completion. model: the name of the model or the adapter on the server. top: the number of
+        top tokens whose log-probabilities are requested.
         """
+
+    def request_body(
+        self,
+        model: str | None,
+        request: GenerationRequest,
+        sampling: Sampling,
+        max_new_tokens: int,
+        processor: MediaProcessor | None,
+    ) -> dict[str, Any] | bytes:
+        """The JSON of a request for a completion; bytes: the body of a prompt with images, which `processor` reads.
+        Raises ValueError for an image whose file has changed since the data was loaded.
+        """
+        body = self.body(model, request.prompt_ids.tolist(), sampling, max_new_tokens, request.seed)
+        if not request.media:
+            return body
+        assert processor is not None
+        return encode_prompt(body, processor.read_files(request.media, request.prompt_ids))
 
     def parse(self, response: HttpAnswer, adapter: str | None = None) -> Answer:
         """Raises ValueError for an answer that cannot be read. adapter: the adapter that the request names."""
@@ -229,18 +249,23 @@ class ServerApi(Protocol):
         """
 
     def adapters(self, ask: Ask) -> list[str]:
-        """The names of the server's adapters, which vLLM and SGLang list beside their models.
-
-        Raises ValueError if they cannot be read.
-        """
+        """The names of the server's adapters, which vLLM and SGLang list beside their models."""
         answer = ask("/v1/models", None)
         if answer.status == 404:  # an older SGLang
             return []
         models = parsed(_Models, answer.content, f"{answer.url} does not list models", self.kind.hint)
         return [model.id for model in models.data if model.parent is not None]
 
+    def load_adapter(self, ask: Ask, published: Published, present: str, hint: str) -> None:
+        """Load a version that is an adapter. present: in the answer of a server that has it already."""
+        body = {"lora_name": published.label, "lora_path": str(published.folder)}
+        answer = ask(f"{self.adapter_routes}/load_lora_adapter", body)
+        if answer.status != 200 and present not in answer.text:
+            require(answer, "loading the adapter", hint)
+
     def forget(self, ask: Ask, adapter: str) -> None:
         """Free the server's memory of an earlier version. The server may first finish the completions that use it."""
+        ask(f"{self.adapter_routes}/unload_lora_adapter", {"lora_name": adapter})
 
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
@@ -264,8 +289,80 @@ class ServerApi(Protocol):
                 f"{url} has another tokenizer than the student: {difference}; expected the same tokenizer"
             )
 
+    def one_token(
+        self,
+        ask: Ask,
+        model: str | None,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        parse: Callable[[HttpAnswer], T],
+        top: int = 0,
+    ) -> T:
+        """Request a completion of one token. Raises ValueError for an answer that cannot be read."""
+        response = ask(self.path, self.body(model, prompt, sampling, 1, 0, top=top))
+        if response.status != 200:
+            raise ValueError(f"{response.url}: {response.status} {response.message}; {self.kind.hint}")
+        try:
+            return parse(response)
+        except ValueError as error:
+            raise ValueError(f"{response.url}: {error}") from error
 
-def described(kind: type[Described], ask: Ask, path: str, name: str) -> Described:
+    def require_log_probs(self, ask: Ask, url: str, model: str | None, sampling: Sampling, vocabulary: int) -> None:
+        """Raise ValueError unless the server's log-probabilities are those after the temperature and over the full
+        vocabulary, which training needs. Some options of an engine change them, and its answers do not show these.
+
+        The gap between the first and the last top token must be the gap at temperature 1, divided by the temperature.
+        If a request has top_k=2 and the server normalises over two tokens, the first log-probability is too large.
+        """
+        temperature, kind = sampling.temperature, self.kind
+        if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):
+            return
+
+        def top(prompt: Sequence[int], sampling: Sampling, count: int = _TOP) -> list[float]:
+            log_probs = self.one_token(ask, model, prompt, sampling, self.top_log_probs, _TOP)[:count]
+            if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
+                raise ValueError(
+                    f"{url} gives {log_probs} for the top tokens: expected at least two log-probabilities"
+                )
+            return log_probs
+
+        for prompt in identifying_prompts(vocabulary):
+            before, after = top(prompt, Sampling(1)), top(prompt, Sampling(1, temperature=temperature))
+            if temperature != 1:
+                gap, scaled_gap = before[0] - before[-1], after[0] - after[-1]
+                if abs(gap / temperature - gap) < _APART:
+                    continue
+                if abs(scaled_gap - gap) < abs(scaled_gap - gap / temperature):
+                    raise ValueError(
+                        f"{url} gives log-probabilities before the temperature, and the temperature is "
+                        f"{temperature:g}: expected {kind.after_temperature}, or a temperature of 1"
+                    )
+            if not sampling.samples_all_tokens:
+                among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
+                if abs(among_two - after[0]) < _APART:
+                    continue
+                cut = top(prompt, Sampling(1, temperature=temperature, top_k=2), 2)[0]
+                if abs(cut - among_two) < abs(cut - after[0]):
+                    at_one = kind.over_all_tokens and f", or for a temperature of 1 {kind.over_all_tokens}"
+                    raise ValueError(
+                        f"{url} gives log-probabilities among the tokens that top_p, top_k and min_p leave, and "
+                        "training needs those over the whole vocabulary: expected top_p=1, top_k=0 and "
+                        f"min_p=0{at_one}"
+                    )
+            return
+        raise ValueError(
+            f"{url} writes every token with nearly the same probability or with certainty, so that it cannot be "
+            "proved which log-probabilities it gives: expected a model that was trained, or a temperature of 1 and "
+            "all tokens"
+        )
+
+
+def identifying_prompts(vocabulary: int) -> list[list[int]]:
+    """Prompts. The top tokens after them and their log-probabilities identify a model."""
+    return [[token % vocabulary for token in prompt] for prompt in _PROMPTS]
+
+
+def ask_description(kind: type[Description], ask: Ask, path: str, name: str) -> Description:
     """Request a server's description. Raises ValueError unless the answer has the form of the server `name`."""
     answer = ask(path, None)
     if answer.status != 200:
@@ -282,9 +379,9 @@ def json_call(
     tokens: int,
     most_bytes: int,
     absent: str = "",
-) -> Call[Scores]:
-    """A request with a JSON body. most_bytes, absent: see `Call`."""
-    return Call(path, json.dumps(body).encode(), JSON, parse, tokens, most_bytes, absent)
+) -> ServerRequest[Scores]:
+    """A request with a JSON body. most_bytes, absent: see `ServerRequest`."""
+    return ServerRequest(path, json.dumps(body).encode(), JSON, parse, tokens, most_bytes, absent)
 
 
 def require(response: HttpAnswer, what: str, hint: str = "") -> Any:
@@ -299,28 +396,3 @@ def require(response: HttpAnswer, what: str, hint: str = "") -> Any:
 
 def refuse(response: HttpAnswer, what: str, why: str, hint: str = "") -> NoReturn:
     raise ServerError(f"{response.url}: {what} failed: {why}{f'; {hint}' if hint else ''}")
-
-
-@dataclass(frozen=True)
-class RequestBodies:
-    """processor: that of the prompts' images; None for prompts without images."""
-
-    api: ServerApi
-    processor: MediaProcessor | None
-
-    def encoded(
-        self, model: str | None, request: GenerationRequest, sampling: Sampling, max_new_tokens: int
-    ) -> bytes:
-        """Raises ValueError for an image whose file has changed since the data was loaded."""
-        body = self.for_ask(model, request, sampling, max_new_tokens)
-        return body if isinstance(body, bytes) else json.dumps(body).encode()
-
-    def for_ask(
-        self, model: str | None, request: GenerationRequest, sampling: Sampling, max_new_tokens: int
-    ) -> dict[str, Any] | bytes:
-        """As `encoded`, for an `Ask`."""
-        body = self.api.body(model, request.prompt_ids.tolist(), sampling, max_new_tokens, request.seed)
-        if not request.media:
-            return body
-        assert self.processor is not None
-        return encode_prompt(body, self.processor.read_files(request.media, request.prompt_ids))

@@ -1,18 +1,11 @@
-"""The client of SGLang (0.5), for signals and for completions: `/generate`. This client follows SGLang's source code;
-its tests have no recorded answers of a server.
+"""The client of SGLang (0.5), for signals and for completions: `/generate`. It follows SGLang's source code; its
+tests have no recorded answers of a server.
 
-Requests for signals have max_new_tokens=0. Hidden states are JSON lists, and need a server that was started with
-`--enable-return-hidden-states`. Log-probabilities of signals are at temperature 1, over the full vocabulary.
-
-`/update_weights_from_disk` loads weights. SGLang gives a completion the label of the weights at its end only. So an
-update first aborts the completions in progress. If a request was sent before the update and is answered after it, the
-answer is discarded and the request is sent again. Log-probabilities of completions are those after the temperature,
-over the full vocabulary, unless the server was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
-
-If the student has an adapter, `/load_lora_adapter` loads each version under a name, which requests then name (as in
-the source of SGLang 0.5.23). The server must be started with --enable-lora, --max-lora-rank and
---lora-target-modules. A completion in progress keeps its adapter, and `/unload_lora_adapter` waits for it. Answers do
-not name the adapter. So the label of the base weights is set to one of this engine, which is lost in a restart.
+SGLang gives a completion the label of the weights at its end only. So an update of the weights first aborts the
+completions in progress, and an answer to a request that was sent before the update is discarded. A version that is an
+adapter has a name, which requests name; answers do not. So the label of the base weights is set to one of this
+engine, which is lost in a restart. A server for hidden states is started with `--enable-return-hidden-states`, one
+for adapters with --enable-lora, --max-lora-rank and --lora-target-modules.
 """
 
 from collections.abc import Sequence
@@ -30,14 +23,14 @@ from stillhouse.serving.client.apis.server_api import (
     Scores,
     ServerApi,
     ServerInfo,
-    Span,
-    described,
+    VersionSpan,
+    ask_description,
     json_call,
     refuse,
     require,
 )
 from stillhouse.serving.client.http_client import HttpAnswer, LogProb, bytes_of_json, parsed
-from stillhouse.serving.client.pool import Ask, Call
+from stillhouse.serving.client.pool import Ask, ServerRequest
 from stillhouse.serving.strict_body import TokenId
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
@@ -87,6 +80,7 @@ class SglangApi(ServerApi):
     path = "/generate"
     marks_tokens = False
     unknown_adapter = 400
+    adapter_routes = ""
 
     # signals
 
@@ -95,11 +89,11 @@ class SglangApi(ServerApi):
         return answer.status == 200 and '"model_path"' in answer.text
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
-        return ServerInfo(url, described(_ModelInfo, ask, "/get_model_info", self.kind.title).model_path)
+        return ServerInfo(url, ask_description(_ModelInfo, ask, "/get_model_info", self.kind.title).model_path)
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> list[Call[Scores]]:
+    ) -> list[ServerRequest[Scores]]:
         return [_scoring(spec, width, document) for document in documents]
 
     # completions
@@ -139,8 +133,8 @@ class SglangApi(ServerApi):
         stop = meta.finish_reason.matched if isinstance(meta.finish_reason.matched, str) else None
         label = meta.weight_version
         if adapter is not None:
-            label = adapter if label == _engine_label(adapter) else None
-        return Answer(ids, log_probs, [Span(label, 0, len(ids))], meta.finish_reason.type, stop)
+            label = adapter if label == adapter.rsplit("-", 2)[0] else None
+        return Answer(ids, log_probs, [VersionSpan(label, 0, len(ids))], meta.finish_reason.type, stop)
 
     def lacks_adapter(self, response: HttpAnswer) -> bool:
         return super().lacks_adapter(response) and "LoRA adapter" in response.text
@@ -152,10 +146,9 @@ class SglangApi(ServerApi):
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
         if published.kind == "adapter":
-            answer = ask("/load_lora_adapter", {"lora_name": published.label, "lora_path": str(published.folder)})
-            if answer.status != 200 and "already loaded" not in answer.text:
-                require(answer, "loading the adapter", _LORA)
-            label = {"new_version": _engine_label(published.label), "abort_all_requests": False}
+            self.load_adapter(ask, published, "already loaded", _LORA)
+            # the part of the label that all versions of an engine have in common
+            label = {"new_version": published.label.rsplit("-", 2)[0], "abort_all_requests": False}
             require(ask("/update_weight_version", label), "/update_weight_version", self.kind.hint)
             return True
         require(ask("/pause_generation", {"mode": "abort"}), "/pause_generation", self.kind.hint)
@@ -167,16 +160,8 @@ class SglangApi(ServerApi):
         require(ask("/continue_generation", {}), "/continue_generation")
         return True
 
-    def forget(self, ask: Ask, adapter: str) -> None:
-        ask("/unload_lora_adapter", {"lora_name": adapter})
 
-
-def _engine_label(label: str) -> str:
-    """The part of a version's label that all versions of an engine have in common."""
-    return label.rsplit("-", 2)[0]
-
-
-def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
+def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequest[Scores]:
     tokens: list[int] = document.tokens[: document.rows.stop + 1].tolist()
     body: dict[str, Any] = {"input_ids": tokens, "sampling_params": {"temperature": 1.0, "max_new_tokens": 0}}
 

@@ -17,12 +17,12 @@ from stillhouse.serving.client.apis.server_api import (
     Published,
     Scores,
     ServerInfo,
-    described,
+    ask_description,
     require,
 )
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer, Size, parsed
-from stillhouse.serving.client.pool import Ask, Call, RefusedError
+from stillhouse.serving.client.pool import Ask, RefusedError, ServerRequest
 from stillhouse.serving.image_wire import ImageSupport, require_accepted
 from stillhouse.serving.wire import SAFETENSORS, WIRE_FORMAT, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -75,12 +75,12 @@ class StillhouseApi(VllmApi):
         return answer.status in (401, 403) or (answer.status == 200 and '"stillhouse"' in answer.text)
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
-        info = described(_Info, ask, "/v1/info", self.kind.title)
+        info = ask_description(_Info, ask, "/v1/info", self.kind.title)
         return ServerInfo(url, images=info.images, **info.model_dump(exclude={"stillhouse", "images"}))
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> Iterator[Call[Scores]]:
+    ) -> Iterator[ServerRequest[Scores]]:
         for group in _groups(documents, info):
             yield _scoring(info, spec, width, group)
 
@@ -102,7 +102,7 @@ class StillhouseApi(VllmApi):
         return None
 
     def require_images(self, ask: Ask, url: str, processor: MediaProcessor, prompts: Documents) -> None:
-        support = described(_InfoOfImages, ask, "/v1/info", self.kind.title).images
+        support = ask_description(_InfoOfImages, ask, "/v1/info", self.kind.title).images
         require_accepted(url, support, prompts, processor, "data.train")
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
@@ -118,7 +118,7 @@ class StillhouseApi(VllmApi):
         return None if is_same else "its fingerprint is another one"
 
 
-def _scoring(info: ServerInfo, spec: SignalSpec, width: int, group: Sequence[_WithImages]) -> Call[Scores]:
+def _scoring(info: ServerInfo, spec: SignalSpec, width: int, group: Sequence[_WithImages]) -> ServerRequest[Scores]:
     documents, images = [document for document, _ in group], [read for _, read in group]
 
     def parse(response: HttpAnswer) -> Scores:
@@ -133,7 +133,7 @@ def _scoring(info: ServerInfo, spec: SignalSpec, width: int, group: Sequence[_Wi
     tokens = sum(len(document.tokens) for document in documents)
     content = encode_request(spec, documents, images)
     most_bytes = 2**16 + sum(spec.bytes_per_token(width) * len(document.rows) + 8 for document in documents)
-    return Call("/v1/score", content, SAFETENSORS, parse, tokens, most_bytes)
+    return ServerRequest("/v1/score", content, SAFETENSORS, parse, tokens, most_bytes)
 
 
 def _groups(documents: Sequence[DocumentRows], info: ServerInfo) -> Iterator[list[_WithImages]]:
@@ -147,7 +147,9 @@ def _groups(documents: Sequence[DocumentRows], info: ServerInfo) -> Iterator[lis
     total = np.zeros(3)
     for document in documents:
         images = None if document.media is None else document.media.read()
-        sizes = np.array([len(document.tokens), *_image_sizes(images)])
+        sizes = np.array([len(document.tokens), 0, 0])
+        if images is not None:
+            sizes[1:] = sum(tensor.nbytes for tensor in images.tensors.values()), len(images.sizes)
         if group and (total + sizes > limits).any():
             yield group
             group, total = [], np.zeros(3)
@@ -155,10 +157,3 @@ def _groups(documents: Sequence[DocumentRows], info: ServerInfo) -> Iterator[lis
         total += sizes
     if group:
         yield group
-
-
-def _image_sizes(images: MediaTensors | None) -> tuple[int, int]:
-    """The bytes and the number of a document's images."""
-    if images is None:
-        return 0, 0
-    return sum(tensor.nbytes for tensor in images.tensors.values()), len(images.sizes)

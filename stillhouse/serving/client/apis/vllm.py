@@ -1,16 +1,11 @@
 """The client of a stock vLLM (0.30 or later), for signals and for completions.
 
-Signals: "hidden" comes from `/pooling`, "top_k" from `/v1/completions`, and "chosen" from `/inference/v1/generate`. A
-server is started either for pooling or for completions, so it gives either hidden states or log-probabilities. The
-hidden states are those after the last norm. With the teacher's head they give the exact distribution at every
-temperature. Log-probabilities are always at temperature 1, over the full vocabulary. "chosen" needs vLLM 0.31 on a
-GPU, started with --enable-scale-out; its code follows vLLM's source, and its tests have no recorded answer.
-
-Completions come from `/inference/v1/generate`, and weights are loaded with vLLM's development routes. The server must
-be started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1. At temperatures other than 1 it also needs
---logprobs-mode processed_logprobs. Each token of an answer has the label of the weights that generated it. If the
-student has an adapter, each version is an adapter, whose name is the model in requests. The server then needs
---enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A completion in progress keeps its adapter.
+A server is started for pooling and gives hidden states after the last norm, or for completions and gives
+log-probabilities at temperature 1. "chosen" needs vLLM 0.31 on a GPU, started with --enable-scale-out; its code
+follows vLLM's source, and its tests have no recorded answer. New weights need VLLM_SERVER_DEV_MODE=1, and at
+temperatures other than 1 --logprobs-mode processed_logprobs. Each token of an answer has the label of the weights
+that generated it. An adapter's version is the model's name in requests, which needs --enable-lora and
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
 """
 
 import base64
@@ -33,15 +28,15 @@ from stillhouse.serving.client.apis.server_api import (
     Scores,
     ServerApi,
     ServerInfo,
-    Span,
     UnknownTokenizerError,
-    described,
+    VersionSpan,
+    ask_description,
     json_call,
     refuse,
     require,
 )
 from stillhouse.serving.client.http_client import HttpAnswer, LogProb, Size, bytes_of_json, parsed
-from stillhouse.serving.client.pool import Ask, Call
+from stillhouse.serving.client.pool import Ask, ServerRequest
 from stillhouse.serving.strict_body import TokenId
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
@@ -137,12 +132,12 @@ class VllmApi(ServerApi):
         return answer.status == 200 and '"owned_by":"vllm"' in answer.text.replace(" ", "")
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
-        model = described(_FirstModel, ask, "/v1/models", self.kind.title)
+        model = ask_description(_FirstModel, ask, "/v1/models", self.kind.title)
         return ServerInfo(url, model.id, max_tokens=model.max_model_len)
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> Iterable[Call[Scores]]:
+    ) -> Iterable[ServerRequest[Scores]]:
         make = {"hidden": _pooling, "top_k": _prompt_log_probs, "chosen": _chosen_scores}[spec.kind]
         return [make(info, spec, width, document) for document in documents]
 
@@ -183,9 +178,9 @@ class VllmApi(ServerApi):
         tokens = choice.tokens
         if [token.token_id for token in tokens] != choice.token_ids:
             raise ValueError("the ids of the completion and of its log-probabilities differ")
-        spans = [Span(span.version, span.start, span.end) for span in choice.weight_versions or []]
+        spans = [VersionSpan(span.version, span.start, span.end) for span in choice.weight_versions or []]
         if adapter is not None:  # the label is the model's name, because `weight_versions` names the base weights
-            spans = [Span(generated.model, 0, len(tokens))]
+            spans = [VersionSpan(generated.model, 0, len(tokens))]
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         log_probs = [token.logprob for token in tokens]
         return Answer(choice.token_ids, log_probs, spans, choice.finish_reason, stop)
@@ -197,9 +192,7 @@ class VllmApi(ServerApi):
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
         if published.kind == "adapter":
-            answer = ask("/v1/load_lora_adapter", {"lora_name": published.label, "lora_path": str(published.folder)})
-            if answer.status != 200 and "already been loaded" not in answer.text:
-                require(answer, "loading the adapter", _LORA)
+            self.load_adapter(ask, published, "already been loaded", _LORA)
             return True
         # Requests in progress wait. Tokens from half-updated weights would have a label that the client refuses.
         _succeed(ask, "/pause?mode=keep", {}, "status", "paused")
@@ -231,11 +224,8 @@ class VllmApi(ServerApi):
         at = next((at for at, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), -1)
         return f"it makes {len(ids)} ids of a text of {len(expected)}, which differ from id {at} on"
 
-    def forget(self, ask: Ask, adapter: str) -> None:
-        ask("/v1/unload_lora_adapter", {"lora_name": adapter})
 
-
-def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
+def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequest[Scores]:
     # the model is causal: the tokens after the last requested row do not change any requested row
     tokens = document.tokens[: document.rows.stop].tolist()
     body = {
@@ -263,7 +253,9 @@ def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentR
     return json_call("/pooling", body, parse, len(tokens), most_bytes, _NO_POOLING)
 
 
-def _prompt_log_probs(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
+def _prompt_log_probs(
+    info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows
+) -> ServerRequest[Scores]:
     tokens = document.tokens[: document.rows.stop + 1].tolist()
     body = {
         "model": info.model,
@@ -284,7 +276,7 @@ def _prompt_log_probs(info: ServerInfo, spec: SignalSpec, width: int, document: 
     return json_call("/v1/completions", body, parse, len(tokens), most_bytes, _NO_COMPLETIONS)
 
 
-def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
+def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequest[Scores]:
     ids_NK = document.ids_NK
     assert ids_NK is not None
     tokens = document.tokens[: document.rows.stop + 1].tolist()

@@ -1,9 +1,8 @@
 """The routes of a teacher: for its signals, its output head and the other files of its folder.
 
-`POST /v1/completions` is that of the OpenAI API, with vLLM's `prompt_logprobs`. A teacher scores text and does not
-generate it. So `max_tokens` is 0 or 1, and the only token of an answer is the most probable token, whatever the
-temperature. As in vLLM, prompt log-probabilities are those at temperature 1. A request with an unknown or unsupported
-field is refused.
+`POST /v1/completions` is that of the OpenAI API, with vLLM's `prompt_logprobs`, which are those at temperature 1. A
+teacher generates no text: `max_tokens` is 0 or 1, and the only token of an answer is the most probable one. A request
+with an unknown or unsupported field is refused.
 """
 
 import time
@@ -15,15 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.serving.server.application import BINARY, Application, Parsed
-from stillhouse.serving.server.bodies import RequestError, encode_json, errors, parse_json, refused, usage
-from stillhouse.serving.server.limits import Limits
+from stillhouse.serving.server.bodies import RequestError, errors, parse_json, refused, usage
+from stillhouse.serving.server.role import Limits
 from stillhouse.serving.strict_body import FirstWrong, StrictBody, TokenId
 from stillhouse.serving.wire import HEAD_FILE, JSON, SAFETENSORS, ScoreBody, decode_request, encode_answer
 from stillhouse.signals.extract import Ranked
@@ -66,12 +65,28 @@ def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBa
             signal, documents = decode_request(content, kind, limits.max_sequences)
         except ValueError as error:
             raise refused(str(error)) from error
-        return limits.parts(signal, documents), partial(encode_answer, identity, signal)
+        if signal.kind not in (signals := role.info["signals"]):
+            raise refused(f"signal '{signal.kind}': this server has {', '.join(signals)}", "signal")
+        if signal.top_k is not None and signal.top_k > limits.most_ids:
+            raise refused(f"top_k={signal.top_k}: expected at most {limits.most_ids}", "top_k")
+        limits.check_documents([document.tokens for document in documents], "token_ids")
+        for document in documents:
+            if document.ids_NK is None or not document.ids_NK.numel():
+                continue
+            if (wrong := limits.id_outside(document.ids_NK.numpy(), -1)) is not None:
+                raise refused(f"ids: got {wrong}, expected −1 for none, or 0 to {limits.vocabulary - 1}", "ids")
+        parts = [ScoreRequest(document, signal) for document in documents]
+        return parts, partial(encode_answer, identity, signal)
 
     @application.operation("/v1/completions", {JSON: CompletionBody.model_json_schema()}, _tensor_bytes)
     def complete(content: bytes, _: str) -> Parsed:
         """Prompt log-probabilities in vLLM's format."""
-        body = parse_completion(content)
+        body = parse_json(content, CompletionBody, named=1)
+        if body.max_tokens not in (0, 1):
+            only = "expected 0 or 1, because this server scores text and generates none"
+            raise refused(f"max_tokens={body.max_tokens}: {only}", "max_tokens")
+        if body.logprobs is not None and body.max_tokens == 0:
+            raise refused("logprobs with max_tokens=0: expected max_tokens=1, or prompt_logprobs", "logprobs")
         application.require_model(body.model)
         parts = completion_parts(body, tokenizer, limits)
         return parts, partial(completion_answer, body, role.name, parts, tokenizer)
@@ -110,19 +125,6 @@ class CompletionBody(StrictBody):
     user: str | None = Field(default=None, description="no effect")
 
 
-def parse_completion(content: bytes) -> CompletionBody:
-    """Raises RequestError for an invalid body."""
-    body = parse_json(content, CompletionBody, named=1)
-    if body.max_tokens not in (0, 1):
-        raise refused(
-            f"max_tokens={body.max_tokens}: expected 0 or 1, because this server scores text and generates none",
-            "max_tokens",
-        )
-    if body.logprobs is not None and body.max_tokens == 0:
-        raise refused("logprobs with max_tokens=0: expected max_tokens=1, or prompt_logprobs", "logprobs")
-    return body
-
-
 def completion_parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[ScoreRequest]:
     """The parts of a request, one for each prompt. Raises RequestError if the request exceeds a limit."""
     most = limits.most_ids
@@ -157,10 +159,28 @@ def completion_answer(
     results: Sequence[dict[str, Tensor]],
 ) -> bytes:
     """The answer as JSON. results: the tensors of each part."""
-    choices = [
-        _choice(index, body, part, tensors, tokenizer)
-        for index, (part, tensors) in enumerate(zip(parts, results, strict=True))
-    ]
+    choices = []
+    for index, (part, tensors) in enumerate(zip(parts, results, strict=True)):
+        tokens, log_probs = part.document.tokens.tolist(), None
+        generated = tensors["ids"][-1, :1].tolist() if body.max_tokens else []
+        if body.logprobs is not None:
+            ids, values = tensors["ids"][-1].tolist(), tensors["log_probs"][-1].clamp_min(LOWEST).tolist()
+            as_ids = body.return_tokens_as_token_ids
+            names = [f"token_id:{token}" if as_ids else tokenizer.decode([token]) for token in ids]
+            top = dict(zip(names[: max(body.logprobs, 1)], values, strict=False))
+            log_probs = {"text_offset": [0], "token_logprobs": values[:1], "tokens": names[:1], "top_logprobs": [top]}
+        choice = {
+            "index": index,
+            "text": tokenizer.decode(generated) if generated else "",
+            "logprobs": log_probs,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "token_ids": generated if body.return_token_ids else None,
+            "prompt_logprobs": _prompt_logprobs(body.prompt_logprobs, tokens, tensors),
+            "prompt_token_ids": tokens if body.return_token_ids else None,
+            "routed_experts": None,
+        }
+        choices.append(choice)
     content = {
         "id": f"cmpl-{uuid.uuid4().hex[:16]}",
         "object": "text_completion",
@@ -174,7 +194,7 @@ def completion_answer(
         "ec_transfer_params": None,
         "metrics": None,
     }
-    return encode_json(content)
+    return bytes(JSONResponse(content).body)
 
 
 def _prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -193,28 +213,6 @@ def _prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> list[l
         raise refused(str(error), "prompt") from error
 
 
-def _choice(
-    index: int,
-    body: CompletionBody,
-    part: ScoreRequest,
-    tensors: dict[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, Any]:
-    tokens = part.document.tokens.tolist()
-    generated = tensors["ids"][-1, :1].tolist() if body.max_tokens else []
-    return {
-        "index": index,
-        "text": tokenizer.decode(generated) if generated else "",
-        "logprobs": None if body.logprobs is None else _logprobs(body, tensors, tokenizer),
-        "finish_reason": "length",
-        "stop_reason": None,
-        "token_ids": generated if body.return_token_ids else None,
-        "prompt_logprobs": _prompt_logprobs(body.prompt_logprobs, tokens, tensors),
-        "prompt_token_ids": tokens if body.return_token_ids else None,
-        "routed_experts": None,
-    }
-
-
 def _prompt_logprobs(
     count: int | None, tokens: Sequence[int], tensors: dict[str, Tensor]
 ) -> list[dict[str, dict[str, Any]] | None] | None:
@@ -229,19 +227,10 @@ def _prompt_logprobs(
         strict=True,
     )
     for token, log_prob, rank, top_ids, top_log_probs in rows:
-        entry = {str(token): _entry(log_prob, rank)}
-        for top_rank, (top_id, top_log_prob) in enumerate(zip(top_ids, top_log_probs, strict=True), start=1):
-            entry.setdefault(str(top_id), _entry(top_log_prob, top_rank))
+        top = zip(top_ids, top_log_probs, range(1, len(top_ids) + 1), strict=True)
+        entry: dict[str, dict[str, Any]] = {}
+        for entry_id, entry_log_prob, entry_rank in [(token, log_prob, rank), *top]:
+            values = {"logprob": max(entry_log_prob, LOWEST), "rank": entry_rank, "decoded_token": None}
+            entry.setdefault(str(entry_id), values)
         entries.append(entry)
     return entries
-
-
-def _entry(log_prob: float, rank: int) -> dict[str, Any]:
-    return {"logprob": max(log_prob, LOWEST), "rank": rank, "decoded_token": None}
-
-
-def _logprobs(body: CompletionBody, tensors: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    ids, log_probs = tensors["ids"][-1].tolist(), tensors["log_probs"][-1].clamp_min(LOWEST).tolist()
-    names = [f"token_id:{token}" if body.return_tokens_as_token_ids else tokenizer.decode([token]) for token in ids]
-    top = dict(zip(names[: max(body.logprobs or 0, 1)], log_probs, strict=False))
-    return {"text_offset": [0], "token_logprobs": log_probs[:1], "tokens": names[:1], "top_logprobs": [top]}

@@ -1,4 +1,4 @@
-"""The routes of the server that generates completions: `POST /inference/v1/generate` and `POST /v1/weights`.
+"""The role that generates completions: `POST /inference/v1/generate`, and `POST /v1/weights` for new weights.
 
 A request for a completion has token ids in vLLM's format, one prompt, and gets one completion. Log-probabilities are
 those at the sampling temperature, over the full vocabulary, before top_p, top_k and min_p. (vLLM's `--logprobs-mode
@@ -22,32 +22,142 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
+from stillhouse.data import check_vocabulary, load_tokenizer
 from stillhouse.data.media import DocumentMedia
+from stillhouse.models import NotFiniteError, model_fingerprint
+from stillhouse.parallel import choose_device, local_folder
+from stillhouse.rollout.generate import Generator, check_generation
+from stillhouse.rollout.published_folder import AdapterBase
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
+from stillhouse.rollout.sampler import stop_texts
 from stillhouse.serving.image_wire import decode_prompt
+from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
 from stillhouse.serving.server.application import BINARY, Application, Parsed, content_type, required_body
-from stillhouse.serving.server.bodies import (
-    ENDING,
-    RequestError,
-    busy,
-    encode_json,
-    errors,
-    parse_json,
-    refused,
-    usage,
-)
-from stillhouse.serving.server.generate.weight_updates import WeightUpdates
-from stillhouse.serving.server.limits import Limits
+from stillhouse.serving.server.bodies import ENDING, RequestError, busy, errors, parse_json, refused, usage
+from stillhouse.serving.server.role import Limits, ModelOptions, longest_sequence, model_info
+from stillhouse.serving.server.weight_updates import FIRST_VERSION, WeightUpdates
 from stillhouse.serving.strict_body import FirstWrong, StrictBody, TokenId
 from stillhouse.serving.wire import JSON, SAFETENSORS
 
 #: the approximate size of an answer per token
 _TOKEN_BYTES = 64
 _WEIGHTS_BYTES = 16 * 1024
+#: temperatures between 0 and this one would overflow: vLLM replaces them by this one, and this server refuses them
+LOWEST_TEMPERATURE = 0.01
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationPart:
+    """A requested completion.
+
+    tokens: the most tokens of prompt and completion together. images: those of the prompt, if it has any.
+    """
+
+    request: GenerationRequest
+    tokens: int
+    images: DocumentMedia | None = None
+
+    @property
+    def has_media(self) -> bool:
+        return self.images is not None
+
+
+@dataclass(frozen=True, eq=False)
+class VersionedCompletion:
+    """A completion and the version of the weights. stop: the stop text that ended the completion, if there is one."""
+
+    completion: Completion
+    version: str
+    stop: str | None
+
+
+class CompletionWriter:
+    """Generates the completions of a batch (a `Role`), in one process. Each request may have its own `Sampling`.
+
+    weights_root: see `WeightUpdates`. Raises ValueError if the model cannot be loaded, is damaged or cannot generate.
+    """
+
+    survives_failures = True
+
+    def __init__(self, options: ModelOptions, batch_tokens: int, weights_root: Path | None = None):
+        self.name, self._device = options.name, choose_device(options.device)
+        source = local_folder(options.name, options.revision)
+        self._tokenizer = load_tokenizer(source)
+        decoder = options.load(source, self._device, "model", takes_adapters=True)
+        check_vocabulary(self._tokenizer, decoder.vocabulary_rows, "model")
+        self._images, processor = AcceptedImages(), None
+        if options.images:
+            processor = load_processor_of(source, self._tokenizer)
+            self._images = AcceptedImages.proven(decoder, processor)
+        check_generation(decoder, self._device, processor)
+        self._generator = Generator(
+            decoder,
+            Sampling(1),
+            self._device,
+            batch_tokens=batch_tokens,
+            vocabulary=len(self._tokenizer),
+            tokenizer=self._tokenizer,
+            processor=None if self._images.inputs is None else self._images.inputs.processor,
+        )
+        longest = longest_sequence(decoder, batch_tokens)
+        self.limits = Limits(decoder.vocabulary_rows, longest, longest, 1, image_bytes=self._images.most_bytes)
+        self.info = model_info(options.name, decoder, self._tokenizer) | {
+            "generates": True,
+            "version": FIRST_VERSION,
+            "max_tokens": longest,
+            **self._images.info,
+        }
+        fingerprint, dtype = model_fingerprint(source), self.info["dtype"]
+        base = AdapterBase(fingerprint=fingerprint, dtype=dtype, quantize=options.quantize)
+        self._weights, self._updates = options.quantize or dtype, WeightUpdates(decoder, base, weights_root)
+
+    def add_routes(self, application: Application) -> None:
+        add_generate_route(application, self.info["eos_token_ids"])
+        add_weights_route(application, self._updates)
+
+    def check(self, parts: Sequence[GenerationPart]) -> None:
+        self._images.check([(part.request.prompt_ids, part.images) for part in parts], "images")
+        if any(part.request.prompt_ids[-1] in self._images.placeholder_ids for part in parts):
+            raise refused("the prompt ends with an image: expected text behind it", "images")
+
+    def compute(self, parts: Sequence[GenerationPart]) -> list[VersionedCompletion | NotFiniteError]:
+        requests = [part.request for part in parts]
+        self._generator.check(requests)
+        outcomes: dict[int, VersionedCompletion | NotFiniteError] = {}
+        for members in self._generator.batches(requests):  # those of a batch have one sampling
+            try:
+                completions = self._generator.batch([requests[number] for number in members], 0)
+            except NotFiniteError as error:
+                outcomes |= dict.fromkeys(members, error)
+                continue
+            for number, completion in zip(members, completions, strict=True):
+                sampling, stop, ids = requests[number].sampling, None, completion.ids_N.tolist()
+                assert sampling is not None
+                if completion.finish == "stop" and ids[-1] not in sampling.eos_ids:
+                    [stop] = stop_texts([ids], sampling.stop, self._tokenizer)
+                outcomes[number] = VersionedCompletion(completion, self._updates.version, stop)
+        return [outcomes[number] for number in range(len(parts))]
+
+    def between_batches(self) -> None:
+        self._updates.apply()
+
+    def end(self) -> None:
+        self._updates.close()
+
+    def follow(self) -> None:
+        raise AssertionError("a single process has the whole model")
+
+    def description(self) -> list[str]:
+        return [
+            f"model {self.name}: vocabulary of {self.limits.vocabulary:,} rows, {self._weights} on "
+            f"{self._device.type}; completions of at most {self.limits.max_tokens:,} tokens with their prompt",
+            *self._images.description(),
+        ]
 
 
 class WeightsBody(StrictBody):
-    """folder: a folder of published weights on this machine (see `publish_weights.py`). version: the label of later
+    """folder: a folder of published weights on this machine (see `published_folder.py`). version: the label of later
     completions. manifest: the sha256 of the folder's manifest.json that the run has written; null: any manifest.
     """
 
@@ -110,11 +220,6 @@ def add_weights_route(application: Application, updates: WeightUpdates) -> None:
         return JSONResponse({"version": body.version})
 
 
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
-#: temperatures between 0 and this one would overflow: vLLM replaces them by this one, and this server refuses them
-LOWEST_TEMPERATURE = 0.01
-
-
 class SamplingBody(StrictBody):
     """How the tokens are sampled. Fields with one allowed value exist for clients that always send them."""
 
@@ -148,32 +253,6 @@ class GenerateBody(StrictBody):
     return_token_ids: bool = Field(default=False, description="whether the answer repeats the prompt")
     output_mode: Literal["tokens"] = "tokens"
     stream: Literal[False] = False
-
-
-@dataclass(frozen=True, eq=False)
-class GenerationPart:
-    """A requested completion.
-
-    tokens: the most tokens of prompt and completion together. images: those of the prompt, if it has any.
-    """
-
-    request: GenerationRequest
-    sampling: Sampling
-    tokens: int
-    images: DocumentMedia | None = None
-
-    @property
-    def has_media(self) -> bool:
-        return self.images is not None
-
-
-@dataclass(frozen=True, eq=False)
-class VersionedCompletion:
-    """A completion and the version of the weights. stop: the stop text that ended the completion, if there is one."""
-
-    completion: Completion
-    version: str
-    stop: str | None
 
 
 def generation_part(
@@ -210,8 +289,8 @@ def generation_part(
     seed = secrets.randbits(63) if options.seed is None else options.seed
     tensors = {} if images is None else images.read().tensors
     prompt = np.array(body.token_ids, dtype=np.int32)
-    request = GenerationRequest(0, prompt, seed, options.max_tokens, media_tensors=tensors)
-    return GenerationPart(request, sampling, tokens, images)
+    request = GenerationRequest(0, prompt, seed, options.max_tokens, media_tensors=tensors, sampling=sampling)
+    return GenerationPart(request, tokens, images)
 
 
 def generation_answer(body: GenerateBody, model: str, results: Sequence[VersionedCompletion]) -> bytes:
@@ -250,4 +329,4 @@ def generation_answer(body: GenerateBody, model: str, results: Sequence[Versione
         "output_mode": "tokens",
         "choices": [choice],
     }
-    return encode_json(content)
+    return bytes(JSONResponse(content).body)

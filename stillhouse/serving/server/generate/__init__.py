@@ -1,1 +1,0 @@
-"""The role that generates completions, with weights that can be replaced."""

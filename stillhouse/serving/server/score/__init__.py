@@ -1,1 +1,0 @@
-"""The role that computes a teacher's signals."""
