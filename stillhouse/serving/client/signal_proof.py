@@ -164,7 +164,7 @@ def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -
         assert media_inputs is not None
         whole = DocumentRows(documents.tokens(number), range(1), media=media_inputs.of(documents, number))
         # up to the tokens behind its last image
-        tokens = whole.tokens[: max(PROBE_TOKENS, _image_places(whole)[-1] + 1 + LEAST_TOKENS)]
+        tokens = whole.tokens[: max(PROBE_TOKENS, np.flatnonzero(_is_placeholder(whole))[-1] + 1 + LEAST_TOKENS)]
         probe = replace(whole, tokens=tokens, rows=range(len(tokens) - 1))
         if _changeable(probe).any():
             has_image_probe = True
@@ -189,14 +189,10 @@ def _is_placeholder(document: DocumentRows) -> np.ndarray:
     return np.isin(document.tokens, [] if document.media is None else list(document.media.placeholder_ids))
 
 
-def _image_places(document: DocumentRows) -> np.ndarray:
-    return np.flatnonzero(_is_placeholder(document))
-
-
 def _changeable(probe: DocumentRows) -> np.ndarray:
     """Which tokens may be changed: not the first one and the last two, and behind the images, if there are any."""
     places = np.arange(len(probe.tokens))
-    first = 1 if probe.media is None else _image_places(probe)[-1] + 1
+    first = 1 if probe.media is None else np.flatnonzero(_is_placeholder(probe))[-1] + 1
     return (places >= first) & (places <= len(places) - 3)
 
 
@@ -299,7 +295,7 @@ class _ServerProof:
                 expected.append(answer)
         answers = self.store.scores(changed, url=self.url, spec=self.spec) if changed else []
         for probe, answer, changed_answer in zip(changed, expected, answers, strict=True):
-            first, differences_N = _image_places(probe)[0], _row_differences(answer, changed_answer)
+            first, differences_N = np.flatnonzero(_is_placeholder(probe))[0], _row_differences(answer, changed_answer)
             before, after = float(differences_N[:first].sum()), float(differences_N[first:].max())
             if not after > 5 * before or not after > 0:
                 raise ValueError(

@@ -62,12 +62,6 @@ def bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def ready_line(listening: socket.socket, token: str | None) -> str:
-    host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"serving on http://{shown}:{port}{'' if token is None else ' with a bearer token'}"
-
-
 class HttpThread:
     """Runs uvicorn in a separate thread, where uvicorn installs no signal handlers. The main thread calls `end`.
 

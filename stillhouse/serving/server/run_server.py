@@ -32,7 +32,7 @@ from stillhouse.parallel import (
 from stillhouse.preemption import finishing, requested
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.bodies import RequestError
-from stillhouse.serving.server.connection import LAST_SECONDS, HttpThread, bound, check_address, ready_line
+from stillhouse.serving.server.connection import LAST_SECONDS, HttpThread, bound, check_address
 from stillhouse.serving.server.generation import CompletionWriter
 from stillhouse.serving.server.request_queue import Item, RequestQueue
 from stillhouse.serving.server.role import ModelOptions, Role
@@ -138,10 +138,13 @@ def _weights_root(folder: str | None, quantize: str | None, *, generate: bool) -
 
 def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str | None) -> None:
     """On the first process: answer requests until the queue's server has to end."""
-    application = Application(role, queue, token, listening.getsockname()[0])
+    host, port = listening.getsockname()[:2]
+    application = Application(role, queue, token, host)
     server = HttpThread(application.api, listening)
-    for line in [*role.description(), ready_line(listening, token)]:
+    for line in role.description():
         log_rank0(line)
+    shown = f"[{host}]" if ":" in host else host
+    log_rank0(f"serving on http://{shown}:{port}{'' if token is None else ' with a bearer token'}")
     sys.setswitchinterval(SWITCH_SECONDS)
     failures = 0
     try:
