@@ -8,6 +8,7 @@ from stillhouse.display import escaped, name_list
 CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
 _PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_TEMPLATE = (".jinja", ".jinja2", ".j2", ".txt")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -16,6 +17,14 @@ def require_model(name: str) -> None:
     require_model_folder(name)
     if not os.path.exists(name) and _HUB_ID.fullmatch(name) is None:
         raise ValueError(f"got {name!r}: there is no such folder, and it is no id of the hub, such as Qwen/Qwen3-8B")
+
+
+def require_template(source: str) -> None:
+    """Raise ValueError unless the source of a chat template is a file, a model's folder, or may be a hub id."""
+    if os.path.splitext(source)[1] in _TEMPLATE and not os.path.isfile(source):
+        raise ValueError(f"got {source}, but there is no such file")
+    if not os.path.isfile(source):
+        require_model(source)
 
 
 def require_model_folder(name: str | os.PathLike[str]) -> None:

@@ -1,7 +1,7 @@
-"""Loads the tokenizers and the data of a run, before the models."""
+"""Loads the tokenizers and the data of a run, before the models, and compares the teachers' tokenizers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -20,17 +20,30 @@ from stillhouse.config import (
     TeachersConfig,
     as_config_error,
 )
-from stillhouse.data import Documents, LoadOptions, NoSourceError, PackedSequences, load_documents
+from stillhouse.config.model_folder import require_model_folder, require_template
+from stillhouse.data import (
+    Documents,
+    LoadOptions,
+    NoSourceError,
+    PackedSequences,
+    check_same_tokenizer,
+    load_documents,
+    load_tokenizer,
+)
 from stillhouse.data.media import MediaInputs, MediaProcessor, find_media_processor, media_kind
+from stillhouse.data.record import TemplateSyntaxError
+from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.record_forms import are_conversations
 from stillhouse.data.render.reply_format import reply_format
 from stillhouse.data.render.teacher_substitutions import PrefixTemplate, TeacherMedia
 from stillhouse.data.render.tool_format import tool_format
 from stillhouse.data.token_cache import user_folder
+from stillhouse.display import first_line
 from stillhouse.hashing import json_hash
+from stillhouse.libraries import reading
 from stillhouse.loops.session import Data
+from stillhouse.models import read_end_ids
 from stillhouse.rollout.user_functions import tool_schemas
-from stillhouse.run.tokenizers import end_ids_of, load_tokenizers
 from stillhouse.signals import SignalStore
 
 #: the schemas of tools, or None without tools
@@ -40,96 +53,170 @@ ToolSchemas = Sequence[dict[str, Any]] | None
 def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_teachers: bool = True) -> Data:
     """Load the tokenizers and the data of a run.
 
-    stores: the signal stores, by the keys of the teachers' sections
-    fits_teachers: whether sequences have room for what teachers in this job read; otherwise, they read documents by
-        themselves
+    stores: the signal stores, by the keys of the teachers' sections.
+    fits_teachers: whether sequences have room for what teachers in this job read. Otherwise, teachers read documents
+        one by one.
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """
+    data, student, sections = config.data, config.student, config.teacher_sections
     for name, named in config.several.items():
         with as_config_error(f"teachers.{name}.prefix"):
             PrefixTemplate(name, named.prefix or "")  # raises ValueError for a malformed prefix
-    template = config.data.chat_template
-    tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, template, stores)
-    is_set = template is not None
-    processor = _media_processor("student", config.student, tokenizer, config.data, template_is_set=is_set)
+    tokenizer, warnings = _load_tokenizers(student, sections, data.chat_template, stores)
+    is_set = data.chat_template is not None
+    processor = _media_processor("student", student, tokenizer, data, template_is_set=is_set)
+    in_job = {section: teacher for section, teacher in sections.items() if section not in stores}
     route = None if config.teachers is None else config.teachers.route
-    in_job = {section: teacher for section, teacher in config.teacher_sections.items() if section not in stores}
     readers: dict[str, TeacherMedia] = {}
-    for section, teacher in in_job.items() if processor is not None else ():
-        if teacher.model is not None and not teacher.is_base_of(config.student):
-            assert processor is not None
-            other = _media_processor(section, teacher, processor.tokenizer, config.data, template_is_set=True)
+    for section, teacher in {} if processor is None else in_job.items():
+        if teacher.model is not None and not teacher.is_base_of(student):
+            other = _media_processor(section, teacher, processor.tokenizer, data, template_is_set=True)
             reader = TeacherMedia(section, processor, other, is_routed=route is not None)
             readers[section.partition(".")[2]] = reader
-    splits = _load_splits(config, tokenizer, processor, readers, fits_teachers=fits_teachers)
+    source_tools = _proven_tools(config.rollouts, config.rollout_key, tokenizer, processor)
+    with as_config_error("student.model"):
+        end_ids = read_end_ids(student.model, student.revision, trust_remote_code=student.trust_remote_code)
+    tools = tool_schemas(config.rollout)
+    splits = _Loader(
+        data, config.objective, config.teachers, tokenizer, processor, readers, fits_teachers, tools, end_ids
+    ).splits(config.rollouts, source_tools)
     train, held_out = splits["train"], splits.get("eval")
-    for documents in splits.values():
-        warnings = warnings + documents.report.warnings
     hashes = {which: documents.fingerprint() for which, documents in splits.items()}
     media_inputs, processors = None, dict[str, str]()
     if processor is not None and any(documents.media is not None for documents in splits.values()):
         media_kind(processor).require_support(config)
-        media_inputs, processors = _media_inputs(processor, readers, splits.values())
-        readers = {name: reader for name, reader in readers.items() if not reader.is_shared}
-        # the tensors depend on it
-        identity = [processor.identity(), *([name, reader.identity()] for name, reader in readers.items())]
+        media_inputs, processors, identity = _media_inputs(processor, readers, splits.values())
+        # the tensors depend on the processors
         hashes = {which: json_hash([digest, identity]) for which, digest in hashes.items()}
+        readers = {name: reader for name, reader in readers.items() if not reader.is_shared}
+    warnings += [warning for documents in splits.values() for warning in documents.report.warnings]
     if held_out is not None and (shared := held_out.overlap(train)):
         warnings.append(
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
             "held-out metrics will look better than they are"
         )
     # packed rows have gaps for what teachers in this job read; with rollouts, weights are shares of the prompts
-    weights = [source.weight for source in config.data.weighted_sources] if config.rollout is None else []
-    packed = partial(
-        PackedSequences,
-        max_tokens=config.data.max_tokens,
-        seed=config.seed,
-        gaps=[section.partition(".")[2] for section in in_job] if fits_teachers else [],
-        together=route,
-        media_inputs=media_inputs,
-    )
-    return Data(
-        tokenizer,
-        packed(train, shuffle=True, weights=weights or None),
-        None if held_out is None else packed(held_out, shuffle=False),
-        hashes,
-        warnings,
-        splits.get("dataset"),
-        processor,
-        readers if media_inputs is not None else {},
-        processors,
-    )
+    gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
+    weights = [source.weight for source in data.weighted_sources] if config.rollout is None else []
+    options = {"max_tokens": data.max_tokens, "seed": config.seed, "gaps": gaps, "together": route}
+    packed = partial(PackedSequences, media_inputs=media_inputs, **options)
+    packed_train = packed(train, shuffle=True, weights=weights or None)
+    packed_eval = None if held_out is None else packed(held_out, shuffle=False)
+    media = processor, readers if media_inputs is not None else {}, processors
+    return Data(tokenizer, packed_train, packed_eval, hashes, warnings, splits.get("dataset"), *media)
 
 
-def _load_splits(
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: MediaProcessor | None,
-    readers: Mapping[str, TeacherMedia],
-    *,
-    fits_teachers: bool,
-) -> dict[str, Documents]:
-    """The documents by split: train, eval if there are held-out ones, dataset if rollouts take a share from it."""
-    sections = config.data, config.objective, tokenizer, config.teachers
-    source_tools = _proven_tools(config.rollouts, config.rollout_key, tokenizer, processor)
-    options: dict[str, Any] = {"processor": processor, "readers": readers, "fits_teachers": fits_teachers}
-    options["tools"] = tool_schemas(config.rollout)
-    options["end_ids"] = end_ids_of(config.student)
-    train, held_out = load_data(*sections, config.rollouts, source_tools=source_tools, **options)
-    dataset = None
-    if any(are_used := [not rollout.is_on_student_alone for rollout in config.rollouts]):
-        used = list(compress(config.data.weighted_sources, are_used))
-        data = config.data.model_copy(update={"train": used}) if used else config.data
-        dataset, _ = load_data(data, *sections[1:], source_tools=list(compress(source_tools, are_used)), **options)
-    route = None if config.teachers is None else config.teachers.route
-    if route is not None and (unused := [name for name in config.several if name not in train.columns[route]]):
-        raise ConfigError(
-            f"teachers.{unused[0]}", f"no document of data.train has {unused[0]!r} in its column '{route}'"
+@dataclass(frozen=True)
+class _Loader:
+    """Loads documents.
+
+    processor: the student's processor of media; None if the student reads no media.
+    readers: how teachers in this job read media, by their names. fits_teachers: see `LoadOptions`.
+    tools: the schemas of the tools with which conversations of data.eval are written; those of the section rollout.
+    end_ids: the student's own end-of-sequence ids, beside that of the tokenizer.
+    """
+
+    data: DataConfig
+    objective: ObjectiveConfig
+    teachers: TeachersConfig | None
+    tokenizer: PreTrainedTokenizerBase
+    processor: MediaProcessor | None
+    readers: Mapping[str, TeacherMedia]
+    fits_teachers: bool
+    tools: ToolSchemas
+    end_ids: Sequence[int]
+
+    def splits(self, rollouts: Sequence[RolloutConfig], tools: Sequence[ToolSchemas]) -> dict[str, Documents]:
+        """The documents by split: train, eval if there are held-out ones, dataset if rollouts take a share from it.
+
+        rollouts: the section rollout for each source of prompts; without it, the training documents have completions.
+        tools: the schemas of the tools of each of these sources.
+        """
+        weighted, share = self.data.weighted_sources, self.data.eval
+        paths = [item.source for item in weighted] or [str(self.data.train)]
+        none = [None] * len(paths)
+        sources = list(zip(paths, tools or none, strict=True))
+        train = self._train([(*source, rollout) for source, rollout in zip(sources, rollouts or none, strict=True)])
+        splits = {"train": train}
+        if isinstance(share, dict):
+            sets = {name: self._load(f"data.eval.{name}", source, self.tools) for name, source in share.items()}
+            splits["eval"] = Documents.joined(sets)
+        elif isinstance(share, str):
+            splits["eval"] = self._load("data.eval", share, self.tools)
+        elif share:
+            documents = train
+            if rollouts:
+                try:
+                    documents = self._train([(*source, None) for source in sources])
+                except ValueError as error:
+                    raise ConfigError(
+                        "data.eval",
+                        f"got {share:g}, but held-out metrics need completions: expected 0 for prompts alone, or a "
+                        f"source with completions ({error})",
+                    ) from error
+            splits["train"], held_out = _split(train, share)
+            splits["eval"] = _split(documents, share)[1] if rollouts else held_out
+        used = list(compress(sources, (not rollout.is_on_student_alone for rollout in rollouts)))
+        if used:
+            dataset = self._train([(*source, None) for source in used])
+            splits["dataset"] = _split(dataset, share)[0] if isinstance(share, float) and share else dataset
+        route = None if self.teachers is None else self.teachers.route
+        if self.teachers is not None and route is not None:
+            named = splits["train"].columns[route]
+            if unused := [name for name in self.teachers.named if name not in named]:
+                problem = f"no document of data.train has {unused[0]!r} in its column '{route}'"
+                raise ConfigError(f"teachers.{unused[0]}", problem)
+        return splits
+
+    def _train(self, sources: Sequence[tuple[str, ToolSchemas, RolloutConfig | None]]) -> Documents:
+        """The documents of sources of data.train; with the section rollout, prompts with their records."""
+        loaded = {path: self._load("data.train", path, tools, rollout) for path, tools, rollout in sources}
+        return Documents.joined(loaded) if self.data.weighted_sources else next(iter(loaded.values()))
+
+    def _load(self, key: str, source: str, tools: ToolSchemas, rollout: RolloutConfig | None = None) -> Documents:
+        data, route = self.data, None if self.teachers is None else self.teachers.route
+        named = {} if self.teachers is None else self.teachers.named
+        options = LoadOptions(
+            max_tokens=data.max_tokens - (0 if rollout is None else rollout.max_new_tokens),
+            tokens=self.objective.tokens,
+            on_error=data.on_error,
+            columns=() if route is None else (route,),
+            allowed={} if route is None else {route: list(named)},
+            prefixes={name: teacher.prefix for name, teacher in named.items() if teacher.prefix},
+            reader=route,
+            prompts=rollout is not None,
+            keep_records=rollout is not None,
+            fits_teachers=self.fits_teachers,
+            tools=tools,
+            end_ids=self.end_ids,
         )
-    splits = {"train": train, "dataset": dataset, "eval": held_out}
-    return {which: documents for which, documents in splits.items() if documents is not None}
+        cache = user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache)
+        try:
+            documents = load_documents(source, self.tokenizer, options, cache, self.processor, self.readers)
+        except NoSourceError as error:
+            raise ConfigError(key, str(error)) from error
+        if rollout is not None and rollout.reply_role and not are_conversations(documents.records[0], self.tokenizer):
+            raise ConfigError(
+                "rollout.reply",
+                f"got {rollout.reply}, but the prompts of {source} are strings: expected raw, or conversations "
+                "('messages', or 'prompt' as a list of messages)",
+            )
+        return documents
+
+
+def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:
+    """Return (train, evaluation). Raises ConfigError if all documents of a source would be held out."""
+    with as_config_error("data.eval"):
+        train, held_out = documents.split(share)
+    for source, report in train.reports.items():
+        if not report.documents:
+            raise ConfigError(
+                "data.eval",
+                f"got {share:g}, which holds out all {documents.reports[source].documents:,} documents of "
+                f"{source}: expected a smaller share, a source of its own for the evaluation, or a larger source",
+            )
+    return train, held_out
 
 
 def _proven_tools(
@@ -138,7 +225,7 @@ def _proven_tools(
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
 ) -> list[ToolSchemas]:
-    """The schemas of the tools of each source of prompts. rollout_key: see `RunConfig.rollout_key`
+    """The schemas of the tools of each source of prompts. rollout_key: see `RunConfig.rollout_key`.
 
     Raises ConfigError for tools that cannot be used, and for a chat template whose calls cannot be parsed, or which
     cannot write the replies of environments as turns.
@@ -158,21 +245,6 @@ def _proven_tools(
     return [by_paths[tuple(rollout.tool_paths)] for rollout in rollouts]
 
 
-def _media_inputs(
-    processor: MediaProcessor, readers: Mapping[str, TeacherMedia], splits: Collection[Documents]
-) -> tuple[MediaInputs, dict[str, str]]:
-    """The inputs from media, and a hash of each model's processor of media, by the models' sections."""
-    for documents in splits:
-        processor.check_texts(documents)
-    teachers, identities = dict[str, MediaInputs | None](), {"student": processor.identity()}
-    for name, reader in readers.items():
-        if not reader.is_shared:
-            teachers[name] = None if reader.processor is None else MediaInputs(reader.processor)
-            identities |= {reader.section: parts} if (parts := reader.identity()) else {}
-    hashes = {section: json_hash(parts) for section, parts in identities.items()}
-    return MediaInputs(processor, teachers=teachers), hashes
-
-
 def _media_processor(
     section: str,
     model: StudentConfig | TeacherConfig,
@@ -181,7 +253,7 @@ def _media_processor(
     *,
     template_is_set: bool,
 ) -> MediaProcessor | None:
-    """A model's processor of media; None if it has none. template_is_set: whether another chat template is used"""
+    """A model's processor of media; None if it has none. template_is_set: whether another chat template is used."""
     with as_config_error(f"{section}.model"):
         return find_media_processor(
             str(model.model),
@@ -193,105 +265,106 @@ def _media_processor(
         )
 
 
-def load_data(
-    data: DataConfig,
-    objective: ObjectiveConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    teachers: TeachersConfig | None = None,
-    rollouts: Sequence[RolloutConfig] = (),
-    processor: MediaProcessor | None = None,
-    readers: Mapping[str, TeacherMedia] | None = None,
-    *,
-    fits_teachers: bool = True,
-    tools: ToolSchemas = None,
-    source_tools: Sequence[ToolSchemas] = (),
-    end_ids: Sequence[int] = (),
-) -> tuple[Documents, Documents | None]:
-    """Load the training documents, and the held-out documents (None if the configuration has none).
+def _media_inputs(
+    processor: MediaProcessor, readers: Mapping[str, TeacherMedia], splits: Collection[Documents]
+) -> tuple[MediaInputs, dict[str, str], list[Any]]:
+    """The inputs from media, the hashes of the models' processors by their sections, and the processors' identity."""
+    for documents in splits:
+        processor.check_texts(documents)
+    teachers, identities = dict[str, MediaInputs | None](), {"student": processor.identity()}
+    identity: list[Any] = [processor.identity()]
+    for name, reader in readers.items():
+        if not reader.is_shared:
+            teachers[name] = None if reader.processor is None else MediaInputs(reader.processor)
+            parts = reader.identity()
+            identities |= {reader.section: parts} if parts else {}
+            identity.append([name, parts])
+    hashes = {section: json_hash(parts) for section, parts in identities.items()}
+    return MediaInputs(processor, teachers=teachers), hashes, identity
 
-    processor: the student's processor of media; None if the student reads no media
-    readers: how teachers in this job read media, by their names. fits_teachers: see `LoadOptions`
-    tools: the schemas of the tools with which conversations of data.eval are written; those of the section rollout
-    source_tools: those of each training source; empty without rollouts
-    end_ids: the student's end-of-sequence ids
 
-    teachers: if given, the column of the route and the teachers' prefixes are read, too
-    rollouts: the section rollout for each source; if given, the training documents are prompts with their records,
-        and the held-out records stay the same
+def _load_tokenizers(
+    student: StudentConfig,
+    teachers: Mapping[str, TeacherConfig],
+    chat_template: str | None,
+    stores: Mapping[str, SignalStore],
+) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """Load the student's tokenizer. Returns the tokenizer and warnings. teachers, stores: by the teachers' sections.
+
+    Raises ValueError if a teacher has another tokenizer. Stores without a tokenizer are not compared here.
     """
-    cache = user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache)
-
-    def load(key: str, source: str, schemas: ToolSchemas, rollout: RolloutConfig | None = None) -> Documents:
-        options = _load_options(data, objective, teachers, rollout)
-        options = replace(options, fits_teachers=fits_teachers, tools=schemas, end_ids=end_ids)
+    tokenizer, warnings = _tokenizer("student", student), list[str]()
+    if chat_template is not None:
+        with as_config_error("data.chat_template"):
+            _set_chat_template(tokenizer, chat_template)
+    for section, teacher in teachers.items():
+        store = stores.get(section)
+        warnings += [] if store is None else store.warnings
+        if store is not None and store.teacher_folder is not None:
+            other = load_tokenizer(str(store.teacher_folder))
+        elif store is None and teacher.model is not None:
+            other = _tokenizer(section, teacher)
+        else:  # the teacher is the student itself, or its store has no tokenizer
+            continue
         try:
-            documents = load_documents(source, tokenizer, options, cache, processor, readers)
-        except NoSourceError as error:
-            raise ConfigError(key, str(error)) from error
-        if rollout is not None and rollout.reply_role and not are_conversations(documents.records[0], tokenizer):
-            raise ConfigError(
-                "rollout.reply",
-                f"got {rollout.reply}, but the prompts of {source} are strings: expected raw, or conversations "
-                "('messages', or 'prompt' as a list of messages)",
-            )
-        return documents
+            warnings += check_same_tokenizer(tokenizer, other)
+        except ValueError as error:
+            if store is not None:
+                raise
+            approximate = f"or set {section}.cross_tokenizer to gold or uld, which are approximations"
+            raise ValueError(f"{error}, {approximate}") from error
+        if store is not None and store.same_conversation:
+            _require_same_conversation(tokenizer, other, teacher.accept, f"{section}.accept")
+    return tokenizer, warnings
 
-    def load_train(rollouts: Sequence[RolloutConfig] = ()) -> Documents:
-        paths = [item.source for item in data.weighted_sources] or [str(data.train)]
-        none: list[None] = [None] * len(paths)
-        sources = zip(paths, source_tools or none, rollouts or none, strict=True)
-        loaded = {path: load("data.train", path, schemas, rollout) for path, schemas, rollout in sources}
-        return Documents.joined(loaded) if data.weighted_sources else loaded[str(data.train)]
 
-    train = load_train(rollouts)
-    if data.eval_sets:
-        sets = {name: load(f"data.eval.{name}", source, tools) for name, source in data.eval_sets.items()}
-        return train, Documents.joined(sets)
-    if isinstance(data.eval, str):
-        return train, load("data.eval", data.eval, tools)
-    assert isinstance(data.eval, float)
-    if not data.eval:
-        return train, None
-    if not rollouts:
-        return _split(train, data.eval)
+def _tokenizer(section: str, model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:
+    with as_config_error(f"{section}.model"):
+        require_model_folder(str(model.model))
+        return load_tokenizer(str(model.model), model.revision, model.trust_remote_code)
+
+
+def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Set the chat template of a tokenizer. source: a file with a template, or another tokenizer.
+
+    Raises ValueError if there is no template, or if the template cannot render a conversation.
+    """
+    require_template(source)
+    template: str | dict[str, str] | None
+    if Path(source).is_file():
+        with reading(f"{source} cannot be read"):
+            template = Path(source).read_text(encoding="utf-8")
+    else:
+        template = load_tokenizer(source).chat_template
+    if not template:
+        raise ValueError(f"got {source}, which has no chat template: expected a Jinja file or a tokenizer with one")
+    tokenizer.chat_template = template
     try:
-        documents = load_train()
+        ChatTemplate(tokenizer, ("messages",), "all").render({"messages": [{"role": "user", "content": "a"}]})
+    except TemplateSyntaxError as error:
+        raise ValueError(f"got {source}, a chat template that {error.problem}") from error
     except ValueError as error:
+        raise ValueError(f"got {source}: {first_line(error)}") from error
+
+
+def _require_same_conversation(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str], key: str
+) -> None:
+    """Raise ConfigError if student and teacher have different chat templates or end-of-sequence tokens.
+
+    The teacher would score conversations in a format on which it was not trained.
+    accepted: the differences that the user allows, which is the value of `key` in the configuration.
+    """
+    if "eos" not in accepted and student.eos_token != teacher.eos_token:
         raise ConfigError(
-            "data.eval",
-            f"got {data.eval:g}, but held-out metrics need completions: expected 0 for prompts alone, or a source"
-            f" with completions ({error})",
-        ) from error
-    return _split(train, data.eval)[0], _split(documents, data.eval)[1]
-
-
-def _load_options(
-    data: DataConfig, objective: ObjectiveConfig, teachers: TeachersConfig | None, rollout: RolloutConfig | None
-) -> LoadOptions:
-    named = {} if teachers is None else teachers.named
-    route = None if teachers is None else teachers.route
-    return LoadOptions(
-        max_tokens=data.max_tokens - (0 if rollout is None else rollout.max_new_tokens),
-        tokens=objective.tokens,
-        on_error=data.on_error,
-        columns=() if route is None else (route,),
-        allowed={} if route is None else {route: list(named)},
-        prefixes={name: teacher.prefix for name, teacher in named.items() if teacher.prefix},
-        reader=route,
-        prompts=rollout is not None,
-        keep_records=rollout is not None,
-    )
-
-
-def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:
-    """Return (train, evaluation). Raises ConfigError if all documents of a source would be held out."""
-    with as_config_error("data.eval"):
-        train, held_out = documents.split(share)
-    for source, report in train.reports.items():
-        if not report.documents:
-            raise ConfigError(
-                "data.eval",
-                f"got {share:g}, which holds out all {documents.reports[source].documents:,} documents of "
-                f"{source}: expected a smaller share, a source of its own for the evaluation, or a larger source",
-            )
-    return train, held_out
+            key,
+            f"the end-of-sequence token is {student.eos_token!r} for the student and {teacher.eos_token!r} for the "
+            "teacher: expected the same one, or eos in this list if the difference is meant",
+        )
+    templates = [student.chat_template, teacher.chat_template]
+    if "chat_template" not in accepted and None not in templates and templates[0] != templates[1]:
+        raise ConfigError(
+            key,
+            "student and teacher have different chat templates, and the data is written with the student's: expected "
+            "the same template, or chat_template in this list if the difference is meant",
+        )

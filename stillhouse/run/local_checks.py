@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from stillhouse.config import ConfigError, RunConfig, as_config_error
 from stillhouse.config.errors import listed
-from stillhouse.config.model_folder import require_model
+from stillhouse.config.model_folder import require_model, require_template
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.section import function_hint
 from stillhouse.data.read.data_source import require_source
@@ -77,8 +77,8 @@ def _checks(config: RunConfig, needs: Collection[Need]) -> Iterator[tuple[str, C
         yield from ((f"data.eval.{name}", require_source, source) for name, source in data.eval_sets.items())
         if prompts is not None:
             yield "eval.prompts.data", require_source, prompts.data
-        if data.chat_template is not None and not os.path.isfile(data.chat_template):
-            yield "data.chat_template", _require_template, data.chat_template
+        if data.chat_template is not None:
+            yield "data.chat_template", require_template, data.chat_template
         for section, teacher in teachers.items():
             if teacher.cache is not None:
                 yield f"{section}.cache", _require_folder, teacher.cache
@@ -104,12 +104,6 @@ def _checks(config: RunConfig, needs: Collection[Need]) -> Iterator[tuple[str, C
         ]
         rewards += prompt_rewards
         yield from ((key, _require_server, part.name) for key, part in rewards if part.is_server)
-
-
-def _require_template(source: str) -> None:
-    if Path(source).suffix in (".jinja", ".jinja2", ".j2", ".txt"):
-        raise ValueError(f"got {source}, but there is no such file")
-    require_model(source)
 
 
 def _require_folder(folder: str) -> None:

@@ -114,16 +114,8 @@ class ModelSources:
 
     def whole_teacher(self, section: str) -> ModelSource:
         """The source of a teacher that this process loads without sharding, with transformers."""
-        teacher = self.teachers[section]
-        load = partial(
-            load_model,
-            section,
-            str(teacher.model),
-            teacher,
-            self.mesh.device,
-            self.packing,
-            multimodal=self.multimodal,
-        )
+        teacher, options = self.teachers[section], (self.mesh.device, self.packing)
+        load = partial(load_model, section, str(teacher.model), teacher, *options, multimodal=self.multimodal)
         return ModelSource(load, name=section, is_proven=True)
 
     def head_of_store(self, section: str, store: SignalStore, device: torch.device | None = None) -> ModelSource:
@@ -334,7 +326,21 @@ def _initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed
     if teacher_folder is None:
         return partial(_initialize_randomly, config=config, dtype=parse_dtype(student.dtype), seed=seed)
     layers = _fitting_layers(init, text_config(config), text_config(read_configuration(teacher_folder)))
-    return partial(_read_layers, folder=teacher_folder, layers=layers)
+
+    def read(decoder: Decoder) -> None:
+        with as_config_error(_INIT):
+            numbered = numbered_layers(decoder)
+        name = next(name for name, module in decoder.backbone.named_modules() if module is numbered)
+        prefix = f"{decoder.backbone_name}.{name}."
+        number = re.compile(rf"(?<=^{re.escape(prefix)})\d+(?=\.)")
+
+        def in_teacher(name: str) -> str:
+            """Replace the layer's number in the name of a student's tensor by that of the teacher's layer."""
+            return number.sub(lambda match: str(layers[int(match[0])]), name)
+
+        read_weights(decoder, teacher_folder, renamed=in_teacher)
+
+    return read
 
 
 def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
@@ -364,19 +370,6 @@ def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher:
             f"{[kinds[layer] for layer in layers]}: expected the same",
         )
     return layers
-
-
-def _read_layers(decoder: Decoder, folder: str, layers: list[int]) -> None:
-    with as_config_error(_INIT):
-        layers_list = numbered_layers(decoder)
-    name = next(name for name, module in decoder.backbone.named_modules() if module is layers_list)
-    layer_pattern = re.compile(rf"(?<=^{re.escape(f'{decoder.backbone_name}.{name}.')})\d+(?=\.)")
-    read_weights(decoder, folder, renamed=partial(_name_in_teacher, layer_pattern, layers))
-
-
-def _name_in_teacher(layer_pattern: re.Pattern[str], layers: list[int], name: str) -> str:
-    """Replace the layer's number in the name of a student's tensor by the number of the teacher's layer."""
-    return layer_pattern.sub(lambda match: str(layers[int(match[0])]), name)
 
 
 @torch.no_grad()

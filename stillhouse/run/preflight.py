@@ -27,12 +27,11 @@ from stillhouse.models import Decoder, check_document_length, check_saving, warn
 from stillhouse.models.forward_modes import noise_of
 from stillhouse.models.quantized import FP8, float8_problem
 from stillhouse.objective.parameters import PolicySettings
-from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.tracking import require_trackers
 from stillhouse.parallel import Layout
 from stillhouse.rollout import PromptPlan
 from stillhouse.rollout.user_functions import loaded_functions
-from stillhouse.run.setup import RunSetup
+from stillhouse.run.setup import RunSetup, require_fsdp
 
 #: a run with fewer steps causes a warning, unless the configuration has train.steps
 FEW_STEPS = 10
@@ -54,14 +53,19 @@ def check_before_loading(setup: RunSetup) -> None:
     config = setup.config
     require_trackers(config.track)
     require_adapters(config.student)
-    require_no_dropout(config.student, setup.objective.spec)
+    adapter = config.student.adapter
+    if adapter is not None and adapter.dropout and setup.objective.spec.uses_ratios:
+        raise ConfigError(
+            "student.adapter.dropout",
+            f"got {adapter.dropout:g}: expected 0.0, because the limits of policy_gradient and rollout.correction "
+            "would act on the noise of dropout, which the completions do not have",
+        )
     # on all ranks, although only rank 0 calls them
     loaded_functions(config.eval, config.rollouts, config.rollout, config.rollout_key)
     require_optimizer(config.train, setup.layout)
     device = setup.ranks.device
     require_attention(config.student, setup.teachers, device)
-    require_teachers_fit(setup.teachers, setup.own_layouts, setup.layout, device)
-    require_plain_student(config.student, setup.layout)
+    require_models_fit(config.student, setup.teachers, setup.own_layouts, setup.layout, device)
 
 
 def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], data: Data) -> list[str]:
@@ -92,18 +96,8 @@ def require_adapters(student: StudentConfig) -> None:
         raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
 
 
-def require_no_dropout(student: StudentConfig, objective: ObjectiveSpec) -> None:
-    """Raise ConfigError for an adapter with dropout in a run whose loss depends on ratios of probabilities."""
-    if student.adapter is not None and student.adapter.dropout and objective.uses_ratios:
-        raise ConfigError(
-            "student.adapter.dropout",
-            f"got {student.adapter.dropout:g}: expected 0.0, because the limits of policy_gradient and "
-            "rollout.correction would act on the noise of dropout, which the completions do not have",
-        )
-
-
 def noise_warnings(removed: Collection[str]) -> Iterator[str]:
-    """removed: the names of the noise that the student does not have; see `ModelSources`."""
+    """Yield a warning for the dropout and noise that the student does not have. removed: their names."""
     if removed:
         yield (
             f"the student is trained without the dropout of its configuration ({name_list(removed)}): the ratios "
@@ -141,45 +135,30 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def require_plain_student(student: StudentConfig, layout: Layout) -> None:
-    """Raise ConfigError for a quantized student under a layout of several processes."""
-    if student.quantize is not None and layout.degrees.processes > 1:
-        raise ConfigError(
-            "student.quantize", f"got {student.quantize} under {layout}, which shards plain weights: expected null"
-        )
-
-
-def require_teachers_fit(
-    teachers: Mapping[str, TeacherConfig], own_layouts: Mapping[str, Layout], layout: Layout, device: torch.device
+def require_models_fit(
+    student: StudentConfig,
+    teachers: Mapping[str, TeacherConfig],
+    own_layouts: Mapping[str, Layout],
+    layout: Layout,
+    device: torch.device,
 ) -> None:
-    """Raise ConfigError if `quantize` or `offload` of a teacher is impossible under its layout or on the device.
+    """Raise ConfigError if `quantize` or `offload` of a model is impossible under its layout or on the device.
 
-    teachers: the teachers' sections, by their keys
-    own_layouts: the layouts of the teachers with the key `parallel`; all other teachers have the student's `layout`
+    teachers: the teachers' sections, by their keys.
+    own_layouts: the layouts of the teachers with the key `parallel`; all other teachers have the student's `layout`.
     """
-    for section, teacher in teachers.items():
-        if teacher.quantize is not None and layout.degrees.processes > 1:
-            raise ConfigError(
-                f"{section}.quantize",
-                f"got {teacher.quantize} under {layout}, which shards plain weights: expected null, or teacher.url "
-                "with `stillhouse serve --quantize`",
-            )
-        if teacher.quantize == FP8 and (problem := float8_problem(device)):
+    processes = layout.degrees.processes
+    for section, model in {"student": student, **teachers}.items():
+        if model.quantize is not None and processes > 1:
+            served = "" if section == "student" else ", or teacher.url with `stillhouse serve --quantize`"
+            problem = f"got {model.quantize} under {layout}, which shards plain weights: expected null{served}"
             raise ConfigError(f"{section}.quantize", problem)
-        if teacher.offload:
-            _require_offload(f"{section}.offload", own_layouts.get(section, layout), device)
-
-
-def _require_offload(key: str, layout: Layout, device: torch.device) -> None:
-    if device.type == "cpu":
-        raise ConfigError(
-            key, "got true on a CPU, where everything is in host memory already: expected false, or a GPU"
-        )
-    degrees = layout.degrees
-    if degrees.processes > 1 and degrees.replicate * degrees.shard == 1:
-        raise ConfigError(
-            key, f"got true under {degrees}, which does not use FSDP: expected fsdp, replicate or context above 1"
-        )
+        if model.quantize == FP8 and (problem := float8_problem(device)):
+            raise ConfigError(f"{section}.quantize", problem)
+    for section, teacher in teachers.items():
+        own = own_layouts.get(section, layout)
+        if teacher.offload and (own.degrees.processes > 1 or device.type == "cpu"):
+            require_fsdp(f"{section}.offload", own, device)
 
 
 def prompt_warnings(

@@ -34,8 +34,7 @@ from stillhouse.run.agreement import require_same_configuration
 from stillhouse.run.data import load_run_data
 from stillhouse.run.models import ModelSources, model_fingerprints
 from stillhouse.run.objective import RunObjective
-from stillhouse.run.stores import open_stores, require_signals
-from stillhouse.run.teacher_sources import TeacherSources, teacher_of_stages
+from stillhouse.run.teachers import TeacherSources, require_signals, teacher_of_stages
 from stillhouse.signals import SignalSource, SignalStore, WeightAverage
 
 
@@ -68,8 +67,12 @@ class RunSetup:
 
     @cached_property
     def stores(self) -> dict[str, SignalStore]:
-        """The signal stores, by the keys of the teachers' sections; see `open_stores`."""
-        return open_stores(self.teachers, self.objective, self.config.train.micro_batch_tokens)
+        """The signal stores, by the keys of the teachers' sections. Raises ConfigError if one cannot be used."""
+        tokens = self.config.train.micro_batch_tokens  # of a forward pass of a teacher with another tokenizer
+        stored = {section: teacher for section, teacher in self.teachers.items() if teacher.source_kind.is_store}
+        return {
+            key: teacher.source_kind.open(key, teacher, self.objective, tokens) for key, teacher in stored.items()
+        }
 
     @cached_property
     def layout(self) -> Layout:
@@ -144,7 +147,10 @@ class RunSetup:
         config, mesh = self.config, models.mesh
         kind: EngineKind = load(GROUP, config.parallel.engine)()
         use_kernels(config.objective.kernels, log_rank0)
-        separate = self._separate_layout(mesh)
+        separate = self.own_layouts.get("teacher")  # the layout of a single teacher outside the student's stages
+        if mesh.ranks.size == 1:
+            is_moved = config.teacher is not None and config.teacher.offload
+            separate = Layout(offload=True, compile=config.train.compile) if is_moved else None
         head_only = separate is not None or bool(self.stores) or config.teachers is not None
         key_of_one_process = None if separate is None else "teacher.offload"
         with as_config_error("parallel" if mesh.ranks.size > 1 else key_of_one_process, ProofError):
@@ -180,15 +186,6 @@ class RunSetup:
             torch.manual_seed(config.seed + mesh.ranks.rank - mesh.coordinate("tensor"))
         return engine, signals
 
-    def _separate_layout(self, mesh: Mesh) -> Layout | None:
-        """The layout of a single teacher outside the student's stages; None if there is no such teacher."""
-        if mesh.ranks.size > 1:
-            return self.own_layouts.get("teacher")
-        teacher = self.config.teacher
-        if teacher is None or not teacher.offload:
-            return None
-        return Layout(offload=True, compile=self.config.train.compile)
-
 
 def with_precision(config: RunConfig) -> RunConfig:
     """Replace `train.precision: auto` in the configuration by the best precision of this process's device.
@@ -222,17 +219,20 @@ def configured_layout(parallel: ParallelConfig, processes: int, key: str = "para
 
 def require_sharing(layout: Layout, device: torch.device) -> None:
     """Raise ConfigError for `offload` on a CPU, and for an option of FSDP under a layout without FSDP."""
-    if layout.offload and device.type == "cpu":
-        raise ConfigError(
-            "parallel.offload",
-            "got true on a CPU, where everything is in host memory already: expected false, or a GPU",
-        )
-    if layout.degrees.replicate * layout.degrees.shard > 1:
-        return
     for key in ("offload", "gather_dtype"):
         if getattr(layout, key):
-            raise ConfigError(
-                f"parallel.{key}",
-                f"has no effect under {layout}, which does not use FSDP: expected parallel.fsdp, replicate or "
-                "context above 1",
-            )
+            require_fsdp(f"parallel.{key}", layout, device)
+
+
+def require_fsdp(key: str, layout: Layout, device: torch.device) -> None:
+    """Raise ConfigError for an option of FSDP under a layout without FSDP, and for `offload` on a CPU."""
+    if key.endswith("offload") and device.type == "cpu":
+        raise ConfigError(
+            key, "got true on a CPU, where everything is in host memory already: expected false, or a GPU"
+        )
+    if layout.degrees.replicate * layout.degrees.shard == 1:
+        raise ConfigError(
+            key,
+            f"has no effect under {layout}, which does not use FSDP: expected parallel.fsdp, replicate or context "
+            "above 1",
+        )

@@ -28,7 +28,7 @@ class _Cache(SourceKind):
 
 class _CrossTokenizer(SourceKind):
     def open(self, section: str, teacher: Any, objective: Any, batch_tokens: int) -> Any:
-        from stillhouse.run.stores import open_cross_tokenizer
+        from stillhouse.run.teachers import open_cross_tokenizer
 
         return open_cross_tokenizer(section, teacher, objective, batch_tokens)
 

@@ -124,7 +124,7 @@ def test_a_rank_that_is_only_slow_is_not_ended(folder: Path) -> None:
 
 def fail_in_prepare(seconds: float) -> None:
     """Let this rank fail while it loads its data, or take `seconds` for it."""
-    original = data.load_data
+    original = data.load_documents
 
     @functools.wraps(original)
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -133,7 +133,7 @@ def fail_in_prepare(seconds: float) -> None:
             raise ValueError("no such file here")
         return original(*arguments, **options)
 
-    data.load_data = wrapped
+    data.load_documents = wrapped
 
 
 def hang_before_meeting() -> None:

@@ -122,7 +122,7 @@ def test_all_ranks_stop_at_one_step(request: pytest.FixtureRequest, layout: str,
 
 
 BEFORE_TRAINING = {
-    "preparing": ("stillhouse.run.data", "load_data"),
+    "preparing": ("stillhouse.run.data", "load_documents"),
     "loading": ("stillhouse.run.models", "load_model"),
     "first evaluation": ("stillhouse.loops.training", "held_out_metrics"),
 }
@@ -332,7 +332,7 @@ def fork_when_data_are_read() -> None:
     """The fork is still alive when the command ends, as the process of a chat template after an error."""
     from stillhouse.run import data
 
-    read = data.load_data
+    read = data.load_documents
 
     def with_fork(*arguments: Any, **options: Any) -> Any:
         if not os.fork():
@@ -340,7 +340,7 @@ def fork_when_data_are_read() -> None:
             os._exit(0)
         return read(*arguments, **options)
 
-    data.load_data = with_fork
+    data.load_documents = with_fork
 
 
 def test_a_fork_that_is_still_alive_does_not_keep_the_command(whole: Path) -> None:

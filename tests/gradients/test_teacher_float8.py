@@ -21,7 +21,7 @@ from stillhouse.models import Decoder, quantized
 from stillhouse.models.quantized import is_quantized, round_to_float8, weight_bytes
 from stillhouse.parallel import Degrees, Layout
 from stillhouse.run import preflight
-from stillhouse.run.preflight import require_teachers_fit
+from stillhouse.run.preflight import require_models_fit
 
 #: the largest number of e4m3
 LARGEST = 448.0
@@ -148,6 +148,6 @@ def test_a_cpu_is_refused_by_name(tmp_path: Path) -> None:
     config = write_run(tmp_path, **{"teacher.quantize": "fp8"})
     message = r"fp8 needs a GPU of compute capability 8.9 or later .* got cpu: expected int8 or nf4"
     with pytest.raises(ConfigError, match=f"teacher.quantize: {message}"):
-        require_teachers_fit(config.teacher_sections, {}, Layout(Degrees()), torch.device("cpu"))
+        require_models_fit(config.student, config.teacher_sections, {}, Layout(Degrees()), torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
         Decoder.from_pretrained(tmp_path / "teacher", quantize="fp8")

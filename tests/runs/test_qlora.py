@@ -21,7 +21,7 @@ from stillhouse.models import evaluating, initialize_lora
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.quantized import is_quantized
 from stillhouse.parallel import Degrees, Layout
-from stillhouse.run.preflight import require_plain_student
+from stillhouse.run.preflight import require_models_fit
 
 ADAPTER: dict[str, Any] = {"student.adapter": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2}
 EACH_KIND = pytest.mark.parametrize("kind", ["nf4", slow("int8")])
@@ -107,4 +107,4 @@ def test_layouts_are_refused(tmp_path: Path) -> None:
     config = write(tmp_path, **{"student.quantize": "nf4"})
     layout = Layout(Degrees(tensor=2))
     with pytest.raises(ConfigError, match=r"student\.quantize: got nf4 under .*tensor.* expected null"):
-        require_plain_student(config.student, layout)
+        require_models_fit(config.student, {}, {}, layout, torch.device("cpu"))

@@ -26,7 +26,7 @@ from stillhouse.models.quantized import is_quantized, require_rounding, weight_b
 from stillhouse.parallel import Degrees, Layout
 from stillhouse.parallel.host_memory import WaitingWeights
 from stillhouse.run import preflight
-from stillhouse.run.preflight import require_teachers_fit
+from stillhouse.run.preflight import require_models_fit
 from stillhouse.run.session import prepare
 from stillhouse.signals import SignalCache
 from stillhouse.tools.write_cache import write_cache
@@ -253,4 +253,4 @@ def test_what_a_layout_does_not_allow(
 ) -> None:
     config = write_run(folder, **{f"teacher.{key}": value for key, value in settings.items()})
     with pytest.raises(ConfigError, match=message):
-        require_teachers_fit(config.teacher_sections, {}, Layout(degrees), torch.device(device))
+        require_models_fit(config.student, config.teacher_sections, {}, Layout(degrees), torch.device(device))

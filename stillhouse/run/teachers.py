@@ -1,20 +1,36 @@
-"""Builds the sources of the teachers' signals, under any layout."""
+"""The teachers' signals: opens the stores that a configuration names, and builds the sources under any layout."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from stillhouse.config import ConfigError, NamedTeacherConfig, TeacherConfig, TeachersConfig, as_config_error
+from stillhouse.data import Documents, load_tokenizer
+from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.pretrained import read_configuration
-from stillhouse.parallel import DecoderHead, DistributedStudent, Layout, Mesh, ModelSource, TeacherHead, load_head
+from stillhouse.objective import forward_kl
+from stillhouse.objective.spec import read_objective
+from stillhouse.parallel import (
+    DecoderHead,
+    DistributedStudent,
+    Layout,
+    Mesh,
+    ModelSource,
+    Ranks,
+    TeacherHead,
+    load_head,
+)
 from stillhouse.parallel.apply.tensor_parallel import dispatched_experts
 from stillhouse.parallel.backbone_cut import is_cuttable
 from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, pin_weights
 from stillhouse.proofs.layouts import prove_heads
-from stillhouse.run.models import ModelSources
+from stillhouse.registry import load_all
+from stillhouse.run.models import ModelSources, load_model, teacher_fingerprint
+from stillhouse.run.objective import RunObjective
 from stillhouse.signals import (
     ChosenTeacher,
     InStageTeacher,
@@ -27,6 +43,112 @@ from stillhouse.signals import (
     StoredTeacher,
     WeightAverage,
 )
+from stillhouse.signals.cross_tokenizer import CrossTokenizerStore
+from stillhouse.signals.scorer import LocalModelStore
+from stillhouse.signals.signal_spec import SignalSpec
+
+
+def open_cross_tokenizer(
+    section: str, teacher: TeacherConfig, objective: RunObjective, batch_tokens: int
+) -> CrossTokenizerStore:
+    """Open the store of a teacher with another tokenizer. The store's `start` loads the teacher.
+
+    Raises ConfigError if the tokenizers cannot be aligned.
+    """
+    student = objective.student
+    assert teacher.model is not None
+    assert teacher.cross_tokenizer is not None
+    ours = load_tokenizer(student.model, student.revision, student.trust_remote_code)
+    theirs = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
+    if teacher.top_k > len(theirs):
+        raise ConfigError(
+            f"{section}.top_k", f"got {teacher.top_k}, expected at most {len(theirs)}, the tokens of the teacher"
+        )
+    model = LocalModelStore(
+        teacher.model,
+        teacher_fingerprint(teacher),
+        SignalSpec("top_k", "float32", teacher.top_k, objective.temperature_of(teacher), with_label=True),
+        partial(load_model, section, teacher.model, teacher),
+        batch_tokens,
+    )
+    with as_config_error(f"{section}.cross_tokenizer"):
+        return CrossTokenizerStore(model, ours, theirs, teacher.cross_tokenizer)
+
+
+def require_signals(
+    stores: Mapping[str, SignalStore],
+    teachers: Mapping[str, TeacherConfig],
+    objective: RunObjective,
+    data: Data,
+    ranks: Ranks,
+) -> None:
+    """Raise ConfigError if a signal store does not fit the data or the objective.
+
+    teachers: all teachers, by the keys of their sections
+
+    Servers score some documents here, to prove that they serve the teacher.
+    """
+    route = None if objective.teachers is None else objective.teachers.route
+    for section, store in stores.items():
+        teacher = teachers[section]
+        _require_objective(section, store, teacher, objective)
+        with ranks.all_raise(ConfigError), as_config_error(f"{section}.{teacher.signals_from}"):
+            train = _documents_of(section, route, data.train.documents)
+            checked = {"data.train": [train]}
+            if objective.rollouts:
+                longest = _with_completion(train, [rollout.max_new_tokens for rollout in objective.rollouts])
+                checked["the longest prompt of data.train with rollout.max_new_tokens"] = [longest]
+            if data.dataset is not None:
+                checked["data.train"].append(_documents_of(section, route, data.dataset))
+            if data.evaluation is not None:
+                checked["data.eval"] = [_documents_of(section, route, data.evaluation.documents)]
+            try:
+                for what, splits in checked.items():
+                    for documents in splits:
+                        store.require(documents, what, data.train.media_inputs)
+                teacher.source_kind.prove(section, teacher, store, train, data, ranks.device)
+            except OSError as error:
+                raise ValueError(str(error)) from error
+
+
+def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> Documents:
+    """The longest document, extended by the tokens of its source."""
+    set_D = np.zeros(len(documents), dtype=np.int64) if documents.set_D is None else documents.set_D
+    added_D = np.array(tokens_of_sources)[set_D]
+    number = int((documents.lengths_D + added_D).argmax())
+    longest, tokens = documents.select([number]), int(added_D[number])
+    tokens_N = np.concatenate([longest.tokens_N, np.repeat(longest.tokens_N[-1:], tokens)])
+    targets_N = np.zeros(len(tokens_N), dtype=bool)
+    return replace(longest, tokens_N=tokens_N, targets_N=targets_N, offsets=np.array([0, len(tokens_N)]))
+
+
+def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig, objective: RunObjective) -> None:
+    """Raise ConfigError if the objective cannot be computed from the store's signals."""
+    signal, temperature = store.signal, objective.temperature_of(teacher)
+    if signal.temperature not in (None, temperature):
+        raise ConfigError(
+            "objective.temperature" if section == "teacher" else f"{section}.temperature",
+            f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
+            "temperature, or hidden states, which give every temperature",
+        )
+    for key, loss in objective.objective.losses.items() if signal.kind == "sampled" else ():
+        if read_objective(loss, load_all("stillhouse.divergences")).divergence not in (None, forward_kl()):
+            raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
+    several = objective.teachers
+    if several is not None and several.sum == "distributions" and not signal.is_exact:
+        raise ConfigError(
+            f"{section}.{teacher.signals_from}",
+            f"holds {signal}: expected hidden states, from which distributions can be summed",
+        )
+
+
+def _documents_of(section: str, route: str | None, documents: Documents) -> Documents:
+    """The documents that a teacher scores, with its prefix. route: the column that names the teacher of a document"""
+    name = section.partition(".")[2]
+    if route is not None:
+        numbers = [number for number, value in enumerate(documents.columns[route]) if value == name]
+        documents = documents.select(numbers)
+    return documents.as_read_by(name)
 
 
 def teacher_of_stages(
@@ -112,8 +234,10 @@ class TeacherSources:
         decoders: dict[str, Decoder] = {}
         for name, teacher in teachers.named.items() if self.student.ranks.size == 1 else ():
             section = f"teachers.{name}"
-            is_here = teacher.source_kind.runs_model and section not in self.stores
-            if not is_here or (teacher.quantize is None and _can_be_cut(teacher)):
+            if not teacher.source_kind.runs_model or section in self.stores:
+                continue
+            is_whole = teacher.quantize is not None or teacher.trust_remote_code
+            if not is_whole and is_cuttable(read_configuration(str(teacher.model), teacher.revision)):
                 continue
             if teacher.offload:
                 raise ConfigError(
@@ -151,43 +275,27 @@ class TeacherSources:
         buffers = HeadBuffers(runner.device)
         return {name: BufferedHead(name, decoder, buffers) for name, decoder in (decoders | dict(unsplit)).items()}
 
-    def _single_model(self, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
-        separate, mesh = self.separate, self.student.mesh
-        if separate is None:
-            return InStageTeacher(self.student)
-        layers = self.models.teacher("teacher", offload=separate.offload)
-        if teacher.parallel is None:
-            return self._separate("teacher.offload", layers, separate, mesh, head)
-        return self._separate("teacher.parallel", layers, separate, Mesh(separate.degrees, mesh.device), head)
-
     def model(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
         """The source of a teacher whose model runs in this job."""
+        runner, separate, key = self.student, self.separate, f"{section}.parallel"
         if section == "teacher":
-            return self._single_model(teacher, head)
-        runner = self.student
-        source = self.models.teacher(section, offload=self.models.offload or teacher.offload)
-        compiles = runner.layout.compile
-        separate = None if runner.ranks.size == 1 else self.own_layouts.get(section)
-        if separate is None and runner.layout.degrees.expert > 1 and not dispatched_experts(source.build()):
-            separate = Layout(replace(runner.layout.degrees, expert=1), offload=source.offload, compile=compiles)
-        layout = separate or Layout(runner.layout.degrees, offload=source.offload, compile=compiles)
+            if separate is None:
+                return InStageTeacher(runner)
+            source, layout = self.models.teacher(section, offload=separate.offload), separate
+            if teacher.parallel is None:
+                key, separate = "teacher.offload", None
+        else:
+            source = self.models.teacher(section, offload=self.models.offload or teacher.offload)
+            compiles = runner.layout.compile
+            separate = None if runner.ranks.size == 1 else self.own_layouts.get(section)
+            if separate is None and runner.layout.degrees.expert > 1 and not dispatched_experts(source.build()):
+                separate = Layout(replace(runner.layout.degrees, expert=1), offload=source.offload, compile=compiles)
+            layout = separate or Layout(runner.layout.degrees, offload=source.offload, compile=compiles)
         mesh = runner.mesh if separate is None else Mesh(separate.degrees, runner.device)
-        return self._separate(f"{section}.parallel", source, layout, mesh, head)
+        with as_config_error(key, ProofError):
+            return SeparateTeacher(source, layout, mesh, runner.layout, runner.mesh, head=head)
 
     def self_teacher(self, teacher: TeacherConfig) -> SelfTeacher:
         """The source for a teacher that is the student itself, with its present weights or their average."""
         assert isinstance(teacher, NamedTeacherConfig)
         return SelfTeacher(self.student, self.autocast, self.average if teacher.student == "ema" else None)
-
-    def _separate(
-        self, key: str, source: ModelSource, layout: Layout, mesh: Mesh, head: TeacherHead | None
-    ) -> SeparateTeacher:
-        with as_config_error(key, ProofError):
-            return SeparateTeacher(source, layout, mesh, self.student.layout, self.student.mesh, head=head)
-
-
-def _can_be_cut(teacher: TeacherConfig) -> bool:
-    """Whether the teacher's layers and its output head can be loaded separately."""
-    if teacher.trust_remote_code:
-        return False
-    return is_cuttable(read_configuration(str(teacher.model), teacher.revision))
