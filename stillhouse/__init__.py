@@ -8,49 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+#: the modules of the names below; those of all other ones are in `stillhouse.objective`
 _MODULES = {
-    "CrossEntropy": "stillhouse.objective",
-    "Chosen": "stillhouse.objective",
-    "DenseLogits": "stillhouse.objective",
-    "Distill": "stillhouse.objective",
-    "Entropy": "stillhouse.objective",
-    "FullVocab": "stillhouse.objective",
-    "Mixture": "stillhouse.objective",
-    "ObjectiveOutput": "stillhouse.objective",
-    "OutputHead": "stillhouse.objective",
-    "PolicyGradient": "stillhouse.objective",
-    "Sampled": "stillhouse.objective",
-    "SampledKL": "stillhouse.objective",
-    "TopK": "stillhouse.objective",
-    "VocabShard": "stillhouse.objective",
-    "acceptance": "stillhouse.objective",
-    "alpha_beta": "stillhouse.objective",
-    "forward_kl": "stillhouse.objective",
-    "jsd": "stillhouse.objective",
-    "linear_log_probs": "stillhouse.objective",
-    "linear_objective": "stillhouse.objective",
-    "logits_objective": "stillhouse.objective",
-    "parse_divergence": "stillhouse.objective",
-    "reverse_kl": "stillhouse.objective",
-    "skew_forward_kl": "stillhouse.objective",
-    "skew_reverse_kl": "stillhouse.objective",
-    "total_variation": "stillhouse.objective",
     "Decoder": "stillhouse.models",
-    "OutputProcessor": "stillhouse.models",
-    "load_config": "stillhouse.config",
-    "cross_entropy": "stillhouse.models.processors",
-    "policy_gradient": "stillhouse.models.processors",
-    "selected_log_probs": "stillhouse.models.processors",
     "DistillTargets": "stillhouse.models.processor_targets",
-    "PolicyTargets": "stillhouse.models.processor_targets",
-    "Targets": "stillhouse.models.processor_targets",
-    "StepLoss": "stillhouse.engine.loss",
-    "TEACHER": "stillhouse.objective",
-    "parse_objective": "stillhouse.objective.spec",
     "LoadOptions": "stillhouse.data",
+    "OutputProcessor": "stillhouse.models",
+    "PolicyTargets": "stillhouse.models.processor_targets",
+    "StepLoss": "stillhouse.engine.loss",
+    "Targets": "stillhouse.models.processor_targets",
     "check_same_tokenizer": "stillhouse.data",
+    "cross_entropy": "stillhouse.models.processors",
+    "load_config": "stillhouse.config",
     "load_documents": "stillhouse.data",
     "load_tokenizer": "stillhouse.data",
+    "parse_objective": "stillhouse.objective.spec",
+    "policy_gradient": "stillhouse.models.processors",
+    "selected_log_probs": "stillhouse.models.processors",
 }
 
 if TYPE_CHECKING:
@@ -138,9 +112,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module 'stillhouse' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
+    value = getattr(importlib.import_module(_MODULES.get(name, "stillhouse.objective")), name)
     globals()[name] = value
     return value
 

@@ -15,13 +15,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from inspect import cleandoc
 from pathlib import Path
 
 import click
 
 from stillhouse import __version__, registry
-from stillhouse.cli.arguments import OPTIONS, configured, load, quiet_libraries, takes_configuration
+from stillhouse.cli.arguments import OPTIONS, takes_configuration
 from stillhouse.display import message as brief
 from stillhouse.display import print_escaped
 from stillhouse.preemption import Preempted, handling
@@ -29,8 +28,6 @@ from stillhouse.process_exit import end_with_launcher, end_without_threads, erro
 
 FAILED, USAGE = 1, 2
 COMMANDS = "stillhouse.commands"
-#: kinds of media in documents, each of which has a demo
-MEDIA = registry.load_all("stillhouse.media")
 #: ranks other than 0 wait so many seconds before they print an error, because rank 0 may print the same error
 SECONDS_FOR_FIRST = 10.0
 
@@ -41,7 +38,6 @@ OUT_OF_MEMORY = (
 LOST_CONTACT = "lost contact with another rank, which has ended or hangs and may have printed an error of its own"
 #: other tools' names of our commands
 _OTHER_NAMES = dict.fromkeys(("train", "run", "sft", "gkd"), "distill") | {"eval": "evaluate", "vllm-serve": "serve"}
-RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 def main() -> None:
@@ -64,7 +60,12 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
     Their tracebacks are shown only with STILLHOUSE_TRACEBACK=1. Any other exception is a bug and keeps its traceback.
     ends_process: the caller ends the process after this call, so that signals are ignored after it.
     """
-    with handling(lambda number: _stopped_at_once(number, arguments), ends_process=ends_process):
+
+    def stopped(number: int) -> str:
+        how = "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+        return f"{how}; {_same_command(arguments)} {_effect_of_repeating(arguments)}"
+
+    with handling(stopped, ends_process=ends_process):
         return _run(arguments)
 
 
@@ -133,138 +134,6 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-@click.command()
-@configured
-def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
-    """Train a student on a teacher.
-
-    CONFIG is a YAML file. Options replace its values, and overrides replace both. The same command
-    resumes an interrupted run.
-
-    \b
-    stillhouse distill --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B \\
-        --data train.jsonl --out runs/a
-    stillhouse distill run.yaml train.learning_rate=2e-5 train.steps=200
-    """
-    config = load(arguments, flags, ("data", "run"))
-    from stillhouse.parallel import is_first
-    from stillhouse.run.run import distill
-
-    folder = distill(config)
-    if is_first():
-        print_escaped("report: ", end="")
-        registry.load(COMMANDS, "report").main(["--", str(folder)], standalone_mode=False)
-
-
-@click.command()
-@configured
-def check(arguments: tuple[str, ...], **flags: str | None) -> None:
-    """Dry run of a configuration.
-
-    Checks models, tokenizers and data, and runs one step to show its memory and gradients; saves nothing.
-
-    \b
-    stillhouse check run.yaml
-    stillhouse check run.yaml train.micro_batch_tokens=16384
-    """
-    config = load(arguments, flags, ("data", "run", "servers"))
-    from stillhouse.tools.check import print_check
-
-    print_check(config)
-
-
-@click.command()
-@configured
-def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
-    """Check that layouts change no gradient.
-
-    Compares one step of a run, in float32, under every layout that is possible with these processes, with the same
-    step in one process, which has to hold both models. Names the keys that it does not compare, such as
-    train.compile.
-
-    \b
-    torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
-    """
-    config = load(arguments, flags)
-    from stillhouse.parallel import destroy_process_group, is_first
-    from stillhouse.tools.parity import HEADER, compare_layouts, left_out, line
-
-    same = True
-    if is_first():
-        if keys := left_out(config):
-            print_escaped(f"not compared: {', '.join(keys)} (each step here is in float32, without these)")
-        print_escaped(HEADER)
-    for row in compare_layouts(config):
-        same &= bool(row.refused) or row.verdict == "same"
-        if is_first():
-            print_escaped(line(row))
-    destroy_process_group()
-    if not same:
-        raise ValueError("under at least one layout, the step differs from the same step in one process")
-
-
-@click.command()
-@click.argument("run_dir", type=RUN_DIR)
-def verify(run_dir: Path) -> None:
-    """Check that a run's folder is what the run wrote.
-
-    Checks checkpoints, metrics and the final model by their hashes. The exit code is 1 if something is wrong.
-
-    \b
-    stillhouse verify runs/a
-    """
-    quiet_libraries()
-    from stillhouse.tools.verify import verify_run
-
-    findings = []
-    for finding in verify_run(run_dir):
-        findings.append(finding)
-        print_escaped(finding)
-    if wrong := [finding.part for finding in findings if finding.problem is not None]:
-        raise ValueError(f"{run_dir}: {len(wrong)} of {len(findings)} parts are wrong: {', '.join(wrong)}")
-
-
-@click.command()
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the demo's runs. [default: runs/demo"
-    + "".join(f", or {kind.demo_folder} with --write {name}" for name, kind in MEDIA.items())
-    + "]",
-)  # fmt: skip
-@click.option(
-    "--write", type=click.Choice(["text", *MEDIA]),
-    help="Only write models, data and a run.yaml to edit, and train nothing."
-    + "".join(f" {name}: {kind.demo_words}." for name, kind in MEDIA.items()),
-)  # fmt: skip
-def demo(out: Path | None, write: str | None) -> None:
-    """Distill a small model in a few minutes.
-
-    Distills a small student from the included teacher, and trains the same student without a teacher. Leaves a
-    run.yaml with these models and this text, to edit. Nothing is downloaded.
-
-    \b
-    stillhouse demo
-    stillhouse demo --write text --out runs/demo
-    """
-    quiet_libraries()
-    folder = out or Path(MEDIA[write].demo_folder if write in MEDIA else "runs/demo")
-    if write is None:
-        from stillhouse.tools.demo.demo import run_demo
-
-        run_demo(folder)
-        return
-    from stillhouse.tools.demo.student import write_text_run
-
-    configurations = MEDIA[write].write_demo(folder) if write in MEDIA else [write_text_run(folder)]
-    print_escaped(
-        "\n".join([f"{folder} has models, data and:", *(f"  stillhouse distill {path}" for path in configurations)])
-    )
-
-
-_media_demos = [f"stillhouse demo --write {name} --out {kind.demo_folder}" for name, kind in MEDIA.items()]
-demo.help = "\n".join([cleandoc(demo.help or ""), *_media_demos])
-
-
 def _usage(error: click.ClickException) -> str:
     message = _unknown_option(error) if isinstance(error, click.NoSuchOption) else error.format_message()
     command = re.match("No such command '(.*?)'", message)
@@ -285,11 +154,6 @@ def _unknown_option(error: click.NoSuchOption) -> str:
 
         return f"{message}{override_hint(error.option_name, RunConfig)}"
     return message
-
-
-def _stopped_at_once(number: int, arguments: Sequence[str]) -> str:
-    stopped = "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
-    return f"{stopped}; {_same_command(arguments)} {_effect_of_repeating(arguments)}"
 
 
 def _effect_of_repeating(arguments: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,7 +48,9 @@ def takes_configuration(command: click.Command) -> bool:
     return any(parameter.name == "arguments" and parameter.metavar for parameter in command.params)
 
 
-def load(arguments: Sequence[str], flags: dict[str, str | None], needs: "Sequence[Need]" = ("data",)) -> "RunConfig":
+def load_arguments(
+    arguments: Sequence[str], flags: dict[str, str | None], needs: "Sequence[Need]" = ("data",)
+) -> "RunConfig":
     """The configuration from a command's file, options and overrides.
 
     Raises ConfigError for what is not there on this machine, before libraries are imported that need some seconds.
@@ -109,15 +112,10 @@ def settings_layer(options: dict[str, str]) -> dict[str, Any]:
         if name in options:
             section, _, field = key.rpartition(".")
             target = settings.setdefault(section, {}) if section else settings
-            target[field] = _number_or_text(options[name]) if name == "eval" else options[name]
+            target[field] = options[name]
+            with suppress(ValueError):
+                target[field] = float(options[name]) if name == "eval" else options[name]
     return settings
-
-
-def _number_or_text(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def misused(message: str) -> click.UsageError:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stillhouse.cli.arguments import configured, is_override, load, misused, quiet_libraries
+from stillhouse.cli.arguments import configured, is_override, load_arguments, misused, quiet_libraries
 from stillhouse.display import print_escaped
 
 if TYPE_CHECKING:
@@ -71,14 +71,14 @@ def write(
         raise misused("--out is missing: expected the folder of the cache")
     out = Path(flags["out"])
     arguments, flags = _with_student(arguments, flags)
-    config = load(arguments, flags)
+    config = load_arguments(arguments, flags)
     from stillhouse.parallel import destroy_process_group, is_first
     from stillhouse.tools.write_cache import write_cache
 
     if config.teacher is not None and "signal" in config.teacher.source_kind.options:
         options = {"signal": signal, "top_k": top_k, "dtype": dtype}
         overrides = [f"teacher.{name}={value}" for name, value in options.items() if value is not None]
-        config = load((*arguments, *overrides), flags)
+        config = load_arguments((*arguments, *overrides), flags)
         if with_label or (dtype is not None and config.teacher is not None and config.teacher.signal != "hidden"):
             raise misused("a served teacher sends no labels, and log-probabilities only in float32")
     kind = signal or "hidden"
@@ -103,16 +103,16 @@ def _with_student(
     return (*same, *arguments), {**flags, "student": flags["teacher"]}
 
 
-@cache.command()
+@cache.command("info")
 @click.argument("folder", type=FOLDER)
-def info(folder: Path) -> None:
+def cache_info(folder: Path) -> None:
     """Show the content of a cache."""
     print_escaped(_opened(folder).manifest.summary(folder))
 
 
-@cache.command()
+@cache.command("verify")
 @click.argument("folder", type=FOLDER)
-def verify(folder: Path) -> None:
+def verify_cache(folder: Path) -> None:
     """Compare every shard with its hash, and check all rows."""
     opened = _opened(folder)
     opened.verify()

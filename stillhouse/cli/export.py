@@ -1,5 +1,7 @@
-"""`stillhouse export`: writes the student of a run or a checkpoint as a plain Hugging Face folder."""
+"""`stillhouse export` writes a run's student as a Hugging Face folder; `stillhouse evaluate` runs tasks on one."""
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -8,11 +10,12 @@ import click
 from stillhouse.cli.arguments import misused, quiet_libraries
 from stillhouse.display import print_escaped
 
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @click.command()
-@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="RUN_OR_CHECKPOINT")
+@click.argument("path", type=_FOLDER, metavar="RUN_OR_CHECKPOINT")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the model.")
 @click.option("--step", metavar="N|best|last", help="Checkpoint of a run; best: by checkpoint.best. [default: last]")
 @click.option(
@@ -76,3 +79,72 @@ def export(
     print_escaped(f"{exported} to {out}")
     if push is not None:
         print_escaped(f"pushed: {push_folder(out, push, f'stillhouse: {exported}')}")
+
+
+@click.command()
+@click.argument("model", type=_FOLDER, metavar="MODEL_FOLDER")
+@click.option("--tasks", required=True, metavar="A,B", help="Names of tasks of lm-evaluation-harness.")
+@click.option("--task-folder", type=_FOLDER, help="Folder with definitions of further tasks (YAML).")
+@click.option("--limit", type=click.IntRange(1), help="Only so many examples of each task.")
+@click.option(
+    "--few-shot", type=click.IntRange(0), metavar="N", help="Examples in a prompt. [default: the task's own]"
+)
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Examples of a forward pass."
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--dtype", default="auto", show_default=True, help="Of the weights. auto: as they were saved.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="A new JSON file for the figures.")
+def evaluate(
+    model: Path,
+    *,
+    tasks: str,
+    task_folder: Path | None,
+    limit: int | None,
+    few_shot: int | None,
+    batch_size: int,
+    device: str,
+    dtype: str,
+    out: Path | None,
+) -> None:
+    """Evaluate an exported model with lm-evaluation-harness.
+
+    MODEL_FOLDER is a Hugging Face folder, such as the one that a run has exported. The harness runs it with
+    transformers.
+
+    \b
+    stillhouse evaluate runs/a/model --tasks hellaswag,arc_easy --device cuda
+    """
+    names = [name for name in tasks.split(",") if name]
+    if not names:
+        raise misused("--tasks names no task: expected names with commas between them")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("lm_eval not installed; pip install 'stillhouse[lm-eval]'")
+    if out is not None and out.exists():
+        raise ValueError(f"{out} exists: expected the name of a new file")
+    quiet_libraries()
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=None if task_folder is None else str(task_folder))
+    if unknown := sorted(set(names) - set(manager.all_tasks)):
+        raise ValueError(f"lm-evaluation-harness has no task {', '.join(unknown)}; see `lm_eval ls tasks`")
+    results = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(model), "dtype": dtype},
+        tasks=names,
+        num_fewshot=few_shot,
+        batch_size=batch_size,
+        device=device,
+        limit=limit,
+        log_samples=False,
+        task_manager=manager,
+    )["results"]
+    if out is not None:
+        from stillhouse.output.disk import replace_text
+
+        replace_text(out, json.dumps(results, indent=2) + "\n")
+    for name, figures in results.items():
+        for key, value in figures.items():
+            if isinstance(value, float):
+                print_escaped(f"{name:24} {key:28} {value:.4f}")

@@ -16,14 +16,9 @@ _METRICS = {"cross_entropy", "forward_kl", "agreement", "student_entropy", "teac
 _METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
 
 
-def is_name(name: str) -> bool:
-    """Whether this can be the name of an evaluation set or a source in the keys of metrics."""
-    return _NAME.fullmatch(name) is not None
-
-
 def is_source_name(name: str) -> bool:
-    """Whether this can be the name of a source: rollout/reward/… are the parts of a reward."""
-    return is_name(name) and name != "reward"
+    """Whether this can be the name of a source in the keys of metrics: rollout/reward/… are the parts of a reward."""
+    return _NAME.fullmatch(name) is not None and name != "reward"
 
 
 def _checked_name(name: str) -> str:
@@ -81,7 +76,7 @@ def _checked_sets(sets: str | float | dict[str, str]) -> str | float | dict[str,
     if sets == {}:
         raise ValueError("got no sets: expected one name and source or more, or 0 for no evaluation")
     for name in sets if isinstance(sets, dict) else ():
-        if not is_name(name) or name in _METRICS:
+        if not _NAME.fullmatch(name) or name in _METRICS:
             raise ValueError(
                 f"got the name {name!r}: expected letters, digits, _ and -, a letter first, and not the name of a"
                 " metric or of a depth such as mtp_1"

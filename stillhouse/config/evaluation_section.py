@@ -117,7 +117,3 @@ class CheckpointConfig(Section):
     fallback: bool = False
     """true: if the latest checkpoint in out is damaged, rename it and resume from the one before it. false: stop with
     an error that describes the damage."""
-
-    @property
-    def best_of_callback(self) -> bool:
-        return is_of_callback(self.best)

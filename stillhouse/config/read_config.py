@@ -47,12 +47,12 @@ def load_config(
     return config
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: Section) -> str:
     """All keys as YAML, from which `load_config` reads an equal configuration."""
     return write_yaml(config.model_dump(mode="json"))
 
 
-def dotted_values(config: RunConfig) -> dict[str, Any]:
+def dotted_values(config: Section) -> dict[str, Any]:
     """The values by dotted key. A section within a section is one value."""
     values: dict[str, Any] = {}
     for section, content in config.model_dump(mode="json").items():

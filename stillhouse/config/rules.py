@@ -6,6 +6,7 @@ The class of a section defines the valid values of a single key. A rule defines 
 import os
 import re
 from itertools import chain
+from pathlib import Path
 
 from stillhouse.config.data_section import is_source_name
 from stillhouse.config.evaluation_section import KNOWN, compares_with_teacher, is_of_callback, set_of
@@ -16,13 +17,6 @@ from stillhouse.config.servers import GROUP
 from stillhouse.config.train_section import OFFLOADED
 from stillhouse.display import enumerated
 from stillhouse.registry import load, load_all, registered
-
-
-def is_within(folder: str, parent: str) -> bool:
-    """Whether a folder is another one, or lies in it."""
-    parent = os.path.abspath(parent)
-    return os.path.commonpath([parent, os.path.abspath(folder)]) == parent
-
 
 RULES: tuple[Rule, ...] = (
     # a teacher in this job
@@ -279,7 +273,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("data.cache", "out"),
-        lambda cache, out: cache not in (None, "auto") and is_within(cache, out),
+        lambda cache, out: (
+            cache not in (None, "auto") and Path(os.path.abspath(cache)).is_relative_to(os.path.abspath(out))
+        ),
         "a folder outside of out",
         "out is empty when a run begins",
     ),

@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, as_config_error
+from stillhouse.config.evaluation_section import is_of_callback
 from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
 from stillhouse.data.media import MediaProcessor, media_end, shown_media, shown_text
@@ -93,7 +94,7 @@ class GreedyEvaluation:
         except (OverdueError, ServerError) as error:
             raise SignalsLostError(str(error)) from error
         checkpoint = schedule.checkpoint_config
-        if checkpoint.best_of_callback and checkpoint.best not in metrics:
+        if is_of_callback(checkpoint.best) and checkpoint.best not in metrics:
             raise ConfigError(
                 "checkpoint.best",
                 f"got {checkpoint.best}, but the evaluation of step {step} has only {', '.join(others | metrics)}",

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import cached_file
 
 import stillhouse
-from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
+from stillhouse.config import ParallelConfig, RolloutConfig, RunConfig, StudentConfig, TeacherConfig, TrainConfig
 from stillhouse.data.data_report import documents_in_words
 from stillhouse.libraries import reading
 from stillhouse.output.json_lines import parse_metrics, read_object
@@ -53,7 +53,7 @@ def model_card(run: Path, config: RunConfig, progress: Progress, exported: Expor
         "## Sources",
         _sources(run, student, config.teacher_sections, progress),
         "## Training",
-        _training(config, progress, exported.processes),
+        _training(config.train, config.rollout, config.parallel, progress, exported.processes, config.seed),
         "## Results",
         _results(run, progress),
         "## How it was made",
@@ -134,9 +134,15 @@ def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherCo
     return "\n".join(head + lines) + "\n\nA fingerprint is the beginning of a sha256 of the files or documents."
 
 
-def _training(config: RunConfig, progress: Progress, processes: int) -> str:
-    train, rollout = config.train, config.rollout
-    degrees = {key: value for key, value in config.parallel.model_dump().items() if isinstance(value, int)}
+def _training(
+    train: TrainConfig,
+    rollout: RolloutConfig | None,
+    parallel: ParallelConfig,
+    progress: Progress,
+    processes: int,
+    seed: int,
+) -> str:
+    degrees = {key: value for key, value in parallel.model_dump().items() if isinstance(value, int)}
     used = ", ".join(f"{key} {value}" for key, value in degrees.items() if value > 1)
     layout = f"{processes} process{'es' if processes > 1 else ''}" + (f" ({used})" if used else "")
     size = f"{train.tokens_per_step:,} tokens"
@@ -146,7 +152,7 @@ def _training(config: RunConfig, progress: Progress, processes: int) -> str:
     return (
         f"{progress.step:,} optimizer steps of {size}; {progress.tokens:,} target tokens "
         f"in all. Optimizer {train.optimizer}, peak learning rate {train.learning_rate:g}, schedule "
-        f"{train.schedule}, precision {train.precision}, seed {config.seed}. Layout: {layout}."
+        f"{train.schedule}, precision {train.precision}, seed {seed}. Layout: {layout}."
     )
 
 

@@ -72,11 +72,6 @@ class TrackerState(BaseModel):
         state.active = []
         return state
 
-    def lost(self, name: str, logged: dict[str, int]) -> None:
-        """Record that a tracker has failed. logged: for each metric, the last step that this process sent to it."""
-        self.active.remove(name)
-        self.sent[name] = _later(self.sent.get(name, {}), logged)
-
     def save(self, folder: RunFolder) -> None:
         folder.write_text(FILE, self.model_dump_json(indent=1))
 
@@ -115,7 +110,8 @@ class Trackers:
         except ValueError as error:
             cause = error.__cause__
             del self._trackers[name]
-            self._state.lost(name, self._logged)
+            self._state.active.remove(name)
+            self._state.sent[name] = _later(self._state.sent.get(name, {}), self._logged)
             self._state.save(self._folder)
             self._warn(
                 f"warning: track: {name} failed {when} ({type(cause).__name__}: {cause}) and gets nothing more; "

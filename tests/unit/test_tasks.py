@@ -21,16 +21,8 @@ from stillhouse.tasks import SHORTEST, TASKS, Problem, TaskSpec, exact_match, is
 #: of seed 7: problems 0 and 4 for training, problem 1 held out
 GOLDEN = {
     "sums": [("5-4=", "1", 2), ("3+14+19+12+11+12=", "71", 6), ("16+11-13=", "14", 3)],
-    "reversal": [
-        ("reverse: hb =", "bh", 2),
-        ("reverse: pzyzqg =", "gqzyzp", 6),
-        ("reverse: dyi =", "iyd", 3),
-    ],
-    "brackets": [
-        ("close: {}[{ =", "}]", 2),
-        ("close: ({{}({}({{ =", "}}))})", 6),
-        ("close: {}(({}( =", ")))", 3),
-    ],
+    "reversal": [("reverse: hb =", "bh", 2), ("reverse: pzyzqg =", "gqzyzp", 6), ("reverse: dyi =", "iyd", 3)],
+    "brackets": [("close: {}[{ =", "}]", 2), ("close: ({{}({}({{ =", "}}))})", 6), ("close: {}(({}( =", ")))", 3)],
 }
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 
