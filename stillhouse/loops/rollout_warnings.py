@@ -7,15 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from stillhouse.config import RolloutConfig
 from stillhouse.display import name_list
 from stillhouse.loops.sample_statistics import has_turns
+from stillhouse.output.metrics import known_metric
 from stillhouse.parallel import log_rank0
 from stillhouse.rollout import PromptPlan, Sample
 
-#: the largest mean difference, in nats, between the log-probabilities of the engine and of the trainer that causes no
-#: warning: for the tokens that the current weights generated, and for all tokens
-MAX_LOG_RATIO, MAX_STALE_LOG_RATIO = 0.1, 1.0
-#: a warning is given if the share of cut completions is above OFTEN_CUT and if, compared to the first FIRST_STEPS
+#: a warning is given if many completions are cut (see the table of metrics) and if, compared to the first FIRST_STEPS
 #: steps, the mean length is more than LONGER times as large or the share has grown by more than MORE_CUT
-LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
+LONGER, FIRST_STEPS = 2.0, 5
 MORE_CUT = 0.3
 #: a warning is given after so many steps without a call or a reply, and after so many steps in which every completion
 #: is cut, or in which the rewards of every prompt are equal
@@ -69,7 +67,8 @@ class RolloutWarnings:
         if len(self._first) < FIRST_STEPS:
             self._first.append((length, cut))
         usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
-        if cut > OFTEN_CUT and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
+        many = known_metric("rollout/truncated").warn_above
+        if cut > many and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
             self._warn(
                 "length",
                 f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
@@ -130,14 +129,14 @@ class RolloutWarnings:
 
     def _watch_ratios(self, metrics: Mapping[str, float]) -> None:
         fresh, ratio = metrics.get("rollout/log_ratio_fresh", 0.0), metrics.get("rollout/log_ratio", 0.0)
-        if fresh > MAX_LOG_RATIO or math.isnan(fresh):
+        if fresh > known_metric("rollout/log_ratio_fresh").warn_above or math.isnan(fresh):
             self._warn(
                 "ratio",
                 f"the engine's log-probabilities differ by {fresh:.3g} nats on average from those in training, with "
                 "the same weights: it computes another model, another temperature or in another precision"
                 f"{self._noise}",
             )
-        elif ratio > MAX_STALE_LOG_RATIO or math.isnan(ratio):
+        elif ratio > known_metric("rollout/log_ratio").warn_above or math.isnan(ratio):
             self._warn(
                 "stale ratio",  # its own name, so that the more certain warning above can still follow
                 f"the engine's log-probabilities, by weights that are at most {metrics['rollout/staleness_max']:.0f} "
