@@ -89,14 +89,15 @@ class MegatronEngine(Engine):
         self.optimizer.step_with_ready_grads()
         self.zero_grad()
         if self.average is not None:
-            is_rounded = self.student.student.transformer.bf16  # then the optimizer has the weights in float32
-            entries = trained_parameters(self.student.student, self.optimizer) if is_rounded else ()
-            weights = (
-                (f"{entry.key[0]}.{entry.key[1]}", entry.collect(entry.master.detach(), everywhere=True))
-                for entry in entries
-            )
-            self.average.update(weights if is_rounded else None)
+            self.average.update(self._weights() if self.student.student.transformer.bf16 else None)
         return norm
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the optimizer's weights in float32 by their names here. A collective of the data ranks."""
+        for entry in trained_parameters(self.student.student, self.optimizer):
+            full = entry.collect(entry.master.detach(), everywhere=True)
+            assert full is not None
+            yield "{}.{}".format(*entry.key), full
 
     @cached_property
     def optimizer(self) -> Any:

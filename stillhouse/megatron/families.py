@@ -47,7 +47,9 @@ def _rule(
 
 
 @_rule
-def whole(names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+def whole_tensor(
+    names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig
+) -> Iterator[Piece]:
     """Each rank has the full tensor."""
     yield _rows(0, shape[0], shape), names[0], _rows(0, shape[0], shape)
 
@@ -130,41 +132,41 @@ def head_width(config: PreTrainedConfig) -> int:
 #: the parameters of a layer, by Megatron-Core's names; names of the full model are relative to the layer.
 #: Transformer Engine has the norms of a projection's input in the projection
 _DENSE: dict[str, PieceRule] = {
-    "input_layernorm.weight": whole("input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_weight": whole("input_layernorm.weight"),
+    "input_layernorm.weight": whole_tensor("input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": whole_tensor("input_layernorm.weight"),
     "self_attention.linear_qkv.weight": query_groups(
         "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
     ),
     "self_attention.linear_qkv.bias": query_groups(
         "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
     ),
-    "self_attention.q_layernorm.weight": whole("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": whole("self_attn.k_norm.weight"),
+    "self_attention.q_layernorm.weight": whole_tensor("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": whole_tensor("self_attn.k_norm.weight"),
     "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
-    "pre_mlp_layernorm.weight": whole("post_attention_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": whole("post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.weight": whole_tensor("post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": whole_tensor("post_attention_layernorm.weight"),
     "mlp.linear_fc1.weight": rows("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": columns("mlp.down_proj.weight"),
 }
 #: the parameters of an expert, which is never cut, have a * for its number
 _EXPERTS: dict[str, PieceRule] = {
-    "mlp.router.weight": whole("mlp.gate.weight"),
-    "mlp.experts.*.linear_fc1.weight": whole("mlp.experts.gate_up_proj"),
-    "mlp.experts.*.linear_fc2.weight": whole("mlp.experts.down_proj"),
+    "mlp.router.weight": whole_tensor("mlp.gate.weight"),
+    "mlp.experts.*.linear_fc1.weight": whole_tensor("mlp.experts.gate_up_proj"),
+    "mlp.experts.*.linear_fc2.weight": whole_tensor("mlp.experts.down_proj"),
 }
 #: DeepSeek's latent attention, the correction of its router's scores, and its shared experts
 _LATENT: dict[str, PieceRule] = {
     "self_attention.linear_q_down_proj.weight": latent_rows("self_attn.q_a_proj.weight", "q_lora_rank"),
-    "self_attention.q_layernorm.weight": whole("self_attn.q_a_layernorm.weight"),
-    "self_attention.linear_q_up_proj.layer_norm_weight": whole("self_attn.q_a_layernorm.weight"),
+    "self_attention.q_layernorm.weight": whole_tensor("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.layer_norm_weight": whole_tensor("self_attn.q_a_layernorm.weight"),
     "self_attention.linear_q_up_proj.weight": rows("self_attn.q_b_proj.weight"),
     "self_attention.linear_kv_down_proj.weight": latent_rows(
         "self_attn.kv_a_proj_with_mqa.weight", "kv_lora_rank", "qk_rope_head_dim"
     ),
-    "self_attention.kv_layernorm.weight": whole("self_attn.kv_a_layernorm.weight"),
-    "self_attention.linear_kv_up_proj.layer_norm_weight": whole("self_attn.kv_a_layernorm.weight"),
+    "self_attention.kv_layernorm.weight": whole_tensor("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": whole_tensor("self_attn.kv_a_layernorm.weight"),
     "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight"),
-    "mlp.router.expert_bias": whole("mlp.gate.e_score_correction_bias"),
+    "mlp.router.expert_bias": whole_tensor("mlp.gate.e_score_correction_bias"),
     "mlp.shared_experts.linear_fc1.weight": rows(
         "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
     ),
@@ -173,26 +175,26 @@ _LATENT: dict[str, PieceRule] = {
 #: Gemma 2 and 3 have four norms in a layer; the names of the second and third differ in meaning from those of other
 #: families
 _GEMMA: dict[str, PieceRule] = {
-    "self_attention.linear_proj.post_norm.weight": whole("post_attention_layernorm.weight"),
-    "pre_mlp_layernorm.weight": whole("pre_feedforward_layernorm.weight"),
-    "mlp.linear_fc2.post_norm.weight": whole("post_feedforward_layernorm.weight"),
+    "self_attention.linear_proj.post_norm.weight": whole_tensor("post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.weight": whole_tensor("pre_feedforward_layernorm.weight"),
+    "mlp.linear_fc2.post_norm.weight": whole_tensor("post_feedforward_layernorm.weight"),
 }
 _GPT_OSS: dict[str, PieceRule] = {
-    "self_attention.linear_proj.bias": whole("self_attn.o_proj.bias"),
+    "self_attention.linear_proj.bias": whole_tensor("self_attn.o_proj.bias"),
     "self_attention.core_attention.softmax_offset": rows("self_attn.sinks"),
-    "mlp.router.weight": whole("mlp.router.weight"),
-    "mlp.router.bias": whole("mlp.router.bias"),
-    "mlp.experts.*.linear_fc1.weight_IO": whole("mlp.experts.gate_up_proj"),
+    "mlp.router.weight": whole_tensor("mlp.router.weight"),
+    "mlp.router.bias": whole_tensor("mlp.router.bias"),
+    "mlp.experts.*.linear_fc1.weight_IO": whole_tensor("mlp.experts.gate_up_proj"),
     "mlp.experts.*.linear_fc1.shift_1O": expert_row("mlp.experts.gate_up_proj_bias"),
-    "mlp.experts.*.linear_fc2.weight_IO": whole("mlp.experts.down_proj"),
+    "mlp.experts.*.linear_fc2.weight_IO": whole_tensor("mlp.experts.down_proj"),
     "mlp.experts.*.linear_fc2.shift_1O": expert_row("mlp.experts.down_proj_bias"),
 }
 #: the parameters of an MTP layer beside those of its transformer layer
 MTP_NAMES: dict[str, PieceRule] = {
-    "enorm.weight": whole("enorm.weight"),
-    "hnorm.weight": whole("hnorm.weight"),
+    "enorm.weight": whole_tensor("enorm.weight"),
+    "hnorm.weight": whole_tensor("hnorm.weight"),
     "eh_proj.weight": rows("eh_proj.weight"),
-    "final_layernorm.weight": whole("post_norm.weight"),
+    "final_layernorm.weight": whole_tensor("post_norm.weight"),
 }
 
 

@@ -28,7 +28,7 @@ from stillhouse.megatron.families import (
     real_rows,
     require_family,
     vocabulary,
-    whole,
+    whole_tensor,
 )
 
 _EMBEDDING, _HEAD = "backbone.embed_tokens.weight", "head.linear.weight"
@@ -50,10 +50,7 @@ class Place:
     @classmethod
     def current(cls) -> "Place":
         """Read the place from Megatron-Core's process groups."""
-        groups = (
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_expert_model_parallel_group(),
-        )
+        groups = (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_model_parallel_group())
         shards = (Shard(group.rank(), group.size()) for group in groups)
         return cls(parallel_state.get_pipeline_model_parallel_rank(), *shards)
 
@@ -93,7 +90,6 @@ class WeightTable:
 
 def weight_table(chunks: Sequence[nn.Module], config: PreTrainedConfig, place: Place) -> WeightTable:
     """Return the blocks of this rank's chunks. Raises ValueError for a parameter that the family's names lack."""
-    require_family(config)
     blocks: list[Block] = []
     shapes: dict[tuple[int, str], tuple[int, ...]] = {}
     for number, chunk in enumerate(chunks):
@@ -118,7 +114,7 @@ def _pieces(
     outside: dict[str, PieceRule] = {
         "embedding.word_embeddings.weight": vocabulary(_EMBEDDING),
         "output_layer.weight": vocabulary(_EMBEDDING if config.tie_word_embeddings else _HEAD),
-        "decoder.final_layernorm.weight": whole("backbone.norm.weight"),
+        "decoder.final_layernorm.weight": whole_tensor("backbone.norm.weight"),
     }
     if parameter in outside:
         yield from outside[parameter](shape, place.tensor, config)

@@ -8,13 +8,13 @@ long as its peak is at the same moment of the step. The layers of a model must b
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stillhouse.config import ConfigError, RunConfig, load_config
+from stillhouse.config import ConfigError, load_config
 from stillhouse.display import name_list
 from stillhouse.dry_run import dry_run
 from stillhouse.engine.optimizer import require_optimizer
@@ -22,11 +22,11 @@ from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.libraries import imported
 from stillhouse.models.document_packing import KERNELS, ROWS
 from stillhouse.models.families import ModelFacts
-from stillhouse.parallel import SCHEMES, Layout, empty_decoder
+from stillhouse.parallel import SCHEMES, empty_decoder
 from stillhouse.parallel.stages import Cost, Stage, cost_of, split
 from stillhouse.plan.devices import DEVICES
 from stillhouse.plan.prediction import LayoutSize, RankCounts
-from stillhouse.plan.rank_step import rank_steps
+from stillhouse.plan.rank_step import PlannedRank, rank_steps
 from stillhouse.run.preflight import require_adapters
 from stillhouse.run.setup import configured_layout, require_sharing
 
@@ -34,38 +34,6 @@ from stillhouse.run.setup import configured_layout, require_sharing
 _MAPS = ("waits", "pageable", "products", "messages", "sent", "peak")
 #: the number of layers on a stage in the short steps: (student, teacher)
 _SIZES = {"base": (1, 1), "student": (2, 1), "teacher": (1, 2)}
-
-
-@dataclass(frozen=True)
-class PlannedRank:
-    """A job of `child.py`. config: with all degrees of the layout."""
-
-    config: RunConfig
-    layout: Layout
-    rank: int
-    ranks: int
-    device: str
-    document_tokens: int
-
-    @property
-    def models(self) -> dict[str, str]:
-        """The models that are run, by the keys of their sections."""
-        teachers = self.config.teacher_sections.items()
-        models = {section: teacher.model for section, teacher in teachers if teacher.model is not None}
-        return {"student": self.config.student.model} | models
-
-    @property
-    def operations_per_token(self) -> float:
-        """Two operations for each weight that a token uses: once in a teacher; in the student three times, or twice
-        if an adapter is trained.
-        """
-        student = self.config.student
-        costs = [cost_of(empty_decoder(student.model), 3 if student.adapter is None else 2)]
-        for teacher in self.config.teacher_sections.values():
-            model = student.model if teacher.signals_from == "student" else teacher.model
-            if model is not None:
-                costs.append(cost_of(empty_decoder(model), 1))
-        return sum(2 * cost.passes * (cost.layers * cost.layer + cost.head) for cost in costs)
 
 
 def planned(job: Mapping[str, Any]) -> PlannedRank:
@@ -76,7 +44,7 @@ def planned(job: Mapping[str, Any]) -> PlannedRank:
     config = config.model_copy(update={"parallel": parallel})
     require_sharing(layout, torch.device("cuda"))
     require_optimizer(config.train, layout)
-    result = PlannedRank(config, layout, job["rank"], job["ranks"], job["device"], job["document_tokens"])
+    result = PlannedRank(config, job["rank"], job["ranks"], job["device"], job["document_tokens"])
     for section, model in result.models.items() if config.data.packing != ROWS else ():
         if states := ModelFacts(empty_decoder(model).config).layers_with_state:
             raise ConfigError(
@@ -149,9 +117,8 @@ def _counted(planned: PlannedRank, model_operations: float = 0.0) -> RankCounts:
     rows_of_all = schedule.rows_per_micro_batch * data
     # what is done in a first step alone is not counted; it has as few micro-batches as there are stages
     step_rows = [min(rows, rows_of_all * layout.stages), rows]
-    properties, tokens = DEVICES[planned.device].properties(), [count * config.data.max_tokens for count in step_rows]
-    _, steady = rank_steps(config, planned.rank, properties, planned.document_tokens, tokens)
-    counts = steady.counts
+    tokens = [count * config.data.max_tokens for count in step_rows]
+    _, counts = rank_steps(planned, DEVICES[planned.device].properties(), tokens)
     return RankCounts(
         rank=planned.rank,
         layout=LayoutSize(asdict(layout.degrees), layout.stages, layout.schedule, layout.last_rank),

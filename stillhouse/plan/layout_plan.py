@@ -103,7 +103,31 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
     document_tokens: the length of the documents in packed rows; of an on-policy run, that of the prompts.
     Raises ConfigError for a configuration that a plan refuses.
     """
-    _require_planned(config)
+    if config.teachers is not None:
+        raise ConfigError(
+            "teachers",
+            "a plan has one teacher, in the student's stages: expected teachers=null with teacher.model, or with "
+            "teacher=null for the student alone",
+        )
+    if config.student.quantize is not None:
+        raise ConfigError("student.quantize", "a plan counts plain weights: expected null")
+    for section, teacher in config.teacher_sections.items():
+        if teacher.source_kind.is_store:
+            raise ConfigError(
+                f"{section}.{teacher.signals_from}",
+                f"a plan has no signals of this kind; expected {section}.model, whose layers run in the job, or "
+                f"{section}=null for the student alone",
+            )
+        if teacher.parallel is not None:
+            raise ConfigError(f"{section}.parallel", "a plan has a teacher in the student's stages: expected null")
+        if teacher.quantize is not None:
+            raise ConfigError(f"{section}.quantize", "a plan counts plain weights: expected null")
+    if (engine := config.parallel.engine) != "torch":
+        raise ConfigError("parallel.engine", f"got {engine}: a plan runs torch's layouts; expected torch")
+    if config.train.compile:
+        raise ConfigError(
+            "train.compile", "got true: a plan counts the kernels of layers as they are written; expected false"
+        )
     values = config.model_dump(mode="json")
     # a step has no evaluation and no checkpoint; null is a section's default
     values |= {"device": "cuda", "track": [], "eval": None, "checkpoint": None}
@@ -114,7 +138,10 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
             values[section] |= {"model": _folder(section, model.model, model.revision), "revision": None}
     document_tokens, completions = min(document_tokens, config.data.max_tokens), None
     if config.rollout is not None:
-        document_tokens, completions = _set_completions(values, config, config.rollout, machine, document_tokens)
+        weights = [source.weight for source in config.data.weighted_sources] or [1.0]
+        parts = machine.ranks // (config.parallel.tensor * config.parallel.context) * config.parallel.stages_per_rank
+        sources = [*zip(weights, config.rollouts, strict=True)]
+        document_tokens, completions = _set_completions(values, sources, parts, document_tokens)
     return {
         "kind": "whole",
         "config": values,
@@ -128,26 +155,25 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
 
 
 def _set_completions(
-    values: Job, config: RunConfig, rollout: RolloutConfig, machine: Machine, prompt_tokens: int
+    values: Job, sources: Sequence[tuple[float, RolloutConfig]], parts: int, prompt_tokens: int
 ) -> tuple[int, str]:
     """Set the tokens of a step and of a sequence to those of the step's completions, as `StepPacker` packs them.
 
+    sources: each with its weight. parts: the smallest number of micro-batches of a step.
     Returns the tokens of a completion with its prompt, and the completions in words. Every completion has
     rollout.max_new_tokens, those of the source with the most.
     """
-    sources, max_tokens = config.rollouts, config.data.max_tokens
-    weights = [source.weight for source in config.data.weighted_sources] or [1.0]
-    samples = sum(w * source.samples_per_prompt for w, source in zip(weights, sources, strict=True)) / sum(weights)
-    prompts = rollout.prompts_per_step or max(1, int(config.train.tokens_per_step // (max_tokens * samples)))
+    data, train, max_tokens = values["data"], values["train"], values["data"]["max_tokens"]
+    samples = sum(w * source.samples_per_prompt for w, source in sources) / sum(weight for weight, _ in sources)
+    prompts = values["rollout"]["prompts_per_step"] or max(1, int(train["tokens_per_step"] // (max_tokens * samples)))
     completions = max(1, round(prompts * samples))
-    new_tokens = max(source.max_new_tokens for source in sources)
+    new_tokens = max(source.max_new_tokens for _, source in sources)
     tokens = min(max_tokens, prompt_tokens + new_tokens)
-    parts = machine.ranks // (config.parallel.tensor * config.parallel.context) * config.parallel.stages_per_rank
     capacity = min(max_tokens, max(tokens, -(-completions * tokens // max(1, parts))))
     in_sequence = capacity // tokens
-    values["data"]["max_tokens"] = in_sequence * tokens
-    values["train"]["tokens_per_step"] = -(-completions // in_sequence) * in_sequence * tokens
-    values["train"]["micro_batch_tokens"] = config.train.micro_batch_tokens // capacity * in_sequence * tokens
+    data["max_tokens"] = in_sequence * tokens
+    train["tokens_per_step"] = -(-completions // in_sequence) * in_sequence * tokens
+    train["micro_batch_tokens"] = train["micro_batch_tokens"] // capacity * in_sequence * tokens
     limit = f"rollout.max_new_tokens={new_tokens:,}"
     return tokens, f"{completions:,} in a step, each of {tokens:,} tokens with its prompt ({limit})"
 
@@ -216,35 +242,6 @@ def has_tower(job: Job) -> bool:
     models = [config.student.model, *(teacher.model for teacher in config.teacher_sections.values())]
     files = [Path(model) / "config.json" for model in models if model is not None]
     return any("vision_config" in json.loads(file.read_text()) for file in files)
-
-
-def _require_planned(config: RunConfig) -> None:
-    """Raise ConfigError for what a dry run does not have."""
-    if config.teachers is not None:
-        raise ConfigError(
-            "teachers",
-            "a plan has one teacher, in the student's stages: expected teachers=null with teacher.model, or with "
-            "teacher=null for the student alone",
-        )
-    if config.student.quantize is not None:
-        raise ConfigError("student.quantize", "a plan counts plain weights: expected null")
-    for section, teacher in config.teacher_sections.items():
-        if teacher.source_kind.is_store:
-            raise ConfigError(
-                f"{section}.{teacher.signals_from}",
-                f"a plan has no signals of this kind; expected {section}.model, whose layers run in the job, or "
-                f"{section}=null for the student alone",
-            )
-        if teacher.parallel is not None:
-            raise ConfigError(f"{section}.parallel", "a plan has a teacher in the student's stages: expected null")
-        if teacher.quantize is not None:
-            raise ConfigError(f"{section}.quantize", "a plan counts plain weights: expected null")
-    if (engine := config.parallel.engine) != "torch":
-        raise ConfigError("parallel.engine", f"got {engine}: a plan runs torch's layouts; expected torch")
-    if config.train.compile:
-        raise ConfigError(
-            "train.compile", "got true: a plan counts the kernels of layers as they are written; expected false"
-        )
 
 
 def _folder(section: str, name: str, revision: str | None) -> str:

@@ -30,22 +30,24 @@ from stillhouse.models.dtensors import local
 from stillhouse.models.lm_head import Head
 from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
 from stillhouse.parallel import (
-    Degrees,
+    Layout,
     Mesh,
     ModelSource,
     Runner,
     ShardedMicroBatches,
+    empty_decoder,
     shard_micro_batches,
 )
 from stillhouse.parallel.backbone_cut import cut_backbone
 from stillhouse.parallel.pipeline import require_next
 from stillhouse.parallel.ranks import FIRST_BYTES, LENGTH_BYTES, Ranks
 from stillhouse.parallel.sharded_loading import allocate
+from stillhouse.parallel.stages import cost_of
 from stillhouse.plan.device_counts import DeviceCounts, StepCounts
 from stillhouse.plan.fake_cuda import FakeCudaMode, fake_cuda, with_real_tensors
 from stillhouse.rollout.documents import POLICY_VERSION
 from stillhouse.run.models import ModelSources
-from stillhouse.run.setup import RunSetup, with_precision
+from stillhouse.run.setup import RunSetup, configured_layout, with_precision
 from stillhouse.signals import RequestedSteps, SignalSource, SignalStore, StoredTeacher
 from stillhouse.signals.signal_source import DeferredSignals
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -58,46 +60,68 @@ STUDENT_ACTIVATIONS, TEACHER_ACTIVATIONS, OBJECTIVE, BATCH = "activations", "tea
 
 
 @dataclass(frozen=True)
-class RankStep:
-    """What was counted of a rank's steady step, and the memory in use before it."""
+class PlannedRank:
+    """A rank whose steps are run. config: with `parallel.fsdp` set. document_tokens: the length of the documents;
+    a packed row is filled with them.
+    """
 
-    counts: StepCounts
-    before: dict[str, int]
+    config: RunConfig
+    rank: int
+    ranks: int
+    device: str
+    document_tokens: int
+
+    @property
+    def layout(self) -> Layout:
+        return configured_layout(self.config.parallel, self.ranks)
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The models that are run, by the keys of their sections."""
+        teachers = self.config.teacher_sections.items()
+        models = {section: teacher.model for section, teacher in teachers if teacher.model is not None}
+        return {"student": self.config.student.model} | models
+
+    @property
+    def operations_per_token(self) -> float:
+        """Two operations for each weight that a token uses: once in a teacher; in the student three times, or twice
+        if an adapter is trained.
+        """
+        student = self.config.student
+        costs = [cost_of(empty_decoder(student.model), 3 if student.adapter is None else 2)]
+        for teacher in self.config.teacher_sections.values():
+            model = student.model if teacher.signals_from == "student" else teacher.model
+            if model is not None:
+                costs.append(cost_of(empty_decoder(model), 1))
+        return sum(2 * cost.passes * (cost.layers * cost.layer + cost.head) for cost in costs)
 
 
-def rank_steps(
-    config: RunConfig, rank: int, properties: SimpleNamespace, document_tokens: int, tokens: Sequence[int]
-) -> list[RankStep]:
+def rank_steps(planned: PlannedRank, properties: SimpleNamespace, tokens: Sequence[int]) -> list[StepCounts]:
     """Run steps of a rank and return what was counted in each of them.
 
-    config: with `parallel.fsdp` set. properties: of the device, see `fake_cuda`. document_tokens: the length of
-    the documents; a packed row is filled with them. tokens: `train.tokens_per_step` of each step. The environment of
-    the process must be that of the rank (`RANK`, `WORLD_SIZE`).
+    properties: of the device, see `fake_cuda`. tokens: `train.tokens_per_step` of each step. The environment of the
+    process must be that of the rank (`RANK`, `WORLD_SIZE`).
 
     Raises the errors of a run whose models do not fit their layout.
     """
-    parallel = config.parallel
-    axes = parallel.pipeline, parallel.replicate, parallel.fsdp or 1, parallel.context, parallel.tensor
-    processes = Degrees(*axes, parallel.expert).processes
-    with dry_run(_ANSWERS), fake_cuda(properties), _fake_processes(rank, processes):
-        setup = _PlannedSetup(with_precision(config))
+    with dry_run(_ANSWERS), fake_cuda(properties), _fake_processes(planned.rank, planned.ranks):
+        setup = _PlannedSetup(with_precision(planned.config))
         layout = setup.layout
         mesh = Mesh(layout.degrees, _DEVICE)
         mode = FakeCudaMode()
-        device = DeviceCounts(mode, document_tokens, _axes(mesh))
-        counted: list[RankStep] = []
+        device = DeviceCounts(mode, planned.document_tokens, _axes(mesh))
+        counted: list[StepCounts] = []
         with mode, device:
             engine, source = setup.engine(setup.planned_models(mesh, device), layout)
             # as a run does, each step builds the next one's micro-batches and requests their signals
-            make = partial(setup.planned_micro_batches, mesh, document_tokens)
+            make = partial(setup.planned_micro_batches, mesh, planned.document_tokens)
             steps = (device.call(BATCH, make, count) for count in [*tokens, *[tokens[-1]] * (1 + source.steps_ahead)])
             requests = RequestedSteps(source, steps)
             with _labelled(engine, source, device):
                 for _ in tokens:
-                    before = dict(device.now)
                     device.restart()
                     _run(engine, requests, device)
-                    counted.append(RankStep(device.restart(), before))
+                    counted.append(device.restart())
         return counted
 
 

@@ -51,7 +51,7 @@ def report(run_dirs: tuple[Path, ...], compare: tuple[Path, ...], out: Path | No
         raise misused("--port has an effect only with --watch")
     others = [*compare, *run_dirs[1:]]
     if watch:
-        serve(run_dirs[0], others, port, lambda url: print_escaped(f"{url} (Ctrl-C ends it)"))
+        serve_page(run_dirs[0], others, port, lambda url: print_escaped(f"{url} (Ctrl-C ends it)"))
         return
     from stillhouse.report.page import write_report
 
@@ -101,7 +101,7 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/"
 
 
-def serve(run_dir: Path, compare: Sequence[Path], port: int, announce: Callable[[str], object]) -> None:
+def serve_page(run_dir: Path, compare: Sequence[Path], port: int, announce: Callable[[str], object]) -> None:
     """Serve the page until the process gets a signal. announce: called with the address.
 
     Raises ValueError if the folder contains no run or the port is taken.

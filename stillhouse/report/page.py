@@ -123,7 +123,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         "shades": SHADES,
     }
     documents = held_out.documents if held_out else []
-    has_images = any(shown.images for shown in (*run.eval_samples, *documents))
+    has_images = any(sample.images for sample in run.eval_samples) or any(shown.images for shown in documents)
     scripts = [_asset(name) for name in ("uplot.min.js", "report.js", *(["watch.js"] if watching else []))]
     return _template().render(
         run=run,

@@ -56,10 +56,7 @@ def require_same(name: str, actual: dict[str, Any]) -> None:
         if expected.get(key) != actual.get(key)
     ]
     assert not differences, "\n".join(
-        [
-            *differences,
-            "If this is intended, run python tests/fake_cuda/fake_steps.py and read the difference.",
-        ]
+        [*differences, "If this is intended, run python tests/fake_cuda/fake_steps.py and read the difference."]
     )
 
 

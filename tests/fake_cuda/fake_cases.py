@@ -112,10 +112,7 @@ OBJECTIVES: dict[str, Case] = {
     "compiled": Case({"objective.kernels": "compiled"}),
     "top_k": Case({"teacher": {"url": "http://127.0.0.1:1", "signal": "top_k", "top_k": 16}}),
     "sampled": Case(
-        {
-            "teacher": {"url": "http://127.0.0.1:1", "signal": "sampled", "top_k": 16},
-            "objective.loss": "forward_kl",
-        }
+        {"teacher": {"url": "http://127.0.0.1:1", "signal": "sampled", "top_k": 16}, "objective.loss": "forward_kl"}
     ),
     "mixture": Case({"teacher": None, "teachers": {"one": TEACHER, "two": TEACHER}}),
     "on-policy": Case({"objective.loss": "reverse_kl", "rollout": ROLLOUT}),

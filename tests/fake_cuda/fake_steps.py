@@ -125,8 +125,8 @@ def entry_of(case: Any) -> dict[str, Any]:
     os.environ |= {"RANK": str(case.rank), "WORLD_SIZE": str(case.processes), "LOCAL_RANK": "0"}
     with tempfile.TemporaryDirectory() as folder:
         config = case.config(Path(folder))
-        _, half, steady = rank_step.rank_steps(config, case.rank, H100, case.document_tokens, case.tokens_of_steps)
-    counts = steady.counts
+        planned = rank_step.PlannedRank(config, case.rank, case.processes, "h100", case.document_tokens)
+        _, half, counts = rank_step.rank_steps(planned, H100, case.tokens_of_steps)
     entry = {
         "micro_batches": case.micro_batches,
         "waits": _lines(counts.waits),
@@ -134,7 +134,7 @@ def entry_of(case: Any) -> dict[str, Any]:
         "kernels": {purposes[purpose]: count for purpose, count in sorted(counts.launches.items())},
         "messages": [f"{counts.messages[key]} × {key}: {size} bytes" for key, size in sorted(counts.sent.items())],
     }
-    return entry if half.counts.waits == counts.waits else entry | {"waits_of_half": _lines(half.counts.waits)}
+    return entry if half.waits == counts.waits else entry | {"waits_of_half": _lines(half.waits)}
 
 
 def table(entries: dict[str, Any]) -> str:

@@ -48,11 +48,7 @@ from stillhouse.models import Decoder, ProofError
 from stillhouse.models.adapter import ALL_LINEAR
 from stillhouse.models.document_packing import ROWS
 from stillhouse.objective.spec import parse_objective
-from stillhouse.parallel import (
-    Layout,
-    Mesh,
-    ModelSource,
-)
+from stillhouse.parallel import Layout, Mesh, ModelSource
 from stillhouse.signals import WeightAverage
 from stillhouse.tools.parity import worst
 

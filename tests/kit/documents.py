@@ -111,6 +111,14 @@ def documents_of(
     )
 
 
+def documents_of_length(count: int, length: int) -> Documents:
+    """Return documents whose tokens are all 0."""
+    starts = np.arange(count + 1) * length
+    tokens_N, targets_N = np.zeros(count * length, dtype=np.int32), np.arange(count * length) % length > 0
+    hashes = np.arange(count, dtype=np.uint64)
+    return Documents(tokens_N, targets_N, starts, hashes, ["made"] * count, DataReport("made"))
+
+
 def random_documents(lengths: list[int], prefixes: dict[str, list[int]] | None = None, seed: int = 0) -> Documents:
     """Make documents and prefixes of these lengths with random tokens below 251; some documents begin with a BOS.
 

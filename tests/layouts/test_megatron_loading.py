@@ -308,11 +308,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float, 
 
 @pytest.mark.skipif(not loading_memory.SUPPORTED, reason="no /proc to read the peak from")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [Case("llama", tensor=2), Case("llama", pipeline=2, chunks=2)],
-    ids=lambda c: c.name,
-)
+@pytest.mark.parametrize("case", [Case("llama", tensor=2), Case("llama", pipeline=2, chunks=2)], ids=lambda c: c.name)
 def test_a_process_holds_its_share_and_a_tensor(large: tuple[Path, Path, float, float], case: Case) -> None:
     small, folder, whole, layer = large
     # new processes, because memory that a process has used before would hide growth

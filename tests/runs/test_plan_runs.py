@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from kit.documents import documents_of_length
 from kit.image_models import write_image_model
 from kit.shard_ranks import Rank, on_ranks
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from stillhouse.config import ConfigError, load_config
-from stillhouse.data import DataReport, Documents, PackedSequences
+from stillhouse.data import PackedSequences
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.models.vision_language import train_parts
 from stillhouse.parallel import Mesh, ShardedMicroBatches, empty_decoder, shard_micro_batches
@@ -55,7 +55,10 @@ def real_step(rank: Rank, job: dict[str, Any]) -> StepCounts:
     layout = setup.layout
     mesh = Mesh(layout.degrees, torch.device("cpu"))
     rows, max_tokens = config.train.tokens_per_step // config.data.max_tokens, config.data.max_tokens
-    packed = PackedSequences(_documents(2 * rows * max_tokens, job["document_tokens"]), max_tokens=max_tokens, seed=0)
+    length = job["document_tokens"]
+    packed = PackedSequences(
+        documents_of_length(2 * rows * max_tokens // length, length), max_tokens=max_tokens, seed=0
+    )
     schedule = make_step_schedule(config.train, len(packed), max_tokens, layout.degrees.data, layout.stages)
     with HostCounts(FakeCudaMode(), job["document_tokens"], _axes(mesh)) as counts:
         engine, source = setup.engine(setup.models(mesh), layout)
@@ -64,15 +67,6 @@ def real_step(rank: Rank, job: dict[str, Any]) -> StepCounts:
             counts.restart()
             _run(engine, source, step)
         return counts.restart()
-
-
-def _documents(tokens: int, length: int) -> Documents:
-    """Return documents of one length."""
-    count = tokens // length
-    starts = np.arange(count + 1) * length
-    targets_N = np.arange(tokens) % length > 0
-    hashes, sources = np.arange(count, dtype=np.uint64), [f"made:{number}" for number in range(count)]
-    return Documents(np.zeros(tokens, dtype=np.int32), targets_N, starts, hashes, sources, DataReport("made"))
 
 
 def _run(engine: Any, source: Any, step: ShardedMicroBatches) -> None:
@@ -203,10 +197,7 @@ def test_a_layout_that_cannot_run_is_refused_with_its_key(tmp_path: Path, dry_ru
 
 
 def test_few_layers_give_the_counts_of_all(tmp_path: Path, dry_runs: DryRuns) -> None:
-    cases = [
-        job(tmp_path, 4, "train.activation_checkpointing=true"),
-        job(tmp_path, 4, "parallel.pipeline=2", rank=2),
-    ]
+    cases = [job(tmp_path, 4, "train.activation_checkpointing=true"), job(tmp_path, 4, "parallel.pipeline=2", rank=2)]
     counts = dry_runs.counts([case | {"kind": kind} for case in cases for kind in ("whole", "estimated")])
     for case, whole, estimated in zip(cases, counts[::2], counts[1::2], strict=True):
         name = f"{whole.layout}, rank {case['rank']}"

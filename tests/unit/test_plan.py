@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from kit.documents import documents_of_length
 from transformers import AutoConfig
 
 from stillhouse import cli
 from stillhouse.config import ConfigError, load_config
-from stillhouse.data import DataReport, Documents, PackedSequences
+from stillhouse.data import PackedSequences
 from stillhouse.engine.schedule import make_on_policy_schedule, make_step_schedule
 from stillhouse.plan.command import does_not_fit, lines, two_digits
 from stillhouse.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
@@ -32,13 +32,6 @@ from stillhouse.run.setup import configured_layout
 
 H100 = DEVICES["h100"]
 ONE = {"pipeline": 1, "replicate": 1, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}
-
-
-def planned_documents(count: int, length: int) -> Documents:
-    starts = np.arange(count + 1) * length
-    tokens_N, targets_N = np.zeros(count * length, dtype=np.int32), np.arange(count * length) % length > 0
-    hashes = np.arange(count, dtype=np.uint64)
-    return Documents(tokens_N, targets_N, starts, hashes, ["made"] * count, DataReport("made"))
 
 
 def layout(schedule: str = "1f1b", stages: int | None = None, **degrees: int) -> LayoutSize:
@@ -255,7 +248,7 @@ def test_a_step_on_completions_has_the_micro_batches_of_a_run(
     sources = [PromptSource(9, config.rollout.samples_per_prompt)]
     schedule, _ = make_on_policy_schedule(config.train, config.rollout, sources, 64, 0)
     assert job["completions"].startswith(f"{schedule.sequences_per_step} in a step, each of {length} tokens")
-    documents = planned_documents(schedule.sequences_per_step, length)
+    documents = documents_of_length(schedule.sequences_per_step, length)
     packer = StepPacker(PackedSequences(documents, max_tokens=64, seed=0), config.train.micro_batch_tokens)
     step = packer.micro_batches(documents, layout.degrees.data * layout.stages)
     tokens = planned.data.max_tokens
