@@ -27,17 +27,13 @@ from stillhouse.signals import InStageTeacher
 WORDS = ["The", "still", "is", "heated", "slowly", "and", "what", "boils", "first", "leaves", "first", "the", "heads"]
 
 
-def with_prompts(folder: Path, records: int = 24) -> None:
-    """Write records with prompts of different lengths, which are masked, and completions, which are trained on."""
+def prompted(folder: Path, **settings: Any) -> Session:
+    """A run on prompts of different lengths, which are masked, and completions, which are trained on."""
     rows = [
         {"prompt": " ".join(WORDS[: n % 5 + 1]) + " ", "completion": " ".join(WORDS[n % 7 : n % 7 + n % 4 + 1])}
-        for n in range(records)
+        for n in range(24)
     ]
     write_records(folder / "prompts.jsonl", rows)
-
-
-def prompted(folder: Path, **settings: Any) -> Session:
-    with_prompts(folder)
     wide = {"data.train": str(folder / "prompts.jsonl"), "student.dtype": "float64", "teacher.dtype": "float64"}
     return session_of(folder, **wide | settings)
 
@@ -54,12 +50,6 @@ def gradients_of(session: Session, batches: list[MicroBatch]) -> tuple[float, di
     return loss, {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
 
-def plain_jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """JSD(0.5) = (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2."""
-    log_m = torch.log((log_p.exp() + log_q.exp()) / 2)
-    return ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
-
-
 def reference(session: Session, folder: Path) -> tuple[float, dict[str, Tensor]]:
     """Compute 0.3 cross-entropy + 0.7 JSD(0.5) of the first step in float64, for each document without packing."""
     student, teacher = (
@@ -74,7 +64,10 @@ def reference(session: Session, folder: Path) -> tuple[float, dict[str, Tensor]]
             log_q = torch.log_softmax(student(ids[None]).logits[0, predicting], -1)
             log_p = torch.log_softmax(teacher(ids[None]).logits[0, predicting].detach(), -1)
             cross_entropy = -log_q.gather(1, ids[predicting + 1, None])[:, 0]
-            total = total + (0.3 * cross_entropy + 0.7 * plain_jsd(log_p, log_q)).sum()
+            # JSD(0.5) = (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2
+            log_m = torch.log((log_p.exp() + log_q.exp()) / 2)
+            jsd = ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
+            total = total + (0.3 * cross_entropy + 0.7 * jsd).sum()
             count += len(predicting)
     (total / count).backward()
     return total.item() / count, {name: parameter.grad for name, parameter in student.named_parameters()}

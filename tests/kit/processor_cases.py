@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from kit.objective_cases import generator
-from torch import Tensor
 
 from stillhouse.models import OutputProcessor
 from stillhouse.objective import FullVocab, OutputHead
@@ -24,13 +23,8 @@ IDS_BS = torch.randint(3, V, (B, S), generator=generator(0))
 POSITIONS_BS = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in DOCUMENTS])
 
 
-def next_in_document() -> Tensor:
-    """Return labels [B, S]. A document's last token and its prompt of three tokens have no label."""
-    labels_BS = IDS_BS.roll(-1, 1)
-    return labels_BS.masked_fill((POSITIONS_BS.roll(-1, 1) == 0) | (POSITIONS_BS < 2), -100)
-
-
-LABELS_BS = next_in_document()
+# a document's last token and its prompt of three tokens have no label
+LABELS_BS = IDS_BS.roll(-1, 1).masked_fill((POSITIONS_BS.roll(-1, 1) == 0) | (POSITIONS_BS < 2), -100)
 LABELS_T = LABELS_BS.flatten()
 KNOWN_T = LABELS_T >= 0
 LABELLED = int(KNOWN_T.sum())

@@ -136,10 +136,6 @@ def cut(name: str) -> Edit:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
 
 
-def without_config(folder: Path) -> None:
-    edit(folder, lambda manifest: manifest["files"].pop(ADAPTER_CONFIG))
-
-
 ANOTHER = "trained on another base than the server's"
 REFUSED: dict[str, tuple[Edit, str]] = {
     "another base": (base(fingerprint="cd" * 32), f"{ANOTHER}: the hash of its files is cdcdcdcdcdcd, and abababab"),
@@ -154,7 +150,10 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     ),
     "half-written": (cut(WEIGHTS), "is not what was published"),
     "a stale configuration": (cut(ADAPTER_CONFIG), "is not what was published"),
-    "no configuration": (without_config, f"has no {ADAPTER_CONFIG}"),
+    "no configuration": (
+        lambda folder: edit(folder, lambda manifest: manifest["files"].pop(ADAPTER_CONFIG)),
+        f"has no {ADAPTER_CONFIG}",
+    ),
     "another version's number": (
         lambda folder: edit(folder, lambda manifest: manifest.update(version=8)),
         "holds version 8",

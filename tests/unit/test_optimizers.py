@@ -1,6 +1,7 @@
 """Optimizers other than AdamW: a step is that of torch's or torchao's own, and a checkpoint continues to the bit."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,6 @@ def eager() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-def is_inside(name: str, weight: nn.Parameter) -> bool:
-    """Whether a weight of GPT-2 or Llama is a matrix inside a layer, by its name."""
-    return weight.dim() == 2 and not any(part in name for part in ("wte", "wpe", "embed", "head"))
-
-
 def reference(kind: str, model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
     matrices = [weight for weight in named.values() if weight.dim() >= 2]
@@ -63,7 +59,8 @@ def reference(kind: str, model: nn.Module, rate: float) -> list[torch.optim.Opti
         return [AdamW8bit(groups, lr=rate, betas=(0.9, 0.95))]
     if kind == "adamw":
         return [torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))]
-    inside = [weight for name, weight in named.items() if is_inside(name, weight)]
+    outside = re.compile("wte|wpe|embed|head")  # the names of GPT-2 and Llama
+    inside = [weight for name, weight in named.items() if weight.dim() == 2 and not outside.search(name)]
     others = [weight for weight in matrices if not any(weight is one for one in inside)]
     groups[0]["params"] = others
     muon = torch.optim.Muon(inside, lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")

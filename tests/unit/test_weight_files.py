@@ -111,10 +111,6 @@ def test_a_student_with_the_teachers_layers_gets_those_that_transformers_reads(t
         assert torch.equal(tensor, expected[name]), name
 
 
-def missing(path: Path) -> None:
-    path.unlink()
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -128,7 +124,7 @@ def without_a_tensor(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (missing, "is missing, but config.json or the index of this folder names it"),
+        (Path.unlink, "is missing, but config.json or the index of this folder names it"),
         (cut, "is not a readable safetensors file"),
         (without_a_tensor, "has no tensor '.*', which the index of this folder places there"),
     ],
