@@ -113,7 +113,13 @@ class TorchState:
         without_moments: the parameters without moments in the folder. Raises ValueError for another model's state.
         """
         stored = stored_tensors(folder)
-        wanted = self.student_weights() | self._empty_moments(without_moments) | self._averages()
+        self.optimizer.state.clear()
+        for name, parameter in self._trained().items():
+            if name not in without_moments:  # zeros, which DCP reads into
+                self.optimizer.state[parameter] = empty_state(self.optimizer, parameter)
+        updated = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        assert self.optimizer.state.keys() <= updated, "an optimizer of weights that FSDP gathered, not of shards"
+        wanted = self.student_weights() | self._moments() | self._averages()
         require_fit(folder.parent, stored, wanted, is_complete=self.runner.layout.stages == 1)
         # a random state is absent if the checkpoint was written on another type of device, or by fewer ranks
         tensors = wanted | {name: value for name, value in self._random_states().items() if name in stored}
@@ -186,16 +192,6 @@ class TorchState:
             for name, parameter in self._trained().items()
             for key, value in state_tensors(self.optimizer.state.get(parameter, {})).items()
         }
-
-    def _empty_moments(self, without_moments: Sequence[str]) -> dict[str, Tensor]:
-        """Set the optimizer's state on this rank to zeros, and return its tensors, so that DCP can read into them."""
-        self.optimizer.state.clear()
-        for name, parameter in self._trained().items():
-            if name not in without_moments:
-                self.optimizer.state[parameter] = empty_state(self.optimizer, parameter)
-        updated = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
-        assert self.optimizer.state.keys() <= updated, "an optimizer of weights that FSDP gathered, not of shards"
-        return self._moments()
 
     def _random_states(self) -> dict[str, Tensor]:
         """Return the states of this process's random generators.

@@ -130,7 +130,7 @@ class MtpLoss(LossPart):
         return replace(self, group=student.mesh.group("context"))
 
     def student_inputs(self, micro_batch: MicroBatch, student: Decoder) -> Mapping[str, Tensor]:
-        return MtpLayersRun(self._next_tokens).student_inputs(micro_batch, student)
+        return MtpLayersRun(NextTokens(self.depths, self.group)).student_inputs(micro_batch, student)
 
     def at_head(
         self,
@@ -161,10 +161,6 @@ class MtpLoss(LossPart):
     def silent(self) -> Self:
         return replace(self, scale=0.0)
 
-    @property
-    def _next_tokens(self) -> NextTokens:
-        return NextTokens(self.depths, self.group)
-
     def _shifted(self, targets: DistillTargets, depths: int) -> DistillTargets:
         """Return the targets of this rank's columns, with `mtp_targets` for all depths."""
         position_ids_BS = targets.position_ids_BS
@@ -172,8 +168,9 @@ class MtpLoss(LossPart):
         if self.group is None:
             return targets.shift_for_mtp(position_ids_BS, depths)
         rows, columns = position_ids_BS.shape
-        more_BS = self._next_tokens(position_ids_BS)
-        extended = targets.extended(self._next_tokens, (rows, columns)).shift_for_mtp(more_BS, depths)
+        next_tokens = NextTokens(self.depths, self.group)
+        more_BS = next_tokens(position_ids_BS)
+        extended = targets.extended(next_tokens, (rows, columns)).shift_for_mtp(more_BS, depths)
         place_BS = torch.arange(more_BS.numel(), device=more_BS.device).view(more_BS.shape)
         return extended.rows(place_BS[:, :columns].flatten())
 
