@@ -14,7 +14,7 @@ import numpy as np
 
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.media_files import MediaFile, MediaFiles
-from stillhouse.data.offsets import chosen_tokens, offsets_of, part_lengths
+from stillhouse.data.offsets import chosen_tokens, offsets_of
 from stillhouse.data.record import DataError
 from stillhouse.data.substitutions import Substitutions
 
@@ -138,7 +138,8 @@ class Documents:
     def widths(self, chosen: np.ndarray, teachers: Sequence[str]) -> np.ndarray:
         """The columns of each chosen document: its gap for these teachers, and its tokens."""
         by_teacher = [self.substitutions[name].gains_D[chosen] for name in teachers if name in self.substitutions]
-        return part_lengths(self.offsets, chosen) + np.max([np.zeros(len(chosen), np.int64), *by_teacher], axis=0)
+        lengths = self.offsets[chosen + 1] - self.offsets[chosen]
+        return lengths + np.max([np.zeros(len(chosen), np.int64), *by_teacher], axis=0)
 
     def gaps_D(self, teachers: Sequence[str]) -> np.ndarray:
         """The most tokens of each document that one of these teachers reads more than the student, int64; maybe 0."""

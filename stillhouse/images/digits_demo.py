@@ -31,16 +31,11 @@ TASK, QUESTION = "digits", "read the digits"
 LENGTHS = range(2, 5)
 #: pixels of a picture's height, and of its width for each digit
 SIDE = 16
-#: smallest and largest size of the font, in pixels
-SIZES = (12, 16)
-#: largest angle to both sides, in degrees, and largest shift to each side, in pixels
-TURN, SHIFT = 12, 2
-#: each channel of the dark colour is below this, and each of the light one is at most as far from white
-DARK = 96
-#: largest noise of a channel to both sides
-NOISE = 24
-#: rows of one row group of the file
-_GROUP = 1000
+SIZES = (12, 16)  # smallest and largest size of the font, in pixels
+TURN, SHIFT = 12, 2  # largest angle to both sides, in degrees, and largest shift to each side, in pixels
+DARK = 96  # each channel of the dark colour is below this, and each of the light one at most as far from white
+NOISE = 24  # largest noise of a channel to both sides
+_GROUP = 1000  # rows of one row group of the file
 PATCH, MERGE = SIDE // 2, 2
 #: width and layers of the language model, width and layers of the vision tower
 TEACHER, STUDENT = (128, 4, 48, 2), (64, 2, 48, 2)

@@ -167,10 +167,7 @@ def _later_stage(decoder: Decoder, hidden_1SD: Tensor, arguments: Mapping[int, M
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         (name, hidden_BSD), *others = _named(places, options)
         values = {name: hidden_BSD, **dict(others), **arguments[number]}
-        return (
-            tuple(values.pop(str(place)) for place in range(len(places))),
-            values,
-        )
+        return (tuple(values.pop(str(place)) for place in range(len(places))), values)
 
     hooks = [
         layer.register_forward_pre_hook(partial(given, number), with_kwargs=True)

@@ -15,16 +15,7 @@ import pytest
 import torch
 from kit import first_is_quick, slow
 from kit.families import build
-from kit.image_documents import (
-    Document,
-    Packed,
-    documents_of,
-    images_of,
-    joined_images,
-    labels_of,
-    model_of,
-    packed,
-)
+from kit.image_documents import Document, Packed, documents_of, images_of, joined_images, labels_of, model_of, packed
 from kit.image_models import FAMILIES
 from kit.parity_cases import ONE, mesh_of
 from kit.shard_ranks import Rank, on_ranks
@@ -277,6 +268,7 @@ ALL = [LANGUAGE, PROJECTOR, VISION]
                 ("gemma3", Degrees(fsdp=2)),
                 ("qwen3_vl", Degrees(replicate=2)),
                 ("internvl", Degrees(tensor=2)),
+                ("gemma3", Degrees(tensor=2)),
             )
         ),
     ],

@@ -244,24 +244,15 @@ def with_images(parts: Parts, number: int, **changes: Any) -> Parts:
     return changed
 
 
-def put_nan(parts: Parts) -> Parts:
-    images = parts[0][1]
-    assert images is not None
-    pixels = images.tensors["pixel_values"].clone()
-    pixels[3, 5] = torch.nan
-    return with_images(parts, 0, tensors={"pixel_values": pixels})
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Parts], Parts]:
+    """Another tensor of the images of the first document."""
 
+    def parts_with(parts: Parts) -> Parts:
+        images = parts[0][1]
+        assert images is not None
+        return with_images(parts, 0, tensors={name: change(images.tensors[name].clone())})
 
-def reshaped(parts: Parts) -> Parts:
-    images = parts[0][1]
-    assert images is not None
-    return with_images(parts, 0, tensors={"pixel_values": images.tensors["pixel_values"][:-4]})
-
-
-def other_grid(parts: Parts) -> Parts:
-    images = parts[0][1]
-    assert images is not None
-    return with_images(parts, 0, tensors={"image_grid_thw": images.tensors["image_grid_thw"].flip(1)})
+    return parts_with
 
 
 def without_placeholder(parts: Parts) -> Parts:
@@ -279,32 +270,31 @@ def with_text_between(parts: Parts) -> Parts:
     return [parts[0], (changed, images), parts[2]]
 
 
-def without_images(parts: Parts) -> Parts:
-    return [parts[0], (parts[1][0], None), parts[2]]
-
-
-def of_other_document(parts: Parts) -> Parts:
-    return [(parts[0][0], parts[1][1]), (parts[1][0], parts[0][1]), parts[2]]
-
-
-def many(parts: Parts) -> Parts:
-    return [parts[1]] * 257
-
-
-def huge(parts: Parts) -> Parts:
-    return with_images(parts, 0, sizes=[(2**20, 2**20), (64, 48)])
-
-
 BAD: dict[str, tuple[Callable[[Parts], Parts], str]] = {
-    "NaN": (put_nan, "sequence 0: 'pixel_values' has values that are NaN or infinite"),
-    "fewer pixels": (reshaped, "sequence 0: 'pixel_values' is torch.float32 of shape"),
-    "another grid": (other_grid, "sequence 0: 'image_grid_thw' is not what its processor makes"),
+    "NaN": (
+        changed("pixel_values", lambda value: value.put_(torch.tensor([40]), torch.tensor([torch.nan]))),
+        "sequence 0: 'pixel_values' has values that are NaN or infinite",
+    ),
+    "fewer pixels": (
+        changed("pixel_values", lambda value: value[:-4]),
+        "sequence 0: 'pixel_values' is torch.float32 of shape",
+    ),
+    "another grid": (
+        changed("image_grid_thw", lambda value: value.flip(1)),
+        "sequence 0: 'image_grid_thw' is not what its processor makes",
+    ),
     "a placeholder fewer": (without_placeholder, "placeholder tokens for images with"),
     "text within an image": (with_text_between, "the placeholder tokens of picture 1 are not those"),
-    "no images": (without_images, "sequence 1: token"),
-    "images of another document": (of_other_document, "placeholder tokens for images with"),
-    "too many images": (many, "257 images: expected at most 256 per request"),
-    "a huge picture": (huge, "pictures of 1,099,511,631,699 pixels: expected at most 2,0"),
+    "no images": (lambda parts: [parts[0], (parts[1][0], None), parts[2]], "sequence 1: token"),
+    "images of another document": (
+        lambda parts: [(parts[0][0], parts[1][1]), (parts[1][0], parts[0][1]), parts[2]],
+        "placeholder tokens for images with",
+    ),
+    "too many images": (lambda parts: [parts[1]] * 257, "257 images: expected at most 256 per request"),
+    "a huge picture": (
+        lambda parts: with_images(parts, 0, sizes=[(2**20, 2**20), (64, 48)]),
+        "pictures of 1,099,511,631,699 pixels: expected at most 2,0",
+    ),
     "a large picture of few bytes": (
         lambda parts: with_images(parts, 1, sizes=[(9000, 9000)], tensors={"pixel_values": torch.zeros(0, 2)}),
         "pictures of 81,004,072 pixels: expected at most 1,6",

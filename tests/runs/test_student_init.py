@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kit.families import build
-from kit.image_runs import MAKERS
+from kit.image_models import image_model, image_tokenizer
 from kit.layout_runs import distill
 from kit.runs import contents, run, save_model, session_of, write_run
 from kit.tensors import assert_equal_tensors
@@ -161,8 +161,9 @@ def test_the_fingerprint_covers_what_the_student_begins_with(tmp_path: Path) -> 
 
 def test_other_layers_keep_their_numbers(tmp_path: Path) -> None:
     """The blocks of a vision tower are not the layers that are chosen."""
-    config, tokenizer = MAKERS["qwen3_vl"](), toy_tokenizer()
-    config.text_config.vocab_size, config.text_config.num_hidden_layers = len(tokenizer), 3
+    tokenizer = image_tokenizer("qwen3_vl")
+    config: Any = image_model("qwen3_vl", tokenizer).config
+    config.text_config.num_hidden_layers = 3
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "teacher")
     for name in ("teacher", "student"):
         tokenizer.save_pretrained(tmp_path / name)

@@ -54,10 +54,7 @@ def test_a_layout_by_hand() -> None:
     assert lists(batch.inputs) == STUDENT
     labels_BS = [[-1, -1, -1, -1, 6, 2, -1, -1, 8, 2, -1], [-1, -1, 2, *[-1] * 8]]
     assert batch.labels_T.view(2, 11).tolist() == labels_BS
-    assert batch.document_T.view(2, 11).tolist() == [
-        [-1, -1, -1, 0, 0, 0, 0, -1, 1, 1, 1],
-        [-1, -1, 2, 2, *[-1] * 7],
-    ]
+    assert batch.document_T.view(2, 11).tolist() == [[-1, -1, -1, 0, 0, 0, 0, -1, 1, 1, 1], [-1, -1, 2, 2, *[-1] * 7]]
     assert batch.weights_T.view(2, 11).tolist() == [[float(label >= 0) for label in row] for row in labels_BS]
     assert batch.valid_index.tolist() == [4, 5, 8, 9, 13]
     assert batch.teacher_inputs is None

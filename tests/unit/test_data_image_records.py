@@ -30,11 +30,7 @@ from kit.image_documents import (
 from kit.image_models import image_tokenizer, picture
 from PIL import Image
 
-from stillhouse.data import (
-    DataError,
-    LoadOptions,
-    load_documents,
-)
+from stillhouse.data import DataError, LoadOptions, load_documents
 from stillhouse.data.record import RecordError
 from stillhouse.images import decode
 from stillhouse.images.decode import IsolatedDecoder, open_image
@@ -52,19 +48,20 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
-FORMS: dict[str, Callable[[bytes], dict[str, Any]]] = {
-    "path part": lambda _: {"messages": [user({"type": "image", "path": "0.png"}, text(QUESTION)), FOUR]},
-    "url part with a path": lambda _: {"messages": [user({"type": "image", "url": "0.png"}, text(QUESTION)), FOUR]},
-    "data URL": lambda data: {
-        "messages": [
-            user(
-                {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(data)}"}}, text(QUESTION)
-            ),
-            FOUR,
-        ]
-    },
-    "base64": lambda data: {"messages": [user({"type": "image", "base64": encoded(data)}, text(QUESTION)), FOUR]},
-    "TRL": lambda _: {"messages": [user({"type": "image"}, text(QUESTION)), FOUR], "images": ["0.png"]},
+def asks(*parts: Any, **columns: Any) -> dict[str, Any]:
+    """A record with a question of these parts, or of this text."""
+    question = user(*parts) if not isinstance(parts[0], str) else {"role": "user", "content": parts[0]}
+    return {"messages": [question, FOUR], **columns}
+
+
+FORMS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "path part": lambda _: asks({"type": "image", "path": "0.png"}, text(QUESTION)),
+    "url part with a path": lambda _: asks({"type": "image", "url": "0.png"}, text(QUESTION)),
+    "data URL": lambda data: asks(
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}, text(QUESTION)
+    ),
+    "base64": lambda data: asks({"type": "image", "base64": data}, text(QUESTION)),
+    "TRL": lambda _: asks({"type": "image"}, text(QUESTION), images=["0.png"]),
     "TRL without a place": lambda _: {
         "prompt": [{"role": "user", "content": QUESTION}],
         "completion": [{"role": "assistant", "content": "four"}],
@@ -84,7 +81,7 @@ FORMS: dict[str, Callable[[bytes], dict[str, Any]]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_all_forms_of_a_record_give_the_same_document(qwen: Student, pictures: Path, form: str) -> None:
     expected = qwen.load_records(pictures, {"messages": CONVERSATIONS[0]})
-    documents = qwen.load_records(pictures, FORMS[form](png(0)))
+    documents = qwen.load_records(pictures, FORMS[form](encoded(png(0))))
     assert same_documents(documents, expected) or form.startswith("TRL without")  # another content key: two columns
     assert documents.fingerprint() == expected.fingerprint()
 
@@ -210,7 +207,7 @@ def test_a_slow_image_is_refused_with_its_line_or_skipped(
     monkeypatch.setattr(decode, "IMAGE_SECONDS", 0.2)
     monkeypatch.setattr(qwen.processor, "_isolated_decoder", IsolatedDecoder(), raising=False)
     (pictures / "slow").write_bytes(SLOW[kind]())
-    records = [{"messages": [user(image(name), text(QUESTION)), FOUR]} for name in ("0.png", "slow", "1.png")]
+    records = [asks(image(name), text(QUESTION)) for name in ("0.png", "slow", "1.png")]
     with pytest.raises(DataError, match=r"train.jsonl:2: image 1 .*slow.* cannot be decoded: it took more than 0"):
         qwen.load_records(pictures, *records)
     documents = qwen.load_records(pictures, *records, on_error="skip")
@@ -231,74 +228,52 @@ def test_images_at_the_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert small.open(png()).size == open_image(png()).size
 
 
+PLACES = "the messages have {} places for images .* and the record has {} images"
+NO_IMAGE = "a message has <image>, and '{}' is empty: expected an image for each <image>"
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no such file": (
-        {"messages": [user(image("no.png")), FOUR]},
-        r"image 1 \('no.png'\) cannot be read: No such file or directory",
-    ),
-    "a folder": ({"messages": [user(image(".")), FOUR]}, r"image 1 \('.'\) is a folder: expected a regular file"),
-    "a null character": ({"messages": [user(image("a\0b")), FOUR]}, "image 1 .* is not a path: embedded null byte"),
+    "no such file": (asks(image("no.png")), r"image 1 \('no.png'\) cannot be read: No such file or directory"),
+    "a folder": (asks(image(".")), r"image 1 \('.'\) is a folder: expected a regular file"),
+    "a null character": (asks(image("a\0b")), "image 1 .* is not a path: embedded null byte"),
     "a URL": (
-        {"messages": [user(image("https://a.b/c.png")), FOUR]},
+        asks(image("https://a.b/c.png")),
         "image 1 is the URL 'https://a.b/c.png': expected a path, because nothing is downloaded",
     ),
-    "another data URL": (
-        {"messages": [user(image("data:text/plain,a")), FOUR]},
-        "image 1 is a data URL of another form",
-    ),
-    "no base64": ({"messages": [user({"type": "image", "base64": "a!"}), FOUR]}, "image 1 is not valid base64"),
-    "a number": ({"messages": [user(image(3)), FOUR]}, r"image 1 is a number \(3\): expected a path"),
-    "no value": ({"messages": [user({"type": "image"}), FOUR]}, "image 1 has no value"),
-    "too few places": (
-        {"messages": [user({"type": "image"}, text("a")), FOUR], "images": ["0.png", "1.png"]},
-        "the messages have 1 places for images .* and the record has 2 images",
-    ),
-    "too many places": (
-        {"messages": [{"role": "user", "content": "<image> and <image>"}, FOUR], "images": ["0.png"]},
-        "the messages have 2 places for images .* and the record has 1 images",
-    ),
-    "both": (
-        {"messages": [user(image("0.png")), FOUR], "images": ["0.png"]},
-        "a column of images and an image part with a value",
-    ),
+    "another data URL": (asks(image("data:text/plain,a")), "image 1 is a data URL of another form"),
+    "no base64": (asks({"type": "image", "base64": "a!"}), "image 1 is not valid base64"),
+    "a number": (asks(image(3)), r"image 1 is a number \(3\): expected a path"),
+    "no value": (asks({"type": "image"}), "image 1 has no value"),
+    "too few places": (asks({"type": "image"}, text("a"), images=["0.png", "1.png"]), PLACES.format(1, 2)),
+    "too many places": (asks("<image> and <image>", images=["0.png"]), PLACES.format(2, 1)),
+    "both": (asks(image("0.png"), images=["0.png"]), "a column of images and an image part with a value"),
     "two columns": (
-        {"messages": [user({"type": "image"}), FOUR], "images": ["0.png"], "image": "0.png"},
+        asks({"type": "image"}, images=["0.png"], image="0.png"),
         "both 'image' and 'images' have images|both 'images' and 'image' have images|have images: expected one",
     ),
     "a text": ({"text": "two", "images": ["0.png"]}, "the record has 1 images and no messages"),
-    "a video": (
-        {"messages": [user(image("0.png")), FOUR], "videos": ["a.mp4"]},
-        "'videos' is not empty: expected only text and images",
-    ),
+    "a video": (asks(image("0.png"), videos=["a.mp4"]), "'videos' is not empty: expected only text and images"),
     "a video of a text": (
-        {"messages": [{"role": "user", "content": "<video> what?"}, FOUR], "videos": ["a.mp4"]},
+        asks("<video> what?", videos=["a.mp4"]),
         "'videos' is not empty: expected only text and images",
     ),
-    "a mark without an image": (
-        {"messages": [{"role": "user", "content": "<image> what?"}, FOUR], "images": []},
-        "a message has <image>, and 'images' is empty: expected an image for each <image>",
-    ),
-    "a mark in a part without an image": (
-        {"messages": [user(text("<image> what?")), FOUR], "image": None},
-        "a message has <image>, and 'image' is empty: expected an image for each <image>",
-    ),
+    "a mark without an image": (asks("<image> what?", images=[]), NO_IMAGE.format("images")),
+    "a mark in a part without an image": (asks(text("<image> what?"), image=None), NO_IMAGE.format("image")),
     "another part": (
-        {"messages": [user({"type": "audio", "audio": "a"}), FOUR]},
+        asks({"type": "audio", "audio": "a"}),
         "'type' of part 1 of message 1 of 'messages' is a string .* expected 'text' or 'image'",
     ),
     "no part": ({"messages": [user("a"), FOUR]}, "part 1 of message 1 of 'messages' must be an object with 'type'"),
     "two values": (
-        {"messages": [user({"type": "image", "image": "0.png", "path": "0.png"}), FOUR]},
+        asks({"type": "image", "image": "0.png", "path": "0.png"}),
         "part 1 of message 1 of 'messages' has .* expected one of them",
     ),
     "no user": ({"messages": [FOUR], "images": ["0.png"]}, "no turn of the user before which they could be put"),
     "a placeholder in a text": (
-        {"messages": [user(image("0.png"), text("see <|image_pad|>")), FOUR]},
+        asks(image("0.png"), text("see <|image_pad|>")),
         r"has 2 times the placeholder '<\|image_pad\|>' for 1 images",
     ),
-    "broken": ({"messages": [user(image("broken.png")), FOUR]}, "image 1 .*broken.png.* cannot be decoded"),
-    "too long": ({"messages": [user(text("a" * 20), image("2.png")), FOUR]}, "its images end at token .* cut at 30"),
-    "too narrow": ({"messages": [user(image("narrow.png")), FOUR]}, "has 1 × 300 pixels: expected a longer side"),
+    "broken": (asks(image("broken.png")), "image 1 .*broken.png.* cannot be decoded"),
+    "too long": (asks(text("a" * 20), image("2.png")), "its images end at token .* cut at 30"),
+    "too narrow": (asks(image("narrow.png")), "has 1 × 300 pixels: expected a longer side"),
 }
 
 
@@ -310,7 +285,7 @@ def test_a_record_with_a_bad_image_is_refused_with_its_line_or_skipped(
     (pictures / "narrow.png").write_bytes(png(0, (1, 300)))
     record, message = FAULTS[fault]
     most = {"max_tokens": 30} if fault == "too long" else {}
-    good = {"messages": [user(text("a")), FOUR]}
+    good = asks(text("a"))
     with pytest.raises(DataError, match=rf"train.jsonl:2: (?s:.*)({message})"):
         qwen.load_records(pictures, good, record, **most)
     if fault != "a text":  # this record has none of the columns of the first

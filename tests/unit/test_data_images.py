@@ -22,12 +22,7 @@ from kit.image_documents import (
 )
 from kit.image_models import FAMILIES
 
-from stillhouse.data import (
-    DataError,
-    Documents,
-    PackedSequences,
-    make_micro_batch,
-)
+from stillhouse.data import DataError, Documents, PackedSequences, make_micro_batch
 from stillhouse.data.media import MediaInputs
 from stillhouse.images.decode import open_image
 

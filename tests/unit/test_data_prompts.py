@@ -94,10 +94,7 @@ def test_the_same_records_are_held_out_as_of_whole_documents(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        (
-            {"prompt": "two and two? " * 9},
-            "the prompt has .* tokens: expected at most 24, .* lower rollout.max_new",
-        ),
+        ({"prompt": "two and two? " * 9}, "the prompt has .* tokens: expected at most 24, .* lower rollout.max_new"),
         ({"prompt": 3}, "'prompt' must be a string"),
         ({"messages": [ANSWER]}, "'messages' has only turns of the assistant"),
         ({"text": "two and two?"}, "no usable columns: found text; expected one of 'prompt' or 'messages'"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 from contextlib import chdir
 from pathlib import Path
@@ -119,14 +120,8 @@ def no_file(kind: str, path: Path) -> None:
         path.symlink_to(target)
 
 
-KINDS = [
-    "a named pipe",
-    "a socket",
-    "a folder",
-    "a link to a device",
-    "a link to a named pipe",
-    r"a link to nowhere, which cannot be followed \(No such file or directory\)",
-]
+KINDS = ["a named pipe", "a socket", "a folder", "a link to a device", "a link to a named pipe"]
+KINDS.append(r"a link to nowhere, which cannot be followed \(No such file or directory\)")
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "b.json", "b.csv.gz", "b.jsonl.zst", "b.parquet"])
@@ -163,21 +158,13 @@ def test_a_saved_dataset_with_a_pipe_is_refused(tmp_path: Path, file: str, split
             list_or_read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("missing.jsonl", "no such file or folder: missing.jsonl"),
-        ("./missing", "no such file or folder: ./missing"),
-        ("/missing/place", "no such file or folder: /missing/place"),
-        ("a/b/c", "no such file or folder: a/b/c"),
-        ("./missing@test", "no such file or folder: ./missing@test"),
-        ("missing.jsonl:en@test", "no such file or folder: missing.jsonl:en@test"),
-        ("org/name@", "no such file or folder: org/name@"),
-        ("nowhere-*.jsonl", r"no file matches nowhere-\*.jsonl"),
-    ],
-)
-def test_a_path_is_never_requested_from_the_hub(source: str, message: str) -> None:
-    with pytest.raises(NoSourceError, match=message):
+PATHS = ["missing.jsonl", "./missing", "/missing/place", "a/b/c", "./missing@test", "missing.jsonl:en@test"]
+
+
+@pytest.mark.parametrize("source", [*PATHS, "org/name@", "nowhere-*.jsonl"])
+def test_a_path_is_never_requested_from_the_hub(source: str) -> None:
+    reason = "no file matches" if "*" in source else "no such file or folder:"
+    with pytest.raises(NoSourceError, match=re.escape(f"{reason} {source}")):
         read_records(source)
 
 

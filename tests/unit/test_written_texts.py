@@ -14,6 +14,7 @@ from stillhouse.data import DataError, Documents
 
 USER, ANSWER = {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", "n": 7}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 
 def student(template: str) -> PreTrainedTokenizerFast:
@@ -71,46 +72,22 @@ def test_the_error_of_the_form_that_the_template_reads_is_named(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "messages", "problem"),
     [
-        (
-            "qwen3",
-            [{"role": "developer", "content": "Be brief."}, USER, ANSWER],
-            "1 of 'messages', whose role is 'dev",
-        ),
-        (
-            "qwen3",
-            [USER, ANSWER, {"role": "function", "content": "4"}, ANSWER],
-            "3 of 'messages', whose role is 'func",
-        ),
+        ("qwen3", [USER | {"role": "developer"}, USER, ANSWER], "1 of 'messages', whose role is 'dev"),
+        ("qwen3", [USER, ANSWER, {"role": "function", "content": "4"}, ANSWER], "3 of 'messages', whose role is 'f"),
         ("qwen3", [USER, ANSWER | {"role": "assistent"}], "'assistent': expected 'assistant'"),
         ("llama3", [USER, ANSWER | {"role": "bot"}], "'bot': expected 'assistant'"),
         ("gemma", [USER, ANSWER | {"role": "model"}], "'model': expected 'assistant'"),
         ("llama3", [USER | {"role": "User"}, ANSWER], "'User': expected 'user'"),
-        (
-            "llama3",
-            [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
-            "write 'tool_calls' of message 2",
-        ),
-        (
-            "gemma3",
-            [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
-            "write 'tool_calls' of message 2",
-        ),
+        ("llama3", [USER, CALLING], "write 'tool_calls' of message 2"),
+        ("gemma3", [USER, CALLING], "write 'tool_calls' of message 2"),
         (
             "gptoss_training",
             [USER, ANSWER | {"tool_calls": [CALL]}, {"role": "tool", "content": "4"}, ANSWER],
             "not write 'content' of message 2 of 'messages' beside its calls: expected a template",
         ),
-        (
-            "llama3_1",
-            [USER, ANSWER | {"tool_calls": [CALL]}],
-            "write 'content' of message 2 of 'messages' beside its",
-        ),
+        ("llama3_1", [USER, ANSWER | {"tool_calls": [CALL]}], "write 'content' of message 2 of 'messages' beside"),
         ("qwen3", [USER, ANSWER | {"content": "A.<think>b</think>c"}], "does not write 'content' of message 2"),
-        (
-            "qwen3",
-            [USER, ANSWER | {"function_call": CALL["function"]}],
-            "does not write 'function_call' of message 2",
-        ),
+        ("qwen3", [USER, ANSWER | {"function_call": CALL["function"]}], "not write 'function_call' of message 2"),
     ],
 )
 def test_lost_instructions_and_targets_are_refused(
@@ -284,10 +261,7 @@ def test_thoughts_of_earlier_turns_warn_and_the_rest_of_their_contents_is_proven
 )
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gptoss", "gemma4"])
 def test_odd_texts_are_written(tmp_path: Path, name: str, content: str) -> None:
-    call = ANSWER | {
-        "content": "",
-        "tool_calls": [{"function": {"name": "f", "arguments": {"city": content, "n": 0}}}],
-    }
+    call = CALLING | {"tool_calls": [{"function": {"name": "f", "arguments": {"city": content, "n": 0}}}]}
     messages = [USER | {"content": content}, call, {"role": "tool", "name": "f", "content": content}, ANSWER]
     documents = load(tmp_path, name, messages)
     assert not [line for line in documents.report.warnings if "does not write" in line]

@@ -31,8 +31,7 @@ from stillhouse.data.offsets import offsets_of
 from stillhouse.data.record import DataError
 from stillhouse.data.render.token_bytes import TokenBytes
 
-#: the most bytes of a UTF-8 character after its first byte
-MAX_CONTINUATION_BYTES = 3
+_MAX_CONTINUATION_BYTES = 3  # of a UTF-8 character after its first byte
 ABSENT = -1
 _BATCH = 512  # documents per call of the tokenizer
 
@@ -105,11 +104,17 @@ class Aligner:
         self.student, self.teacher = TokenBytes(student), TokenBytes(teacher)
         self.teacher_of = np.full(1 + max(student.get_vocab().values()), ABSENT, dtype=np.int32)
         self.student_of = np.full(1 + max(teacher.get_vocab().values()), ABSENT, dtype=np.int32)
-        # the translations of each special token: within a text (True), and at the beginning of a text (False)
-        self._special = {
-            inner: {index: self._translated(index, inner=inner) for index in self.student.special}
-            for inner in (False, True)
-        }
+        # the teacher's ids for each special token: within a text (True), and at the beginning of a text (False)
+        self._special: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
+        by_content = {content: [index] for index, content in self.teacher.special.items()}
+        roles = [(self.student.bos, self.teacher.bos), (self.student.eos, self.teacher.eos)]
+        teacher_role = {role: ids for role, ids in roles if ids is not None}
+        for inner, translations in self._special.items():
+            for index, name in self.student.special.items():
+                if index in teacher_role:
+                    translations[index] = [teacher_role[index]]
+                else:
+                    translations[index] = by_content.get(name) or self.teacher.encode([name], inner=inner)[0]
         for content, index in self.student.id_of.items():
             if (teacher_id := self.teacher.id_of.get(content)) is not None:
                 self.teacher_of[index], self.student_of[teacher_id] = teacher_id, index
@@ -179,15 +184,6 @@ class Aligner:
         targets_N = np.zeros(len(tokens_N), dtype=bool)
         return Documents(tokens_N, targets_N, offsets, documents.keys_D, documents.sources, documents.report)
 
-    def _translated(self, index: int, *, inner: bool) -> list[int]:
-        """The teacher's ids for a special token of the student. inner: whether text precedes the token."""
-        for role, teacher_role in ((self.student.eos, self.teacher.eos), (self.student.bos, self.teacher.bos)):
-            if index == role and teacher_role is not None:
-                return [teacher_role]
-        name = self.student.special[index]
-        same_name = [teacher_id for teacher_id, content in self.teacher.special.items() if content == name]
-        return same_name or self.teacher.encode([name], inner=inner)[0]
-
     def _draft(self, tokens: np.ndarray) -> _Draft:
         ids, prefix = tokens.tolist(), self.student.prefix
         # the number of tokens that the student's tokenizer has put before the text of the document
@@ -222,39 +218,35 @@ class Aligner:
         teacher_ids, spans = list(self.teacher.prefix if draft.begins else ()), list[AlignedSpan]()
         for tokens, part in draft.parts:
             first = len(teacher_ids)
-            if isinstance(part, _Text):
-                teacher_ids += part.ids
-                spans += self._spans(tokens.start, first, part)
-            elif part:
+            if not isinstance(part, _Text):
                 teacher_ids += part
-                spans.append(AlignedSpan(tokens, range(first, len(teacher_ids))))
+                spans += [AlignedSpan(tokens, range(first, len(teacher_ids)))] if part else []
+                continue
+            teacher_ids += part.ids
+            pieces, expected = self.teacher.pieces(part.ids), part.text.encode()
+            if (content := b"".join(pieces)) == b" " + expected:
+                pieces[0] = pieces[0][1:]
+            elif content != expected:
+                at = next((n for n, pair in enumerate(zip(content, expected, strict=False)) if pair[0] != pair[1]), 0)
+                shown = expected[max(0, at - 10) : at + 20].decode(errors="replace")
+                raise ValueError(
+                    f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps it"
+                )
+            ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64) + part.first
+            borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
+            cuts = list(zip(_cuts(part.ends, borders), _cuts(ends, borders, part.first), strict=True))
+            for (start, teacher_start), (stop, teacher_stop) in pairwise(cuts):
+                if start < stop and teacher_start < teacher_stop:
+                    student = range(tokens.start + start, tokens.start + stop)
+                    spans.append(AlignedSpan(student, range(first + teacher_start, first + teacher_stop)))
         return AlignedDocument(np.asarray(teacher_ids, dtype=np.int32), spans, frozenset(draft.behind_space))
-
-    def _spans(self, student: int, teacher: int, part: _Text) -> list[AlignedSpan]:
-        """The spans of one text. student, teacher: the position of the text's first token in the tokens of either."""
-        ends = np.cumsum([len(piece) for piece in self._teacher_pieces(part)], dtype=np.int64) + part.first
-        borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
-        cuts = zip(_cuts(part.ends, borders), _cuts(ends, borders, part.first), strict=True)
-        pairs = [(student + here, teacher + there) for here, there in cuts]
-        spans = (AlignedSpan(range(start[0], stop[0]), range(start[1], stop[1])) for start, stop in pairwise(pairs))
-        return [span for span in spans if span.student and span.teacher]
-
-    def _teacher_pieces(self, part: _Text) -> list[bytes]:
-        pieces, expected = self.teacher.pieces(part.ids), part.text.encode()
-        if (content := b"".join(pieces)) == b" " + expected:
-            pieces[0] = pieces[0][1:]
-        elif content != expected:
-            at = next((n for n, pair in enumerate(zip(content, expected, strict=False)) if pair[0] != pair[1]), 0)
-            shown = expected[max(0, at - 10) : at + 20].decode(errors="replace")
-            raise ValueError(f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps it")
-        return pieces
 
 
 def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
     """may_begin, may_end: whether the text may begin or end within a character."""
     content = b"".join(pieces)
     first = 0
-    while may_begin and first < min(MAX_CONTINUATION_BYTES, len(content)) and content[first] & 0xC0 == 0x80:
+    while may_begin and first < min(_MAX_CONTINUATION_BYTES, len(content)) and content[first] & 0xC0 == 0x80:
         first += 1
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(content[first:], not may_end)

@@ -17,14 +17,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from stillhouse.data.read.messages import (
-    Message,
-    Tools,
-    text_of,
-    with_joined_parts,
-    with_parts,
-    with_text_appended,
-)
+from stillhouse.data.read.messages import Message, Tools, text_of, with_joined_parts, with_parts, with_text_appended
 from stillhouse.data.record import require_length
 from stillhouse.data.render.templates import ANCHOR, Span, Targets, token_at
 from stillhouse.data.render.written_texts import Lost, is_refused, losses

@@ -24,100 +24,76 @@ UNKNOWN = "unknown_tool"
 #: errors of transformers' parser for text that is no call
 _UNPARSED = (ValueError, TypeError, KeyError, RecursionError)
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-_TEXT: dict[str, Any] = {"content": {"content": "text"}}
 _THOUGHTS: dict[str, Any] = {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"}}
 
 
-def _fields(tool_calls: Mapping[str, Any], others: Mapping[str, Any] = _THOUGHTS) -> dict[str, Any]:
-    """A response template. The prefix of a turn is only the generation prompt, so that no anchor is needed."""
-    return {"start_anchor": "\0", "fields": {**others, "tool_calls": dict(tool_calls), **_TEXT}}
+def _format(opening: str, thoughts: Mapping[str, Any] = _THOUGHTS, **calls: Any) -> tuple[str, dict[str, Any]]:
+    """A text with which calls begin, and the response template. calls: its field of calls, beyond the usual ones.
+
+    The prefix of a turn is only the generation prompt, so that no anchor is needed.
+    """
+    tool_calls = {"repeats": True, "content": "json", "transform": _CALL} | calls
+    fields = {**thoughts, "tool_calls": tool_calls, "content": {"content": "text"}}
+    return opening, {"start_anchor": "\0", "fields": fields}
 
 
-#: by name: a text with which calls begin, and the response template
+def _tags(pattern: str) -> dict[str, Any]:
+    """The options of calls whose arguments are in tags. pattern: of a tag with its key and value."""
+    return {"tag_pattern": pattern, "value_parser": {"name": "text", "args": {"strip": False}}}
+
+
+#: the common formats, by their names
 FORMATS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "JSON in <tool_call> (Hermes, Qwen)": (
+    "JSON in <tool_call> (Hermes, Qwen)": _format(
         "<tool_call>",
-        _fields(
-            {
-                **{"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"},
-                "transform": {"type": "function", "function": "{content}"},
-            }
-        ),
+        open="<tool_call>",
+        close="</tool_call>",
+        transform={"type": "function", "function": "{content}"},
     ),
-    "<function=…> in <tool_call> (Qwen3-Coder, Qwen3.5, Nemotron)": (
+    "<function=…> in <tool_call> (Qwen3-Coder, Qwen3.5, Nemotron)": _format(
         "<tool_call>",
-        _fields(
-            {
-                "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
-                **{"close_pattern": r"</function>\s*</tool_call>", "repeats": True, "content": "xml-inline"},
-                "content_args": {
-                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
-                    "value_parser": {"name": "text", "args": {"strip": False}},
-                },
-                "transform": _CALL,
-            }
-        ),
+        open_pattern=r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+        close_pattern=r"</function>\s*</tool_call>",
+        content="xml-inline",
+        content_args=_tags(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
     ),
-    "<arg_key> and <arg_value> in <tool_call> (GLM)": (
+    "<arg_key> and <arg_value> in <tool_call> (GLM)": _format(
         "<tool_call>",
-        _fields(
-            {
-                "open_pattern": r"<tool_call>(?P<name>[^\s<]+)",
-                **{"close": "</tool_call>", "repeats": True, "content": "xml-inline", "transform": _CALL},
-                "content_args": {
-                    "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-                    "value_parser": {"name": "text", "args": {"strip": False}},
-                },
-            }
-        ),
+        open_pattern=r"<tool_call>(?P<name>[^\s<]+)",
+        close="</tool_call>",
+        content="xml-inline",
+        content_args=_tags(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
     ),
-    "a JSON object with name and parameters (Llama 3)": (
-        '{"name"',
-        _fields(
-            {
-                "open_pattern": r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
-                **{"close_pattern": r"\}\s*$", "repeats": True, "content": "json", "transform": _CALL},
-            }
-        ),
+    "a JSON object with name and parameters (Llama 3)": _format(
+        '{"name"', open_pattern=r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*', close_pattern=r"\}\s*$"
     ),
-    "a JSON list after [TOOL_CALLS] (Mistral)": (
+    "a JSON list after [TOOL_CALLS] (Mistral)": _format(
         "[TOOL_CALLS]",
-        _fields(
-            {
-                **{"open": "[TOOL_CALLS]", "close_pattern": "$", "content": "json", "transform_each": True},
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-            }
-        ),
+        open="[TOOL_CALLS]",
+        close_pattern="$",
+        repeats=False,
+        transform_each=True,
+        transform={"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
     ),
-    "[ARGS] after [TOOL_CALLS] (Mistral)": (
+    "[ARGS] after [TOOL_CALLS] (Mistral)": _format(
         "[TOOL_CALLS]",
-        _fields(
-            {
-                "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[\s]+)\[ARGS\]",
-                **{"close_pattern": r"(?=\[TOOL_CALLS\])|$", "repeats": True, "content": "json", "transform": _CALL},
-            }
-        ),
+        open_pattern=r"\[TOOL_CALLS\](?P<name>[^\[\s]+)\[ARGS\]",
+        close_pattern=r"(?=\[TOOL_CALLS\])|$",
     ),
-    "to=functions in a commentary (gpt-oss)": (
+    "to=functions in a commentary (gpt-oss)": _format(
         "to=functions.",
-        _fields(
-            {
-                # the template writes the header in another order than the model
-                "open_pattern": r"to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary)?\s*"
-                r"(?:<\|constrain\|>)?\s*json<\|message\|>",
-                **{"close_pattern": r"<\|call\|>|$", "repeats": True, "content": "json", "transform": _CALL},
-            },
-            {
-                "thinking": {
-                    "open": "<|channel|>analysis<|message|>",
-                    **{"close": "<|end|>", "content": "text", "repeats": True, "join": "\n"},
-                }
-            },
-        ),
+        {
+            "thinking": {
+                "open": "<|channel|>analysis<|message|>",
+                **{"close": "<|end|>", "content": "text", "repeats": True, "join": "\n"},
+            }
+        },
+        # the template writes the header in another order than the model
+        open_pattern=r"to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary)?\s*"
+        r"(?:<\|constrain\|>)?\s*json<\|message\|>",
+        close_pattern=r"<\|call\|>|$",
     ),
 }
-
-
 #: values of arguments by their JSON types: easy ones, and ones that a careless format would change
 _VALUES: Sequence[Mapping[str, Any]] = (
     {"string": "Paris", "integer": 7, "number": 2.5, "boolean": True, "array": [1, 2], "object": {"a": 1}},
