@@ -82,7 +82,6 @@ def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: boo
 
 
 def _evaluations(paths: list[Path]) -> tuple[dict[Path, dict[str, float]], list[str]]:
-    """The metrics in each readable state.json, and one message for each damaged state.json."""
     metrics: dict[Path, dict[str, float]] = {}
     damage: list[str] = []
     for path in paths:
@@ -121,7 +120,6 @@ def verified(
 
 
 def _on_all_ranks(read: Callable[[], Content], ranks: Ranks) -> Content:
-    """Call `read` and return its result. If `read` raises on one rank, all ranks raise that error."""
     with ranks.all_raise(DamagedCheckpointError, ValueError):
         try:
             content = read()

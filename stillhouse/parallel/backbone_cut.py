@@ -334,8 +334,6 @@ class RecordedRun:
 
 
 class _LayerRecorder(PassThrough):
-    """Replaces a layer in the runs of the proof."""
-
     def __init__(self, layer: nn.Module, number: int, run: RecordedRun):
         super().__init__()
         _copy_attributes(layer, self)
@@ -348,8 +346,6 @@ class _LayerRecorder(PassThrough):
 
 
 class _RandomEmbedding(nn.Module):
-    """Replaces an embedding in the run of the first stage."""
-
     def __init__(self, embedding: nn.Embedding, run: RecordedRun):
         super().__init__()
         self.run = run

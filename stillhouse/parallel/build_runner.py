@@ -204,7 +204,6 @@ def _distributed(
     student_source: ModelSource,
     teacher_source: ModelSource | None,
 ) -> TeacherStudentPair:
-    """Distribute each model, then load its weights."""
     # this freezes the teacher
     pair = TeacherStudentPair(
         student, teacher, teacher_is_base=student_source.teacher_is_base, keep_gathered=layout.stages > 1

@@ -163,11 +163,8 @@ class Pipeline:
         return self.stages[self.count - 1].pair.student.embedding_copy if is_here else None
 
     def _message_group(self, source: int, target: int) -> ProcessGroup:
-        """Return the group of one direction.
-
-        NCCL runs a group's messages in the order in which each rank issues them. With one group for both directions,
-        two ranks that issue their messages in different orders would deadlock.
-        """
+        # NCCL runs a group's messages in the order in which each rank issues them. With one group for both
+        # directions, two ranks that issue their messages in different orders would deadlock
         return self.group if source < target else self.reverse_groups[0]
 
     def _schedule_for(self, inputs: Sequence[StageInputs], *, with_teacher: bool) -> Any:
@@ -202,7 +199,6 @@ class Pipeline:
         return self._schedule
 
     def _hidden(self, shape_BS: tuple[int, int], device: torch.device, *, with_teacher: bool) -> tuple[Tensor, ...]:
-        """Return uninitialised tensors for the hidden states that a stage sends to the next stage."""
         sizes = (self.plan.student, self.plan.teacher if with_teacher else None)
         return tuple(size.empty(shape_BS, device) for size in sizes if size is not None)
 
@@ -213,8 +209,7 @@ class _Step:
 
     inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
     in_stage: whether a teacher runs in the stages. request: the number of its request.
-    prefetched: the teacher's final hidden states by micro-batch, filled on the last stage; None if the schedule does
-        not prefetch the teacher.
+    prefetched: the teacher's final hidden states by micro-batch, on the last stage; None: it is not prefetched.
     begun: by stage, the number of micro-batches that it has begun.
     """
 

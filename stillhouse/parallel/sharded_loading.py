@@ -220,9 +220,8 @@ def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -
 
 
 def _untie(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
-    """Separate tied weights of a model on the meta device that differ in a folder's files, as transformers does.
-
-    A weight that is not stored, or whose file is missing, stays tied.
+    """Separate tied weights of a model on the meta device that differ in a folder's files, as transformers does. A
+    weight that is not stored, or whose file is missing, stays tied.
     """
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     files = tensor_files(folder, partial=True) if ties else {}

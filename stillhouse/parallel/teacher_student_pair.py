@@ -208,7 +208,6 @@ class TeacherStudentPair(nn.Module):
 
     @property
     def _teacher_layers(self) -> Decoder:
-        """The decoder whose layers run as the teacher's layers on this stage."""
         teacher = self.student if self.teacher_is_base else self.teacher
         assert teacher is not None
         return teacher

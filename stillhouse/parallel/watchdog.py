@@ -193,10 +193,8 @@ class Watchdog:
         return message + where, set()
 
     def _end(self, message: str, silent: set[int]) -> None:
-        """Print the message and end this process.
-
-        The lowest rank that is not silent prints at once. All other ranks wait first; torchrun usually ends them
-        before they print.
+        """Print the message and end this process. The lowest rank that is not silent prints at once; torchrun usually
+        ends all others before they print.
         """
         if self.rank != min(rank for rank in range(self.ranks) if rank not in silent):
             self._stopped.wait(SECONDS_FOR_FIRST)

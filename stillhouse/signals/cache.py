@@ -169,7 +169,6 @@ class SignalCache(SignalStore):
             yield document, StoredDocument(number, at, first_row, range(start, start + stop_row - first_row))
 
     def _verify(self, number: int) -> None:
-        """Compare a shard with its hash, at the first call for this shard."""
         with self._lock:
             if number not in self._verified:
                 self._require_unchanged(shard_name(number))
@@ -182,7 +181,6 @@ class SignalCache(SignalStore):
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """The hash of every file of a cache."""
     path = folder / INDEX
     if not path.is_file():
         unfinished = (folder / MANIFEST).is_file()

@@ -159,7 +159,6 @@ class CrossTokenizerStore(SignalStore):
         teacher: "_TeacherRows",
         begins: frozenset[int],
     ) -> None:
-        """Write gold's signal to the rows of a document's spans. begins: see `AlignedDocument`"""
         starts_S = torch.tensor([span.student.start - 1 for span in spans]) - wanted.rows.start
         stops_S = torch.tensor([span.student.stop - 1 for span in spans]) - wanted.rows.start
         tokens_S = torch.from_numpy(wanted.tokens[[span.student.start for span in spans]].astype(np.int64))
@@ -251,7 +250,6 @@ class _TeacherRows:
 
 
 def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[AlignedSpan], teacher: _TeacherRows) -> None:
-    """Write uld's signal to the rows that predict the first token of a span."""
     inside = [span for span in spans if span.student.start - 1 in rows]
     places = torch.tensor([span.student.start - 1 - rows.start for span in inside], dtype=torch.int64)
     starts = teacher.starts_of(inside)

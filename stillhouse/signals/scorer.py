@@ -98,7 +98,6 @@ class Scorer:
         return [signals[number] for number in range(len(requests))]
 
     def _batch(self, micro_batch: MicroBatch, requests: Sequence[ScoreRequest]) -> dict[int, dict[str, Tensor]]:
-        """The tensors of the requests whose documents are in the micro-batch, by the number of the request."""
         is_first_T = (micro_batch.position_ids_BS.flatten() == 0) & (micro_batch.document_T >= 0)
         firsts = micro_batch.document_T[is_first_T].tolist()
         starts = dict(zip(firsts, is_first_T.nonzero()[:, 0].tolist(), strict=True))
@@ -120,8 +119,6 @@ class Scorer:
 
 
 class _RequestMedia(MediaInputs):
-    """The tensors of media as the requests have them. documents: of the requests"""
-
     def __init__(self, inputs: MediaInputs, documents: Sequence[DocumentRows]):
         super().__init__(inputs.processor, inputs.axis_positions)
         self._documents = documents
@@ -146,8 +143,6 @@ def proven_media_inputs(
 
 @dataclass(frozen=True)
 class _ExtractAll:
-    """An output processor that computes several signals. rows: the rows of each signal"""
-
     rows: Mapping[Wanted, SignalRows]
 
     def __call__(

@@ -55,7 +55,6 @@ class SeveralTeachers(SignalSource):
     def _result(
         self, pending: Mapping[str, PendingSignals], micro_batches: int, rows: "_Rows | None"
     ) -> Sequence[Signals]:
-        """The signals of each micro-batch, by the teachers' names."""
         by_teacher = {name: signals.result() for name, signals in pending.items()}
         by_micro_batch = [
             {name: signal for name, signals in by_teacher.items() for signal in signals[number].values()}

@@ -159,7 +159,6 @@ class StoredTeacher(SignalSource):
         """Wait until all processes have read, and move the tensors to the device. A collective of all processes.
 
         reading: None on a process that does not read
-
         Raises SignalsLostError on all processes if a process could not read.
         """
         error, tensors = "", StepTensors()
@@ -224,7 +223,6 @@ class StoredTeacher(SignalSource):
         }
 
     def _signals(self, read_tensors: dict[str, Tensor] | None, micro_batch: MicroBatch) -> Signals:
-        """Move one micro-batch's tensors to the device, and broadcast them to the tensor-parallel ranks."""
         device, group = micro_batch.labels_T.device, self._student.mesh.group("tensor")
         tensors = self._empty(micro_batch, device) if read_tensors is None else read_tensors
         tensors = {name: copied_to(tensor, device) for name, tensor in tensors.items()}
@@ -267,8 +265,6 @@ class ChosenTeacher(StoredTeacher):
 
 @dataclass(frozen=True)
 class _TopKOfStudent:
-    """An output processor that returns the student's top-k ids at the rows with a non-zero weight."""
-
     k: int
 
     def __call__(

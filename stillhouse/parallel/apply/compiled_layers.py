@@ -88,9 +88,8 @@ def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | Non
 
 
 def _taken_checkpoint(layer: nn.Module) -> Forward | None:
-    """Return transformers' checkpoint function of a layer, and disable its own use of it; None if it is disabled.
-
-    Some versions of transformers use it in the layer's forward, where it would become a part of the compiled code.
+    """Return transformers' checkpoint function of a layer, and disable its own use of it, which some versions make a
+    part of the compiled code. None: checkpointing is disabled.
     """
     if not getattr(layer, "gradient_checkpointing", False):
         return None

@@ -148,10 +148,7 @@ def _with_global_masks(
 
 
 def _global_masks(masks: Callable[..., dict[str, Any]], dtype: torch.dtype, global_BS: Tensor) -> dict[str, Any]:
-    """Return the masks of global sequences with these position ids.
-
-    masks: makes the masks from embeddings and position ids. dtype: the dtype of the embeddings.
-    """
+    """Return the masks of global sequences. masks: makes them from embeddings of this dtype and position ids"""
     # transformers reads only the shape, dtype and device of the embeddings
     embeddings = torch.empty((), dtype=dtype, device=global_BS.device).expand(*global_BS.shape, 1)
     return masks(inputs_embeds=embeddings, position_ids=global_BS)
@@ -216,7 +213,6 @@ class _Columns:
 
 
 def _text(positions: Tensor) -> Tensor:
-    """Return the text positions [B, S], which are the first axis of several."""
     return positions[0] if positions.dim() == 3 else positions
 
 
@@ -246,10 +242,7 @@ def _ulysses(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Run transformers' attention function `inner` on the global sequence and a part of the heads.
-
-    joins_rows: see `Packing.joins_rows`.
-    """
+    """Run transformers' attention function `inner` on the global sequence and a part of the heads."""
     inputs = [_all_to_all(heads, 1, 2, group) for heads in (query_BHSD, key_BHSD, value_BHSD)]
     # functions that separate packed documents by their position ids need the ids of the global sequence
     position_ids_BS = options.pop("global_position_ids", None)

@@ -178,7 +178,6 @@ class _LocalTensor(torch.autograd.Function):
 
 
 def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
-    """Shard the embedding and the head by vocabulary rows, if they are on this stage."""
     embedding, head = input_embedding(decoder.pretrained), decoder.head
     if embedding is not None:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
@@ -225,7 +224,6 @@ def dispatched_experts(decoder: Decoder) -> list[nn.Module]:
 
 
 def _local_plan(decoder: Decoder) -> dict[str, str]:
-    """Return the family's plan for this stage: styles by the names of parameters and modules."""
     plan, model = ModelFacts(decoder.config).parallel_plan("ep"), decoder.language_model
     # parameters first: they are sharded before the modules' forwards are wrapped
     parts = [*model.named_parameters(), *model.named_modules()]
