@@ -8,7 +8,7 @@ The transfers depend only on the micro-batch shapes and the two layouts, so ever
 B rows, S tokens per row of a micro-batch, E the teacher's width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,9 +122,9 @@ class SeparateTeacher(SignalSource):
         self.decoders = {"teacher": decoder}
         self._device, self._width = mesh.device, decoder.width
         self._dtype = next(decoder.parameters()).dtype
-        self._weights: WaitingWeights | None = None
+        self._on_device: Callable[[], AbstractContextManager[None]] = nullcontext
         if layout.offload and mesh.ranks.size == 1:
-            self._weights = WaitingWeights(decoder, mesh.device)
+            self._on_device = WaitingWeights(decoder, mesh.device).on_device
         if needs_proof(layout, mesh, layers):
             with self._on_device():
                 prove_runner(self._runner, layers, None, teacher_in_stages=False)
@@ -175,9 +175,6 @@ class SeparateTeacher(SignalSource):
             return {}
         assert self._head is not None
         return {TEACHER: TeacherHidden(hidden_BSE.flatten(0, 1), self._head)}
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._weights is None else self._weights.on_device()
 
 
 class _HiddenTransfer:
