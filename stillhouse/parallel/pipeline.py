@@ -135,7 +135,7 @@ class Pipeline:
         first, last = 0, self.scheme.rank_of(self.count - 1, self.ranks)
         if self.rank not in (first, last):
             return
-        weights = [] if self.embedding_copy is None else [self.embedding_copy]
+        weights: list[Any] = [] if self.embedding_copy is None else [self.embedding_copy]
         if 0 in self.stages:
             weights.insert(0, self.stages[0].pair.student.pretrained.get_input_embeddings().weight)
         gradients = [local(weight.grad) for weight in reduce_partial_grads(weights)]
@@ -157,7 +157,7 @@ class Pipeline:
             gradient.copy_(total)
 
     @property
-    def embedding_copy(self) -> nn.Parameter | None:
+    def embedding_copy(self) -> Tensor | None:
         """The last stage's trained copy of the first stage's embedding; None if this rank has no such copy."""
         is_here = self.plan.copies_embedding and self.count - 1 in self.stages
         return self.stages[self.count - 1].pair.student.embedding_copy if is_here else None
