@@ -32,8 +32,7 @@ from stillhouse.objective.head import Projection, common_vocabulary, operand_dty
 from stillhouse.objective.metrics import unique_names
 from stillhouse.objective.sampled_tokens import DATASET
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.objective.top_k import largest
-from stillhouse.objective.vocab import AsyncAllGather
+from stillhouse.objective.vocab import AsyncAllGather, largest
 from stillhouse.output.records import HeldOutDocument, HeldOutTokens, TermAtToken, Token
 
 DOCUMENTS = 4

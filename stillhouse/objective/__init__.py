@@ -5,10 +5,10 @@ autograd. In reading order:
 
     reference.py                         the whole computation, slow and short
     divergence.py, formulas.py           divergences, each as a value and a slope
-    head.py, signals.py, terms.py        what a pass gets: the student's head, teachers' signals, weighted terms
+    head.py, signals.py, terms.py        the inputs of a pass: the student's head, teachers' signals, weighted terms
     fused_objective.py                   the pass, and its connection to autograd
     tile/chunks.py, tile/tile.py         its loop over chunks, and the work on one chunk
-    tile/pointwise.py, tile/statistics.py    the sums over the vocabulary, and what follows from them for each row
+    tile/pointwise.py, tile/statistics.py    the sums over the vocabulary, and the statistics of each row
     parameters.py, expression.py         a run's objective as text, without torch
     spec.py                              its terms for a batch
 

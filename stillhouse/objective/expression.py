@@ -5,13 +5,13 @@
     policy_gradient(clip_low=0.2, surrogate=cispo) + 0.1*sampled_kl(k3)
 
 The names are those of divergences (`parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss`, `entropy` (an
-entropy bonus has a negative coefficient) and `uld` (`sorted_l1.py`). All divergences of the sum become one term, so
-that they share one pass over the tile; the term's name in metrics is the divergences' expression.
+entropy bonus has a negative coefficient) and `uld` (`cross_tokenizer.py`). All divergences of the sum become one
+term, so that they share one pass over the tile; the term's name in metrics is the divergences' expression.
 
 Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
-`policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `policy.py`. There, cross-entropy and z-loss
-count at the other tokens. Divergences and the entropy count at all tokens and need no importance correction: they are
-exact for any token.
+`policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `parameters.py`. There, cross-entropy and
+z-loss count at the other tokens. Divergences and the entropy count at all tokens and need no importance correction:
+they are exact for any token.
 
 Python's own parser reads the text. Only sums, products with a number, names, and calls with literal arguments are
 accepted; nothing is evaluated. An argument is a number, or a word for the arguments that take one, such as k3.
@@ -63,12 +63,6 @@ class Summand:
 
         example: valid arguments, which the message shows if an argument is missing.
         """
-        try:
-            return self._call(make, example)
-        except ValueError as error:
-            raise ValueError(f"{error}{self.place}") from error
-
-    def _call(self, make: Callable[..., Made], example: str) -> Made:
         signature = inspect.signature(make)
         try:
             for bind in (signature.bind_partial, signature.bind):  # report surplus arguments first
@@ -79,8 +73,11 @@ class Summand:
             expected = ", ".join(str(one.replace(annotation=one.empty)) for one in signature.parameters.values())
             form = f"{self.name}({expected})" if expected else f"{self.name}, without arguments"
             form += f", such as {self.name}({example})" if missing and example else ""
-            raise ValueError(f"{self.name}: {problem}; expected {form}") from error
-        return make(*self.arguments, **dict(self.keywords))
+            raise ValueError(f"{self.name}: {problem}; expected {form}{self.place}") from error
+        try:
+            return make(*self.arguments, **dict(self.keywords))
+        except ValueError as error:
+            raise ValueError(f"{error}{self.place}") from error
 
 
 def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summand]:
@@ -122,7 +119,15 @@ def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[d
             raise ValueError(f"{summand.name} comes twice in {text!r}; expected one coefficient for it")
         else:
             others[summand.name] = summand
-    _check_coefficients(others, text)
+    for name, summand in others.items():
+        if not math.isfinite(summand.coefficient):
+            raise ValueError(f"{summand.coefficient:g}*{name} in {text!r}: expected a finite coefficient")
+        if name != "entropy" and not summand.coefficient > 0:
+            raise ValueError(f"{summand.coefficient:g}*{name} in {text!r}: expected a positive coefficient")
+        if name not in ARGUMENTS and (summand.arguments or summand.keywords):
+            raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
+    if "z_loss" in others and "cross_entropy" not in others:
+        raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
     fields: dict[str, Any] = {name: summand.coefficient for name, summand in others.items()}
     for summand in divergences:
         kind = kinds[summand.name]
@@ -178,7 +183,8 @@ def _summands(node: ast.expr, sign: float) -> list[tuple[ast.expr, float]]:
 def _summand(node: ast.expr, sign: float, text: str, take_words: Words) -> Summand:
     coefficient = 1.0
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        number, node = (node.left, node.right) if _is_number(node.left) else (node.right, node.left)
+        is_number_first = isinstance(node.left, ast.Constant | ast.UnaryOp)
+        number, node = (node.left, node.right) if is_number_first else (node.right, node.left)
         coefficient = _literal(number, text)
         if isinstance(coefficient, bool):
             raise ValueError(f"coefficient {coefficient} in {text!r}: expected a number")
@@ -186,21 +192,18 @@ def _summand(node: ast.expr, sign: float, text: str, take_words: Words) -> Summa
         return Summand(sign * coefficient, node.id)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         words = take_words.get(node.func.id, ())
-
-        def read(key: str, value: ast.expr) -> float | bool | str:
-            return _word(value, text) if key in words else _literal(value, text)
-
-        arguments = tuple(read("*", argument) for argument in node.args)
-        keywords = tuple((str(keyword.arg), read(str(keyword.arg), keyword.value)) for keyword in node.keywords)
+        keywords = tuple(
+            (str(keyword.arg), _argument(keyword.value, text, is_word=keyword.arg in words))
+            for keyword in node.keywords
+        )
+        arguments = tuple(_argument(argument, text, is_word="*" in words) for argument in node.args)
         return Summand(sign * coefficient, node.func.id, arguments, keywords)
     raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected number*name or number*name(arguments)")
 
 
-def _is_number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant | ast.UnaryOp)
-
-
-def _word(node: ast.expr, text: str) -> str:
+def _argument(node: ast.expr, text: str, *, is_word: bool) -> float | bool | str:
+    if not is_word:
+        return _literal(node, text)
     if isinstance(node, ast.Name):
         return node.id
     raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a word, without quotation marks")
@@ -214,18 +217,6 @@ def _literal(node: ast.expr, text: str) -> float | bool:
     if not isinstance(value, int | float):
         raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a number")
     return value
-
-
-def _check_coefficients(others: dict[str, Summand], text: str) -> None:
-    for name, summand in others.items():
-        if not math.isfinite(summand.coefficient):
-            raise ValueError(f"{summand.coefficient:g}*{name} in {text!r}: expected a finite coefficient")
-        if name != "entropy" and not summand.coefficient > 0:
-            raise ValueError(f"{summand.coefficient:g}*{name} in {text!r}: expected a positive coefficient")
-        if name not in ARGUMENTS and (summand.arguments or summand.keywords):
-            raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
-    if "z_loss" in others and "cross_entropy" not in others:
-        raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
 
 
 def _cross_entropy(label_smoothing: float = 0.0) -> dict[str, Any]:

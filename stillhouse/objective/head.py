@@ -7,7 +7,7 @@ a weight are vocabulary entries.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -121,7 +121,11 @@ class Projection:
         shape = len(hidden_CD), len(self.weight_VD)
         logits_CV = hidden_CD.new_empty(shape, dtype=self.compute_dtype) if out_CV is None else out_CV
         hidden_CD = hidden_CD.to(self.operand_dtype)
-        for panel in self._panels():
+        panels = self._aligned_panels()
+        if not self.weight_VD.is_cuda:
+            rows, size = len(self.weight_VD), PANEL_ROWS * torch.get_num_threads()
+            panels = [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+        for panel in panels:
             self._matmul(hidden_CD, self.weight_VD[panel].t(), logits_CV[:, panel])
         if self.bias is not None:
             logits_CV += self.bias
@@ -149,13 +153,6 @@ class Projection:
         """Add operand_CVᵀ hidden_CD to a total in the compute dtype."""
         for panel in self._aligned_panels():
             self._add_product(total_VD[panel], operand_CV[:, panel].t(), hidden_CD)
-
-    def _panels(self) -> Iterator[slice]:
-        """Yield the vocabulary ranges of the separate matrix products for logits."""
-        if self.weight_VD.is_cuda:
-            return iter(self._aligned_panels())
-        rows, size = len(self.weight_VD), PANEL_ROWS * torch.get_num_threads()
-        return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
     def _aligned_panels(self) -> list[slice]:
         """Return the vocabulary, on a GPU as a multiple of `ALIGNED` rows and the few rows after it.

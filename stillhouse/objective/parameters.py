@@ -241,7 +241,7 @@ class PolicySettings:
         return {name: value for name, value in limits.items() if value is not None}
 
     def in_words(self, corrected: str) -> str:
-        """Return what follows the advantage in the words of an objective.
+        """Return the words about the ratio and the penalty, which follow those about the advantage.
 
         corrected: the words of the importance correction, for the surrogate that has one.
         """

@@ -295,7 +295,7 @@ class Entropy(Term):
 
 
 def require_terms(terms: object) -> None:
-    """Raise ValueError for what is no sequence of terms, such as a divergence without its signal."""
+    """Raise ValueError unless this is a sequence of terms, for example for a divergence without its signal."""
     if not isinstance(terms, Sequence):
         raise ValueError(f"terms is of type {type(terms).__name__}: expected a list of terms")
     for at, term in enumerate(terms):
@@ -306,10 +306,10 @@ def require_terms(terms: object) -> None:
             raise ValueError(f"terms[{at}] is of type {type(term).__name__}, which is no term: expected {expected}")
 
 
-def require_attribute(what: str, value: object, name: str, expected: str) -> None:
-    """Raise ValueError for a value that lacks an attribute or a method that its role needs. what: the role."""
+def require_attribute(role: str, value: object, name: str, expected: str) -> None:
+    """Raise ValueError for a value that lacks an attribute or a method that its role needs."""
     if not hasattr(value, name):
-        raise ValueError(f"{what} is of type {type(value).__name__}, which has no `{name}`: expected {expected}")
+        raise ValueError(f"{role} is of type {type(value).__name__}, which has no `{name}`: expected {expected}")
 
 
 def _require_divergence(divergence: object) -> None:

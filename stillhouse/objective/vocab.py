@@ -1,15 +1,18 @@
-"""Vocabulary shards: the range of rows of an output head on this rank, and the collectives of the objective.
+"""Vocabulary shards: the rows of an output head on this rank, the objective's collectives, and the top K over ranks.
 
-This is the only file of the objective that uses torch.distributed. A head of V rows is sharded over R ranks; each
+This is the only file of the objective that uses torch.distributed. The rows of a head are sharded over R ranks; each
 rank holds rows `start:stop`, and ranks may hold different numbers of rows. Hidden states, labels and teacher signals
 are replicated.
 
 For each chunk of C tokens, every rank computes S sums per token over its own rows. One all-gather of R·C·S numbers
 (`AsyncAllGather`) gives every rank all of these sums, and every rank combines them itself. Backward all-reduces the
-hidden states' gradient once if `VocabShard.reduce_hidden_grad` is True.
+hidden states' gradient once if `VocabShard.reduce_hidden_grad` is True. A rank with fewer than K rows pads its top K
+candidates: id −1, logit −∞.
+
+C rows of a chunk, V vocabulary of this rank, K ids per row, N = R·K candidates of a row, X numbers of a row.
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from stillhouse.objective.numerics import log_sum_exp
 
 Range = tuple[int, int]
 
@@ -54,7 +60,10 @@ class VocabShard:
     @cached_property
     def borders(self) -> tuple[Range, ...]:
         """(start, stop) of every rank of the group. The first access runs a collective."""
-        border = torch.tensor([self.start, self.stop], device="cpu" if self.is_alone else _device(self.group))
+        device = torch.device("cpu")
+        if not self.is_alone and str(dist.get_backend(self.group)) == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+        border = torch.tensor([self.start, self.stop], device=device)
         borders = tuple((start, stop) for start, stop in AsyncAllGather(border, self).wait().tolist())
         held = sorted(border for border in borders if border[0] < border[1])
         expected_start = 0
@@ -142,20 +151,16 @@ def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | Non
     if all(_contains(held, want) for held, want in zip(shard.borders, wanted, strict=True)):
         start, stop = student.within(vocabulary)
         return rows_VX[start - shard.start : stop - shard.start] if start < stop else rows_VX[:0]
-    return _once(rows_VX, (shard.borders, tuple(wanted)), lambda: _resharded(rows_VX, shard, wanted))
+    # keyed by the tensor itself, not by its address, so that all ranks hit or miss the cache in the same pass
+    key = (0 if rows_VX.is_inference() else rows_VX._version, shard.borders, tuple(wanted))
+    cached = _EXCHANGED.get(rows_VX)
+    if cached is None or cached[0] != key:
+        cached = _EXCHANGED[rows_VX] = (key, _resharded(rows_VX, shard, wanted))
+    return cached[1]
 
 
 #: cache of exchanged rows by their source tensor; an entry is freed with its tensor, and replaced if it was modified
-_TRAVELLED = WeakTensorKeyDictionary()
-
-
-def _once(rows_VX: Tensor, layout: object, make: Callable[[], Tensor]) -> Tensor:
-    # keyed by the tensor itself, not by its address, so that all ranks hit or miss the cache in the same pass
-    key = (0 if rows_VX.is_inference() else rows_VX._version, layout)
-    kept = _TRAVELLED.get(rows_VX)
-    if kept is None or kept[0] != key:
-        kept = _TRAVELLED[rows_VX] = (key, make())
-    return kept[1]
+_EXCHANGED = WeakTensorKeyDictionary()
 
 
 def _resharded(rows_VX: Tensor, shard: VocabShard, wanted: list[Range]) -> Tensor:
@@ -186,7 +191,77 @@ def _ranks(shard: VocabShard) -> list[int]:
     return dist.get_process_group_ranks(shard.group)
 
 
-def _device(group: ProcessGroup | None) -> torch.device:
-    """Return the device for small tensors of the group's collectives: the CPU, unless the backend is NCCL."""
-    backend = str(dist.get_backend(group))
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+@dataclass(frozen=True)
+class TopKLogits:
+    """The top K ids of each row, the argmax first.
+
+    gap_CK: their logits minus the largest logit. largest_C: the largest logit.
+    outside_C: the mass of all other ids, in units of the argmax's mass.
+    """
+
+    ids_CK: Tensor
+    gap_CK: Tensor
+    largest_C: Tensor
+    outside_C: Tensor
+
+    @property
+    def log_mass_C(self) -> Tensor:
+        """The log of the mass of all ids, in units of the argmax's mass."""
+        return log_sum_exp(torch.ones_like(self.outside_C), self.gap_CK[:, 1:].exp().sum(1) + self.outside_C)
+
+    @property
+    def log_probs_CK(self) -> Tensor:
+        return self.gap_CK - self.log_mass_C[:, None]
+
+    @property
+    def tail_log_prob_C(self) -> Tensor:
+        """The log of the mass outside the ids, from a separate sum: 1 − Σp has no correct digit on peaked rows."""
+        return self.outside_C.log() - self.log_mass_C
+
+
+def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor | None = None) -> TopKLogits:
+    """Return the top K ids and the mass outside them. Over several ranks, this is one all-gather.
+
+    logits_CV: this rank's part of the logits, divided by the temperature; it is overwritten.
+    inside_C1: one more id of each row; its mass is excluded from the mass outside. Not supported with shards.
+    """
+    best_CK, ids_CK = local_top_k(logits_CV, k, shard)
+    if logits_CV.shape[1]:
+        columns_CK = ids_CK[:, : logits_CV.shape[1]].long() - (0 if shard is None else shard.start)
+        logits_CV.scatter_(1, columns_CK, -math.inf)
+        if inside_C1 is not None:
+            logits_CV.scatter_(1, inside_C1, -math.inf)
+        rest_C1 = logits_CV.sub_(best_CK[:, :1]).exp_().sum(1, keepdim=True)
+    else:  # −inf − (−inf) is NaN
+        rest_C1 = torch.zeros_like(best_CK[:, :1])
+    ranks_RCX = AsyncAllGather(torch.cat([best_CK, ids_CK, best_CK[:, :1], rest_C1], 1), shard).wait()
+    logits_RCK, ids_RCK, largest_RC1, rest_RC1 = ranks_RCX.split([k, k, 1, 1], 2)
+    best_CK, ids_CK, others_CN = merged_top_k(logits_RCK, ids_RCK, k)
+    largest_C = best_CK[:, 0]
+    outside_C = (others_CN - largest_C[:, None]).exp().sum(1)
+    outside_C += (rest_RC1[..., 0] * (largest_RC1[..., 0] - largest_C).exp()).sum(0)
+    return TopKLogits(ids_CK, best_CK - best_CK[:, :1], largest_C, outside_C)
+
+
+def largest(values_CV: Tensor, k: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+    """Return the K largest values of each row over all ranks and their ids, in descending order, [C, K] each."""
+    ranks_RCX = AsyncAllGather(torch.cat(local_top_k(values_CV, k, shard), 1), shard).wait()
+    values_RCK, ids_RCK = ranks_RCX.chunk(2, 2)
+    values_CK, ids_CK, _ = merged_top_k(values_RCK, ids_RCK, k)
+    return values_CK, ids_CK
+
+
+def local_top_k(values_CV: Tensor, k: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+    """Return this rank's K largest values and their ids, in the values' dtype, [C, K] each."""
+    values_CK, columns_CK = values_CV.topk(min(k, values_CV.shape[1]), 1)
+    missing = (0, k - values_CK.shape[1])
+    # ids are exact in float32, because they are far below 2²⁴
+    ids_CK = pad(columns_CK + (0 if shard is None else shard.start), missing, value=-1).to(values_CK.dtype)
+    return pad(values_CK, missing, value=-math.inf), ids_CK
+
+
+def merged_top_k(values_RCK: Tensor, ids_RCK: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the K largest of all ranks' candidates, their ids, and the candidates with −∞ in place of these K."""
+    values_CN, ids_CN = (ranked_RCK.transpose(0, 1).flatten(1) for ranked_RCK in (values_RCK, ids_RCK))
+    values_CK, places_CK = values_CN.topk(k, 1)
+    return values_CK, ids_CN.gather(1, places_CK).long(), values_CN.scatter(1, places_CK, -math.inf)

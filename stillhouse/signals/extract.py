@@ -26,8 +26,7 @@ from stillhouse.objective import OutputHead
 from stillhouse.objective.head import Projection, operand_dtype
 from stillhouse.objective.numerics import log_sum_exp
 from stillhouse.objective.signals import first_occurrence
-from stillhouse.objective.top_k import top_k
-from stillhouse.objective.vocab import AsyncAllGather
+from stillhouse.objective.vocab import AsyncAllGather, top_k
 from stillhouse.signals.cache_files import document_id
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 

@@ -155,7 +155,7 @@ class _StandIn:
 
 
 def _completion(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
-    """The completion of a sample, shortened, with what the model has generated in brackets."""
+    """The completion of a sample, shortened, with the generated tokens in brackets."""
     text, tokens = "", zip(sample.is_generated_N.tolist(), sample.completion.ids_N.tolist(), strict=True)
     for is_generated, stretch in groupby(tokens, key=itemgetter(0)):
         piece = tokenizer.decode([token for _, token in stretch])

@@ -57,12 +57,12 @@ def verify_run(path: Path) -> Iterator[Finding]:
             yield Finding(file.name, "a damaged checkpoint that checkpoint.fallback has renamed")
 
 
-def _finding(what: str, described: Callable[[], str]) -> Finding:
+def _finding(part: str, described: Callable[[], str]) -> Finding:
     """described: a function that returns the detail, or raises ValueError for a problem."""
     try:
-        return Finding(what, described())
+        return Finding(part, described())
     except ValueError as error:
-        return Finding(what, problem=str(error))
+        return Finding(part, problem=str(error))
 
 
 def _configuration(path: Path, newest: Progress | None) -> str:

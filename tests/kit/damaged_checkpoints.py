@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stillhouse.rollout.published_folder import MANIFEST
 from stillhouse.signals.cache_files import CACHE_KEY, INDEX, shard_name
-from stillhouse.tools import cache_folder
+from stillhouse.tools import write_cache as writer
 
 
 def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number: int = 0) -> None:
@@ -33,7 +33,7 @@ def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number:
 
 def interrupt_writer(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[object]:
     """Interrupt these computations of a shard, counted from 1; return the list of all that are made."""
-    compute, made = cache_folder.shard_tensors, list[object]()
+    compute, made = writer.shard_tensors, list[object]()
 
     def interrupted(*arguments: Any) -> dict[str, Tensor]:
         made.append(arguments)
@@ -41,7 +41,7 @@ def interrupt_writer(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[objec
             raise KeyboardInterrupt
         return compute(*arguments)
 
-    monkeypatch.setattr(cache_folder, "shard_tensors", interrupted)
+    monkeypatch.setattr(writer, "shard_tensors", interrupted)
     return made
 
 

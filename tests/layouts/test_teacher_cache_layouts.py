@@ -53,9 +53,9 @@ def test_two_processes_write_the_cache_of_one(workspace: Path, signal: SignalKin
 
 
 def small_shards() -> None:
-    from stillhouse.tools import cache_folder
+    from stillhouse.tools import write_cache as writer
 
-    cache_folder.SHARD_BYTES = SHARD_BYTES
+    writer.SHARD_BYTES = SHARD_BYTES
 
 
 @pytest.mark.slow
@@ -80,9 +80,9 @@ def kill_at(instant: int) -> None:
     import signal
 
     from stillhouse.output import disk
-    from stillhouse.tools import cache_folder
+    from stillhouse.tools import write_cache as writer
 
-    cache_folder.SHARD_BYTES = SHARD_BYTES
+    writer.SHARD_BYTES = SHARD_BYTES
     calls = 0
 
     def counted(holder: object, name: str) -> None:
@@ -98,6 +98,6 @@ def kill_at(instant: int) -> None:
         setattr(holder, name, wrapped)
 
     counted(disk, "flush")
-    counted(cache_folder, "flush")
-    counted(cache_folder, "save_file")
-    counted(cache_folder, "save_teacher")
+    counted(writer, "flush")
+    counted(writer, "save_file")
+    counted(writer, "save_teacher")

@@ -78,7 +78,7 @@ def run_chunks(
     weights_T = one.expand(tokens) if weights_T is None else weights_T.to(provider.device, provider.dtype)
     plan = requested_plan(terms, provider.scale, provider.softcap)
     work = None
-    # a term of a user may contain anything, and its code may do what cannot be compiled
+    # a term of a user may contain anything, and its code may be impossible to compile
     packages = {type(term).__module__.partition(".")[0] for term in terms}
     if provider.device.type in ROW_DEVICES and packages <= {__name__.partition(".")[0]}:
         work = ChunkWork(terms, plan, provider, weights_T, valid_index)

@@ -45,7 +45,7 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
 def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
     """Call function(plan, *arguments): on a GPU compiled, because it consists of hundreds of small kernels.
 
-    plan: what the function's code depends on. partly: the tiles of which the function reads a few columns.
+    plan: the values on which the function's code depends. partly: the tiles of which it reads a few columns.
     """
     if tensors_of(arguments)[0].device.type not in ROW_DEVICES:
         return function(plan, *arguments)
@@ -89,7 +89,8 @@ def as_one_kernel(function: Callable[..., Any], plan: Any, *arguments: Any, part
     """Call a function compiled. partly: for a dry run, the tensors of which the function reads a few columns only."""
     tensors = tensors_of(arguments)
     where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
-    if _is_off():
+    # under a dispatch mode (such as an operation counter), torch compiles nothing and never retries the function
+    if torch._dynamo.config.disable or is_in_torch_dispatch_mode(include_infra_modes=False):
         return function(plan, *arguments)
     for tensor in tensors:
         torch._dynamo.mark_dynamic(tensor, 0)
@@ -112,11 +113,6 @@ def _failures() -> tuple[type[Exception], ...]:
 
     # OSError: the cache is not writable
     return torch._dynamo.exc.TorchDynamoException, ConstraintViolationError, OSError
-
-
-def _is_off() -> bool:
-    # under a dispatch mode (such as an operation counter), torch compiles nothing and never retries the function
-    return torch._dynamo.config.disable or is_in_torch_dispatch_mode(include_infra_modes=False)
 
 
 @cache

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from stillhouse.dry_run import replaceable
-from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import ForwardKL, JensenShannon, ReverseKL
 from stillhouse.objective.numerics import SERIES_TERMS, log_one_plus_series
 from stillhouse.objective.tile.compiled import run_rows
@@ -99,14 +98,13 @@ def _is_supported(plan: PointwisePlan) -> bool:
         has_one_teacher
         and len(temperatures) == 1
         and len(set(kinds)) == len(kinds)
-        and all(_has_kernels_of(divergence) for divergence, _, _ in plan.pairs)
+        and all(
+            SERIES_BETA[0] <= divergence.beta <= SERIES_BETA[1]
+            if isinstance(divergence, JensenShannon)
+            else isinstance(divergence, ForwardKL | ReverseKL)
+            for divergence, _, _ in plan.pairs
+        )
     )
-
-
-def _has_kernels_of(divergence: Divergence) -> bool:
-    if isinstance(divergence, JensenShannon):
-        return SERIES_BETA[0] <= divergence.beta <= SERIES_BETA[1]
-    return isinstance(divergence, ForwardKL | ReverseKL)
 
 
 def kernel_raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
@@ -273,7 +271,7 @@ def _warn(reason: str) -> None:
 
 
 def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
-    """Return what the kernels compute with a larger error than the plain functions; empty if nothing."""
+    """Return the numbers that the kernels compute with a larger error than the plain functions, in words; else ""."""
     tiles_BV = hard_tiles(plan.tiles, columns, device)
     exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
     plain = statistics(plan, raw_sums(plan, tiles_BV)[None])

@@ -140,7 +140,7 @@ def merged(plan: PointwisePlan, raw_RCX: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The raw sums of all pieces by their names, [R, C] each, and what shifts them to common references.
+    """The raw sums of all pieces by their names, [R, C] each, and the shifts to common references.
 
     references: the largest logit of each tile over all pieces, [C]; 0 in a row without mass.
     shifts: of each tile, from each piece's reference to the common one.

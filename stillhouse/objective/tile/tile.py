@@ -36,8 +36,7 @@ from stillhouse.objective.tile.local_sums import columns_of, local_sums, normali
 from stillhouse.objective.tile.pointwise import before_head, gradient, normalized_sums
 from stillhouse.objective.tile.statistics import RowStatistics, statistics
 from stillhouse.objective.tile.tile_plan import STUDENT, Column, PointwisePlan, StudentSoftmax, TilePlan
-from stillhouse.objective.top_k import local_top_k, merged_top_k
-from stillhouse.objective.vocab import AsyncAllGather, VocabShard
+from stillhouse.objective.vocab import AsyncAllGather, VocabShard, local_top_k, merged_top_k
 
 #: ids per row up to which all pairs of ids are compared, to find those that occur several times
 MOST_IDS = 128
@@ -118,7 +117,7 @@ class Tile:
         return [gathered_RCX, AsyncAllGather(self._normalized_sums(normalizers_CX), self._shard).wait()]
 
     def read(self, gathered_RCX: Tensor, normalized_RCX: Tensor | None = None) -> None:
-        """Compute what terms read from the sums of all ranks."""
+        """Compute the statistics that terms read, from the sums of all ranks."""
         raw_RCX, outside, entries = self._split(gathered_RCX)
         if self._plan.ranks:
             *entries, logits_RCK, ids_RCK = entries
@@ -194,7 +193,7 @@ class Tile:
         else:
             self._at_ids = at_ids
 
-    # what terms read
+    # the statistics that terms read
 
     def take(self, per_token: Tensor) -> Tensor:
         """The chunk's rows of a tensor over all tokens."""
@@ -246,7 +245,7 @@ class Tile:
         """The student's log-probability of all tokens outside the signal's ids together, [C]."""
         return self._row_statistics.tail[self._plan.outside(signal, temperature)]
 
-    # what terms add to the gradient at token v: a formula with a coefficient per row [C], or values at single ids
+    # summands of the gradient at token v: a formula with a coefficient per row [C], or values at single ids
 
     def add_probability(self, temperature: float, coefficient_C: Tensor) -> None:
         """coefficient · q_v."""
@@ -273,7 +272,7 @@ class Tile:
         """Add values at ids; values of a repeated id add up, values of an absent id are ignored."""
         if self.logits_CV.shape[1] == 0:
             return
-        local_CN, is_here_CN = self._local(ids_CN)
+        local_CN, is_here_CN = columns_of(ids_CN, self._first, self.logits_CV)
         scale, softcap = self._pointwise.scale, self._pointwise.softcap
         values_CN = before_head(values_CN, self.logits_CV.gather(1, local_CN), scale, softcap)
         self._added.append((local_CN, torch.where(is_here_CN & self.counted_C[:, None], values_CN, 0.0)))
@@ -334,19 +333,17 @@ class Tile:
             return
         for block in row_blocks(self.logits_CV):
             out = [] if rounded_CV is None else [rounded_CV[block]]
-            pointwise(gradient, self._pointwise, self._block(block), rows_CX[block], *out)
+            tiles_CV = [tile_CV[block] for tile_CV in self.tiles_CV]
+            pointwise(gradient, self._pointwise, tiles_CV, rows_CX[block], *out)
 
     def _normalized_sums(self, normalizers_CX: Tensor) -> Tensor:
         if has_kernels(self._pointwise, self.tiles_CV):
             return kernel_normalized_sums(self._pointwise, self.tiles_CV, normalizers_CX)
-        blocks = (
-            pointwise(normalized_sums, self._pointwise, self._block(block), normalizers_CX[block])
-            for block in row_blocks(self.logits_CV)
-        )
-        return torch.cat(list(blocks))
-
-    def _block(self, block: slice) -> list[Tensor]:
-        return [tile_CV[block] for tile_CV in self.tiles_CV]
+        sums = []
+        for block in row_blocks(self.logits_CV):
+            tiles_CV = [tile_CV[block] for tile_CV in self.tiles_CV]
+            sums.append(pointwise(normalized_sums, self._pointwise, tiles_CV, normalizers_CX[block]))
+        return torch.cat(sums)
 
     def _places(self, signal: SparseSignal) -> tuple[Tensor, Tensor]:
         """Return the columns [C, K] of the signal's ids on this rank, and a mask of rows that have such ids, [C, 1].
@@ -354,17 +351,21 @@ class Tile:
         An id on another rank is replaced by the row's first id on this rank, or by column 0 if there is none. This is
         harmless, because a column that occurs twice gets the same value twice.
         """
-        local_CK, is_here_CK = self._local(self.take(signal.ids_TK))
+        local_CK, is_here_CK = columns_of(self.take(signal.ids_TK), self._first, self.logits_CV)
         first_C1 = local_CK.gather(1, is_here_CK.byte().argmax(1, keepdim=True))
         return torch.where(is_here_CK, local_CK, first_C1), is_here_CK.any(1, keepdim=True)
 
     def _gradient_at(self, signal: SparseSignal, rows_CX: Tensor) -> tuple[Tensor, Tensor]:
         """Return the columns [C, K] of a bucket signal's ids and the gradient there, without `_added`."""
         places_CK, held_C1 = self._places(signal)
-        outside = [
-            ~held_C1.expand_as(places_CK) if other is signal else ~self._is_of(other, places_CK)
-            for other, _ in self._plan.buckets
-        ]
+        outside = []
+        for other, _ in self._plan.buckets:
+            is_other_CK = held_C1.expand_as(places_CK)
+            if other is not signal:  # true where a column belongs to one of the other signal's ids
+                other_CK, has_other_C1 = self._places(other)
+                is_other_CV = torch.zeros_like(self.logits_CV, dtype=torch.bool)
+                is_other_CK = is_other_CV.scatter_(1, other_CK, has_other_C1.expand_as(other_CK)).gather(1, places_CK)
+            outside.append(~is_other_CK)
         return places_CK, self._gradient_in(places_CK, rows_CX, outside)
 
     def _gradient_in(self, columns_CK: Tensor, rows_CX: Tensor, outside_CK: Sequence[Tensor] | None = None) -> Tensor:
@@ -372,15 +373,6 @@ class Tile:
         tiles_CK = [tile_CV.gather(1, columns_CK) for tile_CV in self.tiles_CV]
         gradient(self._pointwise, tiles_CK, rows_CX, outside_BV=outside_CK)
         return tiles_CK[0]
-
-    def _is_of(self, signal: SparseSignal, columns_CK: Tensor) -> Tensor:
-        """True where a column belongs to one of the signal's ids."""
-        places_CK, held_C1 = self._places(signal)
-        is_of_CV = torch.zeros_like(self.logits_CV, dtype=torch.bool)
-        return is_of_CV.scatter_(1, places_CK, held_C1.expand_as(places_CK)).gather(1, columns_CK)
-
-    def _local(self, ids_CN: Tensor) -> tuple[Tensor, Tensor]:
-        return columns_of(ids_CN, self._first, self.logits_CV)
 
     def _log_mass(self, temperature: float) -> Tensor:
         return self._row_statistics.student_log_mass[self._plan.softmax(temperature)]

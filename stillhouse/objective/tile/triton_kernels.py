@@ -1,6 +1,6 @@
 """Triton kernels for the pass over a tile with at most one dense teacher and one temperature.
 
-They compute what `pointwise.raw_sums`, `normalized_sums` and `gradient` compute, in float32. Each program takes one
+They compute `pointwise.raw_sums`, `normalized_sums` and `gradient`, in float32. Each program takes one
 row and one piece of BLOCK columns, whose logits stay in registers between the search for the largest logit and the
 sums: so each sweep reads a tile once. `statistics.merged` combines the sums of the pieces.
 
