@@ -78,14 +78,17 @@ def linear_objective(
     tangents, and for weights or a normalizer that require grad. Values are checked only if they are on a CPU: the
     normalizer must be positive, the weights must be finite, and valid_index must not repeat a row.
     """
-    return _hidden_objective(hidden_TD, head, [(valid_index, terms)], weights_T, normalizer, chunk_tokens)
+    groups = [(valid_index, terms)]
+    return routed_objective(
+        hidden_TD, head, groups, weights_T=weights_T, normalizer=normalizer, chunk_tokens=chunk_tokens
+    )
 
 
 @_disable_dynamo
 def routed_objective(
     hidden_TD: Tensor,
     head: OutputHead,
-    groups: Iterable[tuple[Tensor, Sequence[Term]]],
+    groups: Iterable[tuple[Tensor | None, Sequence[Term]]],
     *,
     weights_T: Tensor | None = None,
     normalizer: float | Tensor = 1.0,
@@ -93,13 +96,33 @@ def routed_objective(
 ) -> ObjectiveOutput:
     """Compute `linear_objective` where different rows have different terms, such as those of different teachers.
 
-    groups: (rows, terms) of each group; the rows are int64, and no row is in two groups. The pass requests the next
-    group only when it no longer needs the previous group's terms. All groups add to the same gradients.
+    groups: (rows, terms) of each group; the rows are int64 (None: all); no row is in two groups. The pass requests
+    the next group only when it no longer needs the previous group's terms. All groups add to the same gradients.
     The other arguments are those of `linear_objective`.
 
     Raises ValueError without a group, and all ValueErrors of `linear_objective`.
     """
-    return _hidden_objective(hidden_TD, head, groups, weights_T, normalizer, chunk_tokens)
+    if not isinstance(head, OutputHead):
+        raise ValueError(
+            f"head is of type {type(head).__name__}: expected OutputHead(lm_head.weight, lm_head.bias), or the head"
+            " that a Decoder gives to an output processor"
+        )
+    leaves: Leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
+    check_leaves(leaves)
+    if hidden_TD.dim() != 2 or hidden_TD.shape[1] != head.weight_VD.shape[1]:
+        raise ValueError(
+            f"hidden_TD of shape {tuple(hidden_TD.shape)}: expected [tokens, {head.weight_VD.shape[1]}] for this head"
+        )
+
+    def passes() -> Iterator[tuple[LogitsProvider, Sequence[Term], Tensor | None]]:
+        gradients = None
+        for index, terms in groups:
+            check_pass(leaves, terms, weights_T, normalizer, index, chunk_tokens)
+            provider = HeadLogits(hidden_TD, head, terms, gradients)
+            gradients = provider.gradients
+            yield provider, terms, index
+
+    return _objective(passes(), leaves, weights_T, normalizer, chunk_tokens)
 
 
 @_disable_dynamo
@@ -124,38 +147,6 @@ def logits_objective(
     check_pass(leaves, terms, weights_T, normalizer, None, None)
     provider = TensorLogits(logits_TV, shard, terms)
     return _objective([(provider, terms, None)], leaves, weights_T, normalizer, None)
-
-
-def _hidden_objective(
-    hidden_TD: Tensor,
-    head: OutputHead,
-    groups: Iterable[tuple[Tensor | None, Sequence[Term]]],
-    weights_T: Tensor | None,
-    normalizer: float | Tensor,
-    chunk_tokens: int | None,
-) -> ObjectiveOutput:
-    """Run one pass per group. groups: the rows (None: all rows) and the terms of each group."""
-    if not isinstance(head, OutputHead):
-        raise ValueError(
-            f"head is of type {type(head).__name__}: expected OutputHead(lm_head.weight, lm_head.bias), or the head"
-            " that a Decoder gives to an output processor"
-        )
-    leaves: Leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
-    check_leaves(leaves)
-    if hidden_TD.dim() != 2 or hidden_TD.shape[1] != head.weight_VD.shape[1]:
-        raise ValueError(
-            f"hidden_TD of shape {tuple(hidden_TD.shape)}: expected [tokens, {head.weight_VD.shape[1]}] for this head"
-        )
-
-    def passes() -> Iterator[tuple[LogitsProvider, Sequence[Term], Tensor | None]]:
-        gradients = None
-        for index, terms in groups:
-            check_pass(leaves, terms, weights_T, normalizer, index, chunk_tokens)
-            provider = HeadLogits(hidden_TD, head, terms, gradients)
-            gradients = provider.gradients
-            yield provider, terms, index
-
-    return _objective(passes(), leaves, weights_T, normalizer, chunk_tokens)
 
 
 def _objective(

@@ -5,7 +5,7 @@
                  this part; for KL divergences, sums over unnormalized e^l, which `statistics.py` normalizes; and the
                  other sums of a `PointwisePlan`.
     normalized_sums   a second sweep, for divergences that need both normalizers at every token: Σf and Σq·h.
-    log_mean     before these sweeps: the logits of the mean of several teachers' distributions (`mixture.py`).
+    log_mean     before these sweeps: the logits of the mean of several teachers' distributions (`Mixture`).
     gradient     ∂loss/∂logits = Σ_τ q_τ·(a + b·log q_τ) + Σ_pairs w·q·h + Σ_buckets c·q/q(outside) + u
                  with coefficients a, b, w, c, u per row: the gradient of all terms except at single ids.
 
