@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,12 +31,13 @@ from stillhouse.loops.training import no_targets_in_words
 from stillhouse.models import Decoder, element_count
 from stillhouse.models.dtensors import local
 from stillhouse.objective.divergence import weighted_parts
+from stillhouse.objective.sampled_tokens import ORIGINS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
 from stillhouse.parallel import is_first
 from stillhouse.run.session import data_reports, prepare, steps_in_words
-from stillhouse.tools.check_prompts import function_rows, prompt_rows, sample_rows
+from stillhouse.tools.check_prompts import function_rows, in_brackets, prompt_rows, sample_rows
 
 #: the number of characters of the sample document that are shown
 _SAMPLE = 600
@@ -52,6 +51,8 @@ _REGULARISERS = ("entropy", "objective.router_aux_loss")
 _MEDIA_SAMPLES = 3
 
 Result = TypeVar("Result")
+#: a title and its text, or a line that is printed as it is
+Row = tuple[str, str] | str
 
 
 def print_check(config: RunConfig) -> None:
@@ -70,71 +71,71 @@ def print_check(config: RunConfig) -> None:
                 state = f"{f'resumes from {newest.name}' if newest else 'a new run'}; a checkpoint has {gib:.2f} GiB"
         except ValueError as error:
             state, occupied = "cannot be used, see the error below", error
-        _print(_model_lines(models, data.tokenizer, session.identity.models["tokenizer"]))
-        _print(_row("warning", warning) for warning in session.warnings)
-        _print(_data_lines(data, schedule, rollout))
+        _print(_model_rows(models, data.tokenizer, session.identity.models["tokenizer"]))
+        _print(("warning", warning) for warning in session.warnings)
+        _print(_data_rows(data, schedule, rollout))
         if rollout is not None and (prompts := config.eval.prompts) is not None:
             warning = shared_prompts(data.train.documents, held_out_prompts(models, data, rollout, prompts))
-            _print([] if warning is None else [_row("warning", warning)])
-        _print([_row("device", f"{models.device}, {schedule.train_config.precision}")])
-        _print([_row("run folder", f"{session.values['out']}: {state}")])
-        _print(_sample_lines(data, on_policy=rollout is not None))
-        _print(_step_lines(session, folder))
-        _print(_row(*row) for row in function_rows(session))
+            _print([] if warning is None else [("warning", warning)])
+        _print([("device", f"{models.device}, {schedule.train_config.precision}")])
+        _print([("run folder", f"{session.values['out']}: {state}")])
+        _print(_sample_rows(data, on_policy=rollout is not None))
+        _print(_step_rows(session, folder))
+        _print(function_rows(session))
         if occupied is not None:
             raise occupied
 
 
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:  # some of them are collectives
+def _print(rows: Iterable[Row]) -> None:
+    for row in rows:  # some of them are collectives
         if is_first():
-            print_escaped(line)
+            print_escaped(row if isinstance(row, str) else f"{row[0]:<16}{escaped(row[1], lines=True)}")
 
 
-def _model_lines(models: Models, tokenizer: PreTrainedTokenizerBase, tokenizer_hash: str) -> Iterator[str]:
-    yield _row("student", _model_line(models.student))
+def _model_rows(models: Models, tokenizer: PreTrainedTokenizerBase, tokenizer_hash: str) -> Iterator[Row]:
+    yield "student", _model_line(models.student)
     for section, teacher in models.teachers.items():
-        yield _row(section.removeprefix("teachers."), _model_line(teacher))
+        yield section.removeprefix("teachers."), _model_line(teacher)
     for section, store in models.stores.items():
         name = "signals" if section == "teacher" else section.removeprefix("teachers.")
-        yield _row(name, f"{store.signal}, from {store.name}")
+        yield name, f"{store.signal}, from {store.name}"
     for section, words in models.packing_in_words.items():
-        yield _row("documents", f"of {section}: {words}")
+        yield "documents", f"of {section}: {words}"
     for part in models.engine.parts:
-        yield from (_row(*row) for row in part.check_rows(models.student, models.student_config).items())
+        yield from part.check_rows(models.student, models.student_config).items()
     if models.adapter_in_words is not None:
-        yield _row("adapter", models.adapter_in_words)
+        yield "adapter", models.adapter_in_words
     teachers, same = models.teacher_configs, ""
     if teachers and all(teacher.source_kind.compares_tokenizer for teacher in teachers.values()):
         same = f", the same for {'both' if 'teacher' in teachers else 'all'}"
-    yield _row("tokenizer", f"{len(tokenizer):,} tokens, hash {tokenizer_hash[:12]}{same}")
+    yield "tokenizer", f"{len(tokenizer):,} tokens, hash {tokenizer_hash[:12]}{same}"
 
 
-def _data_lines(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> Iterator[str]:
+def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> Iterator[Row]:
     for which, report in data_reports(data, schedule.step_schedule).items():
-        yield _row(f"data {which}", report.summary())
+        yield f"data {which}", report.summary()
     if data.evaluation is None:
-        yield _row("data eval", "no data is held out, so there will be no held-out metrics")
+        yield "data eval", "no data is held out, so there will be no held-out metrics"
     if rollout is None:
         filling = f"{data.train.filled_share:.0%} full"
         if data.by_length:
             filling = f"each of similar lengths, {data.train.padding_share:.1%} padding in rows"
-        yield _row("packing", f"{len(data.train):,} sequences, {filling}")
-    yield _row("steps", steps_in_words(schedule.step_schedule, data.train.max_tokens, rollout))
+        yield "packing", f"{len(data.train):,} sequences, {filling}"
+    yield "steps", steps_in_words(schedule.step_schedule, data.train.max_tokens, rollout)
     if rollout is not None:
-        yield from (_row(*row) for row in prompt_rows(rollout, schedule.steps))
+        yield from prompt_rows(rollout, schedule.steps)
 
 
-def _sample_lines(data: Data, *, on_policy: bool) -> Iterator[str]:
+def _sample_rows(data: Data, *, on_policy: bool) -> Iterator[Row]:
     """Show the first document, describe the first documents with media, and show those that have not been shown."""
     documents, processor = data.train.documents, data.processor
     words = "the completion follows it" if on_policy else "the tokens to predict are in ⟦ ⟧"
-    yield _row("prompt" if on_policy else "sample", f"{documents.sources[0]}, {words}:")
+    yield "prompt" if on_policy else "sample", f"{documents.sources[0]}, {words}:"
     yield _sample(data, documents)
     if documents.media is None or processor is None:
         return
     for document in np.flatnonzero(np.diff(documents.media.offsets))[:_MEDIA_SAMPLES].tolist():
-        yield _row(processor.kind, processor.in_words(documents, document))
+        yield processor.kind, processor.in_words(documents, document)
         if document:
             yield _sample(data, documents, document)
 
@@ -151,23 +152,20 @@ def _model_line(decoder: Decoder) -> str:
 
 def _sample(data: Data, documents: Documents, document: int = 0) -> str:
     """The beginning of a document as the student sees it, with the targets in brackets."""
-    text, tokens = "", zip(documents.targets(document).tolist(), documents.tokens(document).tolist(), strict=True)
-    for is_target, stretch in groupby(tokens, key=itemgetter(0)):
-        piece = data.tokenizer.decode([token for _, token in stretch])
-        text += f"⟦{piece}⟧" if is_target else piece
+    text = in_brackets(data.tokenizer, documents.tokens(document), documents.targets(document))
     if documents.media is not None and data.processor is not None:
         text = data.processor.shortened(text)
     return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
 
 
-def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
+def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
     """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term.
 
     Servers are not used to generate completions, because this would replace their weights by this student's.
     """
     engine = session.models.engine
     if session.rollout is not None and session.rollout.config.urls:
-        yield _row("one step", "left out, because servers write the completions")
+        yield "one step", "left out, because servers write the completions"
         return
     parameters = [parameter for parameter in session.models.student.parameters() if parameter.requires_grad]
     peak_memory = _peak_memory(session.models.device)
@@ -180,9 +178,9 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     else:
         yield "running one step: the completions …"
         samples, micro_batches = first_rollouts(session, folder)
-        yield from (_row(*row) for row in sample_rows(session.data, session.rollout, samples))
+        yield from sample_rows(session.data, session.rollout, samples)
         if not micro_batches.all_ranks.targets:
-            yield _row("verdict", f"the first step {no_targets_in_words(session.rollout)}")
+            yield "verdict", f"the first step {no_targets_in_words(session.rollout)}"
             return
     layers = engine.student.layout.compile
     compiled = "the loss and the layers are compiled" if layers else "the loss is compiled"
@@ -205,8 +203,8 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     yield f"running the step again, with what was compiled in {first:.1f} s …"
     seconds, _ = _timed(lambda: session.models.step(micro_batches).sums)
     times = f"{seconds:.1f} s ({first:.1f} s the first time, when {compiled})"
-    yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
-    yield _row("peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
+    yield "one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}"
+    yield "peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB"
     losses = list(single_losses(engine))
     if len(losses) < 2:  # its gradient is that of the step
         return
@@ -216,9 +214,9 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
         engine.zero_grad()
         session.models.step(micro_batches, single)
         norms[name] = engine.gradient_norm()
-        yield _row(f"  {name} ", f"gradient norm {norms[name]:.4g}")
+        yield f"  {name} ", f"gradient norm {norms[name]:.4g}"
     if (words := verdict(norms)) is not None:
-        yield _row("verdict", words)
+        yield "verdict", words
     engine.zero_grad()
 
 
@@ -236,24 +234,19 @@ def verdict(norms: Mapping[str, float]) -> str | None:
     small = {name: norm for name, norm in norms.items() if norm * SMALLER < norms[largest]}
     words = []
     for name, norm in small.items():
-        times = f"{norms[largest] / norm:,.0f}" if norm else ""
-        words.append(
-            f"the gradient of {name} is {times} times smaller than that of {largest}, so it hardly counts: multiply "
-            f"its coefficient by about {times} if it shall count as much, or leave it out"
-            if norm
-            else f"the gradient of {name} is 0 in this step{_cause_of_zero(name)}"
-        )
+        if norm:
+            times = f"{norms[largest] / norm:,.0f}"
+            words.append(
+                f"the gradient of {name} is {times} times smaller than that of {largest}, so it hardly counts: "
+                f"multiply its coefficient by about {times} if it shall count as much, or leave it out"
+            )
+            continue
+        origin = next((origin for origin in ORIGINS if name.endswith(f" ({origin})")), None)
+        cause = f" (as it is if no document of the step is the {origin}'s)" if origin else ""
+        if name.startswith("policy_gradient"):
+            cause = " (as it is if all completions of a prompt have the same reward)"
+        words.append(f"the gradient of {name} is 0 in this step{cause}")
     return "; ".join(words) or f"no gradient is {SMALLER} times smaller than another"
-
-
-def _cause_of_zero(name: str) -> str:
-    """The usual cause of a gradient that is exactly 0, if its loss has one."""
-    if name.startswith("policy_gradient"):
-        return " (as it is if all completions of a prompt have the same reward)"
-    for origin in ("dataset", "student", "teacher"):
-        if name.endswith(f" ({origin})"):
-            return f" (as it is if no document of the step is the {origin}'s)"
-    return ""
 
 
 def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
@@ -318,7 +311,3 @@ def _status_bytes(key: str) -> int:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     raise AssertionError(key)
-
-
-def _row(name: str, value: str) -> str:
-    return f"{name:<16}{escaped(value, lines=True)}"

@@ -76,7 +76,8 @@ def sample_rows(data: Data, plan: RolloutPlan, samples: Sequence[Sample]) -> Ite
         return
     record = sample_record(data, plan, 0, samples[0])
     facts = [data.train.documents.sources[samples[0].prompt], *record.facts]
-    completion = _completion(data.tokenizer, samples[0])
+    completion = in_brackets(data.tokenizer, samples[0].completion.ids_N, samples[0].is_generated_N)
+    completion = completion if len(completion) <= _COMPLETION else f"{completion[:_COMPLETION]}…"
     prompt = record.prompt if len(record.prompt) <= _PROMPT else f"…{record.prompt[-_PROMPT:]}"
     yield (
         "completion",
@@ -154,10 +155,10 @@ class _StandIn:
         return Completion(ids_N, np.zeros(len(ids_N), np.float32), np.zeros(len(ids_N), np.int32), "stop")
 
 
-def _completion(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
-    """The completion of a sample, shortened, with the generated tokens in brackets."""
-    text, tokens = "", zip(sample.is_generated_N.tolist(), sample.completion.ids_N.tolist(), strict=True)
-    for is_generated, stretch in groupby(tokens, key=itemgetter(0)):
+def in_brackets(tokenizer: PreTrainedTokenizerBase, ids_N: np.ndarray, is_marked_N: np.ndarray) -> str:
+    """The text of tokens, with the marked ones in brackets."""
+    text, tokens = "", zip(is_marked_N.tolist(), ids_N.tolist(), strict=True)
+    for is_marked, stretch in groupby(tokens, key=itemgetter(0)):
         piece = tokenizer.decode([token for _, token in stretch])
-        text += f"⟦{piece}⟧" if is_generated else piece
-    return text if len(text) <= _COMPLETION else f"{text[:_COMPLETION]}…"
+        text += f"⟦{piece}⟧" if is_marked else piece
+    return text
