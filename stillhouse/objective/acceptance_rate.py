@@ -103,10 +103,7 @@ def acceptance_statistics(sums: PieceSums) -> Acceptance:
     accepted = (scale * sums.accepted).sum(0)
     log_rate = reference + accepted.log()
     return Acceptance(
-        log_rate,
-        _value(log_rate, sums.distance.sum(0)),
-        (scale * sums.below).sum(0) / accepted,
-        sums.above.sum(0),
+        log_rate, _value(log_rate, sums.distance.sum(0)), (scale * sums.below).sum(0) / accepted, sums.above.sum(0)
     )
 
 

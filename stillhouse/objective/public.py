@@ -13,12 +13,7 @@ from stillhouse.objective.formulas import (
     skew_reverse_kl,
     total_variation,
 )
-from stillhouse.objective.fused_objective import (
-    ObjectiveOutput,
-    linear_objective,
-    logits_objective,
-    routed_objective,
-)
+from stillhouse.objective.fused_objective import ObjectiveOutput, linear_objective, logits_objective, routed_objective
 from stillhouse.objective.head import OutputHead, detached
 from stillhouse.objective.log_probs import linear_log_probs, teacher_log_probs
 from stillhouse.objective.sampled_terms import Correction, LogRatio, PolicyGradient, SampledKL

@@ -99,12 +99,7 @@ def _add_sparse_gradient(
 
 
 def _zero_outside(
-    tile: Tile,
-    signal: SparseSignal,
-    temperature: float,
-    log_p_CK: Tensor,
-    log_q_CK: Tensor,
-    weights_C: Tensor,
+    tile: Tile, signal: SparseSignal, temperature: float, log_p_CK: Tensor, log_q_CK: Tensor, weights_C: Tensor
 ) -> Tensor:
     """Σ_v q (log q − log p), [C], with the teacher conditioned on its ids and log p = `LOG_ZERO` outside of them.
 

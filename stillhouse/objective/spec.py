@@ -13,12 +13,7 @@ from stillhouse.objective.formulas import DIVERGENCES, weighted_sum
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.metrics import ADVANTAGES, OLD_LOG_PROBS, SAMPLING
 from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds, PolicySettings
-from stillhouse.objective.row_temperatures import (
-    RowTemperatures,
-    Temperatures,
-    distinct_temperatures,
-    term_options,
-)
+from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures, distinct_temperatures, term_options
 from stillhouse.objective.sampled_terms import (
     NO_CORRECTION,
     Correction,

@@ -79,10 +79,7 @@ def sample_rows(data: Data, plan: RolloutPlan, samples: Sequence[Sample]) -> Ite
     completion = in_brackets(data.tokenizer, samples[0].completion.ids_N, samples[0].is_generated_N)
     completion = completion if len(completion) <= _COMPLETION else f"{completion[:_COMPLETION]}…"
     prompt = record.prompt if len(record.prompt) <= _PROMPT else f"…{record.prompt[-_PROMPT:]}"
-    yield (
-        "completion",
-        f"{', '.join(facts)}; the generated tokens are in ⟦ ⟧:\n{prompt}{completion}",
-    )
+    yield ("completion", f"{', '.join(facts)}; the generated tokens are in ⟦ ⟧:\n{prompt}{completion}")
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if not rewards:
         return

@@ -40,15 +40,7 @@ from stillhouse.output.disk import (
     require_space,
 )
 from stillhouse.output.folder import folder_lock, is_leftover, library_versions
-from stillhouse.parallel import (
-    ONE_PROCESS,
-    Ranks,
-    is_first,
-    process_count,
-    process_rank,
-    wait_for_all,
-    watchdog,
-)
+from stillhouse.parallel import ONE_PROCESS, Ranks, is_first, process_count, process_rank, wait_for_all, watchdog
 from stillhouse.run.agreement import require_shared_folder
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup

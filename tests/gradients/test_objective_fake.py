@@ -69,10 +69,7 @@ def launches(divergence: Divergence) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize(
     ("divergence", "sums", "sweeps"),
-    [
-        (forward_kl(), 12, []),
-        (jsd(0.5), 10, [("normalized_sums_kernel", 2 * TILE + T * 5 * 4, PIECES * T * 2 * 4)]),
-    ],
+    [(forward_kl(), 12, []), (jsd(0.5), 10, [("normalized_sums_kernel", 2 * TILE + T * 5 * 4, PIECES * T * 2 * 4)])],
     ids=str,
 )
 def test_a_triton_kernel_is_one_launch(

@@ -46,10 +46,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 def make_leaves(dtype: torch.dtype, device: str = "cuda", vocabulary: int = V) -> tuple[Tensor, Tensor]:
     """Make values that every dtype represents exactly, so that all dtypes start from the same numbers."""
     hidden, weight = normal(0, T, D).bfloat16(), (normal(1, vocabulary, D) / 8).bfloat16()
-    return (
-        hidden.to(device, dtype).detach().requires_grad_(),
-        weight.to(device, dtype).detach().requires_grad_(),
-    )
+    return (hidden.to(device, dtype).detach().requires_grad_(), weight.to(device, dtype).detach().requires_grad_())
 
 
 def make_terms(dtype: torch.dtype, device: str = "cuda", vocabulary: int = V) -> list[Term]:

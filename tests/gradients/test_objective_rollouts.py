@@ -27,15 +27,7 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.engine.loss import StepLoss
-from stillhouse.objective import (
-    TEACHER,
-    Correction,
-    DenseLogits,
-    Entropy,
-    LogRatio,
-    OutputHead,
-    linear_objective,
-)
+from stillhouse.objective import TEACHER, Correction, DenseLogits, Entropy, LogRatio, OutputHead, linear_objective
 from stillhouse.objective.metrics import IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.metrics import SAMPLING as NUMBER
 from stillhouse.objective.reference import dense_objective

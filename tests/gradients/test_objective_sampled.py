@@ -14,15 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.objective_cases import (
-    Leaves,
-    T,
-    distance,
-    generator,
-    make_labels,
-    make_leaves,
-    run,
-)
+from kit.objective_cases import Leaves, T, distance, generator, make_labels, make_leaves, run
 from kit.tensors import assert_near
 from torch import Tensor
 
@@ -124,9 +116,7 @@ def test_the_sampling_temperature_may_differ_from_the_terms() -> None:
     temperature, log_q_S = 0.6, torch.log_softmax(STUDENT_S / 0.6, 0)
     log_old_S = torch.log_softmax(OLD_S / temperature, 0)
     spec = replace(
-        parse_objective("sampled_kl"),
-        sampling_temperature=temperature,
-        correction=Correction("truncated", math.inf),
+        parse_objective("sampled_kl"), sampling_temperature=temperature, correction=Correction("truncated", math.inf)
     )
     signal, ones_S = DenseLogits(TEACHER_S.repeat(SMALL, 1)), torch.ones(SMALL, dtype=torch.float64)
 

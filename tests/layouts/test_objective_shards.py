@@ -44,11 +44,7 @@ from kit.shard_problems import FOUR, NARROW, ONE_ROUND, OTHER_TERMS, SHARDS, TWO
 from kit.shard_ranks import GATHER, Failure, Rank, RankPool, shared_pool
 from torch import Tensor
 
-from stillhouse.objective import (
-    OutputHead,
-    linear_log_probs,
-    linear_objective,
-)
+from stillhouse.objective import OutputHead, linear_log_probs, linear_objective
 from stillhouse.objective.tile import chunks
 
 
@@ -122,9 +118,7 @@ def test_peaked_rows(pool: RankPool, signal: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "borders",
-    [cut(0, 4, 8, 9, 10), ((8, 9), (0, 8), (9, 10), (10, 10))],
-    ids=["last", "first and third"],
+    "borders", [cut(0, 4, 8, 9, 10), ((8, 9), (0, 8), (9, 10), (10, 10))], ids=["last", "first and third"]
 )
 def test_shards_of_padded_rows_alone(pool: RankPool, borders: Borders) -> None:
     named = {

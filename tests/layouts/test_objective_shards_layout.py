@@ -13,15 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import shard_problems as problems
-from kit.objective_cases import (
-    D,
-    Leaves,
-    Result,
-    V,
-    distance,
-    make_leaves,
-    run,
-)
+from kit.objective_cases import D, Leaves, Result, V, distance, make_leaves, run
 from kit.shard_cases import (
     Case,
     Layout,
@@ -41,10 +33,7 @@ from kit.shard_problems import FOUR, ONE_ROUND, OTHER_TERMS, SHARDS, TOKENS, TWO
 from kit.shard_ranks import EXCHANGE, GATHER, SUM, Collectives, Failure, Rank, RankPool, shared_pool
 from torch import Tensor
 
-from stillhouse.objective import (
-    VocabShard,
-    linear_objective,
-)
+from stillhouse.objective import VocabShard, linear_objective
 
 
 def two_passes(rank: Rank, case: Case) -> tuple[Outcome, Outcome] | None:

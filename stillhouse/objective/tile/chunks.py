@@ -128,12 +128,7 @@ class ChunkWork:
     """The compiled work on the rows of a pass's chunks. Its sums are one tensor, to launch few kernels per chunk."""
 
     def __init__(
-        self,
-        terms: Sequence[Term],
-        plan: TilePlan,
-        provider: LogitsProvider,
-        weights_T: Tensor,
-        index: Tensor | None,
+        self, terms: Sequence[Term], plan: TilePlan, provider: LogitsProvider, weights_T: Tensor, index: Tensor | None
     ):
         """index: the rows of the pass; None: all."""
         self._layout, self._per_token = term_layout(terms, plan, provider)

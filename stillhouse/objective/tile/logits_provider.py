@@ -172,11 +172,7 @@ class HeadLogits(LogitsProvider):
     """Hidden states and a head. Gradients are kept in float32 (or float64) until backward scales them."""
 
     def __init__(
-        self,
-        hidden_TD: Tensor,
-        head: OutputHead,
-        terms: Sequence[Term],
-        gradients: list[Tensor | None] | None = None,
+        self, hidden_TD: Tensor, head: OutputHead, terms: Sequence[Term], gradients: list[Tensor | None] | None = None
     ):
         """gradients: the tensors of another provider with the same hidden states and head, to add to; None: new."""
         dtype = operand_dtype(hidden_TD, head.weight_VD)

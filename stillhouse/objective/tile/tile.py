@@ -26,12 +26,7 @@ from torch import Tensor
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.signals import RowIndex, Signal, SparseSignal
 from stillhouse.objective.tile.compiled import ROW_DEVICES, pointwise, run_rows
-from stillhouse.objective.tile.kernels import (
-    has_kernels,
-    kernel_gradient,
-    kernel_normalized_sums,
-    kernel_piece_sums,
-)
+from stillhouse.objective.tile.kernels import has_kernels, kernel_gradient, kernel_normalized_sums, kernel_piece_sums
 from stillhouse.objective.tile.local_sums import columns_of, local_sums, normalizers, row_blocks, sums_and_logits
 from stillhouse.objective.tile.pointwise import before_head, gradient, normalized_sums
 from stillhouse.objective.tile.statistics import RowStatistics, statistics

@@ -14,13 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from stillhouse.config import RunConfig, load_config
 from stillhouse.run.run import distill
-from stillhouse.tools.demo.corpus import (
-    NamedText,
-    collect_split,
-    collect_teacher_sources,
-    name_hash,
-    write_jsonl,
-)
+from stillhouse.tools.demo.corpus import NamedText, collect_split, collect_teacher_sources, name_hash, write_jsonl
 from stillhouse.tools.demo.tokenizer import train_tokenizer
 from stillhouse.tools.export_run import ExportSettings, export_run
 
