@@ -123,7 +123,7 @@ def test_float64_and_empty_tiles_have_no_kernels() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.001, torch.nan])
-@pytest.mark.parametrize("name", ["piece_sums", "kernel_normalized_sums", "kernel_gradient"])
+@pytest.mark.parametrize("name", ["kernel_piece_sums", "kernel_normalized_sums", "kernel_gradient"])
 def test_a_wrong_kernel_is_refused(name: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is 0.1 % or NaN, in the rows in which student and teacher are close."""
     kernel = getattr(kernels, name)

@@ -247,7 +247,12 @@ def complaints(
     ranks = assembled(layout, outcomes)
     messages = [f"{name}: missing" for name in wanted for rank in ranks[:1] if name not in rank]
     messages += [f"{name}: not expected" for name in ranks[0] if name.startswith("gradient") and name not in wanted]
-    errors = {name: _worst(ranks, name, each) for name, each in wanted.items() if name in ranks[0]}
+    errors = {
+        # NaN if one of the errors is NaN
+        name: float(torch.tensor([distance(rank[name], each) for rank in ranks], dtype=torch.float64).max())
+        for name, each in wanted.items()
+        if name in ranks[0]
+    }
     if not all(error <= within for error in errors.values()):  # written with `not` so that a NaN counts as too large
         own = flattened(*vars(plain(problem)).values())
         own_errors = {name: distance(own[name], each) for name, each in wanted.items()}
@@ -256,17 +261,8 @@ def complaints(
             for name, error in errors.items()
             if not error <= max(within, 2 * own_errors[name])
         ]
-    return messages + _disagreements(layout, ranks)
-
-
-def _worst(ranks: list[dict[str, Tensor]], name: str, wanted: Tensor) -> float:
-    """Return the largest error of all ranks, or NaN if one of the errors is NaN."""
-    return float(torch.tensor([distance(rank[name], wanted) for rank in ranks], dtype=torch.float64).max())
-
-
-def _disagreements(layout: Layout, ranks: list[dict[str, Tensor]]) -> list[str]:
-    """List the results that differ between ranks by a bit: ranks that branch on them would call other collectives."""
-    return [
+    # ranks that branch on results which differ by a bit would call other collectives
+    return messages + [
         f"{name}: differs between ranks"
         for name, value in ranks[0].items()
         for other in ranks[1:]
@@ -276,14 +272,6 @@ def _disagreements(layout: Layout, ranks: list[dict[str, Tensor]]) -> list[str]:
 
 #: problems and their oracles' results, by what makes the problem: many layouts have the same problems
 _EXPECTED: dict[str, tuple[Problem, Result]] = {}
-
-
-def _expected(case: Case) -> tuple[Problem, Result]:
-    key = repr(case.problem)
-    if key not in _EXPECTED:
-        problem = case.problem()
-        _EXPECTED[key] = problem, oracle(problem)
-    return _EXPECTED[key]
 
 
 def check(pool: RankPool, cases: list[Case], within: float = WITHIN) -> list[list[Outcome]]:
@@ -296,7 +284,10 @@ def check(pool: RankPool, cases: list[Case], within: float = WITHIN) -> list[lis
             messages.append(f"{case.name}: {answer.text}")
             continue
         outcomes.append(answer[: len(case.layout.student)])
-        errors = complaints(case.layout, outcomes[-1], *_expected(case), within)
+        if (key := repr(case.problem)) not in _EXPECTED:
+            problem = case.problem()
+            _EXPECTED[key] = problem, oracle(problem)
+        errors = complaints(case.layout, outcomes[-1], *_EXPECTED[key], within)
         messages += [f"{case.name}: {error}" for error in errors]
     assert not messages, f"{len(messages)} complaints about {len(cases)} cases\n" + "\n".join(messages)
     return outcomes

@@ -219,7 +219,12 @@ def _serve(number: int, size: int, store: str, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=number, world_size=size, timeout=timedelta(minutes=5)
     )
-    rank = Rank(number, *_groups(number, size))
+    # every rank must create every group in the same order
+    own_group = [dist.new_group([rank]) for rank in range(size)][number]
+    first = {count: dist.new_group(list(range(count))) for count in range(2, size + 1)}
+    pairs = [dist.new_group([*range(size)][start : start + 2]) for start in range(0, size, 2)]
+    groups = {1: own_group} | {count: group for count, group in first.items() if number < count}
+    rank = Rank(number, groups, pairs[number // 2])
     while True:
         try:
             function, jobs = _receive(pipe)
@@ -233,14 +238,6 @@ def _serve(number: int, size: int, store: str, pipe: Connection) -> None:
             _send(pipe, answer)
             if not answer[0]:
                 break
-
-
-def _groups(number: int, size: int) -> tuple[dict[int, ProcessGroup], ProcessGroup]:
-    """Create the groups. Every rank must create every group in the same order."""
-    own_group = [dist.new_group([rank]) for rank in range(size)][number]
-    first = {count: dist.new_group(list(range(count))) for count in range(2, size + 1)}
-    pairs = [dist.new_group([*range(size)][start : start + 2]) for start in range(0, size, 2)]
-    return {1: own_group} | {count: group for count, group in first.items() if number < count}, pairs[number // 2]
 
 
 class Collectives(TorchDispatchMode):
