@@ -1,12 +1,10 @@
 """The chunked pass: objectives from hidden states and an output head, without the logits of all tokens.
 
-The pass processes the tokens in chunks. It projects a chunk once to a tile of logits [C, V]. The terms define the
-gradient with respect to the tile (`tile/tile.py`), and this gradient overwrites the logits. Two matrix products then
-compute the gradients of the hidden states and the head. All of this happens in forward, so backward only multiplies
-by the incoming gradient, and no product is computed twice.
-
-Over vocabulary shards, each rank does this for its own vocabulary rows. An all-gather per chunk collects every rank's
-sums for each token, while the next chunk's products run. Some divergences need a second all-gather.
+The pass projects each chunk of tokens once to a tile of logits [C, V]. The terms' gradient with respect to the tile
+(`tile/tile.py`) overwrites the logits, and two matrix products compute the gradients of the hidden states and the
+head. All of this happens in forward, so backward only multiplies by the incoming gradient, and no product is computed
+twice. Over vocabulary shards, each rank does this for its own rows, and an all-gather per chunk (or two, for some
+divergences) collects every rank's sums for each token, while the next chunk's products run.
 
 T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """

@@ -1,9 +1,8 @@
 """The terms of an objective: each reads the statistics of one tile of student logits and adds to its gradient.
 
-A term has data (labels, a signal, a scale). Before the first chunk, `request` requests the statistics that the term
-needs. For each chunk, `add_to(tile)` returns the term's value per token in nats and adds the gradient of
-`weight · value` with respect to the tile's logits, as coefficients per row. So a sum of terms needs only one pass
-over the tokens.
+Before the first chunk, a term requests its statistics (`request`). For each chunk, `add_to(tile)` returns the term's
+value per token in nats and adds the gradient of `weight · value` with respect to the tile's logits, as coefficients
+per row. So a sum of terms needs only one pass over the tokens.
 
 C rows of a chunk of T tokens. q is the student's probability, τ the temperature, V the size of the vocabulary.
 """

@@ -1,13 +1,10 @@
 """Vocabulary shards: the rows of an output head on this rank, the objective's collectives, and the top K over ranks.
 
-This is the only file of the objective that uses torch.distributed. The rows of a head are sharded over R ranks; each
-rank holds rows `start:stop`, and ranks may hold different numbers of rows. Hidden states, labels and teacher signals
-are replicated.
-
-For each chunk of C tokens, every rank computes S sums per token over its own rows. One all-gather of R·C·S numbers
-(`AsyncAllGather`) gives every rank all of these sums, and every rank combines them itself. Backward all-reduces the
-hidden states' gradient once if `VocabShard.reduce_hidden_grad` is True. A rank with fewer than K rows pads its top K
-candidates: id −1, logit −∞.
+This is the only file of the objective that uses torch.distributed. The rows of a head are sharded over R ranks, which
+may hold different numbers of rows. Hidden states, labels and teacher signals are replicated. For each chunk of C
+tokens, every rank computes S sums per token over its own rows; one all-gather of R·C·S numbers (`AsyncAllGather`)
+gives all of them to every rank. Backward all-reduces the hidden states' gradient once if
+`VocabShard.reduce_hidden_grad` is True. A rank with fewer than K rows pads its top K candidates: id −1, logit −∞.
 
 C rows of a chunk, V vocabulary of this rank, K ids per row, N = R·K candidates of a row, X numbers of a row.
 """

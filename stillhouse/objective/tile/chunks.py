@@ -1,13 +1,8 @@
 """The loop over the chunks of a pass, and the work on a chunk's rows between its kernels and collectives.
 
 On a GPU, the statistics, terms and sums of a chunk would be hundreds of small kernels. So they run as two compiled
-functions:
-
-    row_masks     which rows are read and which are counted
-    finish_rows   from the gathered sums to the sums of the metrics, the terms' values and the numbers of the gradient
-
-Both run the terms' own Python code, once, on symbolic tensors. The code runs on terms that are rebuilt from a
-`TermLayout` and the tensors of a chunk. So it is compiled once for all micro-batches with equal layouts.
+functions: `row_masks` and `finish_rows`. Both run the terms' own Python code, once, on symbolic tensors and on terms
+that are rebuilt from a `TermLayout`. So they are compiled once for all micro-batches with equal layouts.
 
 C rows of a chunk of T tokens, K sums, N terms, R ranks, X numbers of a row.
 """
@@ -185,6 +180,7 @@ def masks(terms: Sequence[Term], rows: RowIndex, weights_C: Tensor) -> tuple[Ten
 
 
 def row_masks(layout: TermLayout, weights_C: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return `masks`, without the second one if both are equal."""
     seen_C, counted_C = masks(layout.build(tensors), slice(None), weights_C)
     return (seen_C,) if counted_C is seen_C else (seen_C, counted_C)
 

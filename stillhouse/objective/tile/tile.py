@@ -7,10 +7,8 @@
     term.add_to(tile, …)         each term reads the statistics and adds to the coefficients of the gradient
     tile.gradient()              overwrites the student's logits with the gradient with respect to hidden Wᵀ + bias
 
-If it is compiled, `compiled_chunk.py` reads and adds on a second tile of the same chunk, and `set_gradient` gives the
-coefficients to the first one.
-
-Terms use rows, temperatures and global ids. They access neither shards nor elements of [C, V].
+If `read` and `add_to` are compiled, they run on a second tile (`chunks.finish_rows`), and `set_gradient` gives its
+coefficients to the first one. Terms use rows, temperatures and global ids, but neither shards nor elements of [C, V].
 
 C rows of the chunk, V vocabulary on this rank, N or K ids per row, R ranks, X statistics of a row. q is the
 student's probability, τ a temperature, l = (logit − reference) / τ.
@@ -149,7 +147,7 @@ class Tile:
             rounded_CV.scatter_(1, places_CK, logits_CV.gather(1, places_CK).to(rounded_CV.dtype))
         return rounded_CV
 
-    # the gradient as tensors, for `compiled_chunk.py`
+    # the gradient as tensors, for `chunks.finish_rows`
 
     def gradient_rows(self) -> Tensor:
         """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""

@@ -1,9 +1,7 @@
 """The quantities that terms read from a chunk's logits (softmaxes, sums and single logits), each computed once.
 
-Before the first chunk, each term requests its quantities from a `TilePlan`. The plan assigns an index to each
-requested quantity; the index is the same in every chunk. The pointwise functions are compiled for
-`TilePlan.pointwise`, the part of the plan without tensors, which is hashable.
-
+Before the first chunk, each term requests its quantities from a `TilePlan`, which assigns an index to each. The
+pointwise functions are compiled for `TilePlan.pointwise`, the part of the plan without tensors, which is hashable.
 The functions of a pass exchange numbers per row as the columns of one tensor [C, X]. The key of a column is its name
 and the index of the column's softmax, tile or pair (0 if there is only one).
 
@@ -143,10 +141,9 @@ class PointwisePlan:
 
 
 class TilePlan:
-    """Assigns an index to each quantity that terms request. A repeated request returns the same index.
+    """Assigns an index to each quantity that terms request in `Term.request`; a repeated request returns the same.
 
-    Before the first chunk, a term calls these methods in `Term.request` to request quantities. After `close`, the
-    methods only look up an index: they raise LookupError for a quantity that no term has requested.
+    After `close`, the methods only look up an index: they raise LookupError for a quantity that was not requested.
 
     signals: the dense signals, in the order of their tiles.
     buckets: each sparse signal that needs sums over the tokens outside its ids, with the student's softmax.
