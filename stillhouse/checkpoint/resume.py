@@ -242,7 +242,7 @@ def _started_from(newest_first: list[Path]) -> Path | None:
 
 
 class _Writer(BaseModel):
-    """likeliest: the most likely token after each of a few prompts, and its log-probability (`engine_proof.py`)"""
+    """likeliest: the most likely token after each of a few prompts, and its log-probability"""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -150,6 +150,18 @@ def assert_same_rollouts(out: Path, expected_out: Path, keys: Sequence[str], los
         assert weights(out)[name].sub(weight).abs().max() < 1e-4, name
 
 
+def served(folder: Path, name: str, *urls: str, **settings: str) -> tuple[Any, ...]:
+    """The arguments of a run with servers of our own that write the completions. name: of its output folder."""
+    values = {"out": str(folder / name), "rollout.engine": "stillhouse", "rollout.url": f"[{', '.join(urls)}]"}
+    return ("distill", folder / "run.yaml", *(f"{key}={value}" for key, value in (values | settings).items()))
+
+
+def assert_same_served(out: Path, expected_out: Path) -> None:
+    """As `assert_same_rollouts`; the servers have written with the trainer's weights."""
+    assert_same_rollouts(out, expected_out, SAME, "loss/total_nats_per_token")
+    assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(out))
+
+
 def one_source_plan(
     prompts: int, dataset: int, prompts_per_step: int, samples_per_prompt: int, seed: int, share: float = 1.0
 ) -> PromptPlan:

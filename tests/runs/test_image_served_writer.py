@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit.image_runs import write_on_policy
 from kit.mutations import assert_survives
-from kit.on_policy_runs import SAME, assert_same_rollouts, rollout_figures
+from kit.on_policy_runs import assert_same_rollouts, assert_same_served, served
 from kit.ranks import run_ranks
 from kit.runs import run, write_run
 from kit.serving import Server
@@ -24,7 +24,6 @@ from stillhouse.serving.image_wire import encode_prompt
 from stillhouse.serving.strict_body import SAFETENSORS
 
 GENERATE = "/inference/v1/generate"
-LOSS = "loss/total_nats_per_token"
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +41,15 @@ def server(folder: Path) -> Iterator[Server]:
         yield started
 
 
-def served(folder: Path, name: str, url: str) -> list[str]:
-    return ["rollout.engine=stillhouse", f"rollout.url={url}", f"out={folder / name}"]
-
-
-def assert_same_run(folder: Path, name: str) -> None:
-    assert_same_rollouts(folder / name, folder / "job", SAME, LOSS)
-    assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(folder / name))
-
-
 def test_a_served_run_on_prompts_with_images_is_that_of_the_job(folder: Path, server: Server) -> None:
-    run("distill", folder / "run.yaml", *served(folder, "served", server.url))
-    assert_same_run(folder, "served")
+    run(*served(folder, "served", server.url))
+    assert_same_served(folder / "served", folder / "job")
 
 
 @pytest.mark.slow
 def test_two_processes_share_the_completions_of_a_server(folder: Path, server: Server) -> None:
-    run_ranks(2, "distill", folder / "run.yaml", *served(folder, "two", server.url), "parallel.fsdp=2")
-    assert_same_run(folder, "two")
+    run_ranks(2, *served(folder, "two", server.url), "parallel.fsdp=2")
+    assert_same_served(folder / "two", folder / "job")
 
 
 @pytest.mark.slow
@@ -68,8 +58,8 @@ def test_other_families_are_written_as_in_the_job(family: str, tmp_path: Path) -
     write_run(tmp_path, **write_on_policy(tmp_path, family))
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'job'}")
     with Server(tmp_path / "student", "--generate", "--images") as server:
-        run("distill", tmp_path / "run.yaml", *served(tmp_path, "served", server.url))
-    assert_same_run(tmp_path, "served")
+        run(*served(tmp_path, "served", server.url))
+    assert_same_served(tmp_path / "served", tmp_path / "job")
 
 
 @pytest.mark.slow
@@ -78,7 +68,7 @@ def test_a_served_teacher_writes_what_it_writes_in_the_job(tmp_path: Path) -> No
     write_run(tmp_path, **write_on_policy(tmp_path, "qwen3_vl", **settings))
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'job'}")
     with Server(tmp_path / "teacher", "--generate", "--images") as server:
-        run("distill", tmp_path / "run.yaml", *served(tmp_path, "served", server.url), "teacher=null")
+        run(*served(tmp_path, "served", server.url), "teacher=null")
     same = ("rollout/completion_tokens",)
     assert_same_rollouts(tmp_path / "served", tmp_path / "job", same, "loss/cross_entropy_nats_per_token")
 
@@ -106,7 +96,7 @@ def ignore_images() -> None:
 @pytest.mark.slow
 def test_a_server_that_ignores_images_is_found_by_its_log_probs(folder: Path) -> None:
     with Server(folder / "student", "--generate", "--images", hook=ignore_images) as server:
-        ended = run("distill", folder / "run.yaml", *served(folder, "ignored", server.url), code=1)
+        ended = run(*served(folder, "ignored", server.url), code=1)
     assert "its log-probabilities are those of other weights" in ended.err
 
 
@@ -123,7 +113,7 @@ def test_a_server_that_cannot_read_the_prompts_is_refused(folder: Path, tmp_path
     }
     for message, arguments in servers.items():
         with Server(*arguments) as server:
-            ended = run("distill", folder / "run.yaml", *served(folder, "refused", server.url), code=2)
+            ended = run(*served(folder, "refused", server.url), code=2)
         assert "rollout.url: data.train has images" in ended.err
         assert message in ended.err
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kit import slow
-from kit.on_policy_runs import SAME, assert_same_rollouts, rollout_figures, write_on_policy_run
+from kit.on_policy_runs import assert_same_served, rollout_figures, served, write_on_policy_run
 from kit.ranks import run_ranks
 from kit.runs import Command, last_step, run, wait_for
 from kit.serving import Server
@@ -33,24 +33,9 @@ def server(in_process: Path) -> Iterator[Server]:
 SETTINGS: dict[str, Any] = {"checkpoint.every": 2, "train.steps": 8, "rollout.max_new_tokens": 9}
 
 
-def served(folder: Path, name: str, *urls: str, **settings: str) -> tuple[Any, ...]:
-    """The arguments of a run with servers."""
-    values = {
-        "out": str(folder / name),
-        "rollout.engine": "stillhouse",
-        "rollout.url": f"[{', '.join(urls)}]",
-    } | settings
-    return ("distill", folder / "run.yaml", *(f"{key}={value}" for key, value in values.items()))
-
-
-def assert_same_run(out: Path, expected_out: Path) -> None:
-    assert_same_rollouts(out, expected_out, SAME, "loss/total_nats_per_token")
-    assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(out))
-
-
 def test_a_served_run_is_that_of_one_process(in_process: Path, server: Server) -> None:
     run(*served(in_process, "served", server.url))
-    assert_same_run(in_process / "served", in_process / "in_process")
+    assert_same_served(in_process / "served", in_process / "in_process")
     assert [path.name for path in sorted((in_process / "served" / "weights").iterdir())] == [
         "version-00000006",
         "version-00000007",
@@ -61,7 +46,7 @@ def test_a_served_run_is_that_of_one_process(in_process: Path, server: Server) -
 @pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
 def test_two_processes_share_the_completions_of_a_server(in_process: Path, server: Server, layout: str) -> None:
     run_ranks(2, *served(in_process, layout, server.url), f"parallel.{layout}")
-    assert_same_run(in_process / layout, in_process / "in_process")
+    assert_same_served(in_process / layout, in_process / "in_process")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +70,7 @@ def test_a_server_that_is_killed_and_comes_back(in_process: Path) -> None:
         server.kill()
         with Server(*arguments, "--port", server.port):
             assert command.wait(180) == 0, command.out + command.err
-    assert_same_run(in_process / "killed", in_process / "in_process")
+    assert_same_served(in_process / "killed", in_process / "in_process")
 
 
 @pytest.mark.slow
@@ -96,7 +81,7 @@ def test_of_two_servers_one_is_killed_for_good(in_process: Path) -> None:
         wait_for(lambda: last_step(in_process / "one_left") >= 3)
         other.kill()
         assert command.wait(180) == 0, command.out + command.err
-    assert_same_run(in_process / "one_left", in_process / "in_process")
+    assert_same_served(in_process / "one_left", in_process / "in_process")
 
 
 @pytest.mark.parametrize("at", [slow(1), 4])
@@ -106,7 +91,7 @@ def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path,
     command = Command(*arguments, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
     assert command.wait(120) == -signal.SIGKILL, command.err
     run(*arguments)
-    assert_same_run(out, in_process / "in_process")
+    assert_same_served(out, in_process / "in_process")
 
 
 @pytest.mark.slow
@@ -134,7 +119,7 @@ def test_without_any_server_the_run_saves_and_stops_and_goes_on_later(in_process
         assert command.wait(120) == 1
         assert "the run has stopped after a checkpoint" in command.err
     run(*served(in_process, "stopped", server.url))
-    assert_same_run(out, in_process / "in_process")
+    assert_same_served(out, in_process / "in_process")
 
 
 def test_a_server_of_another_model_is_refused_before_the_first_step(in_process: Path, tmp_path: Path) -> None:

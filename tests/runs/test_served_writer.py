@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.on_policy_runs import assert_same_rollouts, write_on_policy_run
+from kit.on_policy_runs import assert_same_rollouts, served, write_on_policy_run
 from kit.runs import run
 from kit.serving import Server
 from kit.stub_servers import stub_server
@@ -50,13 +50,8 @@ def student(folder: Path) -> Iterator[Server]:
         yield server
 
 
-def served(folder: Path, name: str, url: str, *more: str) -> tuple[Any, ...]:
-    options = ["rollout.engine=stillhouse", f"rollout.url={url}", f"out={folder / name}", "teacher=null"]
-    return ("distill", folder / "run.yaml", *options, *more)
-
-
 def test_a_served_teacher_writes_what_it_writes_in_the_job(folder: Path, teacher: Server) -> None:
-    run(*served(folder, "served", teacher.url))
+    run(*served(folder, "served", teacher.url, teacher="null"))
     assert_same_rollouts(folder / "served", folder / "in_process", *SAME)
     assert not (folder / "served" / "weights").exists()
 

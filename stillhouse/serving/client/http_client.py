@@ -123,7 +123,6 @@ class HttpClient:
         await self._transport.aclose()
 
     def _hidden(self, text: str) -> str:
-        """The text without the token."""
         return text if self._token is None else text.replace(self._token, "*" * len(self._token))
 
 

@@ -17,15 +17,14 @@ def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
     """Raises RequestError for an invalid body. named: how many levels of the invalid field's path the error names."""
     try:
         require_few_lists(content)
-    except ValueError as error:
-        raise refused(str(error)) from error
-    try:
         return kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         param = ".".join(str(level) for level in first["loc"][:named]) or None
         problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
         raise refused(f"{param or 'the body'}: {problem}", param) from error
+    except ValueError as error:
+        raise refused(str(error)) from error
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:
