@@ -25,7 +25,7 @@ from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import run_config, student_settings
 from stillhouse.config import RunConfig
 from stillhouse.data import MicroBatch, PackedSequences
-from stillhouse.loops.held_out_metrics import held_out_metrics
+from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.models import Decoder
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare

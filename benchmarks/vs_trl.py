@@ -41,7 +41,7 @@ from benchmarks.peers import Products, Sizes, make_inputs
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import LOSS, run_config, values_of
 from stillhouse.config import RunConfig
-from stillhouse.loops.held_out_metrics import held_out_metrics
+from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.models import Decoder
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare

@@ -236,7 +236,8 @@ def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice) -> Sam
         _FINISHES[arrays["finish_R"][number]],
     )
     reward = float(arrays["reward_R"][number]) if arrays["has_reward_R"][number] else None
-    is_generated_N = arrays["is_written_N"][tokens].astype(bool)
-    return Sample(
-        int(arrays["number_R"][number]), int(arrays["prompt_R"][number]), completion, is_generated_N, reward
-    )
+    sample = Sample(int(arrays["number_R"][number]), int(arrays["prompt_R"][number]), completion, reward)
+    if (sample.is_generated_N != arrays["is_written_N"][tokens]).any():
+        problem = "has tokens with a version that no model wrote, or tokens of a model without one"
+        raise ValueError(f"sample {sample.number} {problem}")
+    return sample

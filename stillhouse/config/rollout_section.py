@@ -60,6 +60,11 @@ class PromptConfig(Section):
         return text_list(self.tools)
 
     @property
+    def has_turns(self) -> bool:
+        """Whether samples may have several turns."""
+        return self.environment is not None or bool(self.tool_paths)
+
+    @property
     def reply_role(self) -> Literal["user", "tool"] | None:
         """The role with which the chat template writes replies of the environment; None if it does not."""
         return None if self.environment is None or self.reply == "raw" else self.reply

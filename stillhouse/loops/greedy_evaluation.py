@@ -1,23 +1,31 @@
-"""Evaluations for which the student completes prompts: eval.tasks, eval.samples, eval.prompts and eval.callbacks."""
+"""Evaluations for which the student completes prompts: eval.tasks, eval.samples, eval.prompts and eval.callbacks.
 
-from collections.abc import Callable, Iterator, Sequence
+Functions whose names are in eval.callbacks get an `EvaluationContext` and return metrics:
+
+    def accuracy(context: EvaluationContext) -> dict[str, float]:
+        answers = context.generate(["2 + 2 ="])
+        return {"sums": float(answers[0].strip() == "4")}
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, as_config_error
 from stillhouse.config.evaluation_section import is_of_callback
-from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
-from stillhouse.data.media import MediaProcessor, media_end, shown_media, shown_text
+from stillhouse.data.media import MediaProcessor, media_end
 from stillhouse.data.record import RecordError
 from stillhouse.data.render.templates import CompletionTemplate, Rendered
-from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
-from stillhouse.loops.completion_engine import in_job_engine
-from stillhouse.loops.held_out_metrics import in_shown_order
-from stillhouse.loops.prompt_evaluation import PromptEvaluation
+from stillhouse.loops.held_out import in_shown_order
+from stillhouse.loops.prompt_evaluation import PromptEvaluation, eval_sample
+from stillhouse.loops.rollouts import in_job_engine
 from stillhouse.loops.session import Data, Models, Schedule, Session
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
@@ -27,14 +35,17 @@ from stillhouse.parallel import is_first, watchdog
 from stillhouse.preemption import OverdueError
 from stillhouse.rollout import Completion, GenerationRequest, Sampling
 from stillhouse.rollout.engines import InJobEngine
-from stillhouse.signals import SignalsLostError
+from stillhouse.rollout.rollout import errors_of_signals
+from stillhouse.rollout.user_functions import user_function
 from stillhouse.tasks import TaskSpec, exact_match, problem
-from stillhouse.user_code.functions import UserFunctionError
+from stillhouse.user_code.functions import CALLBACKS, UserFunctionError, finite_number, shown
 
+_NAME = re.compile(r"[\w.\-/]+")
 #: if a document has no prompt, at most this many tokens of its beginning are used as the prompt
 PROMPT_TOKENS = 32
 
 
+@dataclass(frozen=True)
 class GreedyEvaluation:
     """The evaluations of a run that need completions.
 
@@ -43,57 +54,45 @@ class GreedyEvaluation:
     prompts: the evaluation of eval.prompts; None if the run has none.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        data: Data,
-        schedule: Schedule,
-        folder: RunFolder,
-        engine: InJobEngine,
-        file: LineFile | None,
-        prompts: PromptEvaluation | None = None,
-    ):
-        self._prompts = prompts
-        self._models, self._data, self._schedule = models, data, schedule
-        self._folder, self._engine, self._file = folder, engine, file
+    models: Models
+    data: Data
+    schedule: Schedule
+    folder: RunFolder
+    engine: InJobEngine
+    file: LineFile | None
+    prompts: PromptEvaluation | None
 
     @property
     def prompt_hashes(self) -> dict[str, str]:
         """See `PromptEvaluation.hashes`; empty without such an evaluation."""
-        return {} if self._prompts is None else self._prompts.hashes
+        return {} if self.prompts is None else self.prompts.hashes
 
     def evaluate(self, step: int, others: dict[str, float]) -> dict[str, float]:
         """Return the metrics of tasks and callbacks, the same on all ranks, and show completions of held-out prompts.
 
-        A collective of all processes. Raises UserFunctionError on all ranks if a callback or a reward fails, and
-        SignalsLostError if it does not return after a signal, or if a reward's server does not answer. Raises
+        A collective. others: the other metrics of this evaluation, whose names a callback must not use.
+        Raises UserFunctionError on all ranks if a callback or a reward fails, the errors of `errors_of_signals`, and
         ConfigError if no callback gives the metric of checkpoint.best.
-
-        others: the other metrics of this evaluation, whose names a callback must not use.
         """
-        data, schedule, settings = self._data, self._schedule, self._schedule.eval_config
+        settings, checkpoint = self.schedule.eval_config, self.schedule.checkpoint_config
+        generate, tokenizer = self.engine.generate, self.data.tokenizer
         watchdog.enter("the evaluation of tasks")
-        self._engine.update_weights(step, None)
-        metrics = evaluate_tasks(
-            self._engine.generate, data.tokenizer, settings.tasks, settings.task_count, schedule.seed
-        )
-        if settings.samples and data.evaluation is not None:
+        self.engine.update_weights(step)
+        metrics = evaluate_tasks(generate, tokenizer, settings.tasks, settings.task_count, self.schedule.seed)
+        if settings.samples and self.data.evaluation is not None:
             self._show_completions(step)
-        context = EvaluationContext(step, self._folder.path, data.tokenizer, self._complete_texts)
-        try:
-            if self._prompts is not None:
-                prompt_settings, shown = self._prompts.evaluate(step)
-                metrics |= prompt_settings
-                if self._file is not None:
-                    self._file.append(shown)
+        context = EvaluationContext(step, self.folder.path, tokenizer, self._complete_texts)
+        with errors_of_signals():
+            if self.prompts is not None:
+                prompt_metrics, shown = self.prompts.evaluate(step)
+                metrics |= prompt_metrics
+                if self.file is not None:
+                    self.file.append(shown)
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
-            with self._models.ranks.shared(UserFunctionError, ValueError, OverdueError) as shared:
+            with self.models.ranks.shared(UserFunctionError, ValueError, OverdueError) as shared:
                 if is_first():
                     shared.value = callback_metrics(settings.callbacks, context, others | metrics)
             metrics |= shared.value
-        except (OverdueError, ServerError) as error:
-            raise SignalsLostError(str(error)) from error
-        checkpoint = schedule.checkpoint_config
         if is_of_callback(checkpoint.best) and checkpoint.best not in metrics:
             raise ConfigError(
                 "checkpoint.best",
@@ -103,13 +102,13 @@ class GreedyEvaluation:
 
     def _complete_texts(self, texts: Sequence[str]) -> list[str]:
         """Complete texts on this rank only; the other ranks wait for the metrics of the callbacks."""
-        tokenizer = self._data.tokenizer
-        completions = self._engine.generator.generate(_text_requests(tokenizer, texts), self._engine.version)
+        tokenizer = self.data.tokenizer
+        completions = self.engine.generator.generate(_text_requests(tokenizer, texts), self.engine.version)
         return [tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True) for completion in completions]
 
     def _show_completions(self, step: int) -> None:
         """Complete the same held-out prompts at each evaluation, and append them to eval_samples.jsonl."""
-        data, settings, sequences = self._data, self._schedule.eval_config, self._data.evaluation
+        data, settings, sequences = self.data, self.schedule.eval_config, self.data.evaluation
         assert sequences is not None
         prompts = choose_prompts(sequences.documents, settings.samples, data.media_processor)
         requests: list[GenerationRequest] = []
@@ -117,32 +116,21 @@ class GreedyEvaluation:
             tokens = min(settings.task_tokens, sequences.max_tokens - len(prompt.prompt_N))
             media = sequences.documents.media_of(prompt.document)
             requests.append(GenerationRequest(number, prompt.prompt_N, number, tokens, media))
-        completions, decode = self._engine.generate(requests), data.tokenizer.decode
-        if self._file is None:
+        completions = self.engine.generate(requests)
+        if self.file is None:
             return
-        self._file.append(
-            [
-                EvalSample(
-                    step=step,
-                    number=request.number,
-                    source=prompt.source,
-                    prompt=shown_text(data.tokenizer, prompt.prompt_N, data.media_processor)[-CHARACTERS:],
-                    reference=decode(prompt.reference_N[: request.max_new_tokens].tolist())[:CHARACTERS],
-                    completion=decode(completion.ids_N.tolist())[:CHARACTERS],
-                    tokens=len(completion.ids_N),
-                    finish=completion.finish,
-                    **shown_media(sequences.documents.media_of(prompt.document), data.media_processor),
-                )
-                for request, prompt, completion in zip(requests, prompts, completions, strict=True)
-            ]
-        )
+        shown: list[EvalSample] = []
+        for request, prompt, completion in zip(requests, prompts, completions, strict=True):
+            reference = data.tokenizer.decode(prompt.reference_N[: request.max_new_tokens].tolist())
+            sample = eval_sample(step, data, sequences.documents, prompt.document, prompt.prompt_N, completion)
+            shown.append(replace(sample, number=request.number, reference=reference[:CHARACTERS]))
+        self.file.append(shown)
 
 
 @contextmanager
 def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterator[GreedyEvaluation | None]:
-    """Yield the evaluations that need completions; None if the run has none.
-
-    kept: the last step whose shown completions are kept; those of later steps, which the run repeats, are removed.
+    """Yield the evaluations that need completions; None if the run has none. kept: the last step whose shown
+    completions are kept; those of later steps, which the run repeats, are removed.
     """
     settings = session.schedule.eval_config
     if not (settings.tasks or settings.callbacks or settings.samples or settings.prompts):
@@ -166,14 +154,11 @@ def evaluate_tasks(
     count: int,
     seed: int,
 ) -> dict[str, float]:
-    """Return the shares of held-out problems that are completed exactly; empty without tasks.
+    """Return the shares of held-out problems of each task, and of each length, that are completed exactly, and the
+    share of completions that are cut at the limit; empty without tasks.
 
-    generate: completes prompts greedily, in their order.
-    tasks: as in `TaskSpec.parse`, each name once.
+    generate: completes prompts greedily, in their order. tasks: as in `TaskSpec.parse`, each name once.
     count: the number of problems of each task; the lengths of the problems alternate.
-
-    `eval/exact_match/<task>` is the share of all problems of a task, and `eval/exact_match/<task>/length_<n>` the
-    share of the problems of one length. `eval/tasks_truncated` is the share of completions that are cut at the limit.
     """
     specs = [TaskSpec.parse(text) for text in tasks]
     problems = [(spec.name, problem(spec, seed, number, held_out=True)) for spec in specs for number in range(count)]
@@ -201,9 +186,8 @@ def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """The beginning of a held-out document, and its continuation.
-
-    document: its number. source: the document's file and line.
+    """The beginning of a held-out document, and its continuation. document: its number. source: the document's file
+    and line.
     """
 
     document: int
@@ -215,11 +199,8 @@ class HeldOutPrompt:
 def choose_prompts(documents: Documents, count: int, processor: MediaProcessor | None = None) -> list[HeldOutPrompt]:
     """Choose up to `count` prompts, the same ones in every run on this data. Prompts of several sets alternate.
 
-    A document with a prompt is cut before its first target. A document without a prompt is cut after half of its
-    tokens, but after at most `PROMPT_TOKENS`. No document is cut before a token behind its last media. A document
-    with nothing after the cut is left out.
-
-    processor: that of the documents' media; None without media.
+    A document is cut before its first target, or without a prompt after half of its tokens, at most `PROMPT_TOKENS`,
+    but not before its last media; one with nothing after the cut is left out. processor: that of the media.
     """
     by_set: dict[int, list[int]] = {}
     for document in in_shown_order(documents, range(len(documents))):
@@ -231,14 +212,65 @@ def choose_prompts(documents: Documents, count: int, processor: MediaProcessor |
         for set_number, documents_of_set in by_set.items()
         for turn, document in enumerate(documents_of_set)
     )
-    return [_prompt(documents, document, processor) for _, _, document in turns[:count]]
+    prompts: list[HeldOutPrompt] = []
+    for _, _, document in turns[:count]:
+        ids_N = documents.tokens(document)
+        end, targets = media_end(ids_N, processor), np.flatnonzero(documents.targets(document))
+        first = int(targets[0])
+        cut = first if first > 1 else max(1, min(PROMPT_TOKENS, len(ids_N) // 2))
+        if cut < end:
+            cut = next((int(target) for target in targets if target >= end), end)
+        source = documents.sources[document]
+        prompts.append(HeldOutPrompt(document, source, ids_N[:cut].astype(np.int32), ids_N[cut:]))
+    return prompts
 
 
-def _prompt(documents: Documents, document: int, processor: MediaProcessor | None) -> HeldOutPrompt:
-    ids_N = documents.tokens(document)
-    end, targets = media_end(ids_N, processor), np.flatnonzero(documents.targets(document))
-    first = int(targets[0])
-    cut = first if first > 1 else max(1, min(PROMPT_TOKENS, len(ids_N) // 2))
-    if cut < end:
-        cut = next((int(target) for target in targets if target >= end), end)
-    return HeldOutPrompt(document, documents.sources[document], ids_N[:cut].astype(np.int32), ids_N[cut:])
+@dataclass(frozen=True)
+class EvaluationContext:
+    """The argument of a callback.
+
+    step: the number of optimizer steps so far.
+    folder: the run's folder, in which a callback may write files of its own.
+    generate: completes texts greedily with the current student, up to eval.task_tokens tokens each; returns the
+        completions without special tokens, in the order of the texts.
+    """
+
+    step: int
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    generate: Callable[[Sequence[str]], list[str]]
+
+
+def callback_metrics(
+    paths: Sequence[str], context: EvaluationContext, others: Mapping[str, float]
+) -> dict[str, float]:
+    """Call the user's functions in this process and return their metrics, named `eval/<name>`.
+
+    others: the other metrics of this evaluation, whose names a callback must not use. Raises UserFunctionError if a
+    callback raises an error or returns anything but a dict of names and finite numbers, and OverdueError if it does
+    not return after a signal.
+    """
+    metrics: dict[str, float] = {}
+    for path in paths:
+        function = user_function(CALLBACKS, path)
+        metrics |= checked_metrics(function, function(context), {*others, *metrics})
+    return metrics
+
+
+def checked_metrics(function: object, returned: Any, others: set[str]) -> dict[str, float]:
+    """Return a callback's metrics under their keys. Raises UserFunctionError (see `callback_metrics`)."""
+    if not isinstance(returned, Mapping):
+        raise UserFunctionError(f"{function} gives {shown(returned)}: expected a dict of names and numbers")
+    metrics: dict[str, float] = {}
+    for name, value in returned.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UserFunctionError(
+                f"{function} gives the name {shown(name)}: expected letters, digits and any of _.-/"
+            )
+        number = None if isinstance(value, bool | np.bool_) else finite_number(value)
+        if number is None:
+            raise UserFunctionError(f"{function} gives {shown(value)} for {name!r}: expected a finite number")
+        if f"eval/{name}" in others:
+            raise UserFunctionError(f"{function} gives {name!r}, but this evaluation has an eval/{name} already")
+        metrics[f"eval/{name}"] = number
+    return metrics

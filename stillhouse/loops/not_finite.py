@@ -40,25 +40,20 @@ def not_finite_error(
     what = "loss" if not math.isfinite(loss) else "gradient"
     if not is_first():
         return ValueError(f"step {step}: the {what} is not finite; rank 0 prints the cause")
+    precision = ", train.precision=fp32" if models.autocast else ""
+    start = "there is no checkpoint yet: start again with such a change"
+    if (last := max(checkpoints.glob("step-*"), default=None)) is not None:
+        start = f"start a run in another folder with such a change and with checkpoint.resume={last}"
     return ValueError(
         f"step {step}: the {what} is not finite (loss {loss:g}, gradient norm {norm:g}): {where}. "
-        f"No weight was changed by this step. {_advice(models, checkpoints)}"
+        f"No weight was changed by this step. The usual remedies are a lower train.learning_rate{precision}, or to "
+        f"remove these samples; {start}"
     )
 
 
-def _advice(models: Models, checkpoints: Path) -> str:
-    precision = ", train.precision=fp32" if models.autocast else ""
-    last = max(checkpoints.glob("step-*"), default=None)
-    start = "there is no checkpoint yet: start again with such a change"
-    if last is not None:
-        start = f"start a run in another folder with such a change and with checkpoint.resume={last}"
-    return f"The usual remedies are a lower train.learning_rate{precision}, or to remove these samples; {start}"
-
-
 def _losses(models: Models, micro_batches: ShardedMicroBatches, outputs: Sequence[ObjectiveOutput]) -> list[str]:
-    """Name the terms of the loss that are not finite, and the samples on which they are not finite.
-
-    outputs: one output for each micro-batch; empty on processes without the last stage.
+    """Name the terms of the loss that are not finite, and the samples on which they are not finite. outputs: one
+    output for each micro-batch; empty on processes without the last stage.
     """
     findings = [
         (name, document)
@@ -89,7 +84,6 @@ def _gradients(models: Models, packed: PackedMicroBatches) -> list[str]:
 
 def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int]) -> str:
     """Return the sources of the documents whose own loss or gradient is not finite; if there are none, all sources.
-
     Each document is run separately, because a NaN spreads to all documents that are packed into the same row.
     """
     candidates = sorted(set(documents))

@@ -5,10 +5,9 @@ It differs from `off_policy.py` in the source of its micro-batches (`rollout/`) 
 """
 
 from stillhouse.checkpoint.checkpoint_folder import IntactCheckpoint
-from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
+from stillhouse.loops.rollout_records import RolloutMetrics, SampledStep, shown_samples
 from stillhouse.loops.rollouts import open_rollout, require_same_weights
 from stillhouse.loops.session import Session
-from stillhouse.loops.source_metrics import source_metrics
 from stillhouse.loops.training import training
 from stillhouse.models.forward_modes import noise_of
 from stillhouse.output.folder import RunFolder
@@ -19,13 +18,18 @@ from stillhouse.signals import RequestedSteps
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
-    """Run all remaining steps; returns the run's progress at the end. The student then has the final weights.
-
-    Raises the errors of `off_policy.train`. If no server answers, it saves a checkpoint and raises SignalsLostError.
+    """Run all remaining steps; returns the run's progress at the end. The student then has the final weights. Raises
+    the errors of `off_policy.train`. If no server answers, it saves a checkpoint and raises SignalsLostError.
     """
     models, plan = session.models, session.rollout
     assert plan is not None
-    metrics = RolloutMetrics(plan.prompts, models.ranks, plan.configs, noise_of(models.student))
+    metrics = RolloutMetrics(
+        plan,
+        models.ranks,
+        session.loss.spec,
+        one_teacher_per_document=session.data.train.together is not None,
+        noise=noise_of(models.student),
+    )
     with (
         open_rollout(session, folder, is_new=checkpoint is None) as rollout,
         training(session, folder, checkpoint, rollout.queue) as run,
@@ -47,15 +51,11 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
                 output = models.engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
                 run.update(step, micro_batches, output)
                 rollout.trained(step)
-            shown = shown_samples(models.ranks, session.data, plan, step, samples, micro_batches, output)
+            sampled = SampledStep(step, samples, micro_batches, output)
+            shown = shown_samples(models.ranks, session.data, plan, sampled)
             seconds, waited = timeline.end_step()
             log.write(shown)
-            measured = metrics.of(step, samples, micro_batches, output, seconds, waited)
-            measured |= metrics.call_metrics(rollout.call_times(), seconds)
-            if plan.sources:
-                together = session.data.train.together is not None
-                arguments = plan, session.loss.spec, step, samples, micro_batches, output
-                measured |= source_metrics(models.ranks, *arguments, one_teacher_per_document=together)
-            run.end(step, micro_batches, output, measured, seconds)
+            times = {} if rollout.functions is None else rollout.functions.take_times()
+            run.end(step, micro_batches, output, metrics.of(sampled, seconds, waited, times), seconds)
         rollout.finish()
     return run.progress

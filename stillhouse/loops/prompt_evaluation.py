@@ -1,9 +1,7 @@
 """Evaluation on prompts alone (`eval.prompts`): the student completes the same prompts at each evaluation.
 
-Turns, tools and environments are those of training. The completions are generated with the weights in the job; the
-user's functions are called on rank 0, or in workers on its host. The teacher scores the student's tokens as
-it scores those of rollouts, so that the divergence is on the student's own prefixes. No reference completion is
-needed.
+Turns, tools and environments are those of training; the weights are those in the job. The teacher scores the
+student's tokens as it scores those of rollouts, so that the divergence is on the student's own prefixes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +17,19 @@ from stillhouse.data import Documents, LoadOptions, load_documents
 from stillhouse.data.media import shown_media, shown_text
 from stillhouse.data.render.record_forms import are_conversations
 from stillhouse.hashing import json_hash
-from stillhouse.loops.completion_calls import CompletionCalls, require_end_of_turn
-from stillhouse.loops.held_out_metrics import in_shown_order
-from stillhouse.loops.sample_statistics import has_turns, turn_statistics
+from stillhouse.loops.held_out import in_shown_order
+from stillhouse.loops.rollout_records import turn_statistics
+from stillhouse.loops.rollouts import require_end_of_turn
 from stillhouse.loops.session import Data, Models, RolloutPlan, Session
 from stillhouse.loops.step_metrics import means
 from stillhouse.objective import Signals, reverse_kl
 from stillhouse.output.records import CHARACTERS, EvalSample
-from stillhouse.parallel import Ranks, ShardedMicroBatches, is_first, log_rank0, watchdog
-from stillhouse.rollout import Sample, Samples, Sampling, TargetRules, step_documents
+from stillhouse.parallel import Ranks, ShardedMicroBatches, is_first, watchdog
+from stillhouse.rollout import Completion, Sample, Samples, Sampling, TargetRules, step_documents
 from stillhouse.rollout.documents import StepPacker
 from stillhouse.rollout.engines import InJobEngine, JobEngine
 from stillhouse.rollout.rollout import ERRORS
-from stillhouse.rollout.user_functions import tool_schemas
+from stillhouse.rollout.user_functions import CompletionCalls, tool_schemas, warn
 from stillhouse.signals.signal_store import SignalWatch
 from stillhouse.user_code.functions import EVAL_REWARD
 
@@ -55,11 +53,11 @@ class PromptEvaluation:
         self._prompts = held_out_prompts(session.models, session.data, session.rollout, settings)
         words = None if session.rollout is None else shared_prompts(session.data.train.documents, self._prompts)
         if words is not None:
-            log_rank0(f"warning: {words}")
+            warn(words)
         # without the section, its defaults hold for servers
         section = RolloutConfig() if session.rollout is None else session.rollout.config
         require_end_of_turn(session.models, session.data, section)
-        if has_turns(section):  # a turn ends as in training
+        if section.has_turns:  # a turn ends as in training
             sampling = replace(sampling, stop=tuple(section.stop))
         changes = {
             "reward": settings.reward,
@@ -67,7 +65,7 @@ class PromptEvaluation:
             "workers": min(section.workers, len(self._prompts)),
             "max_new_tokens": settings.max_new_tokens,
         }
-        self._rollout, self._engine = section.model_copy(update=changes), engine.with_sampling(sampling)
+        self._rollout, self._engine, self._sampling = section.model_copy(update=changes), engine, sampling
         packed = session.data.train
         budget = session.schedule.held_out_tokens
         self._packer = StepPacker(packed, budget, session.data.by_length)
@@ -81,29 +79,17 @@ class PromptEvaluation:
         return {f"{PROMPTS}{chosen}": self._prompts.fingerprint()}
 
     def evaluate(self, step: int) -> tuple[dict[str, float], list[EvalSample]]:
-        """Return the metrics `eval/prompts/…` and some completions, the same on all ranks.
+        """Return the metrics `eval/prompts/…` and some completions, the same on all ranks. A collective.
 
-        A collective of all processes.
-
-        `reverse_kl` is the mean over the student's tokens, in nats per token. `completion_tokens`, `ended` (the share
-        of completions with an end), `reward` and its parts, and the counts of turns and calls are means over
-        completions.
-
-        Raises the errors of `completed`.
+        `reverse_kl` is a mean over the student's tokens; the others are means over completions, `ended` the share of
+        those with an end. Raises the errors of `completed`.
         """
         session = self._session
-        calls_functions = self._rollout.reward is not None or has_turns(self._rollout)
+        calls_functions = self._rollout.reward is not None or self._rollout.has_turns
         watchdog.enter("eval.prompts", timed=not calls_functions)  # functions and servers may take any time
-        self._engine.version = step
-        samples = completed(
-            session.models.ranks,
-            session.data,
-            session.schedule.seed,
-            self._rollout,
-            self._prompts,
-            self._engine,
-            EVAL_REWARD,
-        )
+        ranks, data, seed = session.models.ranks, session.data, session.schedule.seed
+        sources = self._rollout, self._sampling
+        samples = completed(ranks, data, seed, *sources, self._prompts, self._engine, EVAL_REWARD)
         watchdog.enter("the scores of eval.prompts")
         metrics = {
             "completion_tokens": float(np.mean([sample.generated_tokens for sample in samples])),
@@ -116,48 +102,49 @@ class PromptEvaluation:
             metrics |= {
                 name: value for name, value in token_metrics.items() if name.partition("/")[0] == "reverse_kl"
             }
+        names = part_names(self._settings.reward)
         if self._settings.reward is not None:
-            names = part_names(self._settings.reward)
             metrics["reward"] = float(np.mean([sample.reward for sample in samples]))
             metrics |= {
                 f"reward/{name}": float(np.mean(results))
                 for name, *results in zip(names, *(sample.reward_parts for sample in samples), strict=True)
             }
         count = session.schedule.eval_config.samples or SHOWN
-        shown = [self._shown(step, sample) for sample in samples[:count]]
+        shown: list[EvalSample] = []
+        for sample in samples[:count]:
+            ids_N = self._prompts.tokens(sample.prompt)
+            one = eval_sample(step, session.data, self._prompts, sample.prompt, ids_N, sample.completion)
+            parts = dict(zip(names, sample.reward_parts, strict=True))
+            shown.append(replace(one, key="eval.prompts", reward=sample.reward, reward_parts=parts))
         return {f"eval/prompts/{name}": value for name, value in metrics.items()}, shown
 
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[ShardedMicroBatches, Sequence[Signals]]]:
         """Yield the completions as (micro-batches, signals), with few micro-batches per data rank at a time."""
-        session, layout = self._session, self._session.models.engine.student.layout
-        parts = layout.degrees.data * layout.stages
-        together = parts * self._documents_at_once
+        session, student = self._session, self._session.models.engine.student
+        together = student.layout.degrees.data * student.layout.stages * self._documents_at_once
         for start in range(0, len(samples), together):
             # the tokens are scored like those of a dataset, without the log-probabilities of their sampling
             documents = step_documents(self._prompts, samples[start : start + together], TargetRules())
-            part = session.models.shard(
-                self._packer.micro_batches(replace(documents, per_token={}), parts), training=False
-            )
+            part = self._packer.sharded(student, replace(documents, per_token={}), training=False)
             yield part, session.models.source.request(part).result()
             del part
 
-    def _shown(self, step: int, sample: Sample) -> EvalSample:
-        prompts, completion, session = self._prompts, sample.completion, self._session
-        prompt = shown_text(session.data.tokenizer, prompts.tokens(sample.prompt), session.data.media_processor)
-        return EvalSample(
-            step=step,
-            number=sample.prompt,
-            source=prompts.sources[sample.prompt],
-            prompt=prompt[-CHARACTERS:],
-            reference=None,
-            completion=session.data.tokenizer.decode(completion.ids_N.tolist())[:CHARACTERS],
-            tokens=len(completion.ids_N),
-            finish=completion.finish,
-            **shown_media(prompts.media_of(sample.prompt), session.data.media_processor),
-            key="eval.prompts",
-            reward=sample.reward,
-            reward_parts=dict(zip(part_names(self._settings.reward), sample.reward_parts, strict=True)),
-        )
+
+def eval_sample(
+    step: int, data: Data, documents: Documents, number: int, prompt_N: np.ndarray, completion: Completion
+) -> EvalSample:
+    """The record of a completion of a held-out prompt, without a reference. number: of the prompt's document."""
+    return EvalSample(
+        step=step,
+        number=number,
+        source=documents.sources[number],
+        prompt=shown_text(data.tokenizer, prompt_N, data.media_processor)[-CHARACTERS:],
+        reference=None,
+        completion=data.tokenizer.decode(completion.ids_N.tolist())[:CHARACTERS],
+        tokens=len(completion.ids_N),
+        finish=completion.finish,
+        **shown_media(documents.media_of(number), data.media_processor),
+    )
 
 
 def shared_prompts(train: Documents, prompts: Documents) -> str | None:
@@ -175,9 +162,8 @@ def shared_prompts(train: Documents, prompts: Documents) -> str | None:
 
 
 def held_out_prompts(models: Models, data: Data, plan: RolloutPlan | None, settings: EvalPromptsConfig) -> Documents:
-    """Return up to `settings.count` prompts, the same ones in every run on this data.
-
-    Raises ConfigError if the data cannot be read or if a record has no prompt.
+    """Return up to `settings.count` prompts, the same ones in every run on this data. Raises ConfigError if the data
+    cannot be read or if a record has no prompt.
     """
     named = {key.removeprefix("teachers."): config for key, config in models.teacher_configs.items()}
     prefixes = {name: prefix for name, config in named.items() if (prefix := getattr(config, "prefix", None))}
@@ -215,15 +201,15 @@ def completed(
     data: Data,
     seed: int,
     rollout: RolloutConfig,
+    sampling: Sampling | None,
     prompts: Documents,
     engine: JobEngine,
     reward_key: str,
 ) -> list[Sample]:
     """Return a sample of each prompt, with the reward, the environment and the tools of `rollout`, on all ranks.
 
-    A collective of all processes. Raises UserFunctionError on all ranks if a function fails, OverdueError if it does
-    not return after a signal, and ServerError if a reward's server does not answer in time, or if workers do not
-    before a signal. reward_key: the key of the configuration that has the reward.
+    A collective of all processes. Raises the `ERRORS` of rank 0 on all ranks. sampling: None: the engine's.
+    reward_key: the key of the configuration that has the reward.
     """
     require_no_signal = SignalWatch(ServerError(f"a signal came while the run waited for {reward_key}"))
     finished: list[Sample] = []
@@ -232,7 +218,7 @@ def completed(
         with ranks.shared(*ERRORS):
             if is_first():
                 processor = data.media_processor
-                calls = CompletionCalls([rollout], data.tokenizer, processor, [None], reward_key=reward_key)
+                calls = CompletionCalls([rollout], data.tokenizer, processor, [sampling], reward_key=reward_key)
                 stack.callback(calls.close)
                 plan, tokenizer = _PromptSeeds(seed), data.tokenizer
                 samples = Samples(prompts, plan, tokenizer, calls.sources, together=True, alive=require_no_signal)
@@ -254,11 +240,8 @@ class _PromptSeeds:
 
     seed: int
 
-    def source_of(self, group: int) -> int:
+    def source_of(self, sample: int) -> int:
         return 0
-
-    def group_of(self, sample: int) -> int:
-        return sample
 
     def sample_seed(self, sample: int, turn: int) -> int:
         if turn == 0:

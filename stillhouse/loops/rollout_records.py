@@ -1,7 +1,15 @@
-"""The records of a step's samples: metrics and a few completions."""
+"""The records of a step's samples: metrics of all samples and of each source of prompts, and a few completions.
+
+rollout/math/reward, …                   as rollout/reward, over the samples of the source "math"; and their number:
+rollout/math/completions
+rollout/math/reverse_kl_nats_per_token   a term of the objective: the mean over the source's target tokens, unscaled
+
+D documents of a step: its samples, then documents of the dataset. T rows of a micro-batch.
+"""
 
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -12,142 +20,181 @@ from stillhouse.config.reward_sum import part_names
 from stillhouse.data.media import shown_text
 from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.rollout_warnings import RolloutWarnings
-from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.loops.session import Data, RolloutPlan
-from stillhouse.output import records
-from stillhouse.output.metrics import REWARD_PART
+from stillhouse.objective.sampled_tokens import origin_masks
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.output.records import SampleRecord, SampleToken
 from stillhouse.parallel import Ranks, ShardedMicroBatches
 from stillhouse.rollout import POLICY_VERSION, PromptPlan, Sample, TargetRules, staleness
-from stillhouse.rollout.reward import mean_and_deviation
+from stillhouse.rollout.reward import mean_and_deviation, rewards_are_equal
 from stillhouse.user_code.functions import REWARD
 
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student
 _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_")
+#: values per token that are no terms of the objective
+_NO_TERMS = ("log_ratio",)
+#: the key of the number of target tokens of a source
+_TOKENS = "tokens"
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """A step on samples. number: from 0. micro_batches, output: those of this process."""
+
+    number: int
+    samples: Sequence[Sample]
+    micro_batches: ShardedMicroBatches
+    output: StepOutput
 
 
 class RolloutMetrics:
     """The metrics of the steps since the run was started or resumed, with warnings about their samples.
-
-    rollouts: the section rollout for each source of prompts. noise: see `RolloutWarnings`.
+    one_teacher_per_document: whether a document of the run has one of several teachers. noise: see `RolloutWarnings`.
     """
 
     def __init__(
-        self, plan: PromptPlan, ranks: Ranks, rollouts: Sequence[RolloutConfig], noise: Collection[str] = ()
+        self,
+        rollout: RolloutPlan,
+        ranks: Ranks,
+        spec: ObjectiveSpec,
+        *,
+        one_teacher_per_document: bool = False,
+        noise: Collection[str] = (),
     ):
-        self._plan, self._ranks, self._rollouts = plan, ranks, rollouts
-        self._by_student = rollouts[0].writer == "student"
-        # the parts of different rewards are metrics of the sources
-        has_one_reward = len({rollout.reward for rollout in rollouts}) == 1
-        self._reward_names = part_names(rollouts[0].reward) if has_one_reward else ()
-        self._warnings = RolloutWarnings(plan, rollouts, noise)
+        self._rollout, self._plan, self._ranks, self._spec = rollout, rollout.prompts, ranks, spec
+        self._one_teacher_per_document = one_teacher_per_document
+        self._warnings = RolloutWarnings(rollout.prompts, rollout.configs, noise)
 
     def of(
-        self,
-        step: int,
-        samples: Sequence[Sample],
-        micro_batches: ShardedMicroBatches,
-        output: StepOutput,
-        seconds: float,
-        waited: float,
+        self, step: SampledStep, seconds: float, waited: float, times: Mapping[str, tuple[int, float]]
     ) -> dict[str, float]:
-        """Return the metrics of a step that took `seconds` seconds, of which the trainer waited `waited` seconds.
-
-        A collective of all processes.
+        """Return the metrics of a step that took `seconds` seconds, of which the trainer waited `waited` seconds. A
+        collective of all processes. times: see `FunctionCalls.take_times`; empty except on rank 0.
         """
-        if not samples:
-            return {"rollout/share": 0.0}
-        lengths = [sample.generated_tokens for sample in samples]
-        metrics = {
-            "rollout/completion_tokens": statistics.fmean(lengths),
-            "rollout/completion_tokens_min": float(min(lengths)),
-            "rollout/completion_tokens_max": float(max(lengths)),
-            "rollout/truncated": statistics.fmean(sample.completion.finish == "length" for sample in samples),
-            "speed/waiting": waited / seconds,
-            "speed/sampled_tokens_per_second": sum(lengths) / seconds,
-        }
-        if ended := [sample.generated_tokens for sample in samples if sample.completion.finish == "stop"]:
-            metrics["rollout/ended_tokens"] = statistics.fmean(ended)
-        if rewards := [sample.reward for sample in samples if sample.reward is not None]:
-            metrics["rollout/reward"], metrics["rollout/reward_std"] = mean_and_deviation(rewards)
-            # samples of a checkpoint of an earlier version have no parts
-            if all(len(sample.reward_parts) == len(self._reward_names) for sample in samples):
-                for name, *results in zip(
-                    self._reward_names, *(sample.reward_parts for sample in samples), strict=True
-                ):
-                    metrics[f"{REWARD_PART}{name}"], _ = mean_and_deviation(results)
-        sample_metrics = turn_statistics(samples, self._rollouts) | equal_rewards(samples, self._plan)
-        metrics |= {f"rollout/{name}": value for name, value in sample_metrics.items()}
-        metrics["rollout/share"] = len(samples) / (len(samples) + len(self._plan.from_dataset(step)))
-        if self._by_student:
-            metrics |= self._policy(step, samples, micro_batches, output)
-        self._warnings.watch(samples, metrics)
-        return metrics
-
-    def call_metrics(self, times: Mapping[str, tuple[int, float]], seconds: float) -> dict[str, float]:
-        """Return the mean seconds of a call of a reward's function; empty without such a call.
-
-        times: see `Rollouts.call_times`. seconds: of the step.
-        """
+        metrics, samples, sources = {"rollout/share": 0.0}, step.samples, self._rollout.sources
+        if samples:
+            lengths = [sample.generated_tokens for sample in samples]
+            values = sample_metrics(samples, self._rollout.configs, self._plan)
+            metrics = {f"rollout/{name}": value for name, value in values.items()} | {
+                "rollout/completion_tokens_min": float(min(lengths)),
+                "rollout/completion_tokens_max": float(max(lengths)),
+                "rollout/share": len(samples) / (len(samples) + len(self._plan.from_dataset(step.number))),
+                "speed/waiting": waited / seconds,
+                "speed/sampled_tokens_per_second": sum(lengths) / seconds,
+            }
+            if ended := [sample.generated_tokens for sample in samples if sample.completion.finish == "stop"]:
+                metrics["rollout/ended_tokens"] = statistics.fmean(ended)
+            if self._rollout.config.writer == "student":
+                metrics |= self._policy(step)
+            self._warnings.watch(samples, metrics)
         self._warnings.watch_calls(times, seconds)
         count, reward_seconds = times.get(REWARD, (0, 0.0))
-        return {"speed/reward_seconds": reward_seconds / count} if count else {}
+        metrics |= {"speed/reward_seconds": reward_seconds / count} if count else {}
+        for number, sums in enumerate(self._sums_by_source(step)) if sources else ():
+            taken = [sample for sample in samples if self._plan.source_of(sample.number) == number]
+            values = sample_metrics(taken, [self._rollout.configs[number]], self._plan) if taken else {}
+            values |= {"completions": float(len(taken))} if taken else {}
+            values.pop("reward_std", None)
+            values |= {f"{kind}_nats_per_token": mean for kind, mean in self._source_means(sums).items()}
+            metrics |= {f"rollout/{sources[number].shown_name}/{name}": value for name, value in values.items()}
+        return metrics
 
-    def _policy(
-        self, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
-    ) -> dict[str, float]:
-        counts, sums = staleness(samples, step), output.sums
+    def _policy(self, step: SampledStep) -> dict[str, float]:
+        counts, sums = staleness(step.samples, step.number), step.output.sums
         metrics = {
             "rollout/staleness": sum(steps * count for steps, count in counts.items()) / sum(counts.values()),
             "rollout/staleness_max": float(max(counts)),
         }
         if "log_ratio" in sums:
-            metrics |= self._log_ratios(step, micro_batches, output)
+            metrics |= self._log_ratios(step)
             tokens = sums["sampled"] or 1.0
             metrics |= {f"rollout/{name}": sums[name] / tokens for name in ("ratio", "clipped") if name in sums}
         return metrics
 
-    def _log_ratios(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> dict[str, float]:
+    def _log_ratios(self, step: SampledStep) -> dict[str, float]:
         """Return mean and largest difference of log-probabilities, and the mean over tokens of the current weights.
-
         The second mean is absent if there are no such tokens. A collective of all processes.
         """
         largest, total, count = 0.0, 0.0, 0
-        for micro_batch, processed in zip(micro_batches, output.outputs, strict=False):
+        for micro_batch, processed in zip(step.micro_batches, step.output.outputs, strict=False):
             ratio_T = processed.per_token["log_ratio"]
-            is_fresh_T = (micro_batch.per_token[POLICY_VERSION] == step) & (micro_batch.weights_T > 0)
+            is_fresh_T = (micro_batch.per_token[POLICY_VERSION] == step.number) & (micro_batch.weights_T > 0)
             largest = float(np.max([largest, *ratio_T.tolist()]))
             total, count = total + float(ratio_T[is_fresh_T].sum()), count + int(is_fresh_T.sum())
         statistics_R3 = np.array(self._ranks.gather([largest, total, count]))
         metrics = {
-            "rollout/log_ratio": output.sums["log_ratio"] / (output.sums["sampled"] or 1.0),
+            "rollout/log_ratio": step.output.sums["log_ratio"] / (step.output.sums["sampled"] or 1.0),
             "rollout/log_ratio_max": float(statistics_R3[:, 0].max()),  # NaN stays NaN, unlike with max()
         }
         if statistics_R3[:, 2].sum():
             metrics["rollout/log_ratio_fresh"] = float(statistics_R3[:, 1].sum() / statistics_R3[:, 2].sum())
         return metrics
 
+    def _sums_by_source(self, step: SampledStep) -> list[dict[str, float]]:
+        """For each source, the sum of each term's values over its target tokens, and the numbers of these tokens,
+        with an objective by origin also of each origin. Processes with copies of a row all add it. A collective.
+        """
+        plan = self._plan
+        source_D = torch.tensor(
+            [plan.source_of(sample.number) for sample in step.samples]
+            + [plan.source_of_document(document) for document in plan.from_dataset(step.number)]
+        )
+        sums = [dict[str, float]() for _ in plan.sources]
+        for micro_batch, processed in zip(step.micro_batches, step.output.outputs, strict=False):
+            rows = micro_batch.weights_T.nonzero()[:, 0]
+            weights_R = micro_batch.weights_T[rows].double().cpu()
+            source_R = source_D[micro_batch.document_T[rows].cpu()]
+            counted = {_TOKENS: torch.ones_like(weights_R)}
+            masks = origin_masks(micro_batch.labels_T, micro_batch.per_token) if self._spec.by_origin else {}
+            counted |= {f"{_TOKENS}/{origin}": mask_T[rows].double().cpu() for origin, mask_T in masks.items()}
+            for name, value_T in processed.per_token.items():
+                if name not in _NO_TERMS:
+                    counted[name] = value_T.detach()[rows].double().cpu() * weights_R
+            for name, value_R in counted.items():
+                source_sums = torch.bincount(source_R, weights=value_R, minlength=len(sums)).tolist()
+                for source, value in zip(sums, source_sums, strict=True):
+                    source[name] = source.get(name, 0.0) + value
+        totals = [dict[str, float]() for _ in plan.sources]
+        for rank_sums in self._ranks.gather(sums):
+            for total, source in zip(totals, rank_sums, strict=True):
+                for name, value in source.items():
+                    total[name] = total.get(name, 0.0) + value
+        return totals
 
-def shown_samples(
-    ranks: Ranks,
-    data: Data,
-    plan: RolloutPlan,
-    step: int,
-    samples: Sequence[Sample],
-    micro_batches: ShardedMicroBatches,
-    output: StepOutput,
-) -> list[records.SampleRecord]:
+    def _source_means(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the means of the terms of one source over its target tokens, of teachers and origins together.
+
+        As in `step_metrics.means`: with the teachers' weights unless each document has one teacher; a term of some
+        origins is a mean over the tokens of these origins.
+        """
+        teachers = {} if self._one_teacher_per_document else self._spec.teachers
+        averages, tokens = dict[str, float](), dict[str, float]()
+        for name, value in sums.items():
+            kind, _, label = name.partition("/")
+            if kind == _TOKENS:
+                continue
+            weight = teachers[label].weight if label in teachers else 1.0
+            averages[kind] = averages.get(kind, 0.0) + value * weight
+            if label in self._spec.by_origin:
+                tokens[kind] = tokens.get(kind, 0.0) + sums[f"{_TOKENS}/{label}"]
+            else:
+                tokens[kind] = sums[_TOKENS]
+        return {kind: value / tokens[kind] for kind, value in averages.items() if tokens[kind]}
+
+
+def shown_samples(ranks: Ranks, data: Data, plan: RolloutPlan, step: SampledStep) -> list[SampleRecord]:
     """Return the samples of a step that samples.jsonl shows (`rollout.samples`). A collective of all processes."""
-    most = plan.config.samples
-    numbers = shown_numbers(samples, plan.prompts, step, len(samples) if most == "all" else most)
-    divergences = _divergences(ranks, numbers, micro_batches, output)
-    return [sample_record(data, plan, step, samples[number], divergences[number]) for number in numbers]
+    most = len(step.samples) if plan.config.samples == "all" else plan.config.samples
+    numbers = shown_numbers(step.samples, plan.prompts, step.number, most)
+    divergences = _divergences(ranks, numbers, step)
+    return [sample_record(data, plan, step.number, step.samples[number], divergences[number]) for number in numbers]
 
 
 def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: int) -> list[int]:
-    """Choose at most `most` samples of a step: all samples of some prompts, or the first ones of a single prompt.
+    """Choose at most `most` samples of a step, as positions: all of some prompts, or the first ones of a single
+    prompt.
 
-    The first prompt is another one in successive steps, so that under async, where a step's prompts are in the order
-    of their requests, samples of every staleness are shown. Returns positions in `samples`, in ascending order.
+    The first prompt is another one in successive steps, so that samples of every staleness are shown under async.
     """
     groups: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):
@@ -161,15 +208,12 @@ def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: 
     return sorted(numbers)
 
 
-def _divergences(
-    ranks: Ranks, numbers: list[int], micro_batches: ShardedMicroBatches, output: StepOutput
-) -> dict[int, dict[int, float]]:
-    """Return {document: {position of a token: sum of the divergences at the row that predicts this token}}.
-
-    numbers: the numbers of the documents in the step, as in `step_documents`.
+def _divergences(ranks: Ranks, numbers: list[int], step: SampledStep) -> dict[int, dict[int, float]]:
+    """Return {document: {position of a token: sum of the divergences at the row that predicts this token}}. numbers:
+    the numbers of the documents in the step, as in `step_documents`.
     """
     rows_here: list[tuple[int, int, float]] = []
-    for micro_batch, processed in zip(micro_batches, output.outputs, strict=False):
+    for micro_batch, processed in zip(step.micro_batches, step.output.outputs, strict=False):
         per_token = processed.per_token.items()
         divergences = [value_T for name, value_T in per_token if not name.startswith(_NO_DIVERGENCES)]
         if not divergences:
@@ -190,9 +234,9 @@ def _divergences(
 
 def sample_record(
     data: Data, plan: RolloutPlan, step: int, sample: Sample, divergences: Mapping[int, float] = MappingProxyType({})
-) -> records.SampleRecord:
+) -> SampleRecord:
     """Return the record of a sample, as samples.jsonl has it. divergences: by position, see `_divergences`."""
-    source = plan.prompts.source_of(plan.prompts.group_of(sample.number))
+    source = plan.prompts.source_of(sample.number)
     completion, tokenizer = sample.completion, data.tokenizer
     prompt_ids = data.train.documents.tokens(sample.prompt)
     by_student = plan.config.writer == "student"
@@ -203,7 +247,7 @@ def sample_record(
         TargetRules.of(plan.configs).is_target_N(sample),
     )
     tokens = [
-        records.SampleToken(
+        SampleToken(
             text=tokenizer.decode([token]),
             divergence=divergences.get(position),
             version=version if is_generated and by_student else None,
@@ -214,7 +258,7 @@ def sample_record(
         )
     ]
     oldest = int(completion.versions_N[sample.is_generated_N].min())
-    return records.SampleRecord(
+    return SampleRecord(
         step=step + 1,
         prompt=shown_text(tokenizer, prompt_ids, data.media_processor),
         completion=tokenizer.decode(completion.ids_N),
@@ -228,3 +272,49 @@ def sample_record(
         staleness=step - oldest if by_student else 0,
         prompt_source=plan.sources[source].shown_name if plan.sources else None,
     )
+
+
+def sample_metrics(
+    samples: Sequence[Sample], rollouts: Sequence[RolloutConfig], plan: PromptPlan
+) -> dict[str, float]:
+    """Return means over samples: of their lengths, ends, rewards, turns and calls. rollouts: the sections rollout of
+    the samples' sources. The parts of different rewards have no means.
+    """
+    values = {
+        "completion_tokens": statistics.fmean(sample.generated_tokens for sample in samples),
+        "truncated": statistics.fmean(sample.completion.finish == "length" for sample in samples),
+    }
+    if rewards := [sample.reward for sample in samples if sample.reward is not None]:
+        values["reward"], values["reward_std"] = mean_and_deviation(rewards)
+        names = part_names(rollouts[0].reward) if len({rollout.reward for rollout in rollouts}) == 1 else []
+        # samples of a checkpoint of an earlier version have no parts
+        if all(len(sample.reward_parts) == len(names) for sample in samples):
+            for name, *results in zip(names, *(sample.reward_parts for sample in samples), strict=True):
+                values[f"reward/{name}"], _ = mean_and_deviation(results)
+    return values | turn_statistics(samples, rollouts) | equal_rewards(samples, plan)
+
+
+def turn_statistics(samples: Sequence[Sample], rollouts: Sequence[RolloutConfig]) -> dict[str, float]:
+    """Return `turns` and `tool_calls` per sample, and `tool_errors` per call, as far as samples can have any.
+    rollouts: the sections rollout of the samples' sources.
+    """
+    if not any(rollout.has_turns for rollout in rollouts):
+        return {}
+    values = {"turns": statistics.fmean(sample.turns for sample in samples)}
+    if any(rollout.tool_paths for rollout in rollouts):
+        calls = sum(sample.tool_calls for sample in samples)
+        values["tool_calls"] = calls / len(samples)
+        if calls:
+            values["tool_errors"] = sum(sample.tool_errors for sample in samples) / calls
+    return values
+
+
+def equal_rewards(samples: Sequence[Sample], plan: PromptPlan) -> dict[str, float]:
+    """Return `equal_rewards`: the share of prompts whose rewards are all equal; empty for samples without rewards."""
+    rewards: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            rewards.setdefault(plan.group_of(sample.number), []).append(sample.reward)
+    if not rewards:
+        return {}
+    return {"equal_rewards": statistics.fmean(map(rewards_are_equal, rewards.values()))}

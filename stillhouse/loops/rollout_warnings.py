@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from stillhouse.config import RolloutConfig
 from stillhouse.display import name_list
-from stillhouse.loops.sample_statistics import has_turns
 from stillhouse.output.metrics import known_metric
 from stillhouse.parallel import log_rank0
 from stillhouse.rollout import PromptPlan, Sample
@@ -102,7 +101,8 @@ class RolloutWarnings:
             )
 
     def _watch_replies(self, samples: Sequence[Sample]) -> None:
-        with_turns = [sample for sample in samples if has_turns(self._rollout_of(sample))]
+        with_rollouts = [(sample, self._rollouts[self._plan.source_of(sample.number)]) for sample in samples]
+        with_turns = [sample for sample, rollout in with_rollouts if rollout.has_turns]
         self._steps += bool(with_turns)
         self._count += len(with_turns)
         self._cut += sum(sample.completion.finish == "length" for sample in with_turns)
@@ -110,7 +110,7 @@ class RolloutWarnings:
         if self._steps != SILENT_STEPS or self._replied:
             return
         none = f"none of the {self._count:,} completions of the last {SILENT_STEPS} steps has"
-        if any(self._rollout_of(sample).tool_paths for sample in with_turns):
+        if any(rollout.tool_paths for _, rollout in with_rollouts):
             self._warn(
                 "replies",
                 f"{none} called one of rollout.tools ({self._cut:,} of them are cut at rollout.max_new_tokens): the "
@@ -123,9 +123,6 @@ class RolloutWarnings:
                 f"rollout.max_new_tokens ({self._cut:,} of them) and after the last of rollout.max_turns, and has "
                 "returned None otherwise",
             )
-
-    def _rollout_of(self, sample: Sample) -> RolloutConfig:
-        return self._rollouts[self._plan.source_of(self._plan.group_of(sample.number))]
 
     def _watch_ratios(self, metrics: Mapping[str, float]) -> None:
         fresh, ratio = metrics.get("rollout/log_ratio_fresh", 0.0), metrics.get("rollout/log_ratio", 0.0)

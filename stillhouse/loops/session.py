@@ -70,10 +70,7 @@ class Models:
 
     @property
     def teacher(self) -> Decoder | None:
-        """The teacher; under a pipeline, its part on this process's first stage.
-
-        None without a teacher, with several teachers or a signal store, or if the student's base is the teacher.
-        """
+        """The teacher, or its part on this process's first stage; None unless it is one model in this job."""
         return self.source.decoders.get("teacher", self.engine.student.teacher)
 
     @property
@@ -183,9 +180,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each step takes, and after which steps the run evaluates and saves.
-
-    step_schedule: how the sequences, or with rollouts the completions, are split into steps.
+    """What each step takes, and after which steps the run evaluates and saves. step_schedule: how the sequences, or
+    with rollouts the completions, are split into steps.
     """
 
     step_schedule: StepSchedule
@@ -205,17 +201,13 @@ class Schedule:
 
     def evaluates_after(self, step: int) -> bool:
         """Whether to evaluate after this number of steps. `checkpoint.best` needs one at each checkpoint."""
-        evaluation, checkpoint = self.eval_config, self.checkpoint_config
-        compared = evaluation.every > 0 and checkpoint.best is not None and self.saves_after(step)
-        return step in (0, self.steps) or _is_due(step, evaluation.every) or compared
+        compared = self.checkpoint_config.best is not None and self.saves_after(step)
+        every = self.eval_config.every
+        return step in (0, self.steps) or (every > 0 and (step % every == 0 or compared))
 
     def saves_after(self, step: int) -> bool:
         """Whether `checkpoint.every` makes a checkpoint due after this number of steps."""
-        return _is_due(step, self.checkpoint_config.every)
-
-
-def _is_due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
+        return self.checkpoint_config.every > 0 and step % self.checkpoint_config.every == 0
 
 
 @dataclass(frozen=True)

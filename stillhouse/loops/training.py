@@ -13,9 +13,8 @@ from stillhouse.checkpoint.save import load_checkpoint, read_queue, require_room
 from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
-from stillhouse.loops.completion_calls import warn
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
-from stillhouse.loops.held_out_metrics import held_out_metrics
+from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import PROMPTS
 from stillhouse.loops.session import Models, RolloutPlan, Session
@@ -25,10 +24,10 @@ from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
-from stillhouse.parallel import Ranks, ShardedMicroBatches, destroy_process_group, is_first, watchdog
+from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
 from stillhouse.preemption import OverdueError, Preempted, finishing, requested
 from stillhouse.rollout import QueueState, RolloutQueue
-from stillhouse.rollout.user_functions import loaded_functions
+from stillhouse.rollout.user_functions import loaded_functions, warn
 from stillhouse.signals import SignalsLostError
 from stillhouse.user_code.function_state import FunctionStates
 from stillhouse.user_code.functions import UserFunctionError
@@ -87,7 +86,6 @@ class Training:
 
     def update(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
         """Make the optimizer step. Without targets there is none: weight decay and momentum would change weights.
-
         Raises ValueError, with unchanged weights, if loss or gradient is not finite.
         """
         session = self.session
@@ -116,9 +114,8 @@ class Training:
         more_metrics: Mapping[str, float] | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Log the step; evaluate and save if they are due. Raises Preempted if a rank has received a signal.
-
-        seconds: those of the step; None: the time since `begin`.
+        """Log the step; evaluate and save if they are due. Raises Preempted if a rank has received a signal. seconds:
+        those of the step; None: the time since `begin`.
         """
         seconds = time.monotonic() - self._started if seconds is None else seconds
         session, progress = self.session, self.progress
@@ -165,9 +162,8 @@ class Training:
         self.log.evaluation(self.progress.step, self.progress.tokens, metrics)
 
     def save(self, *, after_error: bool = False) -> Path:
-        """Write a checkpoint, then remove the older ones that need not be kept; returns its path.
-
-        after_error: the calls of a step that has failed are made again. So they must not be in the functions' states.
+        """Write a checkpoint, then remove the older ones that need not be kept; returns its path. after_error: the
+        calls of a step that has failed are made again. So they must not be in the functions' states.
         """
         progress, session, folder = self.progress, self.session, self.folder
         watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
@@ -233,8 +229,13 @@ def training(
         is_due = schedule.evaluates_after(progress.step) and not progress.metrics
         greedy = stack.enter_context(greedy_evaluation(session, folder, progress.step - is_due))
         if greedy is not None:
-            require_same_prompts(progress.data, greedy.prompt_hashes)
-            progress.data = progress.data | greedy.prompt_hashes
+            hashes = greedy.prompt_hashes
+            if any(progress.data.get(name, digest) != digest for name, digest in hashes.items()):
+                raise ValueError(
+                    "eval.prompts.data: the prompts have changed since the run's last checkpoint, so that its "
+                    "evaluations could not be compared; restore them, or give them another name"
+                )
+            progress.data = progress.data | hashes
         run = Training(session, folder, progress, log, queue, functions, greedy)
         if is_due:
             run.evaluate()
@@ -261,7 +262,8 @@ def _progress(
         progress = load_checkpoint(checkpoint, models.engine)
         if folder.owns(checkpoint.path):
             if on_policy:
-                _restore_queue(models.ranks, checkpoint, progress.step, queue)
+                with models.ranks.all_raise(DamagedCheckpointError):
+                    _restore_queue(queue, checkpoint, progress.step)
             with models.ranks.all_raise(UserFunctionError):
                 if functions is not None:
                     functions.load(progress.functions, progress.sources, warn)
@@ -277,40 +279,22 @@ def _progress(
     return replace(progress, data=data, models=identity.models, configuration=identity.configuration)
 
 
-def require_same_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise ValueError if the prompts of an evaluation have changed under the same settings of eval.prompts.
-
-    before: `Progress.data` of the checkpoint. now: see `PromptEvaluation.hashes`.
-    """
-    if any(before.get(name, digest) != digest for name, digest in now.items()):
-        raise ValueError(
-            "eval.prompts.data: the prompts have changed since the run's last checkpoint, so that its evaluations "
-            "could not be compared; restore them, or give them another name"
-        )
-
-
-def _restore_queue(ranks: Ranks, checkpoint: IntactCheckpoint, step: int, queue: RolloutQueue | None) -> None:
-    """Restore the queue. Raises DamagedCheckpointError on all ranks if it cannot be this run's queue at this step.
-
-    Only rank 0 has a queue. Its errors are sent to the other ranks, because they would otherwise wait.
-    """
-    with ranks.all_raise(DamagedCheckpointError):
-        if queue is None:
-            return
-        try:
+def _restore_queue(queue: RolloutQueue | None, checkpoint: IntactCheckpoint, step: int) -> None:
+    """Raises DamagedCheckpointError if it cannot be this run's queue at this step. Only rank 0 has a queue."""
+    try:
+        if queue is not None:
             queue.restore(read_queue(checkpoint), step)
-        except ValueError as error:
-            raise DamagedCheckpointError(
-                f"{checkpoint.path / ROLLOUTS} is not what this run has written: {error}; restore it, or remove "
-                f"{checkpoint.path}, so that the run continues from the checkpoint before it"
-            ) from error
+    except ValueError as error:
+        raise DamagedCheckpointError(
+            f"{checkpoint.path / ROLLOUTS} is not what this run has written: {error}; restore it, or remove "
+            f"{checkpoint.path}, so that the run continues from the checkpoint before it"
+        ) from error
 
 
 @contextmanager
 def _saving_finished_steps(run: Training) -> Iterator[None]:
-    """At an error of what a run does not do by itself, save the finished steps and raise the error again.
-
-    All processes must raise it. A step begins anew after a resume: the failing call is then made again.
+    """At an error of what a run does not do by itself, save the finished steps and raise the error again. All
+    processes must raise it. A step begins anew after a resume: the failing call is then made again.
     """
     try:
         yield

@@ -6,8 +6,9 @@ log-probabilities are compared with the trainer's.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +24,12 @@ from stillhouse.objective.metrics import OLD_LOG_PROBS
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import ShardedMicroBatches, local_folder, watchdog
-from stillhouse.preemption import OverdueError
 from stillhouse.rollout import Completion, Sample
 from stillhouse.rollout.documents import StepPacker, TargetRules, step_documents
 from stillhouse.rollout.engines import PROBES, ROUNDED, RemoteEngine
 from stillhouse.rollout.publish import publish
 from stillhouse.rollout.published_folder import AdapterBase
-from stillhouse.rollout.rollout import ERRORS
+from stillhouse.rollout.rollout import ERRORS, errors_of_signals
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
 
@@ -40,9 +40,8 @@ _CHOICE = 256
 
 
 class WeightsOnServers:
-    """The weights of a run's student on servers. Its methods are collectives of all processes.
-
-    engine: on rank 0. run: the run's identity in published weights.
+    """The weights of a run's student on servers. Its methods are collectives of all processes. engine: on rank 0.
+    run: the run's identity in published weights.
     """
 
     def __init__(
@@ -89,34 +88,63 @@ class WeightsOnServers:
         server answers before a signal.
         """
         models, prompts = self._models, self._data.train.documents
-        try:
-            with models.ranks.shared(*ERRORS) as shared:
-                if self._engine is not None:
-                    self._update_servers(version, self._engine)
-                    by_server = self._engine.weights.probed
-                    samples = probe_samples(prompts, by_server)
-                    shared.value = [list(by_server), [sample.as_json() for sample in samples]]
-        except (ServerError, OverdueError) as error:
-            raise SignalsLostError(str(error)) from error
-        urls, content = shared.value
+        with errors_of_signals(), models.ranks.shared(*ERRORS) as shared:
+            if self._engine is not None:
+                self._update_servers(version, self._engine)
+                probed = self._engine.weights.probed.items()
+                shared.value = {url: [one.as_json() for one in completions] for url, completions in probed}
+        urls, numbers = list(shared.value), probe_prompts(prompts)
         if not urls:  # all servers have just been restarted, and will get the weights again
             return
-        probes = [Sample.from_json(values) for values in content]
-        documents = step_documents(prompts, probes, TargetRules())
-        layout = models.engine.student.layout
-        micro_batches = models.shard(self._packer.micro_batches(documents, layout.degrees.data * layout.stages))
-        with watchdog.nested(
-            f"the proof that servers generate with version {version}"
-        ):  # ranks compute, servers do not
-            rounding = require_weights_in_use(models, prompts, self._config.engine, version, urls, micro_batches)
+        completions = [Completion.from_json(values) for contents in shared.value.values() for values in contents]
+        assert len(completions) == len(urls) * len(numbers)
+        pairs = zip(numbers * len(urls), completions, strict=True)
+        probes = [Sample(at, number, completion) for at, (number, completion) in enumerate(pairs)]
+        micro_batches = self._packer.sharded(models.engine.student, step_documents(prompts, probes, TargetRules()))
+        with watchdog.nested(f"the proof that servers generate with version {version}"):  # ranks compute
+            rounding = self._require_in_use(version, urls, micro_batches, len(numbers))
         if self._engine is not None:
             self._engine.weights.set_proved(urls[0], rounding)
 
-    def _update_servers(self, version: int, engine: RemoteEngine) -> None:
-        """On rank 0: give servers new weights, which may take minutes. A signal ends the wait.
+    def _require_in_use(
+        self, version: int, urls: Sequence[str], micro_batches: ShardedMicroBatches, probes: int
+    ) -> float:
+        """Raise SignalsLostError if a server's log-probabilities come from other weights. A collective.
 
-        After a signal, the thread that updates the weights goes on until the engine's connections are closed.
+        Returns the largest difference in nats that rounding can cause. probes: their number for each server.
         """
+        models, gaps_by_server = self._models, dict[int, list[float]]()
+        # only servers of our own are known to round like the trainer
+        is_exact = (
+            server_kinds()[self._config.engine].rounds_as_here
+            and models.autocast is None
+            and next(models.student.parameters()).dtype == torch.float32
+            and torch.get_float32_matmul_precision() == "highest"
+        )
+        rounding, entries = _EXACT if is_exact else ROUNDED, list[list[float]]()
+        outputs = models.engine.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
+        for micro_batch, output in zip(micro_batches, outputs, strict=False):
+            rows = micro_batch.valid_index
+            gaps_T = (-output.per_token["cross_entropy"] - micro_batch.per_token[OLD_LOG_PROBS])[rows].abs()
+            servers_T = (micro_batch.document_T[rows] // probes).to(gaps_T.dtype)
+            entries += torch.stack([servers_T, gaps_T], 1).tolist()
+        for server, gap in chain.from_iterable(models.ranks.gather(entries)):
+            gaps_by_server.setdefault(int(server), []).append(gap)
+        for number, url in enumerate(urls):
+            if not (gaps := gaps_by_server.get(number)):
+                raise SignalsLostError(f"{url} has generated no token for the probes of its weights: expected some")
+            median = statistics.median(gaps)
+            if not median <= rounding:  # also true for NaN
+                raise SignalsLostError(
+                    f"{url} says that it generates with version {version}, and its log-probabilities are those of "
+                    f"other weights: they differ from the trainer's by {median:.3g} nats (the median of {len(gaps)} "
+                    f"tokens), and rounding is at most {rounding:g}: expected a server that reads the folder that it "
+                    "is given, loads all of it, and computes the same model"
+                )
+        return rounding
+
+    def _update_servers(self, version: int, engine: RemoteEngine) -> None:
+        """On rank 0: give servers new weights, which may take minutes. A signal ends the wait, but not the thread."""
         threads, require_no_signal = ThreadPoolExecutor(1), ServerWatch()
         try:
             update = threads.submit(engine.update_weights, version, self._published)
@@ -146,75 +174,3 @@ def probe_prompts(prompts: Documents) -> list[int]:
         numbers = np.flatnonzero(np.diff(prompts.media.offsets))
     numbers = numbers[:_CHOICE]
     return numbers[np.argsort(prompts.lengths_D[numbers], kind="stable")[:PROBES]].tolist()
-
-
-def probe_samples(prompts: Documents, by_server: Mapping[str, Sequence[Completion]]) -> list[Sample]:
-    """Return the samples that servers generated for the probes among these prompts, server by server."""
-    probes = [
-        (number, completion)
-        for completions in by_server.values()
-        for number, completion in zip(probe_prompts(prompts), completions, strict=True)
-    ]
-    return [
-        Sample(at, number, completion, np.ones(len(completion.ids_N), dtype=bool))
-        for at, (number, completion) in enumerate(probes)
-    ]
-
-
-def require_weights_in_use(
-    models: Models,
-    prompts: Documents,
-    engine: str,
-    version: int,
-    urls: Sequence[str],
-    micro_batches: ShardedMicroBatches,
-) -> float:
-    """Raise SignalsLostError if the log-probabilities of a server come from other weights.
-
-    Returns the largest difference in nats that rounding can cause. A collective of all processes.
-
-    prompts: of the run. engine: `rollout.engine`. micro_batches: those of the servers' `probe_samples`.
-    """
-    rounding, gaps_by_server = (
-        _rounding(models, engine),
-        _gaps_by_server(models, micro_batches, len(probe_prompts(prompts))),
-    )
-    for number, url in enumerate(urls):
-        gaps = gaps_by_server.get(number)
-        if not gaps:
-            raise SignalsLostError(f"{url} has generated no token for the probes of its weights: expected some")
-        median = statistics.median(gaps)
-        if not median <= rounding:  # also true for NaN
-            raise SignalsLostError(
-                f"{url} says that it generates with version {version}, and its log-probabilities are those of other "
-                f"weights: they differ from the trainer's by {median:.3g} nats (the median of {len(gaps)} "
-                f"tokens), and rounding is at most {rounding:g}: expected a server that reads the folder "
-                "that it is given, loads all of it, and computes the same model"
-            )
-    return rounding
-
-
-def _gaps_by_server(models: Models, micro_batches: ShardedMicroBatches, probes: int) -> dict[int, list[float]]:
-    """Return, by server number, the differences between the server's log-probabilities and the student's, in nats."""
-    entries = list[list[float]]()
-    outputs = models.engine.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
-    for micro_batch, output in zip(micro_batches, outputs, strict=False):
-        rows = micro_batch.valid_index
-        gaps = (-output.per_token["cross_entropy"] - micro_batch.per_token[OLD_LOG_PROBS])[rows].abs()
-        entries += torch.stack([(micro_batch.document_T[rows] // probes).to(gaps.dtype), gaps], 1).tolist()
-    gaps_by_server: dict[int, list[float]] = {}
-    for entries_of_rank in models.ranks.gather(entries):
-        for server, gap in entries_of_rank:
-            gaps_by_server.setdefault(int(server), []).append(gap)
-    return gaps_by_server
-
-
-def _rounding(models: Models, engine: str) -> float:
-    """Return the largest rounding difference in nats. Only `stillhouse serve` is known to round like the trainer."""
-    is_exact = (
-        server_kinds()[engine].rounds_as_here
-        and models.autocast is None
-        and next(models.student.parameters()).dtype == torch.float32
-        and torch.get_float32_matmul_precision() == "highest"
-    )
-    return _EXACT if is_exact else ROUNDED

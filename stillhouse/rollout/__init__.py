@@ -1,17 +1,10 @@
 """Rollouts: completions that a model generates, from an engine in this process or from servers, and their rewards."""
 
 from stillhouse.rollout.documents import POLICY_VERSION, TargetRules, step_documents
-from stillhouse.rollout.engines import RolloutEngine
-from stillhouse.rollout.open_sample import SourceSettings
 from stillhouse.rollout.plan import PromptPlan, PromptSource
 from stillhouse.rollout.queue import QueueState, RolloutQueue, require_versions, staleness
-from stillhouse.rollout.records import (
-    Completion,
-    GenerationRequest,
-    Sample,
-    Sampling,
-)
-from stillhouse.rollout.samples import Samples
+from stillhouse.rollout.records import Completion, GenerationRequest, Sample, Sampling
+from stillhouse.rollout.samples import Samples, SourceSettings
 
 __all__ = [
     "POLICY_VERSION",
@@ -20,7 +13,6 @@ __all__ = [
     "PromptPlan",
     "PromptSource",
     "QueueState",
-    "RolloutEngine",
     "RolloutQueue",
     "Sample",
     "Samples",

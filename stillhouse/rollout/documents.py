@@ -1,13 +1,10 @@
-"""Makes documents from a step's samples. They are packed into micro-batches like all documents.
+"""Makes documents of a step's samples, followed by completions of the dataset, and packs them into micro-batches.
 
-A step's documents are the generated samples, followed by completions from the dataset. A sample keeps the columns and
-the teachers' prefixes of its prompt, so that teachers get the same inputs as in off-policy training.
-
-N tokens of all documents of the step.
+A sample keeps the columns and the teachers' prefixes of its prompt. N tokens of all documents of the step.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -17,6 +14,7 @@ from stillhouse.config import RolloutConfig, sampling_temperatures
 from stillhouse.data import DataReport, Documents, PackedMicroBatches, PackedSequences
 from stillhouse.data.offsets import offsets_of
 from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION, SAMPLING
+from stillhouse.parallel import DistributedStudent, ShardedMicroBatches
 from stillhouse.rollout.records import Sample
 
 
@@ -27,8 +25,8 @@ class TargetRules:
     mask_truncated: whether completions that were cut at max_new_tokens have no targets.
     position_decay: token n of a completion (from 0) has the weight position_decay ** n.
     by_student: whether the student generated the samples; otherwise a teacher did.
-    temperature_numbers: for each source of prompts, the number of its sampling temperature (see `SAMPLING`). If all
-        are equal, the documents have no such number.
+    temperature_numbers: for each source of prompts, the number of its sampling temperature (see `SAMPLING`), which
+        the documents have unless all are equal.
     """
 
     mask_truncated: bool = False
@@ -64,10 +62,8 @@ def step_documents(
     dataset: Documents | None = None,
     from_dataset: Sequence[int] = (),
 ) -> Documents:
-    """The documents of a step. from_dataset: the numbers of the step's documents in `dataset`.
-
-    At least one sample or document is needed. All targets of the dataset's documents are kept. The weight of such a
-    target depends on its position among the targets of its document.
+    """The documents of a step, at least one. from_dataset: the numbers of the step's documents in `dataset`. All
+    targets of the dataset's documents are kept, with weights by their positions among the document's targets.
     """
     parts = [_sample_documents(prompts, samples, rules)] if samples else []
     if len(from_dataset):
@@ -77,49 +73,41 @@ def step_documents(
 
 
 def _sample_documents(prompts: Documents, samples: Sequence[Sample], rules: TargetRules) -> Documents:
-    prompts_of_samples = prompts.select([sample.prompt for sample in samples])
-    prompt_ids = np.split(prompts_of_samples.tokens_N, prompts_of_samples.offsets[1:-1])
-    columns = [_columns(len(ids_N), sample, rules) for ids_N, sample in zip(prompt_ids, samples, strict=True)]
-    targets_N, weights_N, advantages_N, log_probs_N, versions_N = map(np.concatenate, zip(*columns, strict=True))
+    selected = prompts.select([sample.prompt for sample in samples])
+    prompt_ids = np.split(selected.tokens_N, selected.offsets[1:-1])
+
+    def column_N(value: float, completion_values: Callable[[Sample], np.ndarray]) -> np.ndarray:
+        """Values of all tokens, float32: `value` for the tokens of the prompts."""
+        parts = [
+            np.concatenate([np.full(len(ids_N), value), completion_values(sample)])
+            for ids_N, sample in zip(prompt_ids, samples, strict=True)
+        ]
+        return np.concatenate(parts).astype(np.float32)
+
     completion_ids = [sample.completion.ids_N for sample in samples]
     ids = [np.concatenate(pair) for pair in zip(prompt_ids, completion_ids, strict=True)]
-    numbers = dict[str, np.ndarray]()
+    lengths = [len(ids_N) for ids_N in ids]
+    per_token = {
+        ADVANTAGES: column_N(0, lambda sample: np.full(len(sample.completion.ids_N), sample.advantage)),
+        OLD_LOG_PROBS: column_N(0, lambda sample: sample.completion.log_probs_N),
+        IS_SAMPLED: np.full(sum(lengths), float(rules.by_student), np.float32),
+        # tokens of an environment have the version −1, too
+        POLICY_VERSION: column_N(-1, lambda sample: sample.completion.versions_N),
+    }
     if rules.has_several_temperatures:
-        assert prompts_of_samples.set_D is not None
-        numbers_D = np.array(rules.temperature_numbers, dtype=np.float32)[prompts_of_samples.set_D]
-        numbers[SAMPLING] = np.repeat(numbers_D, [len(ids_N) for ids_N in ids])
+        assert selected.set_D is not None
+        numbers_D = np.array(rules.temperature_numbers, dtype=np.float32)[selected.set_D]
+        per_token[SAMPLING] = np.repeat(numbers_D, lengths)
+    sources = [f"{source} (sample {one.number})" for source, one in zip(selected.sources, samples, strict=True)]
     return replace(
-        prompts_of_samples,
+        selected,
         tokens_N=np.concatenate(ids).astype(np.int32),
-        targets_N=targets_N > 0,
-        offsets=offsets_of([len(ids_N) for ids_N in ids]),
-        sources=[
-            f"{source} (sample {sample.number})"
-            for source, sample in zip(prompts_of_samples.sources, samples, strict=True)
-        ],
-        per_token={
-            ADVANTAGES: advantages_N,
-            OLD_LOG_PROBS: log_probs_N,
-            IS_SAMPLED: np.full(len(targets_N), float(rules.by_student), np.float32),
-            POLICY_VERSION: versions_N,
-            **numbers,
-        },
-        weights_N=weights_N,
+        targets_N=column_N(0, rules.is_target_N) > 0,
+        offsets=offsets_of(lengths),
+        sources=sources,
+        per_token=per_token,
+        weights_N=column_N(0, lambda sample: _position_weights(len(sample.completion.ids_N), rules)),
     )
-
-
-def _columns(prompt_tokens: int, sample: Sample, rules: TargetRules) -> list[np.ndarray]:
-    """Targets, weights, advantages, log-probabilities and versions of a sample's tokens, float32."""
-    completion, is_generated_N = sample.completion, sample.is_generated_N
-    count = len(completion.ids_N)
-    columns = (
-        (0, rules.is_target_N(sample)),
-        (0, _position_weights(count, rules)),
-        (0, np.full(count, sample.advantage)),
-        (0, completion.log_probs_N),
-        (-1, np.where(is_generated_N, completion.versions_N, -1)),
-    )
-    return [np.concatenate([np.full(prompt_tokens, value), column]).astype(np.float32) for value, column in columns]
 
 
 def _dataset_documents(documents: Documents, rules: TargetRules) -> Documents:
@@ -136,9 +124,8 @@ def _dataset_documents(documents: Documents, rules: TargetRules) -> Documents:
 
 
 def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
-    """The weights of the targets of a completion, [count] float32.
-
-    No weight is 0, so that the loss's normaliser, which counts non-zero weights, does not depend on the decay.
+    """The weights of the targets of a completion, [count] float32. No weight is 0, so that the loss's normaliser,
+    which counts non-zero weights, does not depend on the decay.
     """
     weights_N = np.power(rules.position_decay, np.arange(count, dtype=np.float64))
     return np.maximum(weights_N, np.finfo(np.float32).tiny).astype(np.float32)
@@ -156,11 +143,19 @@ class StepPacker:
     micro_batch_tokens: int
     by_length: bool = False
 
+    def sharded(
+        self, student: DistributedStudent, documents: Documents, *, training: bool = True
+    ) -> ShardedMicroBatches:
+        """This process's part of the micro-batches of some documents."""
+        layout = student.layout
+        packed = self.micro_batches(documents, layout.degrees.data * layout.stages)
+        return student.shard(packed, training=training)
+
     def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
         """The micro-batches of some documents.
 
         parts: the minimum number of micro-batches, if there are as many documents. Completions are often far shorter
-            than `data.max_tokens`. With sequences of this length, some processes would have no micro-batch.
+            than `data.max_tokens`, so that some processes would otherwise have no micro-batch.
         """
         gaps = self.prompts.gaps
         widths_D = documents.lengths_D + documents.gaps_D(gaps)

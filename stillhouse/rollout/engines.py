@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
@@ -17,43 +19,13 @@ from stillhouse.parallel import ONE_PROCESS, DistributedStudent
 from stillhouse.parallel.ranks import EarlyMessages
 from stillhouse.parallel.sharded_loading import allocate
 from stillhouse.rollout.generate import Generator
-from stillhouse.rollout.records import Completion, CompletionReceiver, GenerationRequest, Inbox, Sampling
+from stillhouse.rollout.records import Completion, CompletionInbox, GenerationRequest, Receiver
+from stillhouse.rollout.samples import Samples
 
 #: the number of completions with which the weights of a server are proved
 PROBES = 4
 #: the largest difference of log-probabilities that rounding in bfloat16 causes
 ROUNDED = 0.1
-
-
-class RolloutEngine(Protocol):
-    """Generates completions with the student's weights, and takes new weights."""
-
-    def update_weights(self, version: int, folder: Path | None) -> None:
-        """Use the student's present weights from now on. version: the number of these weights.
-
-        No forward pass mixes two versions. Requests that are under way continue with the new weights; the version is
-        recorded per token.
-
-        folder: where the weights have been published; None if the engine generates with the student in memory.
-        """
-        ...
-
-    def close(self) -> None:
-        """Cancel the requests that are under way."""
-        ...
-
-
-class RolloutServers(RolloutEngine, Protocol):
-    """Servers that generate completions; only the first rank has them."""
-
-    def generate(self, requests: Sequence[GenerationRequest], inbox: Inbox | None = None) -> list[Future[Completion]]:
-        """Request completions, and return at once.
-
-        A future raises ServerError if no server answers in time, and ValueError if an answer is invalid.
-
-        inbox: gets the completions and the errors of the futures.
-        """
-        ...
 
 
 class RemoteWeights(Protocol):
@@ -71,13 +43,31 @@ class RemoteWeights(Protocol):
         """Record that a server's probe comes from the trainer's weights. most: the largest difference in nats."""
 
 
-class RemoteEngine(RolloutServers, Protocol):
-    """An engine on servers, such as `serving/` has. They load published weights, or keep their own."""
+class RemoteEngine(Protocol):
+    """Servers that generate completions with published weights, or with their own; only the first rank has them."""
 
     @property
     def weights(self) -> RemoteWeights: ...
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         """Raise ValueError if a server does not report its tokenizer, or if its tokens of this text differ."""
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], inbox: CompletionInbox | None = None
+    ) -> list[Future[Completion]]:
+        """Request completions, and return at once. inbox: gets the completions and the errors of the futures. A
+        future raises ServerError if no server answers in time, and ValueError if an answer is invalid.
+        """
+        ...
+
+    def update_weights(self, version: int, folder: Path) -> None:
+        """Use the weights that have been published in `folder` as this version. No forward pass mixes two versions.
+        Requests under way continue with the new weights, as their tokens record.
+        """
+        ...
+
+    def close(self) -> None:
+        """Cancel the requests that are under way."""
+        ...
 
 
 def same_weights(
@@ -92,33 +82,19 @@ def same_weights(
     return len(before) == len(now) and 2 * len(gaps) > len(now) and all(gap < most for gap in gaps)
 
 
-class Requester(Protocol):
-    """Has the requests for completions, turn by turn. inbox: gets the completions."""
-
-    inbox: Inbox
-
-    def next_requests(self) -> list[GenerationRequest]:
-        """Wait until completions are needed, and return their requests; [] after the last ones."""
-        ...
-
-
 class JobEngine(Protocol):
     """Generates completions for all ranks together."""
 
-    def complete(self, requester: Requester | None, *kinds: type[BaseException]) -> None:
-        """Generate all completions that a requester of the first rank needs; all ranks must call this.
-
-        kinds: errors of `next_requests` that all ranks raise.
+    def complete(self, samples: Samples | None, *kinds: type[BaseException]) -> None:
+        """Generate all completions that samples of the first rank need; all ranks must call this. kinds: errors of
+        `Samples.next_requests` that all ranks raise.
         """
-        ...
 
 
 class InJobEngine:
-    """Generates in this job, in one process or on all ranks.
+    """Generates in this job: each rank some of the batches, and every rank gets all completions.
 
-    Each rank generates some of the batches, and every rank gets all completions. Except for rounding, the completions
-    do not depend on the number of ranks.
-
+    Except for rounding, the completions do not depend on the number of ranks.
     copy: the full copy of a sharded student; its decoder must be the generator's. None: the student is not sharded.
     """
 
@@ -128,102 +104,85 @@ class InJobEngine:
         self._ranks = ONE_PROCESS if copy is None else copy.mesh.ranks
         self._is_alone = self._ranks.size == 1
 
-    def with_sampling(self, sampling: Sampling) -> "InJobEngine":
-        """Return an engine with the same weights, also after `update_weights` of this one, and other sampling."""
-        return InJobEngine(self.generator.with_sampling(sampling), self._copy, self.version)
-
-    def complete(self, requester: Requester | None, *kinds: type[BaseException]) -> None:
+    def complete(self, samples: Samples | None, *kinds: type[BaseException]) -> None:
         """See `JobEngine.complete`. All ranks also raise the ValueError of `generate`."""
         if self._is_alone:
-            assert requester is not None
-            while requests := requester.next_requests():
-                self.generate(requests, requester.inbox)
+            assert samples is not None
+            while requests := samples.next_requests():
+                self.generate(requests, samples.inbox)
             return
         while True:
             with self._ranks.shared(*kinds) as shared:
-                if requester is not None:
-                    contents = [request.as_json() for request in requester.next_requests()]
-                    shared.value = contents, f"completions {uuid4().hex}" if requester.inbox.is_early else None
+                if samples is not None:
+                    contents = [request.as_json() for request in samples.next_requests()]
+                    shared.value = contents, f"completions {uuid4().hex}" if samples.inbox.is_early else None
             contents, box = shared.value
             if not contents:
                 return
             requests = [GenerationRequest.from_json(values) for values in contents]
-            self.generate(requests, None if requester is None else requester.inbox, box)
+            self.generate(requests, None if samples is None else samples.inbox, box)
 
     def generate(
-        self, requests: Sequence[GenerationRequest], inbox: Inbox | None = None, box: str | None = None
+        self, requests: Sequence[GenerationRequest], inbox: CompletionInbox | None = None, box: str | None = None
     ) -> list[Completion]:
-        """Generate completions. All ranks must call this with the same requests.
+        """Generate completions. All ranks must call this with the same requests, and raise the errors of one of them.
 
         inbox: of the first rank; gets all completions, each as soon as it has ended if the inbox `is_early`.
         box: of the other ranks' messages about completions that have ended; see `EarlyMessages`.
-
-        If one rank fails, all ranks raise the ValueError of `Generator.generate`.
         """
-        early: CompletionReceiver | None = inbox if inbox is not None and inbox.is_early else None
+        early: Receiver | None = inbox if inbox is not None and inbox.is_early else None
         if self._is_alone:
             completions = self.generator.generate(requests, self.version, early)
         else:
-            completions = self._generate_on_ranks(requests, early, box)
+            self.generator.check(requests)
+            batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
+            receiver = early if box is None or early is not None else _FirstRank(self._messages, box)
+
+            def generate_share() -> list[Any]:
+                pairs: list[Any] = []
+                for batch in batches:
+                    completions = self.generator.batch([requests[at] for at in batch], self.version, early=receiver)
+                    pairs += [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
+                return pairs
+
+            others = len(requests) - sum(map(len, batches))
+            receives = None if box is None or early is None else self._messages.received(box, others, early.put)
+            with receives or nullcontext():
+                pairs_of_ranks = self._ranks.gather_results(generate_share, ValueError)
+            by_number = dict(chain.from_iterable(pairs_of_ranks))
+            completions = [Completion.from_json(by_number[at]) for at in range(len(requests))]
         if inbox is not None:
             for request, completion in zip(requests, completions, strict=True):
                 inbox.put((request.number, completion))
         return completions
 
-    def update_weights(self, version: int, folder: Path | None) -> None:
-        """Use the student's present weights from now on; all ranks must call this. `folder` has no effect."""
+    def update_weights(self, version: int) -> None:
+        """Use the student's present weights from now on; all ranks must call this. version: their number."""
         if self._copy is not None:
             self._copy.refresh()
         self.version = version
-
-    def close(self) -> None:
-        """Do nothing: no request is under way after `generate` has returned."""
-
-    def _generate_on_ranks(
-        self, requests: Sequence[GenerationRequest], early: CompletionReceiver | None, box: str | None
-    ) -> list[Completion]:
-        self.generator.check(requests)
-        batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
-        receiver = early if box is None or early is not None else _FirstRank(self._messages, box)
-
-        def generate_share() -> list[Any]:
-            pairs: list[Any] = []
-            for batch in batches:
-                completions = self.generator.batch([requests[at] for at in batch], self.version, early=receiver)
-                pairs += [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
-            return pairs
-
-        others = len(requests) - sum(map(len, batches))
-        receives = None if box is None or early is None else self._messages.received(box, others, early.put)
-        with receives or nullcontext():
-            pairs_of_ranks = self._ranks.gather_results(generate_share, ValueError)
-        by_number = dict(pair for pairs in pairs_of_ranks for pair in pairs)
-        return [Completion.from_json(by_number[at]) for at in range(len(requests))]
 
     @cached_property
     def _messages(self) -> EarlyMessages:
         return EarlyMessages()
 
 
+@dataclass(frozen=True)
 class _FirstRank:
     """Sends completions to the first rank while the other ranks still generate."""
 
-    def __init__(self, messages: EarlyMessages, box: str):
-        self._messages, self._box = messages, box
+    messages: EarlyMessages
+    box: str
 
     def put(self, content: tuple[int, Completion]) -> None:
-        number, completion = content
-        self._messages.send(self._box, [number, completion.as_json()])
+        self.messages.send(self.box, [content[0], content[1].as_json()])
 
 
 class StudentCopy:
-    """A full copy of a sharded student on each rank, for generation. All ranks must create it together.
+    """A full copy of a sharded student on each rank, because transformers' `generate` needs a full model.
 
-    transformers' `generate` needs a full model, but a rank has only a shard of the student. So each rank also keeps
-    a full copy in the student's dtype on its device, which needs enough memory for both.
-
+    All ranks must create it together. It has the student's dtype and device.
     build: returns the full student as `ModelSource.build` does, with arbitrary weights or on the meta device.
-
     Raises ValueError if no rank has a tensor of the copy, and ProofError if the copy's results are wrong.
     """
 
@@ -233,25 +192,26 @@ class StudentCopy:
         if next(self.decoder.parameters()).is_meta:
             allocate(self.decoder, self.mesh.device)
         self.decoder.to(self.mesh.device).eval()
-        trained = {
-            name
-            for part in student.decoders
-            for name, parameter in part.named_parameters()
-            if parameter.requires_grad
-        }
-        self._owners = self._find_owners()
-        trained_of_ranks = self.mesh.ranks.gather(sorted(trained))
-        self._trained = {name for names in trained_of_ranks for name in names}
+        parameters = [named for part in student.decoders for named in part.named_parameters()]
+        trained = sorted({name for name, parameter in parameters if parameter.requires_grad})
+        stage_and_names = self.mesh.weights.get_local_rank("pipeline"), sorted(student.stage_weights())
+        owners: dict[str, int] = {}
+        for coordinate, names in sorted(self.mesh.ranks.gather(stage_and_names)):
+            for name in names:
+                owners.setdefault(name, coordinate)
+        wanted = list(self.decoder.state_dict())
+        if missing := [name for name in wanted if name not in owners]:
+            raise ValueError(f"no rank holds the student's tensor '{missing[0]}': expected a copy of the same model")
+        #: for each tensor of the copy, the first coordinate on the pipeline axis whose ranks have it
+        self._owners = {name: owners[name] for name in wanted}
+        self._trained = {name for names in self.mesh.ranks.gather(trained) for name in names}
         self.decoder.requires_grad_(False)
         self._copy(self._owners)
         with self.mesh.ranks.all_raise(ProofError):
             prove_decoder(self.decoder)
 
     def refresh(self) -> None:
-        """Copy the student's trained weights, one tensor at a time; all ranks must call this.
-
-        Frozen weights, such as the base weights of an adapter, were copied when this object was created.
-        """
+        """Copy the student's trained weights, one tensor at a time; all ranks must call this. Frozen ones stay."""
         self._copy({name: owner for name, owner in self._owners.items() if name in self._trained})
 
     @torch.no_grad()
@@ -265,15 +225,3 @@ class StudentCopy:
             if group.size() > 1:
                 dist.broadcast(value, group=group, group_src=owner)
             weights[name].copy_(value)
-
-    def _find_owners(self) -> dict[str, int]:
-        """For each tensor of the copy, the first coordinate on the pipeline axis whose ranks have it."""
-        stage_and_names = self.mesh.weights.get_local_rank("pipeline"), sorted(self._student.stage_weights())
-        owners: dict[str, int] = {}
-        for coordinate, names in sorted(self.mesh.ranks.gather(stage_and_names)):
-            for name in names:
-                owners.setdefault(name, coordinate)
-        wanted = list(self.decoder.state_dict())
-        if missing := [name for name in wanted if name not in owners]:
-            raise ValueError(f"no rank holds the student's tensor '{missing[0]}': expected a copy of the same model")
-        return {name: owners[name] for name in wanted}

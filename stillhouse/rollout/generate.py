@@ -1,13 +1,9 @@
-"""Completions in this process, with transformers' own `generate`.
+"""Completions in this process, with transformers' own `generate` and the weights that are trained.
 
-The model generates with the weights that are trained, with a key-value cache, in eval mode and without gradients.
-The model's `generation_config` has no effect here. The caller reads the end-of-sequence ids from it (`eos_ids` in
-`models/`) and passes them in `Sampling`.
-
+The model's `generation_config` has no effect here; the caller reads the end-of-sequence ids from it (`eos_ids`).
 B completions, S tokens of the longest prompt.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -25,7 +21,7 @@ from stillhouse.models.families import ModelFacts
 from stillhouse.models.model_checks import typename
 from stillhouse.models.vision_language import MEDIA_ARGUMENT, placeholder_ids
 from stillhouse.parallel import watchdog
-from stillhouse.rollout.records import Completion, CompletionReceiver, GenerationRequest, Sampling
+from stillhouse.rollout.records import Completion, GenerationRequest, Receiver, Sampling
 from stillhouse.rollout.sampler import EndOfCompletion, TokenSampler
 
 # the largest allowed difference between log-probabilities with and without the cache, in nats. It is not 0, because
@@ -77,23 +73,15 @@ class Generator:
         self._counted = rows if counted_rows is None else min(counted_rows, rows)
         self._vocabulary = self._counted if vocabulary is None else min(vocabulary, self._counted)
 
-    def with_sampling(self, sampling: Sampling) -> "Generator":
-        """Return a generator of the same decoder with other sampling."""
-        other = copy.copy(self)
-        other.sampling = sampling
-        return other
-
     def generate(
-        self, requests: Sequence[GenerationRequest], version: int, early: CompletionReceiver | None = None
+        self, requests: Sequence[GenerationRequest], version: int, early: Receiver | None = None
     ) -> list[Completion]:
-        """Return one completion per request, in the order of the requests.
+        """Return one completion per request, in their order. Except for rounding, it depends on its request alone.
 
-        Except for rounding, a completion depends only on its own request, not on the other requests of its batch.
         version: the version of the present weights; it is recorded for each token.
         early: gets a completion as soon as it has ended, while the others of its batch are still generated.
 
-        Raises ValueError if a prompt is empty, has ids that are not in the model's vocabulary, or is too long for the
-        model's positions. Raises NotFiniteError, a ValueError, if logits are not finite.
+        Raises the ValueError of `check`, and NotFiniteError, a ValueError, if logits are not finite.
         """
         self.check(requests)
         completions_by_number: dict[int, Completion] = {}
@@ -103,33 +91,28 @@ class Generator:
         return [completions_by_number[at] for at in range(len(requests))]
 
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
-        """Divide requests into batches of similar lengths and the same sampling. A batch is a list of positions in
-        `requests`.
-
-        least: the number of processes that share the batches. A batch has at most len(requests) / least requests,
-            rounded up.
+        """Divide requests into batches, lists of positions in `requests`, of similar lengths and the same sampling.
+        least: the number of processes that share the batches. A batch has at most len(requests) / least requests.
         """
-        prompts = [len(request.prompt_ids) for request in requests]
-        limits = [self._limit(request) for request in requests]
         samplings = [self._sampling(request) for request in requests]
         kinds = list(dict.fromkeys(samplings))
+        sizes = [(len(request.prompt_ids), self._limit(request)) for request in requests]
         most_rows = max(1, -(-len(requests) // least))
         batches: list[list[int]] = []
         prompt = limit = 0
-        for at in sorted(
-            range(len(requests)), key=lambda at: (kinds.index(samplings[at]), prompts[at], limits[at], at)
-        ):
+        for at in sorted(range(len(requests)), key=lambda at: (kinds.index(samplings[at]), sizes[at], at)):
             # each row of a batch takes the tokens of its longest prompt and its largest max_new_tokens
-            prompt, limit = max(prompt, prompts[at]), max(limit, limits[at])
-            rows = len(batches[-1]) + 1 if batches else 0
+            prompt, limit = max(prompt, sizes[at][0]), max(limit, sizes[at][1])
+            rows, last = (len(batches[-1]) + 1, batches[-1][0]) if batches else (0, at)
             fits = rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens
-            last = batches[-1][0] if batches else at
-            fits = fits and samplings[last] == samplings[at]
-            if batches and fits and (not self._equal_lengths or prompts[last] == prompts[at]):
+            is_alike = samplings[last] == samplings[at]
+            if self._equal_lengths:
+                is_alike = is_alike and sizes[last][0] == sizes[at][0]
+            if batches and fits and is_alike:
                 batches[-1].append(at)
             else:
                 batches.append([at])
-                prompt, limit = prompts[at], limits[at]
+                prompt, limit = sizes[at]
         return batches
 
     @torch.no_grad()
@@ -138,12 +121,10 @@ class Generator:
         requests: Sequence[GenerationRequest],
         version: int,
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
-        early: CompletionReceiver | None = None,
+        early: Receiver | None = None,
     ) -> list[Completion]:
-        """Return the completions of one batch. The caller must already have called `check` for the requests.
-
-        errors: a context manager around the call of the model's own `generate`.
-        early: see `generate`.
+        """Return the completions of one batch, after `check`. early: see `generate`. errors: a context manager around
+        the call of the model's own `generate`.
         """
 
         def on_end(rows: Sequence[int]) -> None:
@@ -158,10 +139,15 @@ class Generator:
         for row, request in enumerate(requests):
             ids_BS[row, width - len(request.prompt_ids) :] = request.prompt_ids
             mask_BS[row, width - len(request.prompt_ids) :] = 1
-        seeds = [request.seed for request in requests]
-        sampling = self._sampling(requests[0])  # of all requests of the batch
+        seeds, sampling = [request.seed for request in requests], self._sampling(requests[0])
         sampler = TokenSampler(sampling, seeds, max(limits), self._vocabulary, self.device, self._counted, self.never)
-        media = self._media(requests, width)
+        media: dict[str, Tensor] = {}  # further arguments of the model's `generate`
+        if any(request.has_media for request in requests):
+            if self._processor is None:
+                raise ValueError(
+                    f"prompts with {MEDIA} need the model's processor: expected Generator(..., processor=...)"
+                )
+            media = _on_device(self._processor.prompt_arguments(self.decoder, requests, width), self.device)
         listener = None if early is None else on_end
         end = EndOfCompletion(sampling, limits, width, self._tokenizer, self.device, listener)
         with errors:
@@ -177,7 +163,11 @@ class Generator:
         end: EndOfCompletion,
         media: Mapping[str, Tensor],
     ) -> None:
-        """Call the model's `generate`; `sampler` and `end` record the result. tokens: max_new_tokens."""
+        """Call the model's `generate`; `sampler` and `end` record the result. tokens: max_new_tokens.
+
+        If a caller of `generate` omits a setting, transformers takes it from the model's `generation_config`, which
+        may contain penalties, suppressed tokens and limits. So the model has an empty one meanwhile.
+        """
         watchdog.progress()
         model, dtype = self.decoder.pretrained, self._autocast
         settings = GenerationConfig(
@@ -185,16 +175,20 @@ class Generator:
         )
         usual_attention = self.decoder.packing.attention.without_lengths()
         rounded_once = nullcontext() if dtype is None else _rounded_once(model, self.device, dtype)
-        with evaluating(model), _without_own_settings(model), usual_attention, rounded_once:
-            model.generate(
-                torch.from_numpy(ids_BS).to(self.device),
-                generation_config=settings,
-                attention_mask=torch.from_numpy(mask_BS).to(self.device),
-                past_key_values=roomy_cache(model, ids_BS.shape[1] + tokens),
-                logits_processor=[sampler],
-                stopping_criteria=[end],
-                **media,
-            )
+        own_settings, model.generation_config = model.generation_config, GenerationConfig()
+        try:
+            with evaluating(model), usual_attention, rounded_once:
+                model.generate(
+                    torch.from_numpy(ids_BS).to(self.device),
+                    generation_config=settings,
+                    attention_mask=torch.from_numpy(mask_BS).to(self.device),
+                    past_key_values=roomy_cache(model, ids_BS.shape[1] + tokens),
+                    logits_processor=[sampler],
+                    stopping_criteria=[end],
+                    **media,
+                )
+        finally:
+            model.generation_config = own_settings
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
         """Raise ValueError with the request's number if the model cannot generate a completion for a request."""
@@ -217,16 +211,6 @@ class Generator:
         longest = max((len(request.prompt_ids) + self._limit(request) for request in requests), default=0)
         check_document_length(model, longest, self._name)
 
-    def _media(self, requests: Sequence[GenerationRequest], width: int) -> dict[str, Tensor]:
-        """The arguments of the model's `generate` beside token ids; empty if no prompt has media."""
-        if not any(request.has_media for request in requests):
-            return {}
-        if self._processor is None:
-            raise ValueError(
-                f"prompts with {MEDIA} need the model's processor: expected Generator(..., processor=...)"
-            )
-        return _on_device(self._processor.prompt_arguments(self.decoder, requests, width), self.device)
-
     def _sampling(self, request: GenerationRequest) -> Sampling:
         return self.sampling if request.sampling is None else request.sampling
 
@@ -241,18 +225,14 @@ class Generator:
         (ids_BN, log_probs_BN), (lengths, stopped) = sampler.result(), end.result()
         completions = []
         for row in rows:
-            length = lengths[row]
-            log_probs_N = log_probs_BN[row, :length]
+            ids_N, log_probs_N = (values_BN[row, : lengths[row]].copy() for values_BN in (ids_BN, log_probs_BN))
             if not np.isfinite(log_probs_N).all():
                 raise NotFiniteError(
-                    f"{typename(self.decoder.pretrained)}: its logits are not finite when it writes a completion: "
+                    f"{self._name}: its logits are not finite when it writes a completion: "
                     "expected finite weights, and a dtype wide enough for the model"
                 )
-            versions_N = np.full(length, version, dtype=np.int32)
-            ids_N = ids_BN[row, :length].copy()
-            completions.append(
-                Completion(ids_N, log_probs_N.copy(), versions_N, "stop" if stopped[row] else "length")
-            )
+            versions_N = np.full(lengths[row], version, dtype=np.int32)
+            completions.append(Completion(ids_N, log_probs_N, versions_N, "stop" if stopped[row] else "length"))
         return completions
 
 
@@ -260,51 +240,43 @@ class Generator:
 def check_generation(decoder: Decoder, device: torch.device, processor: MediaProcessor | None = None) -> None:
     """Raise ValueError with the model type if the model's `generate` fails or disagrees with the forward pass.
 
-    Two short prompts of different lengths are completed, in one batch if the model supports padding on the left. The
-    log-probabilities of the new tokens are compared with those of a forward pass without a cache and without padding.
-
-    processor: that of the model's media. Prompts with media are then completed, too, in a second batch.
+    The log-probabilities of completions of two short prompts of different lengths are compared with those of a
+    forward pass without a cache and without padding. processor: that of the model's media; prompts with media are
+    then completed, too.
     """
     model = decoder.pretrained
     rows = model.get_input_embeddings().weight.shape[0]
     prompts = [(np.arange(tokens, dtype=np.int32) * 37 + 5) % rows for tokens in (3, 8)]
     generator = Generator(decoder, Sampling(max_new_tokens=4, temperature=0.0), device, processor=processor)
     requests = [GenerationRequest(at, ids, 0) for at, ids in enumerate(prompts)]
-    _check_completions(generator, requests, None)
+    cases: list[tuple[str, MediaProcessor | None, list[GenerationRequest]]] = [("its generate()", None, requests)]
     if processor is not None:
-        examples = processor.example_prompts()
-        with_media = [GenerationRequest(at, ids, 0, media=files) for at, (ids, files) in enumerate(examples)]
-        _check_completions(generator, with_media, processor)
-
-
-def _check_completions(
-    generator: Generator, requests: Sequence[GenerationRequest], processor: MediaProcessor | None
-) -> None:
-    decoder, device, model = generator.decoder, generator.device, generator.decoder.pretrained
-    what = "its generate()" if processor is None else f"its generate() for prompts with {MEDIA}"
-    completions: dict[int, Completion] = {}
-    for batch in generator.batches(requests):
-        errors = reading(f"{typename(model)}: {what} fails")
-        completions.update(zip(batch, generator.batch([requests[at] for at in batch], 0, errors), strict=True))
-    for at, request in enumerate(requests):
-        completion, prompt = completions[at], request.prompt_ids
-        ids_N = np.concatenate([prompt, completion.ids_N])
-        ids, inputs = torch.from_numpy(ids_N.astype(np.int64)).to(device), dict[str, Any]()
-        if processor is not None:
-            inputs = {
-                name: torch.from_numpy(types)[None].to(device) for name, types in processor.token_types(ids_N).items()
-            }
-            inputs[MEDIA_ARGUMENT] = _on_device(processor.read_files(request.media, prompt).tensors, device)
-        with evaluating(decoder):
-            logits_SV = decoder(ids[None], **inputs)[0, len(prompt) - 1 : -1]
-        expected = logits_SV.float().log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].cpu().numpy()
-        error = float(np.median(np.abs(expected - completion.log_probs_N)))
-        if not error <= _TOLERANCE[logits_SV.dtype]:
-            raise ValueError(
-                f"{typename(model)}: {what} gives log-probabilities that differ by {error:.2g} nats from "
-                "those of its forward pass: expected a model that supports a cache and padding on the left; let a "
-                "server write the completions (rollout.engine)"
-            )
+        examples = enumerate(processor.example_prompts())
+        requests = [GenerationRequest(at, ids, 0, media=files) for at, (ids, files) in examples]
+        cases.append((f"its generate() for prompts with {MEDIA}", processor, requests))
+    for what, reader, requests in cases:
+        completions: dict[int, Completion] = {}
+        for batch in generator.batches(requests):
+            errors = reading(f"{typename(model)}: {what} fails")
+            completions.update(zip(batch, generator.batch([requests[at] for at in batch], 0, errors), strict=True))
+        for at, request in enumerate(requests):
+            completion, prompt = completions[at], request.prompt_ids
+            ids_N = np.concatenate([prompt, completion.ids_N])
+            ids, inputs = torch.from_numpy(ids_N.astype(np.int64)).to(device), dict[str, Any]()
+            if reader is not None:
+                types = reader.token_types(ids_N).items()
+                inputs = {name: torch.from_numpy(types_N)[None].to(device) for name, types_N in types}
+                inputs[MEDIA_ARGUMENT] = _on_device(reader.read_files(request.media, prompt).tensors, device)
+            with evaluating(decoder):
+                logits_SV = decoder(ids[None], **inputs)[0, len(prompt) - 1 : -1]
+            expected = logits_SV.float().log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].cpu().numpy()
+            error = float(np.median(np.abs(expected - completion.log_probs_N)))
+            if not error <= _TOLERANCE[logits_SV.dtype]:
+                raise ValueError(
+                    f"{typename(model)}: {what} gives log-probabilities that differ by {error:.2g} nats from "
+                    "those of its forward pass: expected a model that supports a cache and padding on the left; "
+                    "let a server write the completions (rollout.engine)"
+                )
 
 
 def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -315,9 +287,8 @@ def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str,
 def _rounded_once(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Run matrix products in `dtype`, and round each float32 matrix once within the block, not once per new token.
 
-    Until the end of the block, the rounded copies need half the memory of the float32 matrices. The gradients of a
-    trained model need twice as much, and do not exist then. Autocast keeps only copies of weights that require a
-    gradient.
+    Autocast keeps only copies of weights that require a gradient. Until the end of the block, the copies need half
+    the memory of the float32 matrices.
     """
     frozen = [weight for weight in model.parameters() if weight.dtype == torch.float32 and not weight.requires_grad]
     try:
@@ -330,21 +301,6 @@ def _rounded_once(model: PreTrainedModel, device: torch.device, dtype: torch.dty
             weight.requires_grad_(False)
 
 
-@contextmanager
-def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Replace the model's `generation_config` by an empty one within the block.
-
-    If a caller of `generate` omits a setting, transformers takes it from the model's `generation_config`. That config
-    may contain penalties, suppressed tokens and limits.
-    """
-    settings = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = settings
-
-
 class RoomyLayer(DynamicLayer):
     """tokens: the number of preallocated tokens. More tokens are concatenated, as transformers' own layer does."""
 
@@ -355,7 +311,7 @@ class RoomyLayer(DynamicLayer):
     def __init__(self, tokens: int):
         super().__init__()
         self._tokens = tokens
-        self._room: tuple[Tensor, Tensor] | None = None
+        self._room: list[Tensor] | None = None
 
     def update(self, key_BHSW: Tensor, value_BHSW: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         before = self.get_seq_length()
@@ -365,7 +321,8 @@ class RoomyLayer(DynamicLayer):
             return keys_and_values
         if not self.is_initialized:
             self.lazy_initialization(key_BHSW, value_BHSW)
-            self._room = (self._empty_like(key_BHSW), self._empty_like(value_BHSW))
+            shapes = ((new, (*new.shape[:2], self._tokens, new.shape[3])) for new in (key_BHSW, value_BHSW))
+            self._room = [torch.empty(shape, dtype=new.dtype, device=new.device) for new, shape in shapes]
         assert self._room is not None
         for room, new in zip(self._room, (key_BHSW, value_BHSW), strict=True):
             room[:, :, before:after] = new
@@ -377,10 +334,6 @@ class RoomyLayer(DynamicLayer):
         self.keys = self.values = self._room = None
         self.is_initialized = False
         super().reset()
-
-    def _empty_like(self, new_BHSW: Tensor) -> Tensor:
-        rows, heads, _, width = new_BHSW.shape
-        return torch.empty(rows, heads, self._tokens, width, dtype=new_BHSW.dtype, device=new_BHSW.device)
 
 
 def roomy_cache(model: PreTrainedModel, tokens: int) -> DynamicCache | None:

@@ -7,13 +7,13 @@
 
 The tensors have the names and values that transformers' `save_pretrained` writes, so that any engine can read them.
 If the student has an adapter, only the adapter is written, in peft's format. A version is written under a temporary
-name and then renamed, so that a reader never finds an incomplete version.
+name and then renamed, so that a reader never finds an incomplete version. `published_folder.py` reads a version.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.checkpoint_names import save_as, saved_names
 from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel import DistributedStudent, StageWeight
-from stillhouse.rollout.published_folder import MANIFEST, VERSION_PREFIX, AdapterBase, Manifest
+from stillhouse.rollout.published_folder import MANIFEST, VERSION_PREFIX, AdapterBase, WeightsManifest
 
 #: the largest size of one file, unless a single tensor is larger. To publish, a rank needs this much host memory plus
 #: the memory for all-gathering one tensor
@@ -58,16 +58,14 @@ def publish(
     """Write the student's present weights below `folder` as a new version; returns the version's path.
 
     All ranks must call this. Tensors are all-gathered one at a time. One rank of each pipeline stage collects tensors
-    until it has `bucket_bytes` of them, and writes them as one file.
+    until it has `bucket_bytes` of them, and writes them as one file. This version and the previous one stay in the
+    folder; all others are removed, also those that a resumed run will publish again.
 
     run: the identity of the publishing run. base: the model on which the student's adapter is trained; None: the
     student has no adapter. Both are written into the manifest.
 
-    This version and the previous one stay in the folder; all others are removed. Versions with a larger number are
-    removed, too: they were published before the run resumed from an earlier checkpoint, and will be published again.
-
-    Raises ValueError if transformers converts this model's weights when it saves them and the conversion needs
-    several layers at once. Raises OSError on all ranks if one rank cannot write.
+    Raises ValueError if transformers must convert several layers at once to save this model, and OSError on all ranks
+    if one rank cannot write.
     """
     final = version_folder(folder, version)
     partial = final.with_name(final.name + _PARTIAL)
@@ -75,11 +73,12 @@ def publish(
         if student.ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-    (part, *_) = student.decoders
+    kind: Literal["model", "adapter"] = "model" if student.decoders[0].lora is None else "adapter"
     with torch.no_grad():
-        kind: Literal["model", "adapter"] = "model" if part.lora is None else "adapter"
-        write = _write_model if kind == "model" else _write_adapter
-        write(partial, student, bucket_bytes)
+        if kind == "model":
+            _write_model(partial, student, bucket_bytes)
+        else:
+            _write_adapter(partial, student)
     with _errors_on_all_ranks(student):
         if student.ranks.is_first:
             if tokenizer is not None:
@@ -101,15 +100,13 @@ def version_folder(folder: Path, version: int) -> Path:
 
 
 def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) -> None:
-    full_decoder = _full_student(student)
-    names = saved_names(full_decoder)
+    full_decoder, collects = _full_student(student), _collects(student)
+    names, model = saved_names(full_decoder), full_decoder.pretrained
     # on the last stage of a pipeline, the copy of a tied embedding has no name, because the first stage writes it
     held = {names[name]: weight for name, weight in student.stage_weights().items() if name in names}
-    shapes = {name: weight.empty for name, weight in held.items()}
-    buckets = _buckets(full_decoder.pretrained, shapes, bucket_bytes)
-    counts = student.ranks.gather(len(buckets) if _collects(student) else 0)
-    rank = student.ranks.rank
-    before, total = sum(counts[:rank]), sum(counts)
+    buckets = _buckets(model, {name: weight.empty for name, weight in held.items()}, bucket_bytes)
+    counts = student.ranks.gather(len(buckets) if collects else 0)
+    before, total = sum(counts[: student.ranks.rank]), sum(counts)
     file_of: dict[str, str] = {}
     failure: Exception | None = None
     with _errors_on_all_ranks(student):
@@ -118,10 +115,10 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
             tensors: dict[str, Tensor] = {}
             for group in bucket:
                 gathered = {name: _gather(held[name], student) for name in group}
-                if _collects(student):
-                    tensors |= _as_saved(full_decoder.pretrained, gathered)
+                if collects:
+                    tensors |= _as_saved(model, gathered)
             # after a failure, a rank still takes part in the collectives; otherwise the other ranks would wait for it
-            if _collects(student) and failure is None:
+            if collects and failure is None:
                 try:
                     save_file(tensors, partial / file, metadata={"format": "pt"})
                 except (OSError, SafetensorError, ValueError) as error:
@@ -132,12 +129,22 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
     files = {name: file for file_of_rank in student.ranks.gather(file_of) for name, file in file_of_rank.items()}
     with _errors_on_all_ranks(student):
         if student.ranks.is_first:
-            _write_configuration(partial, student, full_decoder)
-            _write_index(partial, files, full_decoder.pretrained)
-            _require_all(partial, files, full_decoder.pretrained, names)
+            _write_configuration(partial, student, model)
+            if len(set(files.values())) > 1:
+                sizes = sum(path.stat().st_size for path in partial.glob("*.safetensors"))
+                metadata = {"total_parameters": model.num_parameters(), "total_size": sizes}
+                index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
+                (partial / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            # an engine would keep an old tensor that is missing, and only log a warning
+            saved = set(names.values())
+            meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in saved}
+            expected = set(_as_saved(model, meta)) if len(meta) == len(names) else set(files)
+            if missing := sorted(expected ^ files.keys()):
+                words = f"{len(missing)} tensors are missing or not the model's, first '{missing[0]}'"
+                raise ValueError(f"{partial}: {words}")
 
 
-def _write_adapter(partial: Path, student: DistributedStudent, bucket_bytes: int) -> None:
+def _write_adapter(partial: Path, student: DistributedStudent) -> None:
     """Each stage writes its matrices to the shared folder; rank 0 reads them and writes them in peft's format."""
     weights = student.stage_weights()
     matrices = {name: _gather(weight, student) for name, weight in weights.items() if is_lora(name)}
@@ -224,9 +231,8 @@ def _layer(name: str) -> str:
     return ".".join(parts[: next((place for place, part in enumerate(parts, start=1) if part.isdecimal()), 0)])
 
 
-def _write_configuration(partial: Path, student: DistributedStudent, full_decoder: Decoder) -> None:
-    model = full_decoder.pretrained
-    (part, *_) = student.decoders
+def _write_configuration(partial: Path, student: DistributedStudent, model: PreTrainedModel) -> None:
+    part = student.decoders[0]
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures, config.dtype = [type(model).__name__], next(part.parameters()).dtype
     config.save_pretrained(partial)
@@ -234,42 +240,21 @@ def _write_configuration(partial: Path, student: DistributedStudent, full_decode
         generation.save_pretrained(partial)
 
 
-def _write_index(partial: Path, files: Mapping[str, str], model: PreTrainedModel) -> None:
-    if len(set(files.values())) == 1:
-        return
-    sizes = sum(path.stat().st_size for path in partial.glob("*.safetensors"))
-    metadata = {"total_parameters": model.num_parameters(), "total_size": sizes}
-    index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
-    (partial / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _require_all(partial: Path, files: Mapping[str, str], model: PreTrainedModel, names: Mapping[str, str]) -> None:
-    """Raise ValueError if a tensor was not written: an engine would keep the old tensor and only log a warning."""
-    source = model.state_dict()
-    meta = {name: tensor.to("meta") for name, tensor in source.items() if name in set(names.values())}
-    expected = set(_as_saved(model, meta)) if len(meta) == len(names) else set(files)
-    if missing := sorted(expected ^ files.keys()):
-        raise ValueError(f"{partial}: {len(missing)} tensors are missing or not the model's, first '{missing[0]}'")
-
-
 def _write_manifest(
     partial: Path, version: int, run: str, kind: Literal["model", "adapter"], base: AdapterBase | None
 ) -> None:
-    tensors: dict[str, str] = {}
-    dtypes: set[str] = set()
+    tensors, dtypes = dict[str, str](), set[str]()
     for path in sorted(partial.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 it is no dict
-                tensors[name] = path.name
-                dtypes.add(file.get_slice(name).get_dtype())
-    files = {path.name: file_hash(path) for path in sorted(partial.iterdir())}
-    manifest = Manifest(
+            tensors |= dict.fromkeys(file.keys(), path.name)
+            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 it is no dict
+    manifest = WeightsManifest(
         version=version,
         run=run,
         kind=kind,
         dtypes=sorted(dtypes),
         tensors=tensors,
-        files=files,
+        files={path.name: file_hash(path) for path in sorted(partial.iterdir())},
         complete=True,
         base=base,
     )

@@ -40,7 +40,7 @@ class AdapterBase(BaseModel):
     quantize: str | None
 
 
-class Manifest(BaseModel):
+class WeightsManifest(BaseModel):
     """The content of manifest.json.
 
     version: the number of optimizer steps after which the weights were published.
@@ -84,7 +84,7 @@ class PublishedFolder:
         try:
             with self._opened(MANIFEST, MANIFEST_BYTES) as file:
                 content = file.read(MANIFEST_BYTES)
-            self.manifest = Manifest.model_validate_json(content)
+            self.manifest = WeightsManifest.model_validate_json(content)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             raise NoVersionError(f"{path / MANIFEST} is damaged: {first['msg']}") from error

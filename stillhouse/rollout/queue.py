@@ -1,20 +1,20 @@
 """The queue of samples between the engine that generates them and the steps that train on them.
 
-Its state in a checkpoint must fit the checkpoint's step. Without the checks, a state of another run, step or schedule
-would raise no error, and samples would be trained twice or never. N tokens of a completion.
+Its state in a checkpoint must fit the checkpoint's step; otherwise, samples could be trained twice or never. N tokens
+of a completion.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from stillhouse.rollout.engines import RolloutServers
-from stillhouse.rollout.open_sample import NOT_GENERATED
+from stillhouse.config import RolloutConfig
+from stillhouse.rollout.engines import RemoteEngine
 from stillhouse.rollout.plan import PromptPlan, RolloutSchedule
 from stillhouse.rollout.records import Sample
-from stillhouse.rollout.reward import Deviation, with_advantages
-from stillhouse.rollout.samples import SECONDS_BETWEEN_LOOKS, Samples
+from stillhouse.rollout.reward import with_advantages
+from stillhouse.rollout.samples import SECONDS_BETWEEN_LOOKS, Samples, SourceSettings
 
 
 @dataclass
@@ -37,9 +37,7 @@ class RolloutQueue:
     samples: those under way.
     servers: generate completions; None: an engine in this job does, which gets its requests from `samples`.
     schedule: decides when a group is requested and which step trains on it.
-    advantage, deviation: how advantages are computed from rewards (see `with_advantages`).
-    alive: called about once per second while the queue waits for samples.
-    by_student: whether the student generates the samples; a teacher's tokens always have version 0.
+    config: the section rollout of the first source of prompts; None: its defaults.
     """
 
     def __init__(
@@ -47,15 +45,11 @@ class RolloutQueue:
         samples: Samples,
         plan: PromptPlan,
         schedule: RolloutSchedule,
-        servers: RolloutServers | None = None,
-        *,
-        advantage: Literal["normalized", "centered"] = "normalized",
-        deviation: Deviation = "population",
-        alive: Callable[[], None] = lambda: None,
-        by_student: bool = True,
+        servers: RemoteEngine | None = None,
+        config: RolloutConfig | None = None,
     ):
         self.samples, self.plan, self.schedule, self.servers = samples, plan, schedule, servers
-        self.advantage, self.deviation, self._alive, self._by_student = advantage, deviation, alive, by_student
+        self._config = config or RolloutConfig()
         self._requested_at: dict[int, int] = {}
         self._last_chance: dict[int, int] = {}  # for each requested group, the last step that may train on it
         self._groups: dict[int, dict[int, Sample]] = {}  # finished samples by group, until a step takes the group
@@ -68,24 +62,22 @@ class RolloutQueue:
         self.taken_times = (0.0, 0.0)
 
     def start(self, step: int) -> None:
-        """Begin all groups that are due at a step, and samples that are missing from earlier groups after a resume.
-
-        The engine must already have the weights of this step. Servers get the requests now; an engine in this job
-        must complete `samples` before `collect` is called.
+        """Begin all groups that are due at a step, whose weights the engine has, and samples missing after a resume.
+        Servers get the requests now; an engine in this job must complete `samples` before `collect` is called.
         """
         for later in range(step, self.schedule.last_requested(step) + 1):
             for group in self.plan.groups(later):
                 if group not in self._trained and group not in self._requested_at:
                     self._add(group, step)
-        under_way = set(self.samples.under_way)
+        under_way = self.samples.under_way
         missing = [
-            (number, self.plan.prompt_of(group))
+            (number, self.plan.group(group).prompt)
             for group, samples in self._groups.items()
             for number in self.plan.samples(group)
             if number not in samples and number not in under_way
         ]
         self.samples.start(missing)
-        if self.servers is None and self.samples.has_turns:
+        if self.servers is None and self.samples.max_turns > 1:
             self._incomplete = frozenset(number for number, _ in missing)
         self._receive(0.0)
 
@@ -96,7 +88,7 @@ class RolloutQueue:
 
     def has_requested(self, step: int) -> bool:
         """Whether all samples of this step are finished or under way."""
-        under_way = set(self.samples.under_way)
+        under_way = self.samples.under_way
         return all(
             group in self._groups and under_way.union(self._groups[group]).issuperset(self.plan.samples(group))
             for group in self.plan.groups(step)
@@ -105,7 +97,7 @@ class RolloutQueue:
     def wait_for(self, step: int) -> None:
         """Wait until all groups on which this step trains are finished."""
         while not self._is_ready(step):
-            self._alive()
+            self.samples.alive()
             self._receive(SECONDS_BETWEEN_LOOKS)
 
     def is_ready(self, step: int) -> bool:
@@ -117,27 +109,22 @@ class RolloutQueue:
 
     def take(self, step: int) -> list[Sample]:
         """Wait for the samples on which a step trains; returns them in the order of their numbers, with advantages.
-
-        The choice of the samples does not depend on how long their rewards take.
-
-        Until `trained` is called for this step, checkpoints still contain these samples.
+        The choice does not depend on how long rewards take. Until `trained`, checkpoints still contain these samples.
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
         for samples in (self._groups[group] for group in groups):
             for number, sample in sorted(samples.items()):
                 samples[number] = self.samples.rewarded(sample)
-        times = [self.samples.times.pop(number, None) for group in groups for number in self._groups[group]]
-        measured = [pair for pair in times if pair is not None]  # a checkpoint does not store the times
-        self.taken_times = (
-            min((start for start, _ in measured), default=0.0),
-            max((end for _, end in measured), default=0.0),
-        )
         self._taken[step] = {group: self._groups.pop(group) for group in groups}
         self._finished = [group for group in self._finished if group not in groups]
         taken: list[Sample] = []
         for samples in self._taken[step].values():
-            taken += with_advantages([samples[number] for number in sorted(samples)], self.advantage, self.deviation)
+            in_order = [samples[number] for number in sorted(samples)]
+            taken += with_advantages(in_order, self._config.advantage, self._config.deviation)
+        times = self.samples.times  # a checkpoint does not store them
+        starts, ends = zip((0.0, 0.0), *(times.pop(one.number) for one in taken if one.number in times), strict=True)
+        self.taken_times = min(starts[1:], default=0.0), max(ends)
         return taken
 
     def trained(self, step: int) -> None:
@@ -148,10 +135,6 @@ class RolloutQueue:
         before = min(self._requested_at, default=None)
         out_of_turn = self._trained | groups.keys()
         self._trained = {group for group in out_of_turn if before is not None and group > before}
-
-    def finish(self) -> None:
-        """Wait until the environment is ready with all samples, after the last step."""
-        self.samples.wait_until_dropped()
 
     def state(self) -> QueueState:
         """The state for a checkpoint. After a resume, samples that are still under way are requested again, and so
@@ -172,14 +155,12 @@ class RolloutQueue:
         return QueueState(samples, dict(self._requested_at), sorted(self._trained))
 
     def restore(self, state: QueueState, step: int) -> None:
-        """Continue from the state of a checkpoint after `step` steps. The next `start` requests the missing samples.
-
-        Raises ValueError if this run cannot have had this state after `step` steps.
+        """Continue from a checkpoint after `step` steps; `start` then requests the missing samples. Raises ValueError
+        if this run cannot have had this state after `step` steps.
         """
         _require_groups(state, self.plan, self.schedule, step)
-        _require_samples(
-            state.samples, state.requested_at, step, self.plan, self.samples, by_student=self._by_student
-        )
+        by_student = self._config.writer == "student"
+        _require_samples(state, step, self.plan, self.samples, by_student=by_student)
         self._trained = set(state.trained)
         for group, at in state.requested_at.items():
             self._add(group, at)
@@ -198,7 +179,7 @@ class RolloutQueue:
         """Record the request of a group. If the schedule is in order, only the group's own step may train on it."""
         self._requested_at[group], self._groups[group] = requested_at, {}
         latest = requested_at + self.schedule.max_staleness
-        self._last_chance[group] = self.plan.step_of(group) if self.schedule.in_order else latest
+        self._last_chance[group] = self.plan.group(group).step if self.schedule.in_order else latest
 
     def _keep(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -249,45 +230,34 @@ def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -
 
 def staleness(samples: Sequence[Sample], step: int) -> Mapping[int, int]:
     """Count generated tokens by their staleness: the step's number minus the token's version."""
-    counts: dict[int, int] = {}
-    for sample in samples:
-        for version in sample.completion.versions_N[sample.is_generated_N].tolist():
-            counts[step - version] = counts.get(step - version, 0) + 1
-    return counts
+    generated = (sample.completion.versions_N[sample.is_generated_N] for sample in samples)
+    return Counter(step - version for versions_N in generated for version in versions_N.tolist())
 
 
 def _require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
-    """Raise ValueError unless a run can have these groups after `step` steps.
-
-    The last step that requested groups is step − 1, or `step` if the run lost its servers during `step`.
+    """Raise ValueError unless a run can have these groups after `step` steps. The last step that requested groups is
+    step − 1, or `step` if the run lost its servers during `step`.
     """
     requested_at, trained, ahead = state.requested_at, state.trained, schedule.ahead
     if both := sorted(requested_at.keys() & set(trained)):
         raise ValueError(f"group {both[0]} is both asked for and trained: expected one of them")
     if trained and (schedule.in_order or len(set(trained)) < len(trained)):
-        raise ValueError(
-            f"the trained groups {trained[:9]}: expected none, because this schedule trains the groups in their order"
-            if schedule.in_order
-            else f"the trained groups {trained[:9]}: expected each of them once"
-        )
+        in_order = "none, because this schedule trains the groups in their order"
+        expected = in_order if schedule.in_order else "each of them once"
+        raise ValueError(f"the trained groups {trained[:9]}: expected {expected}")
     earliest, latest = max(0, step - schedule.max_staleness), schedule.last_requested(step)
     for group, at in requested_at.items():
         is_planned = 0 <= group < plan.groups(latest).stop  # the plan must not be made for any number
-        due = plan.step_of(group) if is_planned else -1
+        due = plan.group(group).step if is_planned else -1
         if not (earliest <= due <= latest and max(0, due - ahead, earliest) <= at <= min(due, step)):
             raise ValueError(
                 f"group {group}, asked for at step {at}: after {step} steps, expected a group of the steps "
                 f"{earliest} to {latest}, asked for at most {ahead} steps before its own, and at step {earliest} to "
                 f"{step}"
             )
-    _require_all(state, plan, schedule, step)
-
-
-def _require_all(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
-    """Raise ValueError unless every group up to the last requested one is either requested or trained."""
+    # every group up to the last requested one is either requested or trained
     due = plan.groups(step).start  # the number of trained groups; in the async schedule, not always the first groups
-    first = min(state.requested_at, default=due)
-    kept = sorted([*state.requested_at, *state.trained])
+    first, kept = min(requested_at, default=due), sorted([*requested_at, *trained])
     stops = {
         max(due, plan.groups(schedule.last_requested(begun)).stop) if begun >= 0 else 0 for begun in (step - 1, step)
     }
@@ -297,58 +267,47 @@ def _require_all(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule,
             f"the groups {kept[:9]} are asked for or trained, without the groups {missing[:9]}: after {step} steps, "
             f"expected all from {first} to {' or '.join(str(stop - 1) for stop in sorted(stops))}"
         )
-    if first + len(state.trained) != due:
+    if first + len(trained) != due:
         raise ValueError(
-            f"{first + len(state.trained)} groups have been trained after {step} steps: expected {due}, as each step "
+            f"{first + len(trained)} groups have been trained after {step} steps: expected {due}, as each step "
             "trains as many groups as the plan gives it"
         )
 
 
-def _require_samples(
-    samples: Sequence[Sample],
-    requested_at: Mapping[int, int],
-    step: int,
-    plan: PromptPlan,
-    under_way: Samples,
-    *,
-    by_student: bool,
-) -> None:
-    """Raise ValueError for a sample that a run cannot have after `step` steps.
-
-    by_student: whether the student generates the samples; a teacher's tokens always have version 0.
+def _require_samples(state: QueueState, step: int, plan: PromptPlan, under_way: Samples, *, by_student: bool) -> None:
+    """Raise ValueError for a sample that a run cannot have after `step` steps. by_student: whether the student
+    generates the samples; a teacher's tokens always have version 0.
     """
-    seen = set[int]()
-    vocabulary = max(under_way.tokenizer.get_vocab().values()) + 1
-    for sample in samples:
-        group = plan.group_of(sample.number)
-        if group not in requested_at:
-            raise ValueError(f"sample {sample.number} is of group {group}, which was not asked for or is trained")
-        if sample.number not in plan.samples(group):
-            raise ValueError(f"sample {sample.number}: expected one of {plan.samples(group)}, those of its group")
-        if sample.number in seen:
-            raise ValueError(f"sample {sample.number} is there more than once")
-        seen.add(sample.number)
-        if sample.prompt != (prompt := plan.prompt_of(group)):
-            raise ValueError(
-                f"sample {sample.number} has prompt {sample.prompt}: expected {prompt}, that of its group"
-            )
-        oldest, newest = (requested_at[group], step) if by_student else (0, 0)
-        if problem := _problem(sample, under_way, vocabulary, range(oldest, newest + 1)):
+    seen, vocabulary = set[int](), max(under_way.tokenizer.get_vocab().values()) + 1
+    for sample in state.samples:
+        group, problem = plan.group_of(sample.number), ""
+        if group not in state.requested_at:
+            problem = f"is of group {group}, which was not asked for or is trained"
+        elif sample.number not in (numbers := plan.samples(group)):
+            problem = f"is not of its group: expected one of {numbers}"
+        elif sample.number in seen:
+            problem = "is there more than once"
+        elif sample.prompt != (prompt := plan.group(group).prompt):
+            problem = f"has prompt {sample.prompt}: expected {prompt}, that of its group"
+        else:
+            oldest, newest = (state.requested_at[group], step) if by_student else (0, 0)
+            settings = under_way.settings_of(sample.number)
+            problem = _problem(sample, settings, vocabulary, range(oldest, newest + 1))
+        if problem:
             raise ValueError(f"sample {sample.number} {problem}")
+        seen.add(sample.number)
 
 
-def _problem(sample: Sample, under_way: Samples, vocabulary: int, versions: range) -> str:
-    ids_N, versions_N = sample.completion.ids_N, sample.completion.versions_N
-    settings = under_way.settings_of(sample.number)
+def _problem(sample: Sample, settings: SourceSettings, vocabulary: int, versions: range) -> str:
+    ids_N, generated_N = sample.completion.ids_N, sample.completion.versions_N[sample.is_generated_N]
     if len(ids_N) > settings.max_new_tokens:
         return f"has {len(ids_N)} tokens: expected at most rollout.max_new_tokens, {settings.max_new_tokens}"
     if ids_N.min() < 0 or ids_N.max() >= vocabulary:
         return f"has the ids {ids_N.min()} to {ids_N.max()}: expected 0 to {vocabulary - 1}"
-    if (sample.is_generated_N != (versions_N != NOT_GENERATED)).any() or not sample.is_generated_N.any():
-        return "has tokens with a version that no model wrote, or tokens of a model without one"
-    if settings.environment is None and not sample.is_generated_N.all():
+    if not len(generated_N):
+        return "has no token that a model wrote"
+    if settings.environment is None and len(generated_N) < len(ids_N):
         return "has tokens of an environment: this run has no rollout.environment and no rollout.tools"
-    generated_N = versions_N[sample.is_generated_N]
     oldest, newest = generated_N.min(), generated_N.max()
     if oldest not in versions or newest not in versions or (generated_N[1:] < generated_N[:-1]).any():
         return (

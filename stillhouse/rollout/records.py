@@ -1,7 +1,4 @@
-"""Data types of rollouts: requests to an engine, completions that the engine generates, and samples.
-
-N tokens of a completion.
-"""
+"""The records of rollouts: requests to an engine, its completions, and samples. N tokens of a completion."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from stillhouse.data.media_files import MediaFile
+
+#: the version of a token that no model generated
+NOT_GENERATED = -1
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,13 @@ class Completion:
         if not (np.isfinite(self.log_probs_N).all() and self.log_probs_N.max() <= 1e-3):
             raise ValueError("a completion with log-probabilities that are not finite, or above 0")
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self], *, is_cut: bool = False) -> Self:
+        """One completion of several parts; it ends as the last one does, unless it `is_cut` after it."""
+        columns = zip(*((part.ids_N, part.log_probs_N, part.versions_N) for part in parts), strict=True)
+        ids_N, log_probs_N, versions_N = map(np.concatenate, columns)
+        return cls(ids_N, log_probs_N, versions_N, "length" if is_cut else parts[-1].finish)
+
     def as_json(self) -> list[Any]:
         # a float32 is exact as a float64, and so is its decimal representation
         return [self.ids_N.tolist(), self.log_probs_N.tolist(), self.versions_N.tolist(), self.finish]
@@ -126,13 +133,13 @@ class Completion:
         )
 
 
-class CompletionReceiver(Protocol):
+class Receiver(Protocol):
     """Takes a request's number and its completion, in any thread."""
 
     def put(self, content: tuple[int, Completion]) -> None: ...
 
 
-class Inbox:
+class CompletionInbox:
     """The completions that engines have generated, in the order in which they arrive. Any thread may put one into it.
 
     is_early: whether a thread reads it while the engine in this job generates other completions.
@@ -152,28 +159,31 @@ class Inbox:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A finished completion of a prompt.
+    """A finished completion of a prompt, with the replies of an environment.
 
     number: the number of the sample in the run.
     prompt: the number of the prompt's document.
-    is_generated_N: bool, whether the model generated the token; otherwise it comes from the environment.
     reward: None if the run has no reward.
-    object_reward: what the sample's object in the environment gives for the reward; None if it gives nothing.
+    advantage: the reward relative to the rewards of the same prompt (see `with_advantages`).
     reward_parts: of a reward that is a weighted sum, the parts without their weights; otherwise empty.
+    object_reward: what the sample's object in the environment gives for the reward; None if it gives nothing.
     tool_calls, tool_errors: how many calls of tools have had a reply, and how many of these replies are errors.
-    advantage: the reward relative to the rewards of the same prompt (see `advantages.py`).
     """
 
     number: int
     prompt: int
     completion: Completion
-    is_generated_N: np.ndarray
     reward: float | None = None
     advantage: float = 0.0
     reward_parts: tuple[float, ...] = ()
     object_reward: float | None = None
     tool_calls: int = 0
     tool_errors: int = 0
+
+    @property
+    def is_generated_N(self) -> np.ndarray:
+        """Whether the model generated the token, bool; otherwise it comes from the environment."""
+        return self.completion.versions_N != NOT_GENERATED
 
     @property
     def generated_tokens(self) -> int:
@@ -183,17 +193,12 @@ class Sample:
     @property
     def turns(self) -> int:
         """The number of the model's turns: of runs of tokens that the model generated."""
-        starts_N = self.is_generated_N & ~np.concatenate([[False], self.is_generated_N[:-1]])
-        return int(starts_N.sum())
+        return int((np.diff(self.is_generated_N, prepend=False) & self.is_generated_N).sum())
 
-    def as_json(self) -> list[Any]:
-        is_generated = self.is_generated_N.tolist()
-        reward = [self.reward, self.advantage, self.reward_parts, self.object_reward]
-        tools = [self.tool_calls, self.tool_errors]
-        return [self.number, self.prompt, self.completion.as_json(), is_generated, *reward, *tools]
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"completion": self.completion.as_json()}
 
     @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Self:
-        number, prompt, completion, is_generated, reward, advantage, parts, *others = values
-        is_generated_N, completion = np.array(is_generated, dtype=bool), Completion.from_json(completion)
-        return cls(number, prompt, completion, is_generated_N, reward, advantage, tuple(parts), *others)
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        completion, parts = Completion.from_json(values["completion"]), tuple(values["reward_parts"])
+        return cls(**dict(values) | {"completion": completion, "reward_parts": parts})

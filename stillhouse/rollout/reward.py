@@ -9,32 +9,17 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from stillhouse.rollout.records import Sample
+from stillhouse.rollout.turns import Calls
 from stillhouse.user_code.functions import Turn, UserFunctionError, about_completion
 
 #: after how many calls a reward's first one is repeated: a state that only the first one has made, such as a mean of
 #: one number, may give the same number again
 _REPEATED_AFTER = 8
-
-
-class Reward(NamedTuple):
-    """The reward of a completion. parts: of a weighted sum, the results without their weights; otherwise empty."""
-
-    value: float
-    parts: tuple[float, ...] = ()
-
-
-class RewardCalls(Protocol):
-    """Calls functions of the user or servers, by the configuration key and their path or URL.
-
-    A future raises UserFunctionError for a call that fails.
-    """
-
-    def request(self, key: str, path: str, *arguments: Any) -> Future[Any]: ...
 
 
 class RepeatedCall:
@@ -44,7 +29,7 @@ class RepeatedCall:
         self._name, self._warn, self._count = name, warn, 0
         self._first_arguments, self._futures = tuple[Any, ...](), list[Future[Any]]()
 
-    def add(self, part: "RewardPart", arguments: tuple[Any, ...], future: Future[Any]) -> None:
+    def add(self, part: "WeightedCall", arguments: tuple[Any, ...], future: Future[Any]) -> None:
         """Count a call, and repeat the first one if it is time."""
         self._count += 1
         if self._count == 1:
@@ -62,8 +47,7 @@ class RepeatedCall:
         """Warn if both calls are done and differ; once."""
         if len(self._futures) < 2 or not all(future.done() for future in self._futures):
             return
-        first, again = self._futures
-        self._futures = []
+        (first, again), self._futures = self._futures, []
         if first.exception() is not None:
             return
         number, problem = first.result(), again.exception()
@@ -81,8 +65,8 @@ class RepeatedCall:
 
 
 @dataclass(frozen=True)
-class RewardPart:
-    """A part of a weighted sum.
+class WeightedCall:
+    """A part of a reward, and the call that computes it.
 
     calls, key, path: of the user's function or server; without `calls`, the sample's object gives the part.
     takes_turns: whether the call has an argument for the turns.
@@ -90,7 +74,7 @@ class RewardPart:
     """
 
     weight: float
-    calls: RewardCalls | None = None
+    calls: Calls | None = None
     key: str = ""
     path: str = ""
     takes_turns: bool = False
@@ -102,7 +86,7 @@ class RewardSum:
     """The sum of weight × result, added in the order of the parts. key: that of the configuration, for errors."""
 
     key: str
-    parts: Sequence[RewardPart]
+    parts: Sequence[WeightedCall]
 
     def request(
         self,
@@ -113,9 +97,8 @@ class RewardSum:
         turns: Sequence[Turn],
         object_reward: Future[float] | None = None,
     ) -> "PendingReward":
-        """Request the reward of a completion. Functions in this process raise UserFunctionError at once.
-
-        source: `file:line` of the record. turns: the pieces of the completion. object_reward: the part of its object.
+        """Request the reward of a completion. Functions in this process raise UserFunctionError at once. source:
+        `file:line` of the record. turns: the pieces of the completion. object_reward: the part of its object.
         """
         futures = []
         for part in self.parts:
@@ -128,6 +111,12 @@ class RewardSum:
             if part.repeated is not None:
                 part.repeated.add(part, arguments, futures[-1])
         return PendingReward(self, futures, completion, source)
+
+    def compare_repeated(self) -> None:
+        """Warn of parts that have given another number for the same arguments (see `RepeatedCall`)."""
+        for part in self.parts:
+            if part.repeated is not None:
+                part.repeated.compare()
 
 
 @dataclass(frozen=True)
@@ -143,17 +132,15 @@ class PendingReward:
     def is_done(self) -> bool:
         return all(future.done() for future in self.futures)
 
-    def result(self) -> Reward:
-        """The reward; all parts must be done. Of several parts that fail, it raises the error of the first one."""
-        for part in self.sum.parts:
-            if part.repeated is not None:
-                part.repeated.compare()
+    def added_to(self, sample: Sample) -> Sample:
+        """The sample with its reward; all parts must be done. Of parts that fail, it raises the first one's error."""
+        self.sum.compare_repeated()
         results = [future.result() for future in self.futures]
         value = sum(part.weight * result for part, result in zip(self.sum.parts, results, strict=True))
         if not math.isfinite(value):
             about = about_completion(self.completion, self.source)
             raise UserFunctionError(f"{self.sum.key}: the weighted sum is {value}{about}: expected a finite number")
-        return Reward(float(value), tuple(results) if len(results) > 1 else ())
+        return replace(sample, reward=float(value), reward_parts=tuple(results) if len(results) > 1 else ())
 
 
 #: which standard deviation of n rewards: "population" divides the sum of squares by n, "sample" by n − 1

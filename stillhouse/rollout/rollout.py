@@ -39,6 +39,15 @@ class ServedStudent(Protocol):
         """Let the servers load the published weights, and prove that they use them."""
 
 
+@contextmanager
+def errors_of_signals() -> Iterator[None]:
+    """Raise SignalsLostError if servers do not answer, or if a user's function does not return after a signal."""
+    try:
+        yield
+    except (ServerError, OverdueError) as error:
+        raise SignalsLostError(str(error)) from error
+
+
 @dataclass(eq=False)
 class Rollout:
     """The samples of each step, on all ranks.
@@ -68,13 +77,11 @@ class Rollout:
         self._is_alone = self._ranks.size == 1
 
     def take(self, step: int, timeline: WorkTimeline) -> list[Sample]:
-        """Return the samples of a step, with rewards and advantages, on all ranks.
+        """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
 
         Before, the engine gets the weights of this step and the requests that are due. Except under async, the
-        completions for this step are finished before the weights change. A collective of all processes.
-
-        An error of rank 0 is raised on all ranks: ValueError, UserFunctionError, or SignalsLostError if no server
-        answers or a user's function does not return after a signal.
+        completions for this step are finished before the weights change. All ranks raise the errors of rank 0:
+        ValueError, UserFunctionError, and those of `errors_of_signals`.
         """
         queue, phase = self.queue, f"the completions of step {step + 1}"
         with watchdog.nested(phase, timed=False):
@@ -84,32 +91,24 @@ class Rollout:
                     if queue is not None:
                         queue.start(step)
                 if self.engine is not None:
-                    try:
+                    with errors_of_signals():
                         self.engine.complete(None if queue is None else queue.samples, *ERRORS)
-                    except (ServerError, OverdueError) as error:
-                        raise SignalsLostError(str(error)) from error
+                    if queue is not None:
+                        queue.collect()
                 if step not in self._taken:
                     self._take(step, timeline)
-                elif self.engine is not None and queue is not None:
-                    queue.collect()
         return self._taken[step]
 
     def micro_batches(self, steps: Iterable[int], timeline: WorkTimeline) -> Iterator[ShardedMicroBatches | None]:
-        """Yield this process's part of each step, on its samples and on the dataset's completions.
-
-        For a later step than the one of the last `take`, it yields None until the step's samples are finished. Only
-        the schedule two_step_off can have them early.
+        """Yield this process's part of each step, on its samples and on the dataset's completions. Yields None as
+        long as the samples of a step after the last `take` are not finished (two_step_off).
         """
         for step in steps:
             while step not in self._taken and not self._take_early(step, timeline):
                 yield None
             rules, numbers = TargetRules.of(self.rollouts), self.plan.from_dataset(step)
-            yield self.shard(step_documents(self.prompts, self._taken[step], rules, self.dataset, numbers))
-
-    def shard(self, documents: Documents) -> ShardedMicroBatches:
-        """Pack documents; returns this process's part."""
-        layout = self.student.layout
-        return self.student.shard(self.packer.micro_batches(documents, layout.degrees.data * layout.stages))
+            documents = step_documents(self.prompts, self._taken[step], rules, self.dataset, numbers)
+            yield self.packer.sharded(self.student, documents)
 
     def trained(self, step: int) -> None:
         """Record that the optimizer has made this step."""
@@ -121,21 +120,13 @@ class Rollout:
         """Wait for the end of the last samples' environments. Raises their errors on all ranks."""
         with watchdog.nested("the end of environments", timed=False), self.shared():
             if self.queue is not None:
-                self.queue.finish()
-
-    def call_times(self) -> dict[str, tuple[int, float]]:
-        """On rank 0, the number and the seconds of the calls of rewards, environments and tools since the last call
-        of this method, by their keys; elsewhere empty."""
-        return {} if self.functions is None else self.functions.take_times()
+                self.queue.samples.wait_until_dropped()
 
     @contextmanager
     def shared(self) -> Iterator[Shared]:
         """As `Ranks.shared`, with the errors of `take`."""
-        try:
-            with self._ranks.shared(*ERRORS) as shared:
-                yield shared
-        except (ServerError, OverdueError) as error:
-            raise SignalsLostError(str(error)) from error
+        with errors_of_signals(), self._ranks.shared(*ERRORS) as shared:
+            yield shared
 
     def _update_weights(self, step: int, timeline: WorkTimeline) -> None:
         """Give the weights of this step to the engine, if the student generates."""
@@ -152,15 +143,13 @@ class Rollout:
             if self.served is not None:
                 self.served.update(step)
             if self.engine is not None:
-                self.engine.update_weights(step, None)
+                self.engine.update_weights(step)
 
     def _take(self, step: int, timeline: WorkTimeline) -> None:
         """Wait for the samples of a step and for their rewards."""
         samples: list[Sample] = []
         with self.shared() as shared:
             if self.queue is not None:
-                if self.engine is not None:
-                    self.queue.collect()
                 samples = self.queue.take(step)
                 if not self._is_alone:
                     shared.value = [sample.as_json() for sample in samples]
@@ -180,9 +169,7 @@ class Rollout:
             if self.queue is not None:
                 shared.value = self.queue.has_requested(step) and self.queue.is_ready(step)
         if shared.value:
-            with (
-                timeline.trainer(WAIT_FOR_COMPLETIONS),
-                watchdog.nested(f"the completions of step {step + 1}", timed=False),
-            ):
+            phase = f"the completions of step {step + 1}"
+            with timeline.trainer(WAIT_FOR_COMPLETIONS), watchdog.nested(phase, timed=False):
                 self._take(step, timeline)
         return bool(shared.value)

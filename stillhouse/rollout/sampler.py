@@ -59,7 +59,14 @@ class TokenSampler(LogitsProcessor):
         self._vocabulary, self._counted = vocabulary, counted
         self._is_greedy = sampling.temperature == 0
         self._temperature = sampling.temperature or 1.0
-        self._filters = _filters(sampling)
+        # in transformers' order; vLLM applies min_p first
+        self._filters: list[LogitsProcessor] = []
+        if sampling.top_k:
+            self._filters.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._filters.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            self._filters.append(MinPLogitsWarper(sampling.min_p))
         raw_BN = np.stack([np.random.PCG64(seed).random_raw(tokens) for seed in seeds])
         self._seeds_BN2 = torch.from_numpy(raw_BN.view(np.int32).reshape(*raw_BN.shape, 2)).to(device)
         self._ids_B: list[Tensor] = []
@@ -141,18 +148,15 @@ class EndOfCompletion(StoppingCriteria):
         tokens = input_ids_BS.shape[1] - self._prompt_tokens
         stops_B = torch.isin(input_ids_BS[:, -1], self._eos)
         if self._stop:
-            stops_B = stops_B | self._has_stop_text(input_ids_BS[:, self._prompt_tokens :])
+            assert self._tokenizer is not None
+            texts_B = stop_texts(input_ids_BS[:, self._prompt_tokens :].tolist(), self._stop, self._tokenizer)
+            stops_B |= torch.tensor([text is not None for text in texts_B], device=stops_B.device)
         ends_B = (self._length_B == 0) & (stops_B | (self._limit_B <= tokens))
         self._is_stop_B = self._is_stop_B | (ends_B & stops_B)
         self._length_B = torch.where(ends_B, tokens, self._length_B)
         if self._on_end is not None and (rows := ends_B.nonzero()[:, 0].tolist()):
             self._on_end(rows)
         return self._length_B > 0
-
-    def _has_stop_text(self, ids_BN: Tensor) -> Tensor:
-        assert self._tokenizer is not None
-        stop_texts_B = stop_texts(ids_BN.tolist(), self._stop, self._tokenizer)
-        return torch.tensor([stop_text is not None for stop_text in stop_texts_B], device=ids_BN.device)
 
     def result(self) -> tuple[list[int], list[bool]]:
         """For each completion, the number of tokens, and whether it ended by itself (false: cut at its limit)."""
@@ -190,15 +194,3 @@ def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
 def _mixed(state: Tensor, bits: int) -> Tensor:
     """state ^ (state >> bits), with a logical shift."""
     return state ^ ((state >> bits) & ((1 << (32 - bits)) - 1))
-
-
-def _filters(sampling: Sampling) -> list[LogitsProcessor]:
-    """The filters top_k, top_p and min_p, in transformers' order. vLLM applies min_p first."""
-    filters: list[LogitsProcessor] = []
-    if sampling.top_k:
-        filters.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        filters.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        filters.append(MinPLogitsWarper(sampling.min_p))
-    return filters

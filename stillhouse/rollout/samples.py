@@ -1,15 +1,16 @@
 """Samples on their way, turn by turn: the model generates, an environment may answer, and the model goes on.
 
-`Samples` says which completions are needed, and takes them from an inbox. It knows no engine. Without an environment,
-a sample is one turn. Replies of an environment are part of the sample, but not targets.
+`Samples` requests the completions that are needed, and takes them from an inbox. Without an environment, a sample is
+one turn. Replies of an environment are part of the sample, but not targets.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -18,20 +19,127 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
 from stillhouse.data.media_files import MediaFile
-from stillhouse.rollout.open_sample import NOT_GENERATED, OpenSample, SourceSettings
-from stillhouse.rollout.records import Completion, GenerationRequest, Inbox, Sample
-from stillhouse.rollout.reward import PendingReward, Reward
-from stillhouse.rollout.turns import done, turn_texts
+from stillhouse.rollout.records import NOT_GENERATED, Completion, CompletionInbox, GenerationRequest, Sample, Sampling
+from stillhouse.rollout.reward import PendingReward, RewardSum
+from stillhouse.rollout.turns import CallArguments, Reply, SampleTurns, TurnReplies, done, turn_texts
 
 #: seconds between two calls of `alive` while a sample waits for a completion, a reply or its reward
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
+@dataclass(frozen=True)
+class SourceSettings:
+    """How samples of the prompts of one source are generated.
+
+    max_new_tokens: the maximum number of tokens of a sample: all turns of the model and all replies together.
+    sampling: how tokens are sampled; None: as the engine does without it.
+    reward, environment: the prompts need the records of the data if one is set.
+    calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn has ended, also while
+        the engine generates others. Otherwise, `Samples.receive` requests it.
+    max_turns: the maximum number of turns of the model.
+    object_gives_reward: whether the sample's object in `environment` gives a part of `reward`.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling | None = None
+    reward: RewardSum | None = None
+    environment: TurnReplies | None = None
+    calls_from_any_thread: bool = False
+    max_turns: int = 1
+    object_gives_reward: bool = False
+
+
+@dataclass(eq=False)
+class OpenSample:
+    """A sample that is being generated.
+
+    record, source: of the prompt, and its `file:line`.
+    parts: the model's completions and the environment's replies so far, in their order.
+    turns, replies: the number of the model's turns so far, and the replies to them.
+    is_requested: whether the present turn is requested and has not arrived.
+    reply_calls: for each of the model's turns that has ended, the turns so far and the reply that was requested;
+        None: the sample ends with this turn.
+    object_reward: the reward that its object gives, as soon as it is requested.
+    goes_on: whether the model generates another turn; None until the reply to the present turn has arrived.
+    is_cut: whether the environment's last reply has used up the remaining tokens.
+    requested_at, ended_at: the times of its first request and of its last completion (`time.monotonic`).
+    """
+
+    number: int
+    prompt: int
+    settings: SourceSettings
+    prompt_ids: np.ndarray
+    record: Mapping[str, Any]
+    source: str
+    media: Sequence[MediaFile] = ()
+    parts: list[Completion] = field(default_factory=list)
+    turns: int = 0
+    replies: list[Reply] = field(default_factory=list)
+    is_requested: bool = False
+    reply_calls: dict[int, tuple[SampleTurns, Future[Any]] | None] = field(default_factory=dict)
+    object_reward: Future[float] | None = None
+    goes_on: bool | None = None
+    is_cut: bool = False
+    requested_at: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(part.ids_N) for part in self.parts)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its completion is missing, or something that the environment computes."""
+        if self.is_requested:
+            return True
+        call, reward = self.reply_calls[self.turns - 1], self.object_reward
+        return (call is not None and not call[1].done()) or (reward is not None and not reward.done())
+
+    def texts(self, tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> CallArguments:
+        """The arguments of a reward or an environment about these parts of the sample."""
+        completion = tokenizer.decode(Completion.joined(parts).ids_N, skip_special_tokens=True)
+        return tokenizer.decode(self.prompt_ids), completion, self.record, self.source
+
+    def ended_turns(self, tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> SampleTurns:
+        """What the environment gets: the turns of the model, without one that was cut."""
+        generated = [part for part in parts if part.versions_N[0] != NOT_GENERATED]
+        turns = [part.ids_N for part in generated if part.finish == "stop"]
+        return SampleTurns(self.number, self.texts(tokenizer, parts), turns, list(self.replies))
+
+    def add_reply(self) -> bool:
+        """Add the reply to the present turn, which has arrived; returns whether the model generates another turn."""
+        call, environment = self.reply_calls[self.turns - 1], self.settings.environment
+        room, reply, self.goes_on = self.settings.max_new_tokens - self.tokens, None, False
+        if call is not None:
+            assert environment is not None
+            reply = environment.reply(*call, room)
+        if reply is None or not reply.ids:
+            return False
+        self.replies.append(reply)
+        if room:
+            ids_N = np.asarray(reply.ids[:room], dtype=np.int32)
+            log_probs_N, versions_N = np.zeros(len(ids_N), np.float32), np.full(len(ids_N), NOT_GENERATED, np.int32)
+            self.parts.append(Completion(ids_N, log_probs_N, versions_N, "stop"))
+        self.is_cut = len(reply.ids) >= room
+        self.goes_on = not self.is_cut
+        return self.goes_on
+
+    def sample(self) -> Sample:
+        """The finished sample."""
+        return Sample(
+            self.number,
+            self.prompt,
+            Completion.joined(self.parts, is_cut=self.is_cut),
+            object_reward=None if self.object_reward is None else self.object_reward.result(),
+            tool_calls=sum(reply.calls for reply in self.replies),
+            tool_errors=sum(reply.errors for reply in self.replies),
+        )
+
+
 class SamplePlan(Protocol):
     """The part of a `PromptPlan` that generation needs."""
 
-    def group_of(self, sample: int) -> int: ...
-    def source_of(self, group: int) -> int: ...
+    def source_of(self, sample: int) -> int: ...
     def sample_seed(self, sample: int, turn: int) -> int: ...
 
 
@@ -55,8 +163,8 @@ class Samples:
         alive: Callable[[], None] = lambda: None,
     ):
         self.prompts, self.plan, self.tokenizer = prompts, plan, tokenizer
-        self.sources, self._together, self._alive = list(sources), together, alive
-        self._max_turns = max(source.max_turns for source in sources)
+        self.sources, self._together, self.alive = sources, together, alive
+        self.max_turns = max(source.max_turns for source in sources)
         self._next: list[OpenSample] = []  # the samples whose next turn is not requested yet
         self._requested: dict[int, OpenSample] = {}  # by the number of the request
         #: the samples with a requested turn; those of one list go on together
@@ -67,7 +175,7 @@ class Samples:
         self._lock = threading.RLock()
         #: for each finished sample, by its number: the times of its first request and of its last completion
         self.times: dict[int, tuple[float, float]] = {}
-        self.inbox = Inbox(is_early=any(source.calls_from_any_thread for source in sources))
+        self.inbox = CompletionInbox(is_early=any(source.calls_from_any_thread for source in sources))
         #: what `receive` takes: contents of the inbox, and futures of replies that are done
         self._arrivals: SimpleQueue[Any] = SimpleQueue() if self.inbox.is_early else self.inbox.arrivals
         if self.inbox.is_early:
@@ -79,56 +187,50 @@ class Samples:
 
     def settings_of(self, sample: int) -> SourceSettings:
         """The settings of the source to which the prompt of a sample belongs. sample: the sample's number."""
-        return self.sources[self.plan.source_of(self.plan.group_of(sample))]
+        return self.sources[self.plan.source_of(sample)]
 
     @property
-    def under_way(self) -> list[int]:
+    def under_way(self) -> set[int]:
         """The numbers of the samples that are not finished."""
-        return [sample.number for members in [self._next, *self._rounds] for sample in members]
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether samples of some source may have several turns."""
-        return self._max_turns > 1
+        return {sample.number for sample in chain(self._next, *self._rounds)}
 
     def start(self, samples: Sequence[tuple[int, int]]) -> None:
         """Begin samples. samples: pairs of a sample's number and its prompt's number."""
-        prompts, now = self.prompts, time.monotonic()
-        has_media = prompts.has_media
+        has_media, now = self.prompts.has_media, time.monotonic()
         for number, prompt in samples:
-            media = prompts.media_of(prompt) if has_media else ()
-            self._next.append(self._opened(number, prompt, media, requested_at=now))
+            sample = self._opened(number, prompt)
+            sample.media, sample.requested_at = self.prompts.media_of(prompt) if has_media else (), now
+            self._next.append(sample)
 
     def take_requests(self) -> list[GenerationRequest]:
         """Return the requests for the completions that are needed now; an engine must put these into the inbox."""
-        samples, self._next = self._next, []
-        requests = [
-            GenerationRequest(
-                sample.number * self._max_turns + sample.turns,
-                np.concatenate([sample.prompt_ids, *(part.ids_N for part in sample.parts)]),
-                self.plan.sample_seed(sample.number, sample.turns),
-                sample.settings.max_new_tokens - sample.tokens,
-                sample.media,
-                sampling=sample.settings.sampling,
-            )
-            for sample in samples
-        ]
+        samples, self._next, requests = self._next, [], list[GenerationRequest]()
         with self._lock:
-            for request, sample in zip(requests, samples, strict=True):
+            for sample in samples:
+                number = sample.number * self.max_turns + sample.turns
+                requests.append(
+                    GenerationRequest(
+                        number,
+                        np.concatenate([sample.prompt_ids, *(part.ids_N for part in sample.parts)]),
+                        self.plan.sample_seed(sample.number, sample.turns),
+                        sample.settings.max_new_tokens - sample.tokens,
+                        sample.media,
+                        sampling=sample.settings.sampling,
+                    )
+                )
                 sample.is_requested, sample.goes_on = True, None
-                self._requested[request.number] = sample
+                self._requested[number] = sample
         if samples:
             self._rounds += [samples] if self._together else [[sample] for sample in samples]
         return requests
 
     def next_requests(self) -> list[GenerationRequest]:
-        """Wait until completions are needed, and return their requests; [] if no sample is under way.
-
-        Raises the errors of `receive`.
+        """Wait until completions are needed, and return their requests; [] if no sample is under way. Raises the
+        errors of `receive`.
         """
         while not self._next and self._rounds:
             if not self.receive(SECONDS_BETWEEN_LOOKS):
-                self._alive()
+                self.alive()
         return self.take_requests()
 
     def receive(self, seconds: float) -> bool:
@@ -137,14 +239,8 @@ class Samples:
         Raises ServerError if no server answers in time, UserFunctionError if a reward or a reply is invalid, and
         OverdueError if one of the user's functions does not return after a signal.
         """
-        errors, completed, arrivals = list[Exception](), list[OpenSample](), self._arrived(seconds)
-        for number, result, at in (arrival for arrival in arrivals if isinstance(arrival, tuple)):
-            if number not in self._requested:  # it has arrived before
-                continue
-            if isinstance(result, Exception):
-                errors.append(result)
-            else:
-                completed.append(self._add(number, result, at))
+        arrivals = self._arrived(seconds)
+        completed, errors = self._add_completions(arrivals)
         for sample in completed:  # a call may fail; a checkpoint then has all completions
             self._call_about(sample, sample.parts, sample.turns - 1)
         if errors:
@@ -159,76 +255,51 @@ class Samples:
 
     def rewarded(self, sample: Sample) -> Sample:
         """Wait for the reward of a finished sample. Raises UserFunctionError if the reward is invalid."""
-        if self.settings_of(sample.number).reward is None or sample.reward is not None:
-            return sample
-        reward = self._reward_of(sample)
-        while wait(reward.futures, SECONDS_BETWEEN_LOOKS).not_done:
-            self._alive()
-        rewarded = _with_reward(sample, reward.result())
-        self._rewards.pop(sample.number, None)
-        return rewarded
+        if (reward := self._missing_reward(sample)) is not None:
+            while wait(reward.futures, SECONDS_BETWEEN_LOOKS).not_done:
+                self.alive()
+            sample = reward.added_to(sample)
+            del self._rewards[sample.number]
+        return sample
 
     def has_reward(self, sample: Sample) -> bool:
         """Whether `rewarded` needs not wait. A sample of a checkpoint may have no reward; it is then requested."""
-        if self.settings_of(sample.number).reward is None or sample.reward is not None:
-            return True
-        return self._reward_of(sample).is_done
+        reward = self._missing_reward(sample)
+        return reward is None or reward.is_done
 
     def with_present_reward(self, sample: Sample) -> Sample:
         """The sample with its reward, if it is computed already. Does not wait, and raises no error of the reward."""
         reward = self._rewards.get(sample.number)
-        if reward is None or not reward.is_done:
-            return sample
         with suppress(Exception):
-            return _with_reward(sample, reward.result())
+            return sample if reward is None or not reward.is_done else reward.added_to(sample)
         return sample
 
     def wait_until_dropped(self) -> None:
-        """Wait until the environment has dropped its objects of all samples that have ended.
-
-        Raises ValueError if the end of an object fails.
-        """
-        for part in [part for source in self.sources if source.reward is not None for part in source.reward.parts]:
-            if part.repeated is not None:
-                part.repeated.compare()
+        """Wait until the environment has dropped all its objects. Raises ValueError if the end of one fails."""
+        for source in self.sources:
+            if source.reward is not None:
+                source.reward.compare_repeated()
         while wait(self._dropped, SECONDS_BETWEEN_LOOKS).not_done:
-            self._alive()
+            self.alive()
         while self._dropped:
             self._dropped.pop(0).result()
 
     def salvage(self) -> list[Sample]:
         """Return the finished samples, for a checkpoint. This does not wait, and does not raise errors of samples.
-
         They have no rewards yet. A sample remains under way if there is an environment.
         """
-        for number, result, at in (arrival for arrival in self._arrived(0.0) if isinstance(arrival, tuple)):
-            if number in self._requested and isinstance(result, Completion):
-                self._add(number, result, at)
-        ended = [
-            sample
-            for members in self._rounds
-            for sample in members
-            if not sample.is_requested and sample.settings.environment is None
-        ]
-        self._rounds = [[sample for sample in members if sample not in ended] for members in self._rounds]
-        self._rounds = [members for members in self._rounds if members]
+        self._add_completions(self._arrived(0.0))
+        under_way = chain.from_iterable(self._rounds)
+        ended = [sample for sample in under_way if not sample.is_requested and sample.settings.environment is None]
+        rounds = [[sample for sample in members if sample not in ended] for members in self._rounds]
+        self._rounds = [members for members in rounds if members]
         return [*self.finished(), *(sample.sample() for sample in ended)]
 
-    def _opened(
-        self, number: int, prompt: int, media: Sequence[MediaFile] = (), requested_at: float = 0.0
-    ) -> OpenSample:
-        start, stop = self.prompts.offsets[prompt : prompt + 2]
-        record = self.prompts.records[prompt] if self.prompts.records else {}
-        return OpenSample(
-            number,
-            prompt,
-            self.settings_of(number),
-            self.prompts.tokens_N[start:stop],
-            record,
-            self.prompts.sources[prompt],
-            media,
-            requested_at=requested_at,
-        )
+    def _opened(self, number: int, prompt: int) -> OpenSample:
+        prompts, (start, stop) = self.prompts, self.prompts.offsets[prompt : prompt + 2]
+        record = prompts.records[prompt] if prompts.records else {}
+        ids = prompts.tokens_N[start:stop]
+        return OpenSample(number, prompt, self.settings_of(number), ids, record, prompts.sources[prompt])
 
     def _arrived(self, seconds: float) -> list[Any]:
         """What has arrived: contents of the inbox, and futures of replies."""
@@ -249,13 +320,21 @@ class Samples:
                     self._call_about(sample, [*sample.parts, result], sample.turns)
             self._arrivals.put(arrival)
 
-    def _add(self, number: int, completion: Completion, at: float) -> OpenSample:
-        """Add the completion of a request to its sample, and return it. at: the time of its arrival."""
-        with self._lock:
-            sample = self._requested.pop(number)
-            sample.parts.append(completion)
-            sample.turns, sample.is_requested, sample.ended_at = sample.turns + 1, False, at
-        return sample
+    def _add_completions(self, arrivals: Sequence[Any]) -> tuple[list[OpenSample], list[Exception]]:
+        """Add completions to their samples; returns these samples, and the errors of requests."""
+        completed, errors = list[OpenSample](), list[Exception]()
+        for number, result, at in (arrival for arrival in arrivals if isinstance(arrival, tuple)):
+            if number not in self._requested:  # it has arrived before
+                continue
+            if isinstance(result, Exception):
+                errors.append(result)
+                continue
+            with self._lock:
+                sample = self._requested.pop(number)
+                sample.parts.append(result)
+                sample.turns, sample.is_requested, sample.ended_at = sample.turns + 1, False, at
+            completed.append(sample)
+        return completed, errors
 
     def _call_about(self, sample: OpenSample, parts: Sequence[Completion], turn: int) -> None:
         """Request the reply to a turn, or the rewards of a sample that ends with it; once for a turn."""
@@ -276,34 +355,31 @@ class Samples:
 
     def _end_rounds(self) -> None:
         """Collect the next turns of all rounds whose replies have arrived, and the samples that have ended."""
-        for sample in (sample for members in self._complete_rounds() for sample in members if sample.goes_on is None):
-            if not sample.add_reply():
+        for sample in chain.from_iterable(self._complete_rounds()):
+            if sample.goes_on is None and not sample.add_reply():
                 self._request_rewards(sample, sample.parts)
         complete = self._complete_rounds()  # only those that have the rewards of their objects, too
         self._rounds = [members for members in self._rounds if members not in complete]
-        for sample in (sample for members in complete for sample in members):
+        for sample in chain.from_iterable(complete):
             if sample.goes_on:
                 self._next.append(sample)
                 continue
-            self._end(sample)
+            if (environment := sample.settings.environment) is not None:
+                arguments = sample.texts(self.tokenizer, sample.parts)
+                self._dropped.append(environment.end(sample.number, arguments))
+                for dropped in [dropped for dropped in self._dropped if dropped.done()]:
+                    self._dropped.remove(dropped)
+                    dropped.result()  # raises the errors of objects that were dropped before
             self.times[sample.number] = sample.requested_at, sample.ended_at
             self._finished.append(sample.sample())
 
     def _complete_rounds(self) -> list[list[OpenSample]]:
         return [members for members in self._rounds if not any(sample.is_waiting for sample in members)]
 
-    def _end(self, sample: OpenSample) -> None:
-        """Let the environment drop its object of a sample. Raises the errors of objects that were dropped before."""
-        environment = sample.settings.environment
-        if environment is None:
-            return
-        self._dropped.append(environment.end(sample.number, sample.texts(self.tokenizer, sample.parts)))
-        for dropped in [dropped for dropped in self._dropped if dropped.done()]:
-            self._dropped.remove(dropped)
-            dropped.result()
-
-    def _reward_of(self, sample: Sample) -> PendingReward:
-        """The reward of a finished sample, which may be of a checkpoint."""
+    def _missing_reward(self, sample: Sample) -> PendingReward | None:
+        """The reward of a finished sample, which may be of a checkpoint; None if the sample needs none or has one."""
+        if self.settings_of(sample.number).reward is None or sample.reward is not None:
+            return None
         if sample.number not in self._rewards:
             opened = self._opened(sample.number, sample.prompt)
             opened.object_reward = None if sample.object_reward is None else done(sample.object_reward)
@@ -318,12 +394,5 @@ class Samples:
                 sample.object_reward = sample.settings.environment.reward(sample.ended_turns(self.tokenizer, parts))
                 sample.object_reward.add_done_callback(self._arrivals.put)
             if sample.settings.reward is not None and sample.number not in self._rewards:
-                ids_N = np.concatenate([part.ids_N for part in parts])
-                is_generated_N = np.concatenate([part.versions_N for part in parts]) != NOT_GENERATED
-                turns = turn_texts(self.tokenizer, ids_N, is_generated_N)
-                texts = sample.texts(self.tokenizer, parts)
+                texts, turns = sample.texts(self.tokenizer, parts), turn_texts(self.tokenizer, parts)
                 self._rewards[sample.number] = sample.settings.reward.request(*texts, turns, sample.object_reward)
-
-
-def _with_reward(sample: Sample, reward: Reward) -> Sample:
-    return replace(sample, reward=reward.value, reward_parts=reward.parts)

@@ -1,11 +1,11 @@
-"""What follows a turn of the model: the text of an environment, or the replies of the tools that the turn calls."""
+"""The replies to turns of the model: texts of an environment, or the replies of the tools that a turn calls."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,8 +16,9 @@ from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.data.render.tool_format import ToolCall, ToolFormat
 from stillhouse.display import first_line
+from stillhouse.rollout.records import NOT_GENERATED, Completion
 from stillhouse.user_code.episodes import ERROR, Episode
-from stillhouse.user_code.function_calls import CallLostError, FunctionCalls
+from stillhouse.user_code.function_calls import CallLostError
 from stillhouse.user_code.functions import Turn, UserFunctionError
 
 #: `beginning` first tokenizes _CHARACTERS characters per token. It doubles the number of characters until they
@@ -32,42 +33,55 @@ _LOST = f"{ERROR}the tool did not return"
 CallArguments = tuple[str, str, Mapping[str, Any], str]
 
 
+class Reply(NamedTuple):
+    """The reply to a turn.
+
+    content: the text of an environment, or the texts of the tools that the turn calls.
+    ids: its tokens, or a few more than were asked for from its beginning.
+    calls, errors: how many calls of tools it answers, and how many of them are errors.
+    """
+
+    content: Any
+    ids: Sequence[int]
+    calls: int = 0
+    errors: int = 0
+
+
 @dataclass(frozen=True)
 class SampleTurns:
     """A sample after a turn of the model.
 
     arguments: of the user's function.
     turns: the token ids of each turn of the model, int32.
-    replies: the results of the earlier requests. At the sample's end, there may be one for the last turn, too.
+    replies: the earlier replies. At the sample's end, there may be one to the last turn, too.
     """
 
     number: int
     arguments: CallArguments
     turns: Sequence[np.ndarray]
-    replies: Sequence[Any]
+    replies: Sequence[Reply]
 
 
-class EpisodeCalls(Protocol):
-    """The calls of the user's environment or tools, which get the turns of a sample as an `Episode`. An episode
-    without turns ends the sample's object.
+class Calls(Protocol):
+    """Calls functions of the user or servers, by the configuration key and their path or URL. A future raises
+    UserFunctionError for a call that fails.
     """
 
-    def request(self, arguments: CallArguments, episode: Episode) -> Future[Any]: ...
+    def request(self, key: str, path: str, *arguments: Any) -> Future[Any]: ...
 
 
 @dataclass(frozen=True)
-class FunctionEpisodes:
-    """The calls of an environment or of tools by their key and path.
+class EpisodeCalls:
+    """The calls of an environment or of tools by their key and path, which get the turns of a sample as an `Episode`.
 
+    An episode without turns ends the sample's object.
     takes_episodes: whether the calls get episodes. A function that is an environment has no state, and needs none.
-    have_state: whether the samples have objects.
     """
 
-    calls: FunctionCalls
+    calls: Calls
     key: str
     path: str
     takes_episodes: bool = True
-    have_state: bool = True
 
     def request(self, arguments: CallArguments, episode: Episode) -> Future[Any]:
         if self.takes_episodes:
@@ -83,49 +97,56 @@ def done(value: Any) -> Future[Any]:
 
 
 class TurnReplies(ABC):
-    """Replies to the turns of samples. May be called from any thread. calls: of the user's environment or tools."""
+    """Replies to the turns of samples. May be called from any thread. calls: of the user's environment or tools.
+    placeholders: the ids of the tokens that stand for features of media.
+    """
 
-    def __init__(self, calls: EpisodeCalls):
-        self._calls = calls
+    def __init__(self, calls: EpisodeCalls, tokenizer: PreTrainedTokenizerBase, placeholders: Sequence[int] = ()):
+        self._calls, self._tokenizer, self._placeholders = calls, tokenizer, frozenset(placeholders)
+        #: the special tokens, such as those that end a turn
+        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     @abstractmethod
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         """Request the reply to the last turn; None if the sample ends with it. `reply` has its result."""
 
-    def reply(self, sample: SampleTurns, future: Future[Any]) -> Any:
-        """The reply to the last turn, which has arrived. Raises UserFunctionError. sample, future: of `request`."""
-        return future.result()
-
     @abstractmethod
-    def ids(self, reply: Any, most: int) -> list[int]:
-        """The tokens of a reply, or more than `most` of them from its beginning; [] if the sample ends.
+    def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
+        """The reply to the last turn, which has arrived; None, or one without tokens, if the sample ends.
 
-        Raises UserFunctionError for a reply that a sample cannot have.
+        sample, future: of `request`. most: only so many tokens from the beginning of the reply are needed. Raises
+        UserFunctionError, also for a reply that a sample cannot have.
         """
-
-    @abstractmethod
-    def episode(self, sample: SampleTurns) -> Episode:
-        """The turns of a sample and the replies to them, as the user's object gets them."""
-
-    def call_counts(self, replies: Sequence[Any]) -> tuple[int, int]:
-        """How many calls of tools have had these replies to a sample, and how many of them were errors."""
-        return 0, 0
 
     def reward(self, sample: SampleTurns) -> Future[float]:
-        """Request the reward that the object of a sample gives at its end. The future raises
-        UserFunctionError.
-        """
-        return self._calls.request(sample.arguments, replace(self.episode(sample), wants_reward=True))
+        """Request the reward that the object of a sample gives at its end. The future raises UserFunctionError."""
+        return self._calls.request(sample.arguments, replace(self._episode(sample), wants_reward=True))
 
     def end(self, number: int, arguments: CallArguments) -> Future[None]:
         """Drop the object of a sample that has ended."""
         return self._calls.request(arguments, Episode(number))
 
+    def _episode(self, sample: SampleTurns) -> Episode:
+        """The turns of a sample and the replies to them, as the user's object gets them."""
+        turns = tuple(self._turn(ids_N) for ids_N in sample.turns)
+        return Episode(sample.number, turns, tuple(reply.content for reply in sample.replies))
+
+    def _turn(self, ids_N: np.ndarray) -> Any:
+        return self._tokenizer.decode(ids_N, skip_special_tokens=True)
+
+    def _text_reply(self, text: str, ids: Sequence[int]) -> Reply:
+        """Return the reply of an environment, unless it has a token that stands for features of media."""
+        if not self._placeholders.isdisjoint(ids):
+            raise UserFunctionError(
+                f"rollout.environment: the reply {text[:80]!r} has the placeholder token of {MEDIUM}: "
+                f"expected text, because only prompts have {MEDIA}"
+            )
+        return Reply(text, ids)
+
 
 class TextReplies(TurnReplies):
     """The texts of an environment (`rollout.environment`), which may have any tokens but those of media.
 
-    placeholders: the ids of the tokens that stand for features of media.
     prompt: the generation prompt of the chat template, or "".
     warn: is called once, in any thread, if a reply of a conversation follows a complete turn without this prompt.
     """
@@ -139,111 +160,62 @@ class TextReplies(TurnReplies):
         prompt: str = "",
         warn: Callable[[str], None] | None = None,
     ):
-        super().__init__(calls)
-        self._tokenizer, self._placeholders = tokenizer, frozenset(placeholders)
-        self._prompt, self._warn, self._special = prompt.strip(), warn, special_ids(tokenizer)
+        super().__init__(calls, tokenizer, placeholders)
+        self._prompt, self._warn = prompt.strip(), warn
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        return self._calls.request(sample.arguments, self.episode(sample))
+        return self._calls.request(sample.arguments, self._episode(sample))
 
-    def reply(self, sample: SampleTurns, future: Future[Any]) -> Any:
+    def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
         """See `TurnReplies`. Warns if a reply to a complete turn of a conversation begins no turn of the student."""
-        text = future.result()
+        if not (text := future.result()):
+            return None
         is_complete = int(sample.turns[-1][-1]) in self._special
         is_after_prompt = bool(self._prompt) and sample.arguments[0].rstrip().endswith(self._prompt)
-        if self._warn is None or not (text and is_complete and is_after_prompt):
-            return text
-        if text.rstrip().endswith(self._prompt):
-            return text
-        warn, self._warn = self._warn, None
-        warn(
-            f"rollout.environment: the reply {text[:80]!r} follows a complete turn of a conversation without the "
-            f"generation prompt {self._prompt!r} of the chat template, so that the student goes on outside of a "
-            "turn: expected rollout.reply=user (or tool), with which the template writes replies as turns, or "
-            "replies with all text of a turn"
-        )
-        return text
-
-    def episode(self, sample: SampleTurns) -> Episode:
-        return Episode(sample.number, model_turns(self._tokenizer, sample), tuple(sample.replies))
-
-    def ids(self, reply: str | None, most: int) -> list[int]:
-        def ids_of(text: str) -> list[int]:
-            try:
-                return tokenize(self._tokenizer, [text], special=False)[0]
-            except RecordError as error:
-                raise ValueError(f"rollout.environment: a reply cannot be read: {error}") from error
-
-        ids = ids_of(beginning(ids_of, reply, most)) if reply else []
-        require_no_placeholder(ids, self._placeholders, reply)
-        return ids
-
-
-@dataclass(frozen=True)
-class TurnReply:
-    """The text of an environment. ends: whether the turn before lacks its end marker."""
-
-    text: str
-    ends: bool
+        if self._warn is not None and is_complete and is_after_prompt and not text.rstrip().endswith(self._prompt):
+            warn, self._warn = self._warn, None
+            warn(
+                f"rollout.environment: the reply {text[:80]!r} follows a complete turn of a conversation without the "
+                f"generation prompt {self._prompt!r} of the chat template, so that the student goes on outside of a "
+                "turn: expected rollout.reply=user (or tool), with which the template writes replies as turns, or "
+                "replies with all text of a turn"
+            )
+        try:
+            part = beginning(lambda text: tokenize(self._tokenizer, [text], special=False)[0], text, most)
+            ids = tokenize(self._tokenizer, [part], special=False)[0]
+        except RecordError as error:
+            raise ValueError(f"rollout.environment: a reply cannot be read: {error}") from error
+        return self._text_reply(text, ids)
 
 
 class MessageReplies(TurnReplies):
     """The texts of an environment as turns of the chat template (`rollout.reply`).
 
     A turn ends with the template's end marker, or with one of `rollout.stop`. A turn that ends with another
-    end-of-sequence token ends its sample.
-
-    placeholders: as of `TextReplies`. has_stops: whether a turn may end with a text of `rollout.stop`.
+    end-of-sequence token ends its sample. has_stops: whether a turn may end with a text of `rollout.stop`.
     """
 
     def __init__(
-        self,
-        calls: EpisodeCalls,
-        reply_format: ReplyFormat,
-        placeholders: Sequence[int] = (),
-        *,
-        has_stops: bool,
+        self, calls: EpisodeCalls, reply_format: ReplyFormat, placeholders: Sequence[int] = (), *, has_stops: bool
     ):
-        super().__init__(calls)
-        self._format, self._placeholders = reply_format, frozenset(placeholders)
-        self._has_stops = has_stops
-        self._special = special_ids(reply_format.tokenizer) - {reply_format.marker_id}
+        super().__init__(calls, reply_format.tokenizer, placeholders)
+        self._format, self._has_stops = reply_format, has_stops
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         last = int(sample.turns[-1][-1])
         if last != self._format.marker_id and (not self._has_stops or last in self._special):
             return None
-        return self._calls.request(sample.arguments, self.episode(sample))
+        return self._calls.request(sample.arguments, self._episode(sample))
 
-    def reply(self, sample: SampleTurns, future: Future[Any]) -> Any:
-        text = future.result()
-        return TurnReply(text, int(sample.turns[-1][-1]) != self._format.marker_id) if text else None
-
-    def episode(self, sample: SampleTurns) -> Episode:
-        turns = model_turns(self._format.tokenizer, sample)
-        return Episode(sample.number, turns, tuple(reply.text for reply in sample.replies))
-
-    def ids(self, reply: TurnReply | None, most: int) -> list[int]:
-        if reply is None:
-            return []
+    def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
+        if not (text := future.result()):
+            return None
+        ends = int(sample.turns[-1][-1]) != self._format.marker_id
         try:
-            ids = self._format.reply_ids(beginning(self._format.text.ids, reply.text, most), ends=reply.ends)
+            ids = self._format.reply_ids(beginning(self._format.text.ids, text, most), ends=ends)
         except ValueError as error:
             raise UserFunctionError(str(error)) from error
-        require_no_placeholder(ids, self._placeholders, reply.text)
-        return ids
-
-
-@dataclass(frozen=True)
-class ToolReply:
-    """The replies to a turn.
-
-    names, texts: of the tools that the turn calls, and of their replies. ends: whether the turn lacks its end marker.
-    """
-
-    names: list[str]
-    texts: list[str]
-    ends: bool
+        return self._text_reply(text, ids)
 
 
 class ToolReplies(TurnReplies):
@@ -266,17 +238,16 @@ class ToolReplies(TurnReplies):
         have_state: bool,
         warn: Callable[[str], None],
     ):
-        super().__init__(calls)
-        self._format, self._most_tokens, self._warn = tool_format, most_tokens, warn
-        self._have_state, self._tokenizer = have_state, tool_format.tokenizer
-        self._special = special_ids(self._tokenizer) - {tool_format.marker_id}
+        super().__init__(calls, tool_format.tokenizer)
+        self._format, self._most_tokens = tool_format, most_tokens
+        self._have_state, self._warn = have_state, warn
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         if not self._tool_calls(sample.turns[-1]):
             return None
-        return self._calls.request(sample.arguments, self.episode(sample))
+        return self._calls.request(sample.arguments, self._episode(sample))
 
-    def reply(self, sample: SampleTurns, future: Future[Any]) -> Any:
+    def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
         calls = self._tool_calls(sample.turns[-1])
         try:
             texts = future.result()
@@ -286,27 +257,20 @@ class ToolReplies(TurnReplies):
             self._warn(f"the reply of the tools is {_LOST!r}: {first_line(error)}")
             texts = [_LOST] * len(calls)
         ends = int(sample.turns[-1][-1]) != self._format.marker_id
-        return ToolReply([call.name for call in calls], texts, ends)
+        names, bounded = [call.name for call in calls], [self._bounded(text) for text in texts]
+        ids = self._format.reply_ids(names, bounded, ends=ends)
+        return Reply(texts, ids, len(texts), sum(text.startswith(ERROR) for text in texts))
 
-    def ids(self, reply: ToolReply, most: int) -> list[int]:
-        return self._format.reply_ids(reply.names, [self._bounded(text) for text in reply.texts], ends=reply.ends)
-
-    def call_counts(self, replies: Sequence[ToolReply]) -> tuple[int, int]:
-        texts = [text for reply in replies for text in reply.texts]
-        return len(texts), sum(text.startswith(ERROR) for text in texts)
-
-    def episode(self, sample: SampleTurns) -> Episode:
-        made = [
-            [(call.name, call.arguments, call.problem) for call in self._tool_calls(ids_N)] for ids_N in sample.turns
-        ]
-        return Episode(sample.number, tuple(made), tuple(reply.texts for reply in sample.replies))
+    def _turn(self, ids_N: np.ndarray) -> list[tuple[Any, ...]]:
+        return [(call.name, call.arguments, call.problem) for call in self._tool_calls(ids_N)]
 
     def _tool_calls(self, ids_N: np.ndarray) -> list[ToolCall]:
         """The calls that a turn makes; none if it ends with another special token than the template's marker."""
-        if int(ids_N[-1]) in self._special:
+        if ids_N[-1] == self._format.marker_id:
+            ids_N = ids_N[:-1]
+        elif int(ids_N[-1]) in self._special:
             return []
-        ids = ids_N[:-1] if ids_N[-1] == self._format.marker_id else ids_N
-        return self._format.calls(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return self._format.calls(self._tokenizer.decode(ids_N, clean_up_tokenization_spaces=False))
 
     def _bounded(self, text: str) -> str:
         """The text, or its beginning and a sentence about the rest, together with at most `most_tokens` tokens."""
@@ -323,29 +287,9 @@ class ToolReplies(TurnReplies):
         return text[:kept] + _CUT
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids of the special tokens, such as those that end a turn."""
-    return {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
-def model_turns(tokenizer: PreTrainedTokenizerBase, sample: SampleTurns) -> tuple[str, ...]:
-    """The texts of a sample's turns, without special tokens."""
-    return tuple(tokenizer.decode(ids_N, skip_special_tokens=True) for ids_N in sample.turns)
-
-
-def require_no_placeholder(ids: Sequence[int], placeholders: frozenset[int], reply: str | None) -> None:
-    """Raise UserFunctionError if a reply has a token that stands for features of media."""
-    if not placeholders.isdisjoint(ids):
-        raise UserFunctionError(
-            f"rollout.environment: the reply {(reply or '')[:80]!r} has the placeholder token of {MEDIUM}: "
-            f"expected text, because only prompts have {MEDIA}"
-        )
-
-
 def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> str:
-    """A text, or its beginning if it has far more than `most` tokens: only this beginning must be tokenized.
-
-    ids_of: returns the tokens of a text.
+    """A text, or its beginning if it has far more than `most` tokens: only this beginning must be tokenized. ids_of:
+    returns the tokens of a text.
     """
     characters = _CHARACTERS * (most + 1)
     # near its end, a cut text may have other tokens than the full text, so a margin of tokens is needed
@@ -354,12 +298,12 @@ def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> s
     return text[:characters]
 
 
-def turn_texts(tokenizer: PreTrainedTokenizerBase, ids_N: np.ndarray, is_generated_N: np.ndarray) -> list[Turn]:
-    """The texts of the turns and the replies in their order, without special tokens.
-
-    is_generated_N: bool, whether the model has generated the token. There is a token of a reply between two turns of
-        the model, so that the tokens of a checkpoint give the same turns.
+def turn_texts(tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> list[Turn]:
+    """The texts of the turns and the replies in their order, without special tokens. There is a token of a reply
+    between two turns of the model, so that a checkpoint's tokens give the same turns.
     """
+    completion = Completion.joined(parts)
+    ids_N, is_generated_N = completion.ids_N, completion.versions_N != NOT_GENERATED
     borders = [0, *(np.flatnonzero(np.diff(is_generated_N)) + 1).tolist(), len(ids_N)]
     return [
         {

@@ -9,7 +9,7 @@ from stillhouse.checkpoint.resume import candidates, open_checkpoint, require_sa
 from stillhouse.config import RunConfig, dump_config
 from stillhouse.data import save_tokenizer
 from stillhouse.loops import off_policy, on_policy
-from stillhouse.loops.held_out_tokens import held_out_tokens
+from stillhouse.loops.held_out import held_out_tokens
 from stillhouse.loops.session import Session
 from stillhouse.output.disk import atomic_folder, file_names, hashes
 from stillhouse.output.folder import HASHES, RunFolder, environment, folder_lock, init_run_dir, require_intact_model

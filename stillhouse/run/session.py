@@ -13,7 +13,7 @@ from stillhouse.data.media import media_kind
 from stillhouse.display import escaped, name_list
 from stillhouse.engine.optimizer import stacked_vectors
 from stillhouse.engine.schedule import StepSchedule, make_on_policy_schedule, make_step_schedule, micro_batch_capacity
-from stillhouse.loops.completion_engine import samplings
+from stillhouse.loops.rollouts import samplings
 from stillhouse.loops.session import Data, Loss, Models, RolloutPlan, Schedule, Session
 from stillhouse.models import add_end_ids, eos_ids
 from stillhouse.models.document_packing import ROWS

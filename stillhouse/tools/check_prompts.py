@@ -15,23 +15,19 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import RolloutConfig
-from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
 from stillhouse.display import escaped
-from stillhouse.loops.completion_calls import require_end_of_turns
 from stillhouse.loops.greedy_evaluation import greedy_evaluation
 from stillhouse.loops.prompt_evaluation import completed
-from stillhouse.loops.rollout_records import sample_record
-from stillhouse.loops.sample_statistics import equal_rewards, has_turns
+from stillhouse.loops.rollout_records import equal_rewards, sample_record
+from stillhouse.loops.rollouts import require_end_of_turns
 from stillhouse.loops.session import Data, Models, RolloutPlan, Session
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import Ranks
-from stillhouse.preemption import OverdueError
-from stillhouse.rollout import Completion, GenerationRequest, Sample
-from stillhouse.rollout.engines import Requester
+from stillhouse.rollout import Completion, GenerationRequest, Sample, Samples
 from stillhouse.rollout.reward import mean_and_deviation
-from stillhouse.signals import SignalsLostError
+from stillhouse.rollout.rollout import errors_of_signals
 from stillhouse.user_code.functions import REWARD
 
 #: the number of characters that are shown of a prompt, from its end, and of a completion
@@ -101,7 +97,7 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
         require_end_of_turns(session.models, session.data, session.rollout)
         first_prompts = accumulate((source.prompts for source in session.rollout.prompts.sources), initial=0)
         for rollout, first in zip(session.rollout.configs, first_prompts, strict=False):
-            if rollout.reward is not None or has_turns(rollout):
+            if rollout.reward is not None or rollout.has_turns:
                 prompts = session.data.train.documents.select([first])
                 reward = _reward_of_stand_in(session.models, session.data, session.schedule.seed, rollout, prompts)
                 given = "" if reward is None else f" has the reward {reward:.4g}"
@@ -126,10 +122,8 @@ def _reward_of_stand_in(
     """Call the functions of a source of prompts with one completion, which is `STAND_IN`."""
     engine = _StandIn(models.ranks, data.tokenizer, eos_ids(data.tokenizer, models.student))
     one_worker = rollout.model_copy(update={"workers": min(rollout.workers, 1)})
-    try:
-        return completed(models.ranks, data, seed, one_worker, prompts, engine, REWARD)[0].reward
-    except (OverdueError, ServerError) as error:
-        raise SignalsLostError(str(error)) from error
+    with errors_of_signals():
+        return completed(models.ranks, data, seed, one_worker, None, prompts, engine, REWARD)[0].reward
 
 
 class _StandIn:
@@ -139,12 +133,12 @@ class _StandIn:
         self._ranks = ranks
         self._text, self._end = tokenizer(STAND_IN, add_special_tokens=False)["input_ids"], ends[:1]
 
-    def complete(self, requester: Requester | None, *kinds: type[BaseException]) -> None:
+    def complete(self, samples: Samples | None, *kinds: type[BaseException]) -> None:
         """See `JobEngine.complete`."""
         with self._ranks.shared(*kinds):
-            while requester is not None and (requests := requester.next_requests()):
+            while samples is not None and (requests := samples.next_requests()):
                 for request in requests:
-                    requester.inbox.put((request.number, self._completion(request)))
+                    samples.inbox.put((request.number, self._completion(request)))
 
     def _completion(self, request: GenerationRequest) -> Completion:
         room = (request.max_new_tokens or len(self._text) + 1) - len(self._end)

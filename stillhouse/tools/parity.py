@@ -24,17 +24,16 @@ from stillhouse.config.read_config import dotted_values
 from stillhouse.data import StepMicroBatches
 from stillhouse.data.media import media_kind
 from stillhouse.engine.engine import Engine
-from stillhouse.loops.completion_calls import CompletionCalls
-from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
-from stillhouse.loops.rollouts import make_queue
+from stillhouse.loops.rollouts import make_generator, sampling_of
 from stillhouse.loops.session import Data
 from stillhouse.models import eos_ids
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, connect_processes, process_count, temporary_groups
 from stillhouse.parallel.apply.tensor_parallel import dispatched_experts
-from stillhouse.rollout import PromptPlan, Samples, TargetRules, step_documents
+from stillhouse.rollout import PromptPlan, RolloutQueue, Samples, TargetRules, step_documents
 from stillhouse.rollout.documents import StepPacker
 from stillhouse.rollout.engines import InJobEngine
 from stillhouse.rollout.plan import RolloutSchedule
+from stillhouse.rollout.user_functions import CompletionCalls
 from stillhouse.run.preflight import require_adapters, require_attention
 from stillhouse.run.session import prompt_sources
 from stillhouse.run.setup import RunSetup
@@ -171,12 +170,11 @@ def _generated(config: RunConfig, packer: StepPacker, data: Data, engine: Engine
     generator = make_generator(
         samplings[0],
         student,
-        data.tokenizer,
+        data,
         engine.student.device,
         engine.autocast,
-        generation_tokens(packer.micro_batch_tokens, data.train.max_tokens),
+        packer.micro_batch_tokens,
         key="rollout.engine",
-        processor=data.processor,
     )
     sources = [
         replace(source, share=1.0)
@@ -188,7 +186,7 @@ def _generated(config: RunConfig, packer: StepPacker, data: Data, engine: Engine
         stack.callback(calls.close)
         samples = Samples(prompts, plan, data.tokenizer, calls.sources, together=True)
         stack.callback(samples.close)
-        queue = make_queue(rollouts[0], samples, plan, schedule)
+        queue = RolloutQueue(samples, plan, schedule, config=rollouts[0])
         queue.start(0)
         InJobEngine(generator).complete(samples)
         queue.collect()

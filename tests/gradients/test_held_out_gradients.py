@@ -13,7 +13,7 @@ from kit.runs import session_of
 from kit.shard_ranks import Rank, on_ranks
 from torch import Tensor
 
-from stillhouse.loops.held_out_tokens import PUSHED, gradients_by_term, held_out_tokens
+from stillhouse.loops.held_out import PUSHED, gradients_by_term, held_out_tokens
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, VocabShard
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective

@@ -23,7 +23,7 @@ from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, build_runner, empty_decoder, load_weights
 from stillhouse.proofs.layouts import ProbeForward, build_proven_runner, prove_runner
 from stillhouse.rollout.publish import publish
-from stillhouse.rollout.published_folder import Manifest, published_folder
+from stillhouse.rollout.published_folder import WeightsManifest, published_folder
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def loaded(folder: Path, **options: Any) -> Decoder:
 LOADERS = pytest.mark.parametrize("load", [Decoder.from_pretrained, loaded], ids=["one process", "a layout"])
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> WeightsManifest:
     """The manifest of a published version, after all files have been compared with it."""
     with published_folder(path) as folder:
         for name in folder.manifest.files:

@@ -3,10 +3,11 @@ in an order that a test chooses, which no real engine can be made to do.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ from stillhouse.rollout import (
     SourceSettings,
 )
 from stillhouse.rollout.plan import PromptSource, RolloutSchedule
-from stillhouse.rollout.records import Inbox
+from stillhouse.rollout.records import CompletionInbox
+from stillhouse.rollout.turns import EpisodeCalls
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 11, 1, 7, 5)
@@ -55,10 +57,12 @@ class LateEngine:
 
     def __init__(self, most: int, seed: int = 0):
         self.most, self.version, self.draw = most, 0, random.Random(seed)
-        self.waiting: list[tuple[GenerationRequest, Inbox]] = []
+        self.waiting: list[tuple[GenerationRequest, CompletionInbox]] = []
         self.requested: list[int] = []
 
-    def generate(self, requests: Sequence[GenerationRequest], inbox: Inbox | None = None) -> list[Future[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], inbox: CompletionInbox | None = None
+    ) -> list[Future[Completion]]:
         assert inbox is not None
         self.waiting += [(request, inbox) for request in requests]
         self.requested += [request.number for request in requests]
@@ -94,7 +98,7 @@ def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1
     plan = one_source_plan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
     samples = Samples(prompts(), plan, toy_tokenizer(), [SourceSettings(8)], alive=engine.answer)
     schedule = RolloutSchedule(ahead, in_order, ahead + slack, STEPS - 1)
-    return RolloutQueue(samples, plan, schedule, engine, alive=engine.answer)
+    return RolloutQueue(samples, plan, schedule, cast(Any, engine))
 
 
 #: the figures that do not depend on the batches in which completions were written
@@ -166,3 +170,17 @@ def one_source_plan(
     prompts: int, dataset: int, prompts_per_step: int, samples_per_prompt: int, seed: int, share: float = 1.0
 ) -> PromptPlan:
     return PromptPlan([PromptSource(prompts, samples_per_prompt, dataset, share)], prompts_per_step, seed)
+
+
+@dataclass(frozen=True)
+class Episodic:
+    """Calls a function (prompt, completion, record, source, episode) → future in place of an environment."""
+
+    function: Callable[..., Future[Any]]
+
+    def request(self, key: str, path: str, *arguments: Any) -> Future[Any]:
+        return self.function(*arguments)
+
+
+def episodic(function: Callable[..., Future[Any]]) -> EpisodeCalls:
+    return EpisodeCalls(Episodic(function), "rollout.environment", "m:f")

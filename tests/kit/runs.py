@@ -32,7 +32,7 @@ from stillhouse import cli
 from stillhouse.config import RunConfig, dump_config, load_config
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import StepOutput
-from stillhouse.loops.held_out_metrics import held_out_metrics
+from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.loops.session import Session
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import WRITER

@@ -7,8 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +204,3 @@ def evaluates_for_ever(context: Any) -> dict[str, float]:
     if context.step >= 2 and _hangs():
         time.sleep(1000)
     return {"one": 1.0}
-
-
-@dataclass(frozen=True)
-class Episodic:
-    """Replies to the turns of samples by a function (prompt, completion, record, source, episode) → future."""
-
-    function: Callable[..., Future[Any]]
-
-    def request(self, arguments: tuple[Any, ...], episode: Any) -> Future[Any]:
-        return self.function(*arguments, episode)

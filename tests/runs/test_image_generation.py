@@ -90,7 +90,7 @@ def test_a_batch_of_prompts_with_images_has_the_tokens_of_plain_generate_for_eac
         for one, other in zip(completions, generator.generate(inverted, version=0), strict=True)
     ]
     assert changes == [True, True, False]  # the last prompt has no image
-    sampling = generator.with_sampling(Sampling(NEW, temperature=1.0))
+    sampling = Generator(decoder, Sampling(NEW, temperature=1.0), CPU, processor=processor)
     together = [completion.ids_N.tolist() for completion in sampling.generate(requests, version=0)]
     assert together == [sampling.generate([request], version=0)[0].ids_N.tolist() for request in requests]
 

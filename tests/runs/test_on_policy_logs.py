@@ -14,7 +14,7 @@ from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import run_ranks
 from kit.runs import metrics, run
 
-from stillhouse.loops.callbacks import EvaluationContext
+from stillhouse.loops.greedy_evaluation import EvaluationContext
 from stillhouse.output.records import TimelineSpan
 from stillhouse.report.shown_records import timeline
 from stillhouse.run.run import distill

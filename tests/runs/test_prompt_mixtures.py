@@ -165,7 +165,7 @@ def test_the_gradients_of_a_step_are_those_of_plain_autograd(tmp_path: Path) -> 
     assert session.rollout.prompts is not None
     losses, tokens = [], 0
     for sample in samples:
-        source = session.rollout.prompts.source_of(session.rollout.prompts.group_of(sample.number))
+        source = session.rollout.prompts.source_of(sample.number)
         group = [other for other in samples if other.number // 3 == sample.number // 3]
         assert len(group) == (2, 3)[source]
         rewards = [other.reward for other in group]

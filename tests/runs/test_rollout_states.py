@@ -136,10 +136,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a version before it was asked for": (first_sample(versions_N=np.array([2, 3], np.int32)), "versions 2 to 3"),
     "versions backwards": (first_sample(versions_N=np.array([4, 3], np.int32)), "in this order"),
     "tokens of an environment": (
-        first_sample(versions_N=np.array([4, -1], np.int32), is_generated_N=np.array([True, False])),
+        first_sample(versions_N=np.array([4, -1], np.int32)),
         "this run has no rollout.environment and no rollout.tools",
     ),
-    "tokens without a version": (first_sample(versions_N=np.array([4, -1], np.int32)), "a version that no model"),
     "a reward": (first_sample(reward=1.0), r"has the reward 1.0: this run has no rollout.reward"),
     "a reward of the environment": (first_sample(object_reward=1.0), "has 1.0 as the reward of its environment"),
     "an id outside of the vocabulary": (first_sample(ids_N=np.array([7, 10**6], np.int32)), "ids 7 to 1000000"),
@@ -148,7 +147,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
             ids_N=np.ones(9, np.int32),
             log_probs_N=-np.ones(9, np.float32),
             versions_N=np.full(9, 4, np.int32),
-            is_generated_N=np.ones(9, bool),
         ),
         "has 9 tokens: expected at most",
     ),
@@ -197,6 +195,10 @@ FILES: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
         "ids_N of float32 with 1 dimensions: expected",
     ),
     "another array": (lambda arrays: {"rewards": arrays["reward_R"]}, "the arrays .* expected"),
+    "tokens without a version": (
+        lambda arrays: {"is_written_N": np.zeros(24, np.uint8)},
+        "sample 60 has tokens with a version that no model wrote",
+    ),
     "an unknown end": (
         lambda arrays: {"finish_R": arrays["finish_R"] + np.uint8(7)},
         "finish_R with the value 7: expected 0 to 1",

@@ -12,7 +12,7 @@ from kit.runs import evaluate, metrics, save_model, session_of, write_run
 from kit.shard_ranks import Rank, on_ranks
 
 from stillhouse.data import Documents
-from stillhouse.loops.held_out_tokens import DOCUMENTS, TOP, held_out_tokens, top_tokens
+from stillhouse.loops.held_out import DOCUMENTS, TOP, held_out_tokens, top_tokens
 from stillhouse.loops.off_policy import train
 from stillhouse.loops.session import Session
 from stillhouse.objective import FullVocab, OutputHead, VocabShard

@@ -121,7 +121,7 @@ def test_requests_with_samplings_of_their_own() -> None:
     generator = Generator(decoder, SAMPLING, CPU)
     completions = generator.generate([GenerationRequest.from_json(request.as_json()) for request in mixed], 0)
     for request, sampling, completion in zip(requests(), samplings, completions, strict=True):
-        (expected,) = generator.with_sampling(sampling or SAMPLING).generate([request], 0)
+        (expected,) = Generator(decoder, sampling or SAMPLING, CPU).generate([request], 0)
         assert completion.ids_N.tolist() == expected.ids_N.tolist()
         assert np.abs(completion.log_probs_N - expected.log_probs_N).max() < 1e-5
     assert sorted(map(sorted, generator.batches(mixed))) == [[0, 4], [1, 3], [2]]

@@ -1,6 +1,7 @@
 """The engine in this process, and over several processes that each hold a copy of a distributed student."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.rollout import Completion, GenerationRequest, Sampling
 from stillhouse.rollout.engines import InJobEngine, StudentCopy
 from stillhouse.rollout.generate import Generator
-from stillhouse.rollout.records import Inbox
+from stillhouse.rollout.records import CompletionInbox
 from stillhouse.rollout.sampler import EndOfCompletion
 
 LENGTHS = (3, 11, 1, 7, 5, 4, 2)
@@ -48,32 +49,34 @@ def one_process(problem: Problem) -> list[Any]:
     engine = InJobEngine(Generator(decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens))
     first = completions(engine)
     change(decoder)
-    engine.update_weights(1, None)
+    engine.update_weights(1)
     return [first, completions(engine)]
+
+
+def engine_with_copy(problem: Problem) -> tuple[InJobEngine, Sequence[Decoder]]:
+    """The engine of a distributed student, and the parts of the student on this rank."""
+    mesh = Mesh(problem.degrees, CPU)
+    runner = build_proven_runner(Layout(problem.degrees), mesh, ModelSource(lambda: student(problem)), None)
+    copy = StudentCopy(runner, lambda: empty(problem) if problem.on_meta else student(problem))
+    generator = Generator(copy.decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens)
+    return InJobEngine(generator, copy), runner.decoders
 
 
 def in_a_layout(rank: Rank, problem: Problem) -> list[Any]:
     """The same as `one_process`; and nothing may change before `update_weights`."""
-    mesh = Mesh(problem.degrees, CPU)
-    source = ModelSource(lambda: student(problem))
-    runner = build_proven_runner(Layout(problem.degrees), mesh, source, None)
-    copy = StudentCopy(runner, lambda: empty(problem) if problem.on_meta else student(problem))
-    engine = InJobEngine(Generator(copy.decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens), copy)
+    engine, parts = engine_with_copy(problem)
     first = completions(engine)
-    for part in runner.decoders:
+    for part in parts:
         change(part)
     assert completions(engine) == first
-    engine.update_weights(1, None)
+    engine.update_weights(1)
     return [first, completions(engine)]
 
 
 def an_error_on_one_rank(rank: Rank, problem: Problem) -> str:
-    mesh = Mesh(problem.degrees, CPU)
-    runner = build_proven_runner(Layout(problem.degrees), mesh, ModelSource(lambda: student(problem)), None)
-    copy = StudentCopy(runner, lambda: student(problem))
+    engine, _ = engine_with_copy(problem)
     if rank.number == 1:
-        copy.decoder.output_weight.data[7] = torch.nan
-    engine = InJobEngine(Generator(copy.decoder, problem.sampling, CPU), copy)
+        engine.generator.decoder.output_weight.data[7] = torch.nan
     try:
         engine.generate(requests(LENGTHS, seed=5))
     except ValueError as error:
@@ -85,10 +88,7 @@ def told_early(rank: Rank, problem: Problem, marker: Path) -> list[Any]:
     """On rank 0, the completions of which it was told, and all of them. On rank 1: whether its batch has waited until
     rank 0 was told of a completion of rank 1.
     """
-    mesh = Mesh(problem.degrees, CPU)
-    runner = build_proven_runner(Layout(problem.degrees), mesh, ModelSource(lambda: student(problem)), None)
-    copy = StudentCopy(runner, lambda: student(problem))
-    engine = InJobEngine(Generator(copy.decoder, problem.sampling, CPU), copy)
+    engine, _ = engine_with_copy(problem)
     told, waited = dict[int, list[Any]](), list[bool]()
     all_requests = [replace(request, max_new_tokens=1 + request.number % 5) for request in requests(LENGTHS, seed=5)]
 
@@ -99,13 +99,13 @@ def told_early(rank: Rank, problem: Problem, marker: Path) -> list[Any]:
         """Requests all completions at once, and is told of them early."""
 
         def __init__(self) -> None:
-            self.inbox, self.requests = Inbox(is_early=True), list(all_requests)
+            self.inbox, self.requests = CompletionInbox(is_early=True), list(all_requests)
 
         def next_requests(self) -> list[GenerationRequest]:
             requests, self.requests = self.requests, []
             return requests
 
-    def read(inbox: Inbox) -> None:
+    def read(inbox: CompletionInbox) -> None:
         for number, completion, _ in iter(inbox.arrivals.get, None):
             told.setdefault(number, []).append(values(completion))
             if number in others:
@@ -119,7 +119,7 @@ def told_early(rank: Rank, problem: Problem, marker: Path) -> list[Any]:
         return has_ended_B
 
     original = EndOfCompletion.__call__
-    requester = Requester() if rank.number == 0 else None
+    requester: Any = Requester() if rank.number == 0 else None
     thread = threading.Thread(target=read, args=(requester.inbox,)) if requester else None
     if thread:
         thread.start()
@@ -232,7 +232,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 def test_the_engine_of_one_process() -> None:
     generator = Generator(student(PROBLEMS[0]), SAMPLED, CPU)
     engine = InJobEngine(generator, version=4)
-    inbox = Inbox(is_early=True)
+    inbox = CompletionInbox(is_early=True)
     expected = engine.generate(requests(), inbox)
     arrived = [inbox.arrivals.get_nowait()[:2] for _ in range(2 * len(expected))]
     ended, again = arrived[: len(expected)], arrived[len(expected) :]
@@ -241,7 +241,6 @@ def test_the_engine_of_one_process() -> None:
     same([values(completion) for _, completion in sorted(ended)], [values(completion) for completion in expected])
     assert len(ended[0][1].ids_N) < len(ended[-1][1].ids_N)
     assert {version for completion in expected for version in completion.versions_N.tolist()} == {4}
-    engine.update_weights(5, None)
+    engine.update_weights(5)
     assert engine.generate(requests()[:1])[0].versions_N[0] == 5
     assert engine.generate([]) == []
-    engine.close()

@@ -39,12 +39,12 @@ def test_the_streams_of_a_source_are_those_of_a_run_with_this_source_alone() -> 
     assert groups == list(range(len(groups)))
     for number, source in enumerate(SOURCES):
         alone = PromptPlan([source], prompts_per_step=5, seed=3)
-        of_source = [group for group in groups if plan.source_of(group) == number]
+        of_source = [group for group in groups if plan.group(group).source == number]
         for here, there in enumerate(of_source):
-            assert plan.prompt_of(there) == first_prompt + alone.prompt_of(here)
+            assert plan.group(there).prompt == first_prompt + alone.group(here).prompt
             assert len(plan.samples(there)) == source.samples_per_prompt
             for sample, of_alone in zip(plan.samples(there), alone.samples(here), strict=True):
-                assert plan.group_of(sample) == there
+                assert (plan.group_of(sample), plan.source_of(sample)) == (there, number)
                 is_same = plan.sample_seed(sample, 1) == alone.sample_seed(of_alone, 1)
                 assert is_same == (number == 0)
         last = first_document + source.dataset
@@ -53,8 +53,8 @@ def test_the_streams_of_a_source_are_those_of_a_run_with_this_source_alone() -> 
         assert of_dataset == expected[: len(of_dataset)]
         assert all(plan.source_of_document(document) == number for document in range(first_document, last))
         first_prompt, first_document = first_prompt + source.prompts, last
-    assert Counter(map(plan.source_of, groups)) == {0: 140, 1: 24, 2: 5}
-    assert len(set(map(plan.step_of, groups))) == 40
+    assert Counter(plan.group(group).source for group in groups) == {0: 140, 1: 24, 2: 5}
+    assert len({plan.group(group).step for group in groups}) == 40
     seeds = [plan.sample_seed(sample, 0) for group in groups for sample in plan.samples(group)]
     assert len(set(seeds)) == len(seeds)
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from kit import slow
+from kit.on_policy_runs import episodic
 from kit.template_messages import HERMES, tool_tokenizer
 from kit.toy_tokenizer import PLAIN_TEMPLATE, TEMPLATES, toy_tokenizer
-from kit.user_functions import Episodic
 
 from stillhouse.data.render.reply_format import generation_prompt, reply_format
 from stillhouse.rollout.turns import MessageReplies, SampleTurns, TextReplies, done
@@ -124,26 +124,29 @@ def test_a_turn_ends_with_the_templates_marker_or_a_text_of_stop() -> None:
         return done("No." if len(episodes) < 3 else None)
 
     of_turns = reply_format(tokenizer, "user")
-    replies = MessageReplies(Episodic(reply), of_turns, [tokenizer.convert_tokens_to_ids("</s>")], has_stops=True)
-    without_stops = MessageReplies(Episodic(reply), of_turns, has_stops=False)
+    replies = MessageReplies(episodic(reply), of_turns, [tokenizer.convert_tokens_to_ids("</s>")], has_stops=True)
+    without_stops = MessageReplies(episodic(reply), of_turns, has_stops=False)
     assert replies.request(sample(tokenizer, "It is 4.</s>")) is None
     assert without_stops.request(sample(tokenizer, "It is 4.")) is None
     samples = [sample(tokenizer, f"It is 4.{end}") for end in ("<|im_end|>", "", "")]
     requested = [replies.request(turns) for turns in samples]
     answered, stopped, last = (
-        replies.reply(turns, future) for turns, future in zip(samples, requested, strict=True) if future is not None
+        replies.reply(turns, future, 99) for turns, future in zip(samples, requested, strict=True) if future
     )
-    assert replies.ids(answered, 99) == of_turns.reply_ids("No.")
-    assert replies.ids(stopped, 99) == [tokenizer.eos_token_id, *of_turns.reply_ids("No.")]
-    assert replies.ids(last, 99) == []
+    assert answered is not None
+    assert answered.ids == of_turns.reply_ids("No.")
+    assert stopped is not None
+    assert stopped.ids == [tokenizer.eos_token_id, *of_turns.reply_ids("No.")]
+    assert last is None
     assert [episode.turns for episode in episodes] == 3 * [("It is 4.",)]
     replies.request(sample(tokenizer, "It is 4.<|im_end|>", replies=[answered]))
     assert episodes[-1].replies == ("No.",)
-    long = replies.ids(type(answered)("é" * 9_000_000, ends=False), 50)
-    assert 50 < len(long) < 9000
-    assert long[:50] == of_turns.reply_ids("é" * 1000)[:50]
+    long = replies.reply(samples[0], done("é" * 9_000_000), 50)
+    assert long is not None
+    assert 50 < len(long.ids) < 9000
+    assert long.ids[:50] == of_turns.reply_ids("é" * 1000)[:50]
     with pytest.raises(UserFunctionError, match="4,000,000"):
-        replies.ids(type(answered)(" " * 9_000_000, ends=False), 10_000_000)
+        replies.reply(samples[0], done(" " * 9_000_000), 10_000_000)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +163,11 @@ def test_a_turn_ends_with_the_templates_marker_or_a_text_of_stop() -> None:
 def test_a_raw_reply_outside_of_a_turn_is_warned_of_once(prompt: str, turn: str, reply: Any, warns: bool) -> None:
     tokenizer, lines = tool_tokenizer(), list[str]()
     options: dict[str, Any] = {"prompt": generation_prompt(tokenizer), "warn": lines.append}
-    replies = TextReplies(Episodic(lambda *_: done(reply)), tokenizer, **options)
+    replies = TextReplies(episodic(lambda *_: done(reply)), tokenizer, **options)
     for _ in range(2):
         turns = sample(tokenizer, turn, prompt)
-        replies.reply(turns, replies.request(turns))
+        future = replies.request(turns)
+        assert future is not None
+        replies.reply(turns, future, 99)
     assert len(lines) == warns
     assert all("expected rollout.reply=user" in line for line in lines)

@@ -31,7 +31,7 @@ from kit.writer_cases import (
 
 from stillhouse.config import ConfigError
 from stillhouse.config.servers import ServerError
-from stillhouse.loops.completion_engine import open_engine
+from stillhouse.loops.rollouts import open_servers
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.parallel import single_process_runner
@@ -178,12 +178,12 @@ def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Pa
         with closing(prepare(write_on_policy_run(tmp_path, **settings), announce=False)) as session:
             assert session.rollout.config is not None
             with pytest.raises(ConfigError, match="is a vLLM on a CPU") as raised:
-                open_engine(session)
+                open_servers(session)
         assert raised.value.key == "rollout.url"
         settings["student.adapter"] = {"r": 4}
         with closing(prepare(write_on_policy_run(tmp_path, **settings), announce=False)) as session:
             assert session.rollout.config is not None
-            engine = open_engine(session)
+            engine = open_servers(session)
             assert engine is not None
             engine.close()
 

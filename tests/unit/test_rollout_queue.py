@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, one_source_plan, prompts, queue_of
+from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, episodic, one_source_plan, prompts, queue_of
 from kit.toy_tokenizer import toy_tokenizer
-from kit.user_functions import Episodic
 
 from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.rollout import (
@@ -40,6 +39,16 @@ def numbers(samples: Sequence[Sample]) -> list[int]:
     return [sample.number for sample in samples]
 
 
+def step_of(engine: LateEngine, queue: RolloutQueue, step: int, max_staleness: int) -> list[Sample]:
+    """Make a step; returns its samples, none of which is too old."""
+    engine.update_weights(step, None)
+    queue.start(step)
+    samples = queue.take(step)
+    require_versions(samples, step, max_staleness)
+    queue.trained(step)
+    return samples
+
+
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.1])
 @pytest.mark.parametrize(
     ("ahead", "in_order", "slack"),
@@ -52,16 +61,12 @@ def test_every_sample_is_trained_once_and_in_time(ahead: int, in_order: bool, sl
     for step in range(STEPS):
         if in_order and queue.has_requested(step):
             queue.wait_for(step)
-        engine.update_weights(step, None)
-        queue.start(step)
-        samples = queue.take(step)
-        require_versions(samples, step, ahead + slack)
+        samples = step_of(engine, queue, step, ahead + slack)
         assert numbers(samples) == sorted(numbers(samples))
         assert len(samples) == len(queue.plan.groups(step)) * SAMPLES
         if in_order:
             assert {rollout.number // SAMPLES for rollout in samples} == set(queue.plan.groups(step))
         trained += numbers(samples)
-        queue.trained(step)
     total = queue.plan.groups(STEPS - 1).stop * SAMPLES
     assert sorted(trained) == list(range(total)) == sorted(engine.requested)
 
@@ -72,12 +77,7 @@ def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int,
     engine = LateEngine(most=4)
     queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
     for step in range(STEPS):
-        engine.update_weights(step, None)
-        queue.start(step)
-        samples = queue.take(step)
-        require_versions(samples, step, ahead + slack)
-        trained += numbers(samples)
-        queue.trained(step)
+        trained += numbers(step_of(engine, queue, step, ahead + slack))
         kept = queue.state()  # here the trainer and the engine are killed
         engine = LateEngine(most=4, seed=step)
         engine.update_weights(step + 1, None)
@@ -159,7 +159,7 @@ def test_after_a_failed_reply_an_engine_in_the_job_gets_the_batches_of_an_undist
                 raise UserFunctionError("the reply fails")
             return done(None if episode.number % 2 or len(episode.turns) == 3 else " no!")
 
-        source = SourceSettings(30, environment=TextReplies(Episodic(reply), toy_tokenizer()), max_turns=4)
+        source = SourceSettings(30, environment=TextReplies(episodic(reply), toy_tokenizer()), max_turns=4)
         plan = one_source_plan(PROMPTS, 0, 2, SAMPLES, seed=3)
         samples = Samples(prompts(), plan, toy_tokenizer(), [source], together=True)
         return RolloutQueue(samples, plan, RolloutSchedule(0, True, 0, STEPS - 1))
@@ -184,24 +184,17 @@ def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> 
     engine.draw.shuffle = lambda waiting: waiting.sort(key=lambda entry: -entry[0].number)  # type: ignore[assignment]
     queue = queue_of(engine, ahead=2, in_order=False, slack=2)
     for step in range(STEPS):
-        engine.update_weights(step, None)
-        queue.start(step)
-        samples = queue.take(step)
-        require_versions(samples, step, 4)
-        groups = {rollout.number // SAMPLES for rollout in samples}
-        queue.trained(step)
+        samples = step_of(engine, queue, step, max_staleness=4)
         if step == 0:
-            assert groups == set(queue.plan.groups(2))
+            assert {rollout.number // SAMPLES for rollout in samples} == set(queue.plan.groups(2))
 
 
 def test_each_epoch_has_every_prompt_once() -> None:
     plan = one_source_plan(PROMPTS, 5, 4, SAMPLES, seed=3)
-    for epoch in range(3):
-        groups = range(epoch * PROMPTS, (epoch + 1) * PROMPTS)
-        assert sorted(map(plan.prompt_of, groups)) == list(range(PROMPTS))
-    assert (
-        len({tuple(plan.prompt_of(group + epoch * PROMPTS) for group in range(PROMPTS)) for epoch in range(3)}) == 3
-    )
+    starts = range(0, 3 * PROMPTS, PROMPTS)
+    epochs = {tuple(plan.group(start + group).prompt for group in range(PROMPTS)) for start in starts}
+    assert all(sorted(prompts) == list(range(PROMPTS)) for prompts in epochs)
+    assert len(epochs) == 3
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 1.0])
@@ -231,7 +224,7 @@ def sample(
     versions_N = np.array(versions, dtype=np.int32)
     log_probs_N = -np.arange(len(versions), dtype=np.float32)
     completion = Completion(ids_N, log_probs_N, versions_N, finish)
-    return Sample(number, number % PROMPTS, completion, versions_N >= 0, reward)
+    return Sample(number, number % PROMPTS, completion, reward)
 
 
 def advantages(rewards: Sequence[float | None], *how: Any) -> list[float]:

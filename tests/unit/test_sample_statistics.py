@@ -8,9 +8,8 @@ import pytest
 from kit.on_policy_runs import one_source_plan
 
 from stillhouse.config import RolloutConfig
-from stillhouse.loops.rollout_records import shown_numbers
+from stillhouse.loops.rollout_records import equal_rewards, shown_numbers, turn_statistics
 from stillhouse.loops.rollout_warnings import SILENT_STEPS, RolloutWarnings
-from stillhouse.loops.sample_statistics import equal_rewards, turn_statistics
 from stillhouse.rollout import Completion, PromptPlan, Sample
 from stillhouse.rollout.plan import PromptSource
 
@@ -21,7 +20,7 @@ TOOLS, GAME = RolloutConfig(tools="a:f"), RolloutConfig(environment="a:f")
 def sample(number: int, versions: Sequence[int] = (0, 0), finish: Any = "stop", **values: Any) -> Sample:
     versions_N = np.array(versions, np.int32)
     completion = Completion(versions_N + 5, np.zeros(len(versions), np.float32), versions_N, finish)
-    return Sample(number, number // 2, completion, versions_N >= 0, **values)
+    return Sample(number, number // 2, completion, **values)
 
 
 def test_turns_and_calls_are_means_over_samples_and_errors_a_share_of_calls() -> None:

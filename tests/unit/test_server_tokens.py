@@ -3,15 +3,17 @@
 from collections.abc import Sequence
 from contextlib import closing
 
+import numpy as np
 import pytest
 from kit.config_cases import load
 from kit.stub_servers import Fault, body, hostile_server, raw
 
 from stillhouse.config import ConfigError, RolloutConfig, TeacherConfig
 from stillhouse.config.servers import TOKEN_VARIABLE, ServerError, server_token
-from stillhouse.loops.completion_calls import CompletionCalls
 from stillhouse.parallel.processes import log_rank0
 from stillhouse.process_exit import print_line
+from stillhouse.rollout import Completion, Sample
+from stillhouse.rollout.user_functions import CompletionCalls
 from stillhouse.serving.client.pool import ServerPool
 from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.serving.client.served_teacher import connect
@@ -34,7 +36,8 @@ def test_a_reward_server_gets_its_own_token_or_none(monkeypatch: pytest.MonkeyPa
         with closing(CompletionCalls([rollout], None, None, [None])) as calls:
             assert calls.sources[0].reward is not None
             reward = calls.sources[0].reward.request("2 + 2 =", " 5", {}, "train.jsonl:3", [])
-            assert reward.result().value == 18
+            ids_N = np.zeros(1, np.int32)
+            assert reward.added_to(Sample(0, 0, Completion(ids_N, ids_N, ids_N, "stop"))).reward == 18
         assert (sent(of_one), sent(of_two)) == ({"Bearer token-of-one"}, {None})
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import slow
+from kit.on_policy_runs import episodic
 from kit.template_messages import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, echo, find, tool_tokenizer
-from kit.user_functions import Episodic
 from transformers.utils import get_json_schema
 
 from stillhouse.data.render.tool_format import UNKNOWN, ToolCall, tool_format
@@ -219,14 +219,14 @@ def replies_of(*paths: str, most: int = 64) -> tuple[ToolReplies, Any]:
     schemas = [get_json_schema(described) for described in tools.described.values()]
     of_tools = tool_format(tokenizer, schemas)
     options: dict[str, Any] = {"have_state": tools.have_state, "warn": pytest.fail}
-    return ToolReplies(Episodic(lambda *a: done(here(*a))), of_tools, most, **options), tokenizer
+    return ToolReplies(episodic(lambda *a: done(here(*a))), of_tools, most, **options), tokenizer
 
 
 def reply_to(replies: ToolReplies, tokenizer: Any, *turns: str, before: tuple[Any, ...] = ()) -> Any:
     ids = [np.array(tokenizer(turn, add_special_tokens=False)["input_ids"], dtype=np.int32) for turn in turns]
     sample = SampleTurns(0, ("Go", "", {}, "a:1"), ids, before)
     reply = replies.request(sample)
-    return None if reply is None else replies.reply(sample, reply)
+    return None if reply is None else replies.reply(sample, reply, 1)
 
 
 def call_of(name: str, arguments: str) -> str:
@@ -250,18 +250,20 @@ def call_of(name: str, arguments: str) -> str:
     ids=range(7),
 )
 def test_an_error_is_the_reply(call: str, text: str) -> None:
-    reply = reply_to(*replies_of("add", "echo"), f"{call}<|im_end|>")
-    assert [shown.startswith(text) for shown in reply.texts] == [True], reply.texts
-    assert not reply.ends
+    replies, tokenizer = replies_of("add", "echo")
+    reply = reply_to(replies, tokenizer, f"{call}<|im_end|>")
+    assert [shown.startswith(text) for shown in reply.content] == [True], reply.content
+    assert (reply.calls, reply.errors) == (1, text.startswith("Error"))
+    assert reply.ids[0] != tokenizer.eos_token_id
 
 
 def test_a_call_that_is_lost_has_a_reply_and_a_warning() -> None:
     tokenizer, lines, answer = tool_tokenizer(), list[str](), Future[Any]()
     answer.set_exception(CallLostError("rollout.tools: kit:add ends its process"))
     of_tools = tool_format(tokenizer, SCHEMAS)
-    lost = Episodic(lambda *_: answer)
+    lost = episodic(lambda *_: answer)
     replies = [ToolReplies(lost, of_tools, 64, have_state=state, warn=lines.append) for state in (False, True)]
-    assert reply_to(replies[0], tokenizer, f"{CALL}<|im_end|>").texts == ["Error: the tool did not return"]
+    assert reply_to(replies[0], tokenizer, f"{CALL}<|im_end|>").content == ["Error: the tool did not return"]
     assert lines == [
         "the reply of the tools is 'Error: the tool did not return': rollout.tools: kit:add ends its process"
     ]
@@ -273,7 +275,7 @@ def test_what_ends_a_sample() -> None:
     replies, tokenizer = replies_of("add")
     assert reply_to(replies, tokenizer, "It is 4.<|im_end|>") is None
     assert reply_to(replies, tokenizer, f"{CALL}</s>") is None
-    assert reply_to(replies, tokenizer, CALL).ends
+    assert reply_to(replies, tokenizer, CALL).ids[0] == tokenizer.eos_token_id
 
 
 def test_a_long_reply_is_cut_and_says_so() -> None:
@@ -285,18 +287,18 @@ def test_a_long_reply_is_cut_and_says_so() -> None:
         assert text.startswith(bounded.removesuffix("\n[The rest of this reply was cut.]"))
         assert 50 < len(replies._format.text.ids(bounded)) <= 64
     assert replies._bounded("short") == "short"
-    assert len(replies.ids(short, 1)) < 150
+    assert len(short.ids) < 150
 
 
 def test_tools_with_state_get_their_calls_again() -> None:
     replies, tokenizer = replies_of("Notes", "add")
     turns = [call_of("note", f'{{"text": "{text}"}}') + "<|im_end|>" for text in "abc"]
     first = reply_to(replies, tokenizer, turns[0])
-    assert first.texts == ['["a"]']
+    assert first.content == ['["a"]']
     second = reply_to(replies, tokenizer, *turns[:2], before=(first,))
-    assert second.texts == ['["a", "b"]']
+    assert second.content == ['["a", "b"]']
     other, _ = replies_of("Notes", "add")
-    assert reply_to(other, tokenizer, *turns, before=(first, second)).texts == ['["a", "b", "c"]']
+    assert reply_to(other, tokenizer, *turns, before=(first, second)).content == ['["a", "b", "c"]']
 
 
 @pytest.mark.parametrize(

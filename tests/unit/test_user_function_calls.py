@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.on_policy_runs import one_source_plan, prompts
+from kit.on_policy_runs import episodic, one_source_plan, prompts
 from kit.toy_tokenizer import toy_tokenizer
-from kit.user_functions import Episodic, control_c, counts, half, remembers
+from kit.user_functions import control_c, counts, half, remembers
 
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.loops.completion_calls import warn
-from stillhouse.rollout import Completion, Samples, SourceSettings
-from stillhouse.rollout.reward import RepeatedCall, RewardPart, RewardSum
-from stillhouse.rollout.turns import TextReplies, done
-from stillhouse.rollout.user_functions import user_function
+from stillhouse.rollout import Completion, Sample, Samples, SourceSettings
+from stillhouse.rollout.reward import RepeatedCall, RewardSum, WeightedCall
+from stillhouse.rollout.turns import SampleTurns, TextReplies, done
+from stillhouse.rollout.user_functions import user_function, warn
 from stillhouse.user_code.functions import (
     Turn,
     UserFunction,
@@ -250,7 +249,7 @@ def test_a_module_that_cannot_be_used(
 )
 def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(text: str) -> None:
     tokenizer = toy_tokenizer()
-    environment = TextReplies(Episodic(lambda *_: done(text)), tokenizer)
+    environment = TextReplies(episodic(lambda *_: done(text)), tokenizer)
     settings = SourceSettings(512, environment=environment, max_turns=9)
     samples = Samples(prompts(), one_source_plan(7, 0, 1, 1, 0), tokenizer, [settings])
     turn = Completion(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
@@ -264,7 +263,10 @@ def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(
     assert sample.completion.finish == "length"
     assert sample.completion.ids_N[1:].tolist() == tokenize(tokenizer, [text[:20_000]], special=False)[0][:511]
     short = text[:40]
-    assert environment.ids(short, 512) == tokenize(tokenizer, [short], special=False)[0]
+    turns = SampleTurns(0, ("", "", {}, "a:1"), [turn.ids_N], [])
+    reply = environment.reply(turns, done(short), 512)
+    assert reply is not None
+    assert reply.ids == tokenize(tokenizer, [short], special=False)[0]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["here", "elsewhere"])
@@ -285,7 +287,7 @@ def test_the_first_call_of_a_reward_is_repeated_once(capsys: pytest.CaptureFixtu
                 return futures[-1]
 
         repeated = RepeatedCall("rollout.reward: a:f", warn)
-        reward = RewardSum("rollout.reward", [RewardPart(1.0, Calls(), "rollout.reward", "a:f", repeated=repeated)])
+        reward = RewardSum("rollout.reward", [WeightedCall(1.0, Calls(), "rollout.reward", "a:f", repeated=repeated)])
         pending = [reward.request("", str(number), {}, "", []) for number in range(20)]
         for number in range(20):
             assert pending[number].futures == [futures[number + (number > 7)]]
@@ -293,7 +295,9 @@ def test_the_first_call_of_a_reward_is_repeated_once(capsys: pytest.CaptureFixtu
             if late:
                 fail = isinstance(result, UserFunctionError)
                 future.set_exception(result) if fail else future.set_result(result)  # type: ignore[arg-type]
-        assert [reward.result().value for reward in pending] == [futures[n + (n > 7)].result() for n in range(20)]
+        sample = Sample(0, 0, Completion(np.zeros(1, np.int32), np.zeros(1), np.zeros(1), "stop"))
+        rewards = [reward.added_to(sample).reward for reward in pending]
+        assert rewards == [futures[n + (n > 7)].result() for n in range(20)]
         return capsys.readouterr().out
 
     same: list[float | UserFunctionError] = [float(number) for number in range(8)] + [0.0] + [1.0] * 12

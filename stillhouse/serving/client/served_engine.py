@@ -18,7 +18,7 @@ from stillhouse.data import Documents
 from stillhouse.data.media import MediaProcessor
 from stillhouse.display import escaped
 from stillhouse.rollout.published_folder import published_folder
-from stillhouse.rollout.records import Completion, GenerationRequest, Inbox, Sampling
+from stillhouse.rollout.records import Completion, CompletionInbox, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Published, ServerApi, VersionSpan
 from stillhouse.serving.client.http_client import HttpAnswer, bytes_of_json
 from stillhouse.serving.client.pool import AskAgainError, RefusedError, ServerPool, ServerRequest
@@ -34,7 +34,7 @@ COMPLETION_TOKEN_BYTES = 4096
 
 
 class ServedEngine:
-    """Servers of one kind that generate the student's completions (a RolloutEngine).
+    """Servers of one kind that generate the student's completions (a RemoteEngine).
 
     vocabulary: rows of the student's head. Ids outside of it are not sent, because they end a vLLM, and not accepted.
     timeout: seconds without an answer of any server after which futures raise ServerError, and the limit per answer.
@@ -107,7 +107,9 @@ class ServedEngine:
             self.weights.connect()
             stack.pop_all()
 
-    def generate(self, requests: Sequence[GenerationRequest], inbox: Inbox | None = None) -> list[Future[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], inbox: CompletionInbox | None = None
+    ) -> list[Future[Completion]]:
         """Request completions, and return at once. Raises ValueError for ids outside of the vocabulary.
 
         inbox: gets the completions and the errors of the futures.

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from stillhouse.config import RunConfig, load_config
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.loops.held_out_metrics import held_out_metrics
+from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.parallel import single_process_runner
 from stillhouse.registry import load
 from stillhouse.run.run import distill

@@ -1,4 +1,4 @@
-"""A loss with ratios of probabilities trains without dropout and routers' noise, under every layout, and says so."""
+"""On-policy runs of models with dropout, routers' noise or documents that are not simply packed."""
 
 import copy
 import json
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kit import slow
+from kit.causal_families import build as build_causal
 from kit.families import build
 from kit.layout_runs import distill
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
@@ -142,3 +143,17 @@ def test_dropout_of_an_adapter_is_refused_by_its_key(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"^student\.adapter\.dropout: got 0\.1: expected 0\.0") as raised:
             prepare(config, announce=False)
         assert raised.value.key == "student.adapter.dropout"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", slow("gpt_oss"), slow("nemotron_h"), slow("llama4_text")])
+def test_the_engine_has_the_log_probabilities_of_training(tmp_path: Path, family: str) -> None:
+    tokenizer = toy_tokenizer()
+    build_causal(family, seed=1, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "student")
+    tokenizer.save_pretrained(tmp_path / "student")
+    write_on_policy_run(tmp_path, **{"train.steps": 4})
+    ended = run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'out'}")
+    assert "documents of student: " in ended.out
+    lines = rollout_figures(tmp_path / "out")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["rollout/log_ratio_max"] < 1e-4 for line in lines)
+    assert all(line["rollout/log_ratio"] < 1e-5 for line in lines)
