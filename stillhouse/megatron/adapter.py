@@ -125,7 +125,10 @@ def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> 
                 "expected an adapter in layers of every stage, or fewer stages"
             )
         if chunk.pre_process and chunk.config.recompute_granularity is not None:
-            chunk.embedding.register_forward_hook(_with_gradient)
+            # parameters in layers that are computed again get a gradient only if the layers' input requires one
+            chunk.embedding.register_forward_hook(
+                lambda embedding, inputs, hidden_SBD: hidden_SBD.requires_grad_() if torch.is_grad_enabled() else None
+            )
     return replace(table, blocks=tuple(blocks), shapes=shapes)
 
 
@@ -174,11 +177,3 @@ def _add_branch(
     layer.lora = LoraBranch(layer, rows, lora)
     # before a norm of the layer's output, which is a hook, too
     layer.register_forward_hook(layer.lora.add, prepend=True)
-
-
-def _with_gradient(embedding: nn.Module, inputs: Any, hidden_SBD: Tensor) -> Tensor:
-    """Let a frozen embedding's output require a gradient. A forward hook.
-
-    Megatron-Core gives parameters in layers that are computed again a gradient only if their input requires one.
-    """
-    return hidden_SBD.requires_grad_() if torch.is_grad_enabled() and not hidden_SBD.requires_grad else hidden_SBD

@@ -234,10 +234,17 @@ class _SchedulePass:
             output = model(rows.ids_NL, rows.positions_NL, None, packed_seq_params=rows.packed, **hook)
             output = output[-1] if isinstance(output, tuple) else output  # the last depth has the loss
             if balance is not None and self._backward:
+                current = balance.current
+
+                def set_current(gradient: Tensor) -> None:
+                    balance.current = current
+
                 # set the loss again when the gradient of the chunk's output arrives: before the backward of its
                 # layers, which other micro-batches' forward passes may precede
-                output.register_hook(partial(_set_current, balance, balance.current))
-        return output, _loss_of
+                output.register_hook(set_current)
+        # the number of tokens is not used: the loss is divided already, by the step's normalizer
+        # and with deallocate_pipeline_outputs, the schedule frees the tensor that it gets
+        return output, lambda loss: (loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), None)
 
     def _process(
         self,
@@ -255,16 +262,6 @@ class _SchedulePass:
         hidden: Any = tuple(by_depth) if self._with_depths else by_depth[0]
         self.results.append(self._processor(hidden_states=hidden, head=head, context=targets))
         return self.results[-1].loss if self._backward else torch.zeros((), device=hidden_states.device)
-
-
-def _set_current(balance: RouterBalance, current: Current, gradient: Tensor) -> None:
-    balance.current = current
-
-
-def _loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
-    # the number of tokens is not used: the loss is divided already, by the step's normalizer
-    # and with deallocate_pipeline_outputs, the schedule frees the tensor that it gets
-    return loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), None
 
 
 def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> list[MultiTokenGPTModel]:

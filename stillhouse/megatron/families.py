@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 
@@ -275,16 +274,12 @@ def _gpt_oss_experts(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": False,
-        "activation_func": partial(_swish, config.swiglu_alpha),
+        "activation_func": lambda input_: input_ * torch.sigmoid(config.swiglu_alpha * input_),
         "activation_func_clamp_value": config.swiglu_limit,
         "glu_linear_offset": 1.0,
         "add_bias_linear": True,
         "softmax_type": "learnable",
     }
-
-
-def _swish(gain: float, input_: Tensor) -> Tensor:
-    return input_ * torch.sigmoid(gain * input_)
 
 
 #: by transformers' model type
