@@ -97,7 +97,8 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
     descriptor = signal.set_wakeup_fd(_listener.descriptor, warn_on_full_buffer=False)
     for number in handled:
         signal.signal(number, _listener.arrive)  # only a signal with a Python handler is written to the descriptor
-    handlers = {_INTERRUPT: _listener.interrupt, _YIELD: _yield}
+    # `_YIELD` lets the thread that reads the signals run
+    handlers = {_INTERRUPT: _listener.interrupt, _YIELD: lambda *_: time.sleep(0.001)}
     before_functions = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -306,11 +307,6 @@ class _Listener:
             running = "" if function is None else f"; {function} is running"
             print_line(f"{name}: finishing {finishing}; a second signal ends the run at once{running}")
         self._noted.set()
-
-
-def _yield(*_: object) -> None:
-    """The handler of `_YIELD`: let the thread that reads the signals run."""
-    time.sleep(0.001)
 
 
 def _set_timer(seconds: float) -> None:

@@ -36,9 +36,14 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
     No incomplete file remains under its final name, because files are written under another name and then renamed.
     """
-    flush = threading.Thread(target=_flush, daemon=True)  # the main thread may hold the lock of stdout for ever
-    flush.start()
-    flush.join(FLUSH_SECONDS)
+
+    def flush() -> None:
+        with suppress(OSError, ValueError):  # ValueError: the stream is closed
+            sys.stdout.flush()
+
+    thread = threading.Thread(target=flush, daemon=True)  # the main thread may hold the lock of stdout for ever
+    thread.start()
+    thread.join(FLUSH_SECONDS)
     if line is not None:
         print_line(line)
     os._exit(code)
@@ -50,21 +55,17 @@ def end_without_threads(code: int) -> None:
     Otherwise Python would wait for every non-daemon thread, for example for a reward function that hangs. Signals are
     already ignored at this point.
     """
-    threading.Thread(target=_end_without_threads, args=(code,), daemon=True).start()
 
+    def end() -> None:
+        time.sleep(SECONDS_FOR_THREADS)
+        main = threading.main_thread()
+        names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
+        if names:
+            which = ascii(", ".join(names))
+            line = f"warning: the process ends without the threads {which}, which do not end by themselves"
+            end_process(code, line)
 
-def _end_without_threads(code: int) -> None:
-    time.sleep(SECONDS_FOR_THREADS)
-    main = threading.main_thread()
-    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    if names:
-        which = ascii(", ".join(names))
-        end_process(code, f"warning: the process ends without the threads {which}, which do not end by themselves")
-
-
-def _flush() -> None:
-    with suppress(OSError, ValueError):  # ValueError: the stream is closed
-        sys.stdout.flush()
+    threading.Thread(target=end, daemon=True).start()
 
 
 def end_with_launcher() -> None:

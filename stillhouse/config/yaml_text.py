@@ -53,7 +53,11 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
         with reading("a value is not what its tag says, or nested too deeply", passes=YAMLError):
             return yaml.load(text)
     except (YAMLError, ValueError) as error:
-        line = _line(error, text) if numbered else ""
+        line = ""
+        if numbered and isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+            line = f":{error.problem_mark.line + 1}"
+        elif numbered and isinstance(error, ReaderError):
+            line = f":{text[: error.position].count(chr(10)) + 1}"
         raise ConfigError(None, message(f"{source}{line}: not valid YAML: {_problem(error)}")) from error
 
 
@@ -66,14 +70,6 @@ def write_yaml(data: dict[str, Any]) -> str:
     stream = io.StringIO()
     yaml.dump(data, stream)
     return stream.getvalue()
-
-
-def _line(error: Exception, text: str) -> str:
-    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        return f":{error.problem_mark.line + 1}"
-    if isinstance(error, ReaderError):
-        return f":{text[: error.position].count(chr(10)) + 1}"
-    return ""
 
 
 def _problem(error: Exception) -> str:

@@ -57,7 +57,6 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
         checks += [] if prompts is None else [("eval.prompts.data", require_source, prompts.data)]
         if data.chat_template is not None:
             checks.append(("data.chat_template", require_template, data.chat_template))
-        checks += [(f"{key}.cache", _require_folder, part.cache) for key, part in teachers.items() if part.cache]
         checks += [("eval.callbacks", _require_function, path) for path in config.eval.callbacks]
         checks += [(key, _require_function, part.name) for key, part in rewards if part.is_function]
         checks += [(key, _require_function, path) for key, path in rollout_keys]
@@ -69,7 +68,9 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
         urls["rollout.url"] = [] if config.rollout is None else config.rollout.urls
         checks += [(key, _require_server, url) for key, addresses in urls.items() for url in addresses]
         checks += [(key, _require_server, part.name) for key, part in rewards if part.is_server]
-    mistakes = []
+    caches = {f"{key}.cache": teacher.cache for key, teacher in teachers.items() if teacher.cache and "data" in needs}
+    lost = {key: folder for key, folder in caches.items() if not os.path.isdir(folder)}
+    mistakes = [ConfigError(key, f"got {folder}, but there is no such folder") for key, folder in lost.items()]
     for key, check, value in dict.fromkeys(checks):  # several sources of prompts may have one reward
         try:
             with as_config_error(key):
@@ -95,11 +96,6 @@ def require_writable(out: str) -> None:
         raise ConfigError(
             "out", f"got {folder}, but {existing} cannot be written ({error.strerror}): expected another folder"
         ) from error
-
-
-def _require_folder(folder: str) -> None:
-    if not os.path.isdir(folder):
-        raise ValueError(f"got {folder}, but there is no such folder")
 
 
 def _require_function(path: str) -> None:
