@@ -69,8 +69,8 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     in_job = {section: teacher for section, teacher in sections.items() if section not in stores}
     route = None if config.teachers is None else config.teachers.route
     readers: dict[str, TeacherMedia] = {}
-    for section, teacher in {} if processor is None else in_job.items():
-        if teacher.model is not None and not teacher.is_base_of(student):
+    for section, teacher in in_job.items():
+        if processor is not None and teacher.model is not None and not teacher.is_base_of(student):
             other = _media_processor(section, teacher, processor.tokenizer, data, template_is_set=True)
             reader = TeacherMedia(section, processor, other, is_routed=route is not None)
             readers[section.partition(".")[2]] = reader
@@ -99,7 +99,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     # packed rows have gaps for what teachers in this job read; with rollouts, weights are shares of the prompts
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
     weights = [source.weight for source in data.weighted_sources] if config.rollout is None else []
-    options = {"max_tokens": data.max_tokens, "seed": config.seed, "gaps": gaps, "together": route}
+    options: dict[str, Any] = {"max_tokens": data.max_tokens, "seed": config.seed, "gaps": gaps, "together": route}
     packed = partial(PackedSequences, media_inputs=media_inputs, **options)
     packed_train = packed(train, shuffle=True, weights=weights or None)
     packed_eval = None if held_out is None else packed(held_out, shuffle=False)
@@ -167,7 +167,7 @@ class _Loader:
             if unused := [name for name in self.teachers.named if name not in named]:
                 problem = f"no document of data.train has {unused[0]!r} in its column '{route}'"
                 raise ConfigError(f"teachers.{unused[0]}", problem)
-        return splits
+        return {which: splits[which] for which in ("train", "dataset", "eval") if which in splits}
 
     def _train(self, sources: Sequence[tuple[str, ToolSchemas, RolloutConfig | None]]) -> Documents:
         """The documents of sources of data.train; with the section rollout, prompts with their records."""
