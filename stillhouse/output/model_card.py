@@ -85,13 +85,14 @@ def _front_matter(student: StudentConfig, exported: Exported) -> str:
     if path is not None:
         with reading(f"the model card of {student.model} cannot be read"):
             base = ModelCard.load(path, ignore_metadata_errors=True).data
-        license_keys = {key: base.get(key) for key in ("license", "license_name", "license_link")}
+        values = {key: base.get(key) for key in ("license", "license_name", "license_link")}
+        license_keys = {key: value for key, value in values.items() if isinstance(value, str)}
     data = ModelCardData(
         base_model=student.model if _is_hub_id(student.model) else None,
         library_name="peft" if exported.adapter == "alone" else "transformers",
         pipeline_tag="text-generation",
         tags=["stillhouse", "distillation"] + (["lora"] if exported.adapter else []),
-        **{key: value for key, value in license_keys.items() if isinstance(value, str)},
+        **license_keys,
     )
     return data.to_yaml().strip()
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -99,10 +98,10 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     # packed rows have gaps for what teachers in this job read; with rollouts, weights are shares of the prompts
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
     weights = [source.weight for source in data.weighted_sources] if config.rollout is None else []
-    options: dict[str, Any] = {"max_tokens": data.max_tokens, "seed": config.seed, "gaps": gaps, "together": route}
-    packed = partial(PackedSequences, media_inputs=media_inputs, **options)
-    packed_train = packed(train, shuffle=True, weights=weights or None)
-    packed_eval = None if held_out is None else packed(held_out, shuffle=False)
+    options: dict[str, Any] = {"max_tokens": data.max_tokens, "seed": config.seed, "gaps": gaps}
+    options |= {"together": route, "media_inputs": media_inputs}
+    packed_train = PackedSequences(train, shuffle=True, weights=weights or None, **options)
+    packed_eval = None if held_out is None else PackedSequences(held_out, shuffle=False, **options)
     media = processor, readers if media_inputs is not None else {}, processors
     return Data(tokenizer, packed_train, packed_eval, hashes, warnings, splits.get("dataset"), *media)
 

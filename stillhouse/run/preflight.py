@@ -147,14 +147,14 @@ def require_models_fit(
     teachers: the teachers' sections, by their keys.
     own_layouts: the layouts of the teachers with the key `parallel`; all other teachers have the student's `layout`.
     """
-    processes = layout.degrees.processes
-    for section, model in {"student": student, **teachers}.items():
-        if model.quantize is not None and processes > 1:
+    kinds = {"student": student.quantize, **{section: teacher.quantize for section, teacher in teachers.items()}}
+    for section, kind in kinds.items():
+        if kind is not None and layout.degrees.processes > 1:
             served = "" if section == "student" else ", or teacher.url with `stillhouse serve --quantize`"
-            problem = f"got {model.quantize} under {layout}, which shards plain weights: expected null{served}"
+            problem = f"got {kind} under {layout}, which shards plain weights: expected null{served}"
             raise ConfigError(f"{section}.quantize", problem)
-        if model.quantize == FP8 and (problem := float8_problem(device)):
-            raise ConfigError(f"{section}.quantize", problem)
+        if kind == FP8 and (missing := float8_problem(device)):
+            raise ConfigError(f"{section}.quantize", missing)
     for section, teacher in teachers.items():
         own = own_layouts.get(section, layout)
         if teacher.offload and (own.degrees.processes > 1 or device.type == "cpu"):
