@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from stillhouse.display import print_escaped
 from stillhouse.parallel import watchdog
@@ -89,6 +90,12 @@ def temporary_groups() -> Iterator[None]:
     wait_for_all()
     for group in [group for group in _world.pg_map if group not in before]:  # in the order of their creation
         dist.destroy_process_group(group)
+    # DTensor would take the destroyed groups for a later mesh of the same ranks. It caches meshes for each thread, and
+    # a device has a thread of its own for backward passes
+    _clear_sharding_prop_cache()
+    ended = torch.zeros((), device=torch.accelerator.current_accelerator() or "cpu", requires_grad=True)
+    ended.register_hook(lambda _: _clear_sharding_prop_cache())
+    ended.backward()
 
 
 def destroy_process_group() -> None:

@@ -12,15 +12,17 @@ import torch
 from kit import slow
 from kit.causal_families import CAUSAL
 from kit.fused_adamw import skipped_on_all_ranks
-from kit.parity_cases import Case, compare
-from kit.shard_ranks import on_ranks
+from kit.parity_cases import Case, Side, batches, compare
+from kit.shard_ranks import Rank, on_ranks
 from kit.tensors import assert_equal_tensors
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from stillhouse.data import StepMicroBatches
 from stillhouse.libraries import is_supported
 from stillhouse.models import HiddenPair
 from stillhouse.models.adapter import is_lora
 from stillhouse.objective.spec import parse_objective
-from stillhouse.parallel import Degrees, Layout
+from stillhouse.parallel import Degrees, Layout, Mesh, temporary_groups
 from stillhouse.tools.parity import worst
 
 GRADIENT, WEIGHT = 1e-5, 1e-4
@@ -225,3 +227,23 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all_ranks(degre
         assert 0.0 < norm < math.inf
         assert any(name.endswith("exp_avg") for name in before)
         assert_equal_tensors(after, before)
+
+
+def losses_of_meshes(rank: Rank, case: Case) -> list[float]:
+    """A job: the loss of a step on each of two meshes of the same processes; both are destroyed."""
+    _clear_sharding_prop_cache()  # it may have the meshes of earlier tests, which are not destroyed
+    losses = []
+    for _ in range(2):
+        with temporary_groups():
+            side = Side.of(case, case.layout, Mesh(case.layout.degrees, torch.device("cpu")))
+            sums = side.step(*next(side.requests([StepMicroBatches(batches(case, 0))])))
+            losses.append(sums["loss"])
+            del side
+    return losses
+
+
+def test_a_mesh_can_follow_a_destroyed_one_of_the_same_processes() -> None:
+    """As in `stillhouse parity`, which has several layouts with the same tensor-parallel ranks."""
+    case = Case(layout(fsdp=2, tensor=2), "llama")
+    (first, second), *_ = on_ranks(losses_of_meshes, 4, case)
+    assert first == second
