@@ -90,8 +90,8 @@ def temporary_groups() -> Iterator[None]:
     wait_for_all()
     for group in [group for group in _world.pg_map if group not in before]:  # in the order of their creation
         dist.destroy_process_group(group)
-    # DTensor would take the destroyed groups for a later mesh of the same ranks. It caches meshes for each thread, and
-    # a device has a thread of its own for backward passes
+    # DTensor would use the destroyed groups for a later mesh of the same ranks: it caches meshes, for each thread. A
+    # device has a thread of its own for backward passes
     _clear_sharding_prop_cache()
     ended = torch.zeros((), device=torch.accelerator.current_accelerator() or "cpu", requires_grad=True)
     ended.register_hook(lambda _: _clear_sharding_prop_cache())
