@@ -288,7 +288,12 @@ class Samples:
         """Return the finished samples, for a checkpoint. This does not wait, and does not raise errors of samples.
         They have no rewards yet. A sample remains under way if there is an environment.
         """
-        self._add_completions(self._arrived(0.0))
+        for arrival in self._arrived(0.0):
+            sample = self._requested.get(arrival[0]) if isinstance(arrival, tuple) else None
+            if sample is None or sample.settings.environment is not None or isinstance(arrival[1], Exception):
+                self._arrivals.put(arrival)  # `receive` raises its error, or makes the calls about it
+            else:
+                self._add_completions([arrival])
         under_way = chain.from_iterable(self._rounds)
         ended = [sample for sample in under_way if not sample.is_requested and sample.settings.environment is None]
         rounds = [[sample for sample in members if sample not in ended] for members in self._rounds]

@@ -138,6 +138,32 @@ def test_a_checkpoint_is_written_although_no_server_answers() -> None:
     assert len(kept) >= len(answered) - 1
 
 
+def test_an_error_that_arrives_before_a_checkpoint_is_raised_after_it() -> None:
+    engine = LateEngine(most=0)
+    queue = queue_of(engine, ahead=1, in_order=True)
+    queue.start(0)
+    for request, inbox in engine.waiting:
+        inbox.put((request.number, OSError("no server has answered")))
+    assert not queue.state().samples
+    with pytest.raises(OSError, match="no server has answered"):
+        queue.wait_for(0)
+
+
+def test_a_turn_that_arrives_before_a_checkpoint_gets_its_reply_after_it() -> None:
+    def reply(*arguments: Any) -> Future[Any]:
+        return done(" no!" if len(arguments[-1].turns) < 2 else None)
+
+    engine, plan = LateEngine(most=99), one_source_plan(PROMPTS, 5, 4, SAMPLES, seed=3)
+    settings = SourceSettings(30, environment=TextReplies(episodic(reply), toy_tokenizer()), max_turns=4)
+    samples = Samples(prompts(), plan, toy_tokenizer(), [settings], alive=engine.answer)
+    queue = RolloutQueue(samples, plan, RolloutSchedule(1, True, 1, STEPS - 1), engine)
+    queue.start(0)
+    engine.answer()
+    assert not queue.state().samples
+    turns = [sample.completion.ids_N.tolist().count(2) for sample in queue.take(0)]
+    assert turns == [2] * len(plan.samples(plan.groups(0)[0])) * len(plan.groups(0))
+
+
 class EngineInJob(LateEngine):
     """Generates before it returns."""
 
