@@ -1,8 +1,8 @@
 """Tokenized documents on disk: written once, compared with their hashes when they are read, and memory-mapped.
 
 The name of an entry's folder is a hash of everything that determines the content: the bytes of the source's files,
-the tokenizer with its chat template, the options, the libraries' versions and the code of this package. The folder
-has
+the tokenizer with its chat template, the options, the libraries' versions, and the code of this package and of the
+registered readers and media. The folder has
 
     manifest.json     that hash, the report on the records, the sha256 of each other file and of the manifest itself
     sources.arrow     `file:line` of each document
@@ -22,6 +22,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +33,7 @@ import transformers
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data import media
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.documents import Documents
 from stillhouse.data.media_files import MediaFiles, MediaWriter, media_table
@@ -40,6 +42,7 @@ from stillhouse.data.render.templates import Encoded
 from stillhouse.data.substitutions import Substitution, Substitutions
 from stillhouse.hashing import file_hash, json_hash
 from stillhouse.libraries import reading
+from stillhouse.registry import distribution, registered
 
 MANIFEST, SOURCES, IMAGES = "manifest.json", "sources.arrow", "images.arrow"
 _PROOF = "sha256_of_the_above"
@@ -69,9 +72,11 @@ class StoredStrings(Sequence[str]):
 
 def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
     """The hash that names an entry. The function reads all files. The tokenizer must be a fast tokenizer."""
+    add_ons = [point for group in ("stillhouse.readers", media.GROUP) for point in registered(group).values()]
     decisive = {
         # another version of the code may convert records differently, or write other files
         "code": [file_hash(path) for path in sorted(Path(__file__).parent.rglob("*.py"))],
+        "add_ons": [[distribution(point), *map(file_hash, _code_of(point.module))] for point in add_ons],
         "libraries": [transformers.__version__, tokenizers.__version__],
         "files": [[str(path), file_hash(path)] for path in files],
         "tokenizer": [
@@ -85,6 +90,12 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
         "options": options,
     }
     return json_hash(decisive)
+
+
+def _code_of(module: str) -> list[Path]:
+    """The file of a module, or all files of its package."""
+    file = Path(inspect.getfile(import_module(module)))
+    return sorted(file.parent.glob("*.py")) if "." in module else [file]
 
 
 def cached_documents(

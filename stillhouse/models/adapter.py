@@ -293,8 +293,8 @@ class LoraOptions:
         defaults = json.loads(json.dumps(LoraConfig().to_dict()))
         for name, value in sorted((config.model_extra or {}).items()):
             default = defaults.get(name)
-            # options that make other layers, such as those of DoRA
-            if name not in _WITHOUT_EFFECT and value != default and (value or default):
+            # options that make other layers, such as those of DoRA; null says nothing
+            if name not in _WITHOUT_EFFECT and value not in (default, None) and (value or default):
                 raise ValueError(
                     f"{ADAPTER_CONFIG} has {escaped(name)[:100]}={escaped(str(value))[:100]}: expected "
                     f"{default}, because the server adds plain LoRA layers"

@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from stillhouse.display import print_escaped
 from stillhouse.parallel import watchdog
 
+CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 #: the minimum timeout of a collective, because rank 0 may take hours to write a large model. The watchdog finds hung
 #: ranks earlier.
@@ -80,8 +81,9 @@ def wait_for_all() -> None:
 
 
 @contextmanager
-def temporary_groups() -> Iterator[None]:
+def temporary_groups(device: torch.device = CPU) -> Iterator[None]:
     """Destroy the process groups that the block creates. All processes must be ready with them at its end.
+    device: where the block computes.
 
     A group keeps threads (gloo) or memory of the GPU (NCCL). Nothing else destroys the groups of a mesh or an engine.
     """
@@ -90,10 +92,10 @@ def temporary_groups() -> Iterator[None]:
     wait_for_all()
     for group in [group for group in _world.pg_map if group not in before]:  # in the order of their creation
         dist.destroy_process_group(group)
-    # DTensor would use the destroyed groups for a later mesh of the same ranks: it caches meshes, for each thread. A
-    # device has a thread of its own for backward passes
+    # DTensor would use the destroyed groups for a later mesh of the same ranks: it caches meshes, for each thread.
+    # Backward passes on a GPU run in a thread of their own
     _clear_sharding_prop_cache()
-    ended = torch.zeros((), device=torch.accelerator.current_accelerator() or "cpu", requires_grad=True)
+    ended = torch.zeros((), device=device, requires_grad=True)
     ended.register_hook(lambda _: _clear_sharding_prop_cache())
     ended.backward()
 

@@ -68,11 +68,14 @@ def check_before_loading(setup: RunSetup) -> None:
     require_models_fit(config.student, setup.teachers, setup.own_layouts, setup.layout, device)
 
 
-def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], data: Data) -> list[str]:
+def check_models(
+    decoders: Mapping[str, Decoder], self_teachers: Sequence[str], data: Data, max_tokens: int
+) -> list[str]:
     """Raise ValueError unless the models fit the data and the student can be saved. Returns warnings.
 
     decoders: the student, and the teachers in this job, by the keys of their sections
     self_teachers: the names of the teachers that are the student itself; the student reads their prefixes
+    max_tokens: the maximum of a document; rows of several documents in `data` may be longer
     """
     held_out = None if data.evaluation is None else data.evaluation.documents
     splits = [split for split in (data.train.documents, held_out, data.dataset) if split is not None]
@@ -80,7 +83,7 @@ def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], 
     for section, decoder in decoders.items():
         warnings += check_vocabulary(data.tokenizer, decoder.vocabulary_rows, section)
         with as_config_error("data.max_tokens"):
-            check_document_length(decoder.pretrained, data.train.max_tokens, section)
+            check_document_length(decoder.pretrained, max_tokens, section)
         longest = max(int(documents.lengths_D.max()) for documents in splits)
         warnings += warn_of_positions(decoder.pretrained, longest, section)
         readers = self_teachers if section == "student" else [section.partition(".")[2]]

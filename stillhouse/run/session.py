@@ -73,7 +73,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     models = Models(engine, source, stores, sources.student_source, config.student, setup.teachers)
     if media_inputs is not None:
         data = media_kind(media_inputs.processor).with_models_proven(data, engine, source, stores)
-    data = _in_rows(data, models, setup)
+    max_tokens, data = data.train.max_tokens, _in_rows(data, models, setup)
     schedule, rollout = _schedule(data, setup)
     decisive = _decisive_for_completions(models, data, config.rollout, config.eval)
     hashes = _data_hashes(models, data, schedule)
@@ -82,7 +82,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     warnings = [
         *setup.warnings,
         *data.warnings,
-        *check_models({"student": models.student, **models.teachers}, sources.self_teachers, data),
+        *check_models({"student": models.student, **models.teachers}, sources.self_teachers, data, max_tokens),
         *noise_warnings(sources.removed_noise),
         *schedule_warnings(config.train, schedule.steps, data, on_policy=rollout is not None),
     ]

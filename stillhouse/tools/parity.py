@@ -85,7 +85,7 @@ def layouts(engine: EngineCapabilities, processes: int, *, experts: bool = False
         choices += [Degrees(**{one: 2, other: rest}) for at, one in enumerate(axes) for other in axes[at + 1 :]]
     result: list[Layout] = []
     for degrees in choices:
-        names = (engine.schedules or SCHEMES) if degrees.pipeline == processes else ("1f1b",)
+        names = (engine.schedules or SCHEMES) if degrees.pipeline == processes > 1 else ("1f1b",)
         shares_tokens = engine.sequence and degrees.tensor > 1
         sequence = [True] if shares_tokens and experts else [False, True] if shares_tokens else [False]
         result += [Layout(degrees, name, sequence=choice) for name in names for choice in sequence]
@@ -145,7 +145,7 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
     has_experts = any(dispatched_experts(model) for model in models if model)
     del reference, source, models
     for layout in layouts(kind, processes, experts=has_experts):
-        with temporary_groups():
+        with temporary_groups(device):
             try:
                 mesh = Mesh(layout.degrees, device)
                 engine, source = setup.engine(setup.models(mesh, multimodal=multimodal), layout)

@@ -137,6 +137,20 @@ def test_damage_within_a_checkpoint_is_found(complete_run: Path, tmp_path: Path,
         verified(newest)
 
 
+def test_a_run_falls_back_from_a_damaged_checkpoint_if_it_may(complete_run: Path, tmp_path: Path) -> None:
+    out = interrupted(complete_run, tmp_path)
+    problem = zeroed(out / "checkpoints" / NEWEST)
+    before = contents(out)
+    assert run("distill", complete_run / "run.yaml", f"out={out}", code=1).err == (
+        f"error: {out}/checkpoints/{NEWEST} is damaged: {problem}; with checkpoint.fallback=true the run continues "
+        f"from {BEFORE}, the checkpoint before it\n"
+    )
+    assert contents(out) == before
+    run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true")
+    assert contents(out / "model") == contents(complete_run / "out" / "model")
+    assert (out / "checkpoints" / f"{NEWEST}.damaged").is_dir()
+
+
 def test_an_older_damaged_checkpoint_is_a_warning_and_is_kept(complete_run: Path, tmp_path: Path) -> None:
     """A damaged checkpoint is not the best one and is not removed, and the run does not stop."""
     out = interrupted(complete_run, tmp_path)

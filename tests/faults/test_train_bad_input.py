@@ -74,6 +74,14 @@ def test_more_tokens_than_the_model_has_positions(here: Path) -> None:
     more = {"data.max_tokens": 200, "train.micro_batch_tokens": 200, "train.tokens_per_step": 400}
     with pytest.raises(ConfigError, match=r"^data\.max_tokens: student has learned positions for 128 tokens: expect"):
         session_of(here, **{"student.model": str(model)}, **more)
+    # one document per row has no more tokens than a document, although a micro-batch of such rows has
+    rows = {
+        "data.max_tokens": 128,
+        "data.packing": "rows",
+        "train.micro_batch_tokens": 512,
+        "train.tokens_per_step": 1024,
+    }
+    assert session_of(here, **{"student.model": str(model)}, **rows).data.train.max_tokens > 128
 
 
 def test_records_that_are_skipped_are_counted(here: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kit.on_policy_runs import assert_same_rollouts, served, write_on_policy_run
+from kit.ranks import run_ranks
 from kit.runs import run
 from kit.serving import Server
 from kit.stub_servers import stub_server
@@ -54,6 +55,12 @@ def test_a_served_teacher_writes_what_it_writes_in_the_job(folder: Path, teacher
     run(*served(folder, "served", teacher.url, teacher="null"))
     assert_same_rollouts(folder / "served", folder / "in_process", *SAME)
     assert not (folder / "served" / "weights").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_share_what_a_served_teacher_writes(folder: Path, teacher: Server) -> None:
+    run_ranks(2, *served(folder, "ranks", teacher.url, teacher="null"), "parallel.fsdp=2")
+    assert_same_rollouts(folder / "ranks", folder / "in_process", *SAME)
 
 
 def teacher_engine(*servers: Any, api: Any = None) -> ServedEngine:

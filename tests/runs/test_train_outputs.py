@@ -176,6 +176,22 @@ def test_lines_after_the_checkpoint_and_half_lines_are_cut(tmp_path: Path, kept:
     assert [line["step"] for line in metrics(tmp_path)] == [*(0, 1, 2, 2)[:kept], 7]
 
 
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_what_the_log_has(finished: tuple[Path, str]) -> None:
+    curves = scalars(finished[0])
+    assert curves.keys() == (TRAIN_KEYS | EVAL_KEYS) - COMMON_KEYS
+    for key, values in curves.items():
+        expected = [(line["step"], line[key]) for line in metrics(finished[0]) if key in line]
+        assert values == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
+
+
 def without_tensorboard() -> None:
     sys.modules["tensorboard"] = None  # type: ignore[assignment]
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from kit.add_ons import installed, write_distribution
 from kit.documents import same_documents, write_fingerprint
 from kit.fork_server import fork_server
 from kit.runs import ROOT, session_of, write_run
@@ -103,6 +104,17 @@ def test_the_code_that_makes_documents_is_in_the_key(tmp_path: Path, monkeypatch
     templates = tmp_path / "data" / "render" / "templates.py"
     templates.write_text(templates.read_text() + "\n")
     assert entry_key([], tokenizer, {}) != key
+
+
+def test_the_code_of_registered_readers_and_media_is_in_the_key(tmp_path: Path) -> None:
+    tokenizer, keys = toy_tokenizer(), []
+    for number, code in enumerate(("class Lines: ...\n", "class Lines: ...  # changed\n")):
+        site = tmp_path / str(number)
+        write_distribution(site, {"stillhouse.readers": {"lines": "line_reader:Lines"}}, {"line_reader.py": code})
+        with installed(site):
+            keys.append(entry_key([], tokenizer, {}))
+    assert len({*keys, entry_key([], tokenizer, {})}) == 3
+    assert {path.parent.name for path in token_cache._code_of("stillhouse.images.add_on")} == {"images"}
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "targets.bin", "offsets.bin", "sources.arrow", "manifest.json"])

@@ -10,11 +10,12 @@ import pytest
 from kit.families import build
 
 from stillhouse.config import load_config
+from stillhouse.config.engines import capabilities
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Layout, single_process_runner
-from stillhouse.tools.parity import LEFT_OUT, Row, differences, left_out, worst
+from stillhouse.tools.parity import LEFT_OUT, Row, differences, layouts, left_out, worst
 
 
 def test_a_nan_in_any_position_is_called_different() -> None:
@@ -61,3 +62,7 @@ def test_keys_that_no_layout_here_has_are_named_if_they_are_set() -> None:
     names = {key.partition(".")[2] for key in LEFT_OUT} | {"options", "recompute"}
     compared = {"degrees", "schedule", "sequence", "autocast"}  # the last one is float32 in every step
     assert names == {field.name for field in fields(Layout)} - compared
+
+
+def test_one_process_has_a_layout_for_each_axis() -> None:
+    assert len(layouts(capabilities("torch"), 1)) == len(capabilities("torch").axes)

@@ -220,20 +220,21 @@ def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # a head in float64, and its bias
     most_bytes = MOST_FILE_BYTES + 8 * (info.vocabulary or 0) * ((info.width or 0) + 1)
-    with FileLock(f"{folder}.lock"), tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+    with FileLock(f"{folder}.lock"):
         if folder.is_dir() and folder_hashes(folder) == dict(info.files):
             return folder
-        for name, digest in info.files.items():
-            path = "/v1/head" if name == HEAD_FILE else f"/v1/files/{name}"
-            answer = pool.asker(info.url, most_bytes=most_bytes)(path, None)
-            if answer.status != 200 or hashlib.sha256(answer.content).hexdigest() != digest:
-                raise ValueError(
-                    f"{info.url}{path} answers {answer.status} with {len(answer.content):,} bytes that do not "
-                    "have the hash in /v1/info: are there several teachers behind one address?"
-                )
-            (Path(unfinished) / name).write_bytes(answer.content)
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(unfinished, folder)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+            for name, digest in info.files.items():
+                path = "/v1/head" if name == HEAD_FILE else f"/v1/files/{name}"
+                answer = pool.asker(info.url, most_bytes=most_bytes)(path, None)
+                if answer.status != 200 or hashlib.sha256(answer.content).hexdigest() != digest:
+                    raise ValueError(
+                        f"{info.url}{path} answers {answer.status} with {len(answer.content):,} bytes that do not "
+                        "have the hash in /v1/info: are there several teachers behind one address?"
+                    )
+                (Path(unfinished) / name).write_bytes(answer.content)
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(unfinished, folder)
     return folder
 
 
@@ -272,11 +273,12 @@ def _connected(
 ) -> RemoteSignals:
     urls = [server.url for server in pool.servers]
     kinds = {name: kind for name, kind in server_kinds().items() if getattr(kind, "signals", ())}
-    kinds = {name: kinds[name] for name in sorted(kinds, key=lambda name: name != "stillhouse")}
+    # a server is taken for the kind with the most signals, because a gateway may answer the routes of several kinds
+    kinds = {name: kinds[name] for name in sorted(kinds, key=lambda name: -len(kinds[name].signals))}
     apis: Iterable[ServerApi] = (kind.api() for name, kind in kinds.items() if teacher.api in ("auto", name))
     api = next((api for api in apis if teacher.api != "auto" or api.recognises(pool.asker(urls[0]))), None)
     if api is None:
-        raise ValueError(f"{urls[0]} is not a server that is known here: expected {', '.join(sorted(kinds))}")
+        raise ValueError(f"{urls[0]} is not a server that is known here: expected {', '.join(kinds)}")
     for url in urls:
         if other := api.other_version(pool.asker(url)):
             _warn(other)

@@ -273,10 +273,10 @@ class ServerApi(Protocol):
         """The difference between the server's tokenizer and this one, in words; None if they are equal. The server
         tokenizes `text`, or reports a fingerprint. Raises UnknownTokenizerError if it does not report its tokenizer.
         """
-        others = enumerated([name for name, kind in server_kinds().items() if kind.tells_tokenizer], "or")
+        telling = [name for name, kind in server_kinds().items() if getattr(kind, "tells_tokenizer", False)]
         raise UnknownTokenizerError(
             f"{self.kind.title} does not tell its tokenizer, so that the ids of a teacher's completions may mean "
-            f"other text: expected rollout.engine {others}"
+            f"other text: expected rollout.engine {enumerated(telling, 'or')}"
         )
 
     def require_tokenizer(
