@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         self.embedding_name = next(name for name, weight in self.named_parameters() if weight is embedding)
         self.register_state_dict_post_hook(_drop_shared)
         self.register_load_state_dict_pre_hook(_find_shared)
-        self.register_load_state_dict_post_hook(lambda *_: self.share(self.__dict__.pop("_shared")))
+        self.register_load_state_dict_post_hook(_share_again)
         if verify:
             prove_decoder(self)
 
@@ -397,3 +397,8 @@ def _find_shared(decoder: Any, state: dict[str, Any], prefix: str, *_: Any) -> N
     for name, other in decoder.shared_names().items():
         if prefix + other in state:
             state.setdefault(prefix + name, state[prefix + other])
+
+
+def _share_again(decoder: Any, _: Any) -> None:
+    """Share the weights again, because `load_state_dict(assign=True)` gives each name a parameter of its own."""
+    decoder.share(decoder.__dict__.pop("_shared"))

@@ -262,12 +262,12 @@ def balance_routers(decoder: Any) -> None:
             "whose configuration has router_aux_loss_coef"
         )
     balance, layers = RouterBalance(len(named)), set(decoder.layers())
-    for path, router in named:
-        router.register_forward_hook(partial(balance.add_loss, path))
     for name, layer in decoder.named_modules():
         if layer in layers:
-            inside = [path for path, _ in named if path.startswith(f"{name}.")]
-            layer.register_forward_hook(partial(balance.require_losses, inside))
+            inside = {path: router for path, router in named if path.startswith(f"{name}.")}
+            for path, router in inside.items():
+                router.register_forward_hook(partial(balance.add_loss, path))
+            layer.register_forward_hook(partial(balance.require_losses, list(inside)))
     decoder.add_layer_loss(balance)
 
 

@@ -12,7 +12,7 @@ B rows, S columns per row, A axes of positions.
 """
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
@@ -118,15 +118,14 @@ def _image_parts(decoder: Any) -> dict[str, list[nn.Parameter]]:
     if tower is None:
         return {}
     names = {id(module): name for name, module in decoder.backbone.named_modules()}
-    projectors = [part for part in beside if part is not tower and "audio" not in names.get(id(part), "")]
-    projectors = projectors or _last_parts(tower, text_config(decoder.config).hidden_size)
-    projector = [
-        parameter
-        for part in projectors
-        for parameter in ([part] if isinstance(part, nn.Parameter) else part.parameters())
-    ]
+    others = [part for part in beside if part is not tower and "audio" not in names.get(id(part), "")]
+    projector = _parameters(others) or _parameters(_last_parts(tower, text_config(decoder.config).hidden_size))
     in_projector = {id(parameter) for parameter in projector}
     return {PROJECTOR: projector, VISION: [weight for weight in tower.parameters() if id(weight) not in in_projector]}
+
+
+def _parameters(parts: Sequence[nn.Module | nn.Parameter]) -> list[nn.Parameter]:
+    return [weight for part in parts for weight in ([part] if isinstance(part, nn.Parameter) else part.parameters())]
 
 
 def _last_parts(tower: nn.Module, width: int) -> list[nn.Module]:

@@ -216,7 +216,7 @@ def test_an_offloaded_teacher_gives_the_same_gradients(
             config = write_run(folder, cached=True, **{"teachers.a": teacher})
         else:
             config = write_run(folder, **{f"teacher.{key}": value for key, value in teacher.items()})
-        monkeypatch.setattr(preflight, "_require_offload", lambda *_: None)
+        monkeypatch.setattr(preflight, "require_fsdp", lambda *_: None)
         return first_step(prepare(config, announce=False))
 
     assert_close(actual(offload=True), actual(offload=False))
@@ -245,7 +245,12 @@ def test_waiting_weights_are_on_the_device_only_while_they_are_used() -> None:
     [
         ({"quantize": "int8"}, "cpu", Degrees(fsdp=2), "teacher.quantize: got int8 under fsdp 2"),
         ({"offload": True}, "cpu", Degrees(), "teacher.offload: got true on a CPU"),
-        ({"offload": True}, "cuda", Degrees(tensor=2), "teacher.offload: got true under tensor 2"),
+        (
+            {"offload": True},
+            "cuda",
+            Degrees(tensor=2),
+            "teacher.offload: has no effect under tensor 2, which does not use FSDP",
+        ),
     ],
 )
 def test_what_a_layout_does_not_allow(

@@ -1,7 +1,10 @@
 """Models, folders, weights and lengths that the decoder refuses, and the error messages."""
 
+import copy
+import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,6 +236,20 @@ def test_a_buffer_that_code_of_a_model_does_not_initialise(tmp_path: Path, initi
     else:
         with pytest.raises(ValueError, match="no rule to initialise its buffer 'factor', which no file holds"):
             Decoder.from_pretrained(tmp_path, trust_remote_code=True)
+
+
+def test_a_decoder_is_freed_at_once_and_its_copy_is_another_one() -> None:
+    decoder = Decoder(build("llama", tied=True), verify=False)
+    other = copy.deepcopy(decoder)
+    other.load_state_dict(decoder.state_dict(), assign=True)
+    assert other.pretrained.lm_head.weight is other.pretrained.get_input_embeddings().weight
+    reference = weakref.ref(decoder)
+    gc.disable()
+    try:
+        del decoder
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_documents_longer_than_the_positions_reach() -> None:
