@@ -42,7 +42,7 @@ from stillhouse.data.render.templates import Encoded
 from stillhouse.data.substitutions import Substitution, Substitutions
 from stillhouse.hashing import file_hash, json_hash
 from stillhouse.libraries import reading
-from stillhouse.registry import distribution, registered
+from stillhouse.registry import distribution, load_all, registered
 
 MANIFEST, SOURCES, IMAGES = "manifest.json", "sources.arrow", "images.arrow"
 _PROOF = "sha256_of_the_above"
@@ -72,7 +72,8 @@ class StoredStrings(Sequence[str]):
 
 def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
     """The hash that names an entry. The function reads all files. The tokenizer must be a fast tokenizer."""
-    add_ons = [point for group in ("stillhouse.readers", media.GROUP) for point in registered(group).values()]
+    groups = ("stillhouse.readers", media.GROUP)
+    add_ons = [point for group in groups if load_all(group) for point in registered(group).values()]
     decisive = {
         # another version of the code may convert records differently, or write other files
         "code": [file_hash(path) for path in sorted(Path(__file__).parent.rglob("*.py"))],
@@ -95,7 +96,7 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
 def _code_of(module: str) -> list[Path]:
     """The file of a module, or all files of its package."""
     file = Path(inspect.getfile(import_module(module)))
-    return sorted(file.parent.glob("*.py")) if "." in module else [file]
+    return sorted(file.parent.rglob("*.py")) if "." in module else [file]
 
 
 def cached_documents(

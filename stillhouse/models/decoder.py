@@ -390,9 +390,7 @@ def _drop_shared(decoder: Any, state: dict[str, Any], prefix: str, _: dict[str, 
 
 
 def _find_shared(decoder: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """When loading, use a shared weight for all parameters that share it, and note to share them again: with
-    `load_state_dict(assign=True)`, each name gets a parameter of its own.
-    """
+    """When loading, use a shared weight for all parameters that share it."""
     decoder.__dict__["_shared"] = decoder.shared_names()
     for name, other in decoder.shared_names().items():
         if prefix + other in state:

@@ -285,8 +285,8 @@ class Samples:
             self._dropped.pop(0).result()
 
     def salvage(self) -> list[Sample]:
-        """Return the finished samples, for a checkpoint. This does not wait, and does not raise errors of samples.
-        They have no rewards yet. A sample remains under way if there is an environment.
+        """Return the finished samples, without rewards, for a checkpoint. This neither waits nor raises their errors.
+        A sample with an environment remains under way.
         """
         for arrival in self._arrived(0.0):
             sample = self._requested.get(arrival[0]) if isinstance(arrival, tuple) else None
