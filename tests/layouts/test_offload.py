@@ -77,7 +77,7 @@ def test_offloaded_training_equals_training_without_offload(tmp_path: Path, mesh
     ("degrees", "device", "message"),
     [
         (Degrees(fsdp=2), "cpu", "got true on a CPU, where everything is in host memory already"),
-        (Degrees(tensor=2), "cuda", "under tensor 2, which does not use FSDP: expected parallel.fsdp"),
+        (Degrees(tensor=2), "cuda", "under tensor 2, which does not use FSDP: expected fsdp"),
         (Degrees(), "cuda", "under 1 process, which does not use FSDP: expected"),
     ],
 )
