@@ -41,7 +41,10 @@ def test_a_difference_is_noticed() -> None:
         changed = copy.deepcopy(CASES)
         changed[name]["metrics"]["loss/total_nats_per_token"][3] += change
         assert any(name in difference for difference in differences(changed, FILE["machine"])), name
+    changed = copy.deepcopy(CASES)
+    changed["cache_top_k"]["cache"] = ""
+    assert len(differences(changed, FILE["machine"])) == 1
     elsewhere = copy.deepcopy(CASES)
     elsewhere["dense"]["metrics"]["loss/total_nats_per_token"][3] += 1e-9
-    elsewhere["dense"]["weights_sha256"] = ""
+    elsewhere["dense"]["weights_sha256"] = elsewhere["cache_top_k"]["cache"] = ""
     assert not differences(elsewhere, {})

@@ -196,7 +196,7 @@ def test_a_run_on_prompts_with_images_shows_them_in_its_report(tmp_path: Path) -
 
 def record_steps(folder: str) -> None:
     """A hook: each rank writes the samples of each step, and the documents that it trains with their images."""
-    take, shard = Rollout.take, Rollout.shard
+    take, micro_batches = Rollout.take, Rollout.micro_batches
     lines: list[Any] = []
 
     def taking(rollout: Rollout, *of: Any) -> Any:
@@ -205,17 +205,17 @@ def record_steps(folder: str) -> None:
         return samples
 
     def trained(rollout: Rollout, *of: Any) -> Any:
-        parts = shard(rollout, *of)
-        tokens = [
-            (part.input_ids_BS.flatten()[part.document_T == document]).tolist()
-            for part in parts
-            for document in part.document_T[part.document_T >= 0].unique()
-        ]
-        lines.append([tokens, sum(len(part.media.get("image_grid_thw", ())) for part in parts)])
-        (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(lines))
-        return parts
+        for parts in micro_batches(rollout, *of):
+            tokens = [
+                (part.input_ids_BS.flatten()[part.document_T == document]).tolist()
+                for part in parts
+                for document in part.document_T[part.document_T >= 0].unique()
+            ]
+            lines.append([tokens, sum(len(part.media.get("image_grid_thw", ())) for part in parts)])
+            (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(lines))
+            yield parts
 
-    Rollout.take, Rollout.shard = taking, trained  # type: ignore[method-assign]
+    Rollout.take, Rollout.micro_batches = taking, trained  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
