@@ -33,10 +33,9 @@ def check_rules(config: RunConfig) -> None:
         except ValueError as error:
             mistakes[key] = ConfigError(key, f"{error}{loss_hint(str(error))}")
     rules = chain.from_iterable(rule.mistakes(config) for rule in all_rules())
-    tokens: dict[str, Sequence[RolloutConfig | EvalPromptsConfig]] = {"rollout": config.rollouts}
-    tokens["eval.prompts"] = [config.eval.prompts] if config.eval.prompts else []
-    unused = chain.from_iterable(_unused_tokens(key, sections) for key, sections in tokens.items())
-    for mistake in chain(rules, unused, _shared_token(config.teacher_sections, config.rollout)):
+    sections: dict[str, Sequence[RolloutConfig | EvalPromptsConfig]] = {"rollout": config.rollouts}
+    sections["eval.prompts"] = [config.eval.prompts] if config.eval.prompts else []
+    for mistake in chain(rules, _unused_tokens(sections), _shared_token(config.teacher_sections, config.rollout)):
         mistakes.setdefault(mistake.key, mistake)
     if mistakes:
         raise listed(list(mistakes.values()))
@@ -47,12 +46,13 @@ def all_rules() -> tuple[Rule, ...]:
     return (*_source_rules(), *RULES, *_engine_rules())
 
 
-def _unused_tokens(key: str, sections: Sequence[RolloutConfig | EvalPromptsConfig]) -> Iterator[ConfigError]:
+def _unused_tokens(by_key: Mapping[str, Sequence[RolloutConfig | EvalPromptsConfig]]) -> Iterator[ConfigError]:
     """Refuse tokens of reward servers that no reward names, such as those of a misspelled address."""
-    servers = {part.server for section in sections for part in reward_parts(section.reward) if part.is_server}
-    if unused := {address for section in sections for address in section.reward_tokens or {}} - servers:
-        among = f"among {name_list(servers)}" if servers else "the address of a server in reward"
-        yield ConfigError(f"{key}.reward_tokens", f"got {name_list(unused)}; expected {among}")
+    for key, sections in by_key.items():
+        servers = {part.server for section in sections for part in reward_parts(section.reward) if part.is_server}
+        if unused := {address for section in sections for address in section.reward_tokens or {}} - servers:
+            among = f"among {name_list(servers)}" if servers else "the address of a server in reward"
+            yield ConfigError(f"{key}.reward_tokens", f"got {name_list(unused)}; expected {among}")
 
 
 def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig | None) -> Iterator[ConfigError]:
@@ -84,7 +84,8 @@ def _source_rules() -> Iterator[Rule]:
         if kind.needs_model:
             yield excludes(key, *complete, because="it needs teacher.model, a teacher in this job")
         if not kind.any_tokens:
-            yield excludes(key, "rollout", because="it has no signals of completions that the run writes")
+            because = "it has no signals of completions that the run writes"
+            yield from (excludes(key, "rollout", because=because), excludes("eval.prompts", key, because=because))
             yield excludes(f"{NAMED}prefix", key, because=f"the signals of {key} are of other tokens")
     for name, because in product(WEIGHT_KEYS, dict.fromkeys(kind.because for kind in kinds.values())):
         if without := [key for key, kind in kinds.items() if kind.because == because and name not in kind.beside]:
@@ -114,7 +115,7 @@ def _engine_rules() -> Iterator[Rule]:
                 lambda settings, used, name=name: settings is not None and used != name,
                 f"null, or {is_used}",
             )
-            yield Rule((f"teacher.parallel.{name}",), lambda settings: settings is not None, "null")
+            yield excludes(f"teacher.parallel.{name}")
     with_sequence = [name for name, engine in engines.items() if engine.sequence]
     yield Rule(
         ("parallel.sequence", "parallel.engine"),

@@ -1,8 +1,7 @@
 """Errors about an invalid configuration. An error names its key."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from stillhouse.display import message
 
@@ -24,33 +23,23 @@ class ConfigError(ValueError):
         self.problem = problem
         self.parts: tuple[ConfigError, ...] = (self,)
 
-    @staticmethod
-    def joined(errors: Sequence["ConfigError"]) -> "ConfigError":
-        """Combine several errors into one."""
-        first, *others = errors
-        combined = ConfigError(first.key, "\n".join([first.problem, *map(str, others)]))
-        combined.parts = tuple(errors)
-        return combined
-
 
 class MissingKeyError(ConfigError):
     """A required key is neither in the file nor in an option or override."""
 
 
-class as_config_error(AbstractContextManager[object]):
+@contextmanager
+def as_config_error(key: str | None, *passes: type[ValueError]) -> Iterator[None]:
     """Convert a ValueError of the block to a ConfigError with a key. A ConfigError of the block keeps its own key.
 
-    key: the key of the configuration. None: errors are not converted.
-    passes: other types of errors that are not converted.
+    key: None: errors are not converted. passes: other types of errors that are not converted.
     """
-
-    def __init__(self, key: str | None, *passes: type[ValueError]):
-        self.key = key
-        self.passes: tuple[type[ValueError], ...] = (ConfigError, *passes)
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if self.key is not None and isinstance(error, ValueError) and not isinstance(error, self.passes):
-            raise ConfigError(self.key, str(error)) from error
+    try:
+        yield
+    except ValueError as error:
+        if key is None or isinstance(error, (ConfigError, *passes)):
+            raise
+        raise ConfigError(key, str(error)) from error
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
@@ -58,4 +47,9 @@ def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
     shown = list(mistakes[:MAX_LINES])
     if more := more + len(mistakes) - len(shown):
         shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))
-    return shown[0] if len(shown) == 1 else ConfigError.joined(shown)
+    if len(shown) == 1:
+        return shown[0]
+    first, *others = shown
+    error = ConfigError(first.key, "\n".join([first.problem, *map(str, others)]))
+    error.parts = tuple(shown)
+    return error

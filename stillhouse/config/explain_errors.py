@@ -17,6 +17,7 @@ from stillhouse.config.schema import (
     accepted_values,
     inner_section,
     item_section,
+    named_sections,
     section_at,
     section_of,
     value_fields,
@@ -80,13 +81,11 @@ def _dotted(location: Sequence[int | str], content: Any) -> str:
     return key.removeprefix(".")
 
 
-def _leaves(key: str, value: Any) -> Iterator[str]:
+def _leaves(key: str, value: Any) -> list[str]:
     """The dotted keys of all values in a section; only `key` if its value is not a section."""
     if not isinstance(value, Mapping) or not value:
-        yield key
-        return
-    for name, inner in value.items():
-        yield from _leaves(f"{key}.{name}", inner)
+        return [key]
+    return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
 
 
 def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, type[Section], str]:
@@ -95,33 +94,27 @@ def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, 
     Parts of the location after the key are ignored: they are members of unions and items of lists.
     """
     name, rest = str(location[0]), location[1:]
-    section = inner_section(model, name)
-    numbers = [at for at, part in enumerate(location) if at and isinstance(part, int)]
-    field = model.model_fields.get(name)
-    item = None if field is None else item_section(field)
-    if item is not None and numbers and location[numbers[0] + 1 :]:
-        key, owner, last = _field(location[numbers[0] + 1 :], item)
-        return f"{name}[{location[numbers[0]]}].{key}", owner, last
-    if (
-        section is None
-        or not rest
-        or (rest[0] not in section.model_fields and inner_section(section, str(rest[0])) is None)
-    ):
+    prefix, section = f"{name}.", inner_section(model, name)
+    number = next((at for at, part in enumerate(rest) if isinstance(part, int)), None)
+    if number is not None and name in model.model_fields and (item := item_section(model.model_fields[name])):
+        prefix, section, rest = f"{name}[{rest[number]}].", item, rest[number + 1 :]
+    elif section is not None and rest and rest[0] not in section.model_fields and named_sections(section) is None:
+        rest = ()
+    if section is None or not rest:
         return name, model, name
     key, owner, last = _field(rest, section)
-    return f"{name}.{key}", owner, last
+    return f"{prefix}{key}", owner, last
 
 
 def _missing(key: str, owner: type[Section], name: str) -> Iterator[MissingKeyError]:
     field = owner.model_fields[name]
-    section = section_of(field)
-    if section is not None:
-        for inner, inner_field in section.model_fields.items():
-            if inner_field.is_required():
-                yield from _missing(f"{key}.{inner}", section, inner)
-    else:
+    if (section := section_of(field)) is None:
         example = field.examples[0] if field.examples else "..."
         yield MissingKeyError(key, f"required, but not given; expected: {_expected(owner, name)}, such as {example}")
+        return
+    for inner, inner_field in section.model_fields.items():
+        if inner_field.is_required():
+            yield from _missing(f"{key}.{inner}", section, inner)
 
 
 def _wrong_value(key: str, owner: type[Section], name: str, content: Mapping[str, Any]) -> ConfigError:
@@ -135,7 +128,10 @@ def _wrong_value(key: str, owner: type[Section], name: str, content: Mapping[str
             expected = f"text, such as {' or '.join(map(str, field.examples))}"
         if near := _near_value(key, value, owner.model_json_schema()["properties"][name], field.default):
             hint = f"; did you mean {near}?"
-    return ConfigError(key, f"got {_shown(value)}; expected: {expected}{hint}")
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    shown = yaml_value(value) if value is None or isinstance(value, bool) else short.repr(value)
+    return ConfigError(key, f"got {shown}{' (text)' if isinstance(value, str) else ''}; expected: {expected}{hint}")
 
 
 def _expected(owner: type[Section], name: str) -> str:
@@ -149,22 +145,13 @@ def _expected(owner: type[Section], name: str) -> str:
     return accepted_values(schema)
 
 
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return yaml_value(value)
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 80
-    return short.repr(value) + (" (text)" if isinstance(value, str) else "")
-
-
 # suggestions for values
 
 
 def _near_value(key: str, value: Any, schema: Schema, default: Any) -> str:
     """A suggestion if a value is another tool's name, a misspelling or a list without brackets; otherwise ""."""
     parts = schema.get("anyOf", [schema])
-    lists = [part.get("items", {}) for part in parts]
-    items = next((item for item in lists if item.get("type") == "string"), None)
+    items = next((part["items"] for part in parts if part.get("items", {}).get("type") == "string"), None)
     choices = [choice for part in parts for choice in [*part.get("enum", []), *filter(None, [part.get("const")])]]
     if isinstance(value, str):
         near = peer_value(key, value) or _nearest_choice(value, choices)
@@ -202,14 +189,13 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
     section = section_at(parent, model)
     if section is not None and name in section.removed:
         return section.removed_key(key)
-    item = section if "[" in parent else None
     is_elsewhere = any(other.rpartition(".")[2] == name for other in all_fields)
     # the section may be a part of another tool's name: eval.steps for eval_steps
     joined = key.replace(".", "_") if "." in key else ""
     siblings = [other.removeprefix(f"{parent}.") for other in values if other.startswith(f"{parent}.")]
-    if item is not None:
-        near = nearest(name, item.model_fields)
-        problem = f"did you mean {near[0]}?" if near else f"the keys of {parent} are: {', '.join(item.model_fields)}"
+    if section is not None and "[" in parent:
+        near, keys = nearest(name, section.model_fields), ", ".join(section.model_fields)
+        problem = f"did you mean {near[0]}?" if near else f"the keys of {parent} are: {keys}"
     elif hint := peer_hint(key, with_section=is_elsewhere) or peer_hint(joined):
         problem = hint
     elif similar := nearest(key, all_fields):

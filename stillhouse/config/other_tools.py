@@ -89,15 +89,17 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
     with_section: whether the section must match, too.
     """
     spelling = key.lower().replace("-", "_")
-    matches = [
-        (len(name), entry, name)
-        for entry in peer_entries()
-        for name, _ in entry.names()
-        if (spelling == name.lower() and "." in name if with_section else _same(spelling, name.lower()))
-    ]
-    if not matches:
+
+    def matches(name: str) -> bool:
+        if with_section:
+            return spelling == name and "." in name
+        is_end = "." in spelling and name.endswith(f".{spelling}")
+        return spelling == name or spelling.endswith(f".{name}") or is_end
+
+    matching = [(entry, name) for entry in peer_entries() for name, _ in entry.names() if matches(name.lower())]
+    if not matching:
         return None
-    _, entry, name = max(matches, key=lambda match: match[0])
+    entry, name = max(matching, key=lambda match: len(match[1]))
     peers = [peer for other, peer in entry.names() if peer and other == name]
     subject = f"{name} of {enumerated(peers, 'and')}" if peers else name
     if not entry.ours:
@@ -106,9 +108,3 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
     fitting = [ours for ours in entry.ours if spelling.startswith(ours.partition(".")[0])]
     keys = [ours if "." in ours else f"the key {ours}" for ours in fitting or entry.ours]
     return f"{subject} is {enumerated(keys, 'or')} here{note}"
-
-
-def _same(spelling: str, name: str) -> bool:
-    """Whether two names are equal, or one is the end of the other; a `spelling` without a dot is no end of `name`."""
-    is_end = "." in spelling and name.endswith(f".{spelling}")
-    return spelling == name or spelling.endswith(f".{name}") or is_end

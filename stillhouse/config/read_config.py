@@ -56,10 +56,10 @@ def dotted_values(config: Section) -> dict[str, Any]:
     """The values by dotted key. A section within a section is one value."""
     values: dict[str, Any] = {}
     for section, content in config.model_dump(mode="json").items():
-        if isinstance(content, dict):
-            values |= {f"{section}.{name}": value for name, value in content.items()}
-        else:
-            values[section] = content
+        is_section = isinstance(content, dict)
+        values |= (
+            {f"{section}.{name}": value for name, value in content.items()} if is_section else {section: content}
+        )
     return values
 
 
@@ -110,15 +110,13 @@ def _read_override(override: str) -> Layer:
 def _check_key(key: str) -> None:
     """Raise ConfigError unless `key` is the full name of a section or a value."""
     model: type[Section] | None = RunConfig
-    parents: list[str] = []
+    parent = ""
     for name in key.split("."):
         if model is None:
-            parent = ".".join(parents)
             raise ConfigError(key, f"{parent} is a value without keys of its own: write {parent}=...")
         if name not in model.model_fields and named_sections(model) is None:
             raise unknown_key(key, RunConfig)
-        model = inner_section(model, name)
-        parents.append(name)
+        model, parent = inner_section(model, name), f"{parent}.{name}".removeprefix(".")
 
 
 def _without_sign(key: str) -> str:
@@ -155,9 +153,8 @@ def _without_rival(below: Layer, above: Layer) -> Layer:
     train_below, train_above = below.get("train"), above.get("train")
     if not isinstance(train_below, Mapping) or not isinstance(train_above, Mapping):
         return below
-    decided = {
-        rival
-        for name, rival in (("steps", "epochs"), ("epochs", "steps"))
-        if train_above.get(name) is not None and rival not in train_above
-    }
-    return {**below, "train": {name: value for name, value in train_below.items() if name not in decided}}
+    train = dict(train_below)
+    for name, rival in (("steps", "epochs"), ("epochs", "steps")):
+        if train_above.get(name) is not None and rival not in train_above:
+            train.pop(rival, None)
+    return {**below, "train": train}

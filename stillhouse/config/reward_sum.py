@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import BeforeValidator
 
 from stillhouse.config.section import Text, checked_address, checked_function
 from stillhouse.config.servers import ServerKind, reward_kinds
@@ -77,20 +77,22 @@ def part_names(reward: str | None) -> list[str]:
 def _part(text: str) -> RewardSummand:
     match = _WEIGHT.fullmatch(text)
     part = RewardSummand(1.0, text) if match is None else RewardSummand(float(match["weight"]), match["rest"])
-    if part.is_of_object:
-        return part
-    if not part.is_server:
+    if part.is_server:
+        checked_address(part.name, "http://host:port/path", "reward_tokens", reward_kinds())
+    elif part.is_function:
         first, minus, rest = text.partition(" - ")
         if minus:
             negative = f"-{rest}" if _WEIGHT.fullmatch(rest) else f"-1*{rest}"
             raise ValueError(f"got {text!r}, expected a sum, in which a weight may be negative: {first} + {negative}")
         checked_function(part.name, text)
-        return part
-    checked_address(part.name, "http://host:port/path", "reward_tokens", reward_kinds())
     return part
 
 
-def _checked_reward(reward: str) -> str:
+def _checked_reward(reward: Any) -> Any:
+    if isinstance(reward, list) and reward and all(isinstance(part, str) for part in reward):  # as in other tools
+        raise ValueError(f"got {reward}, expected one text: the weighted sum of the rewards, {' + '.join(reward)!r}")
+    if not (isinstance(reward, str) and reward):
+        return reward  # `Text` refuses it
     parts = reward_parts(reward)
     if any(part.weight in (0, float("inf"), float("-inf")) for part in parts):
         raise ValueError(f"got {reward!r}, expected weights that are finite and not 0")
@@ -99,12 +101,5 @@ def _checked_reward(reward: str) -> str:
     return reward
 
 
-def _no_list(reward: Any) -> Any:
-    """Return the value. Raises ValueError for a list, as other tools take for several rewards."""
-    if isinstance(reward, list) and reward and all(isinstance(part, str) for part in reward):
-        raise ValueError(f"got {reward}, expected one text: the weighted sum of the rewards, {' + '.join(reward)!r}")
-    return reward
-
-
 #: a function, a server, the environment or a weighted sum of them
-RewardText = Annotated[Text, BeforeValidator(_no_list), AfterValidator(_checked_reward)]
+RewardText = Annotated[Text, BeforeValidator(_checked_reward)]

@@ -98,7 +98,7 @@ class Rule:
 
 
 def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
-    """A rule: `key` must not be set if one of the other keys is set.
+    """A rule: `key` must not be set if one of the other keys is set; without other keys, it must never be set.
 
     A key is set if its value is neither the default nor null. `key=value` is set if the key has this value.
     """
@@ -109,7 +109,7 @@ def excludes(key: str, *others: str, expected: str = "", because: str = "") -> R
             yaml_value(value) == text if sign else value not in (None, default(name))
             for name, sign, text, value in zip(keys, signs, texts, values, strict=True)
         )
-        return first and any(rest)
+        return first and (any(rest) or not rest)
 
     return Rule(keys, refuses, expected or yaml_value(default(keys[0])), because)
 

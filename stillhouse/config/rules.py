@@ -28,9 +28,10 @@ RULES: tuple[Rule, ...] = (
         because="every process that needs signals holds the whole teacher",
     ),
     *(
-        Rule((f"teacher.parallel.{key}",), bool, f"parallel.{key} in its place", "it is of both models")
+        excludes(f"teacher.parallel.{key}", expected=f"parallel.{key} in its place", because="it is of both models")
         for key in ("gather_dtype", "offload")
     ),
+    *(excludes(f"teacher.parallel.{key}") for key in ("engine", "sequence")),
     excludes("teacher.tail", "teacher.cross_tokenizer=uld", because="it has no effect there"),
     *(
         Rule(
@@ -263,7 +264,6 @@ RULES: tuple[Rule, ...] = (
         lambda best, *teachers: best == "eval/prompts/reverse_kl" and not any(teachers),
         "a metric of this run, which has no teacher",
     ),
-    excludes("eval.prompts", "teacher.cache", because="it has no signals of completions that the run writes"),
     excludes("eval.prompts", "teacher.cross_tokenizer"),
     Rule(
         ("eval.prompts.reward", "rollout"),
@@ -328,8 +328,6 @@ RULES: tuple[Rule, ...] = (
         "adamw",
     ),
     # the dtypes between layers, and compiled layers
-    Rule(("teacher.parallel.engine",), lambda engine: engine not in (None, "torch"), "torch"),
-    Rule(("teacher.parallel.sequence",), bool, "false"),
     *(
         excludes(
             key,

@@ -36,10 +36,9 @@ def section_at(key: str, model: type[Section]) -> type[Section] | None:
     section: type[Section] | None = model
     for part in key.split(".") if key else ():
         name, bracket, _ = part.partition("[")
-        if section is None:
+        if section is None or (bracket and name not in section.model_fields):
             return None
-        field = section.model_fields.get(name)
-        section = inner_section(section, name) if not bracket else None if field is None else item_section(field)
+        section = item_section(section.model_fields[name]) if bracket else inner_section(section, name)
     return section
 
 
@@ -62,10 +61,7 @@ def value_fields(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]
     fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         section = section_of(field)
-        if section is None:
-            fields[prefix + name] = field
-        else:
-            fields |= value_fields(section, f"{prefix}{name}.")
+        fields |= {prefix + name: field} if section is None else value_fields(section, f"{prefix}{name}.")
     if named := named_sections(model):
         fields |= value_fields(named, f"{prefix}{ANY_NAME}.")
     return fields

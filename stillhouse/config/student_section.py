@@ -1,6 +1,5 @@
 """The keys of every model; and the model that is trained: its first weights, its adapter, its layers for MTP."""
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, create_model
@@ -65,8 +64,6 @@ class MtpConfig(Section):
     new ones; new: newly initialised layers."""
 
 
-_GRAMMAR = r"^(every|first|last) [1-9][0-9]*$"
-
 # `from` is a keyword of Python, so it cannot be a field name in a class statement
 _From = create_model(
     "_From",
@@ -89,9 +86,6 @@ def _checked_layers(layers: str | list[int] | None) -> str | list[int] | None:
     return layers
 
 
-_Part = Literal["language", "projector", "vision"]
-
-
 def _unlike(parts: list[str]) -> list[str]:
     if len(set(parts)) < len(parts):
         raise ValueError(f"got {parts}, expected different parts")
@@ -102,7 +96,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
     """Where the student's first weights are from. The folder student.model then needs no weights, only the rest."""
 
     layers: Annotated[
-        Annotated[str, Field(pattern=_GRAMMAR, examples=["every 2"])]
+        Annotated[str, Field(pattern=r"^(every|first|last) [1-9][0-9]*$", examples=["every 2"])]
         | Annotated[list[int], Field(min_length=1)]
         | None,
         AfterValidator(_checked_layers),
@@ -117,16 +111,11 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
 
     def chosen(self, count: int) -> list[int]:
         """The layers to copy from a teacher with `count` layers. Numbers are not checked and may be too large."""
-        if self.layers is None:
-            return list(range(count))
         if isinstance(self.layers, list):
             return self.layers
-        match = re.fullmatch(_GRAMMAR, self.layers)
-        assert match is not None
-        k = int(self.layers.partition(" ")[2])
-        return {"every": list(range(0, count, k)), "first": list(range(k)), "last": list(range(count - k, count))}[
-            match[1]
-        ]
+        which, _, k = (self.layers or "every 1").partition(" ")
+        ranges = {"every": range(0, count, int(k)), "first": range(int(k)), "last": range(count - int(k), count)}
+        return list(ranges[which])
 
 
 class StudentConfig(ModelConfig):
@@ -146,7 +135,9 @@ class StudentConfig(ModelConfig):
     process. The trained adapter fits the rounded weights. null: not quantized."""
     mtp: MtpConfig | None = None
     """Multi-token prediction: layers that draft tokens. null: the student has none."""
-    train: Annotated[list[_Part], Field(min_length=1), AfterValidator(_unlike)] = Field(default=["language"])
+    train: Annotated[
+        list[Literal["language", "projector", "vision"]], Field(min_length=1), AfterValidator(_unlike)
+    ] = Field(default=["language"])
     """The parts of a vision-language model that are trained; the others are frozen and stay as they are. language:
     the language model with its embedding and head, or all of a model that reads no images; projector: what maps
     features of images to the language model; vision: the vision tower."""

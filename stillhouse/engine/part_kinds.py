@@ -65,6 +65,7 @@ class MtpKind(PartKind):
 
         for key in ("student.adapter", "rollout", "parallel.expert", "teachers.route", "teacher.cross_tokenizer"):
             yield excludes(key, "student.mtp")
+        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees its buffers
         yield Rule(
             ("parallel.schedule", "parallel.pipeline", "student.mtp"),
             lambda schedule, stages, mtp: mtp is not None and stages > 1 and schedule in ("zero_bubble", "zbv"),
