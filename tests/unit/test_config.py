@@ -86,10 +86,6 @@ def test_later_layers_win(tmp_path: Path) -> None:
     assert (config.train.clip, config.train.eps, config.train.weight_decay) == (0.1, 0.2, 0.5)
 
 
-def test_steps_unset_epochs_in_python_too() -> None:
-    assert TrainConfig(steps=5).epochs is None
-
-
 def test_the_configuration_is_free_of_torch() -> None:
     code = "import sys, docs.write_config; print(sorted({'torch', 'transformers', 'numpy'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
