@@ -5,8 +5,7 @@
     sums = engine.evaluate(held_out)                                         metric sums of held-out documents
 
 The loss of a micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So the
-step's loss and gradient do not depend on how the step is split into micro-batches. `engine_kind.py` has the interface
-of an entry of `stillhouse.engines`, which builds an engine.
+step's loss and gradient do not depend on how the step is split into micro-batches.
 """
 
 import copy
@@ -55,7 +54,7 @@ class StepOutput:
         total: Callable[[dict[str, float]], dict[str, float]] = dict,
     ):
         self.outputs, self.named, self._total = outputs, named, total
-        self._sums_of_process: dict[str, float] | None = None
+        self._values: list[float] | None = None
 
     @cached_property
     def sums(self) -> dict[str, float]:
@@ -63,17 +62,17 @@ class StepOutput:
 
         The first access is a collective of all processes. It waits for the device, unless `read` has done so.
         """
-        if self._sums_of_process is None:
+        if self._values is None:
             self.read()
-        assert self._sums_of_process is not None
-        return self._total(self._sums_of_process)
+        assert self._values is not None
+        pairs = zip(self.named, self._values, strict=True)
+        return self._total(add_up([{name: value} for (name, _), value in pairs]))
 
     def read(self, *numbers: Tensor) -> list[float]:
         """Return the values of 0-D tensors. `named` is read in the same copy, so the device is waited for once."""
         tensors = [*numbers, *(value for _, value in self.named)]
         values: list[float] = torch.stack(tensors).tolist() if tensors else []
-        named = zip((name for name, _ in self.named), values[len(numbers) :], strict=True)
-        self._sums_of_process = add_up([{name: value} for name, value in named])
+        self._values = values[len(numbers) :]
         return values[: len(numbers)]
 
 
@@ -91,7 +90,7 @@ class Engine(ABC):
     """Trains a student on micro-batches and the teachers' signals for them. The methods are collectives.
 
     train: the optimizer's settings, and the norm above which the gradient is clipped. autocast: the dtype of matrix
-    products; None: the dtype of the weights. chunk_tokens, parts: see `StepLoss`. average: the moving average of the
+    products; None: that of the weights. chunk_tokens, parts: see `StepLoss`. average: the moving average of the
     student's weights, if a teacher needs it; `update` also updates it.
     """
 
@@ -110,8 +109,6 @@ class Engine(ABC):
     ):
         self.student, self.objective, self.parts = student, objective, tuple(parts)
         self._train, self.autocast, self._chunk_tokens, self.average = train, autocast, chunk_tokens, average
-
-    # ---- the step, the gradients and the state: a library for parallelism has its own
 
     @abstractmethod
     def forward_backward(
@@ -174,8 +171,8 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the full gradient of each parameter on this process, by its name in the full model. For a sharded
-        gradient this is a collective of the processes that share it.
+        """Yield the full gradient of each parameter on this process, by its name in the full model. A collective of
+        the processes that share a sharded gradient.
         """
 
     def evaluate(
@@ -187,9 +184,9 @@ class Engine(ABC):
     ) -> dict[str, float]:
         """Return metric sums over all held-out target tokens, the same on every process.
 
-        The metrics are the cross-entropy and, with signals, the forward KL or another `divergence`. They do not
-        depend on the engine's objective. Their temperature is 1, but the divergence from a sparse signal has the
-        signal's temperature. For signals with sorted probabilities, `uld` at the objective's temperature replaces the
+        The metrics are the cross-entropy and, with signals, the forward KL or another `divergence`, whatever the
+        engine's objective is. Their temperature is 1, but the divergence from a sparse signal has the signal's
+        temperature. For signals with sorted probabilities, `uld` at the objective's temperature replaces the
         divergence. The losses of `LossPart.held_out` add their own metrics.
 
         held_out: yields groups of micro-batches, each group with its signals.
@@ -198,19 +195,14 @@ class Engine(ABC):
         outputs: list[ObjectiveOutput] = []
         parts = tuple(measured for part in self.parts if (measured := part.held_out()) is not None)
         for micro_batches, signals in held_out:
-            loss = StepLoss(
-                self._held_out_objective(signals, divergence or forward_kl()),
-                chunk_tokens=self._chunk_tokens,
-                parts=parts,
-                with_teacher_cross_entropy=with_teacher,
-            )
+            objective = self._held_out_objective(signals, divergence or forward_kl())
+            loss = StepLoss(objective, 1.0, self._chunk_tokens, parts, with_teacher)
             outputs += self.process(loss, micro_batches, signals, parts)
             del micro_batches, signals  # free a teacher's large hidden states before the next ones are computed
         sums = StepOutput(outputs, _named_metrics(outputs)).sums
         return add_up(self.student.ranks.gather(sums))
 
     def _held_out_objective(self, signals: Sequence[Signals], divergence: Divergence) -> ObjectiveSpec:
-        """Return the cross-entropy; with signals, also the divergence or, for `SortedTopK` signals, `uld`."""
         # a micro-batch has no signal of a teacher that scores none of its documents
         named = {
             name: signal.signal if isinstance(signal, RoutedSignal) else signal
@@ -222,15 +214,12 @@ class Engine(ABC):
         first, shares = next(iter(named.values())), self.objective.teachers
         if isinstance(first, SortedTopK):
             return ObjectiveSpec(cross_entropy=1.0, uld=1.0, temperature=self.objective.temperature)
+        scored = {name: _temperature(signal) for name, signal in named.items() if name in shares}
         return ObjectiveSpec(
             cross_entropy=1.0,
             divergence=divergence,
             temperature=1.0 if shares else _temperature(first),
-            teachers={
-                name: replace(shares[name], temperature=_temperature(signal))
-                for name, signal in named.items()
-                if name in shares
-            },
+            teachers={name: replace(shares[name], temperature=value) for name, value in scored.items()},
             is_mixture=self.objective.is_mixture,
         )
 
@@ -241,10 +230,10 @@ class Engine(ABC):
         signals: Sequence[Signals],
         parts: Sequence[LossPart] = (),
     ) -> list[Any]:
-        """Run an output processor on each micro-batch, without gradients and in eval mode, and return its results.
+        """Run an output processor on each micro-batch, without gradients and in eval mode, and return its results; []
+        on processes without results (see `StepOutput.outputs`).
 
-        The list is empty on processes without results (see `StepOutput.outputs`). processor: its context is
-        `DistillTargets`. parts: the other losses; the MTP layers run only if an `MtpLoss` is among them.
+        processor: its context is `DistillTargets`. parts: the MTP layers run only if an `MtpLoss` is among them.
         """
         with evaluating(*self.student.decoders):
             results = self.student.forward(self._inputs(micro_batches, signals, processor, parts))
@@ -252,7 +241,6 @@ class Engine(ABC):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether a step needs a teacher's signals."""
         return self.objective.needs_teacher or any(part.needs_teacher for part in self.parts)
 
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
@@ -272,7 +260,7 @@ class Engine(ABC):
     def _step_output(
         self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]], normalizer: float
     ) -> StepOutput:
-        """Return the result of a step. losses: the names and values of the losses inside layers."""
+        """losses: the names and values of the losses inside layers."""
         for output in outputs:
             output.loss.detach_()
         outputs = outputs if self.student.has_results else []
@@ -290,10 +278,8 @@ class Engine(ABC):
         if not micro_batches or len(micro_batches) != len(signals):
             counts = f"{len(signals)} signals for {len(micro_batches)} micro-batches"
             raise ValueError(f"{counts}: expected one for each, and at least one")
-        return [
-            StageInputs(micro_batch, teacher_signals, processor, parts, normalizer, self.autocast)
-            for micro_batch, teacher_signals in zip(micro_batches, signals, strict=True)
-        ]
+        pairs = zip(micro_batches, signals, strict=True)
+        return [StageInputs(*pair, processor, parts, normalizer, self.autocast) for pair in pairs]
 
     def _not_finite(self, norm: Tensor, output: StepOutput) -> Tensor:
         """Return 1.0 if the gradient's norm or the step's loss is not finite on any process, otherwise 0.0: a 0-D
@@ -305,7 +291,6 @@ class Engine(ABC):
         return (self.student.ranks.sum(1.0 - is_finite.float()) > 0).float()
 
     def _total(self, normalizer: float, sums_of_process: dict[str, float]) -> dict[str, float]:
-        """Return `StepOutput.sums`."""
         sums = add_up(self.student.ranks.gather(sums_of_process))
         terms = [term for part in self.parts for term in part.terms.items()]
         for name, term in terms if "loss" in sums else ():
@@ -316,10 +301,9 @@ class Engine(ABC):
 def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Add up the metric sums of several processes or evaluations; of `CHUNK_TOKENS`, take the largest value."""
     total: dict[str, float] = {}
-    for named in sums:
-        for name, value in named.items():
-            both = (total.get(name, 0.0), value)
-            total[name] = max(both) if name == CHUNK_TOKENS else sum(both)
+    for name, value in (pair for named in sums for pair in named.items()):
+        both = (total.get(name, 0.0), value)
+        total[name] = max(both) if name == CHUNK_TOKENS else sum(both)
     return total
 
 

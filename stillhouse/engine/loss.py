@@ -6,7 +6,7 @@
 B rows, S tokens per row, T = B·S tokens in the rows' order, D width.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,26 +78,13 @@ class StepLoss:
             else:
                 terms = self._terms(hidden_TD, signals, targets, head, targets.valid_index, depth)
                 output = linear_objective(hidden_TD, head, terms, valid_index=targets.valid_index, **options)
-            counts = _row_counts(targets, routed, output) | self._counts_by_origin(targets, output)
-            output = replace(output, metrics=output.metrics | counts)
+            metrics = output.metrics | _row_counts(targets, routed, self.objective.by_origin, output.loss)
             if self.with_teacher_cross_entropy and not depth:
-                output = _with_teacher_cross_entropy(output, signals, targets)
+                metrics["teacher_cross_entropy"] = _teacher_cross_entropy(signals, targets)
+            output = replace(output, metrics=metrics)
             for part in self.parts:
                 output = part.at_head(self, output, hidden_by_depth, head, replace(context, signals=signals))
         return output
-
-    def _counts_by_origin(self, targets: DistillTargets, output: ObjectiveOutput) -> dict[str, Tensor]:
-        """Return the metrics `weights/<origin>` and `tokens/<origin>` of an objective by origin."""
-        if not self.objective.by_origin:
-            return {}
-        assert targets.weights_T is not None
-        masks, weights_T = origin_masks(targets.labels_T, targets.per_token), targets.weights_T.detach()
-        counts: dict[str, Tensor] = {}
-        for origin in self.objective.by_origin:
-            origin_weights_T = weights_T.to(output.loss) * masks[origin]
-            counts[f"{WEIGHTS}/{origin}"] = origin_weights_T.sum()
-            counts[f"tokens/{origin}"] = (origin_weights_T != 0).to(output.loss).sum()
-        return counts
 
     def _routed_terms(
         self, hidden_TD: Tensor, routed: Mapping[str, RoutedSignal], targets: DistillTargets, head: OutputHead
@@ -137,32 +124,27 @@ class StepLoss:
 
 
 def _row_counts(
-    targets: DistillTargets, routed: Mapping[str, RoutedSignal], output: ObjectiveOutput
+    targets: DistillTargets, routed: Mapping[str, RoutedSignal], origins: Iterable[str], loss: Tensor
 ) -> dict[str, Tensor]:
-    """Return the metrics `weights` of `StepLoss`, and those of teachers with a routed signal."""
-    counts = {f"tokens/{name}": output.loss.new_full((), len(signal.index)) for name, signal in routed.items()}
-    sums = {f"{WEIGHTS}/{name}": _sum_of_weights(targets, output, signal.index) for name, signal in routed.items()}
-    return counts | sums | {WEIGHTS: _sum_of_weights(targets, output, targets.valid_index)}
-
-
-def _sum_of_weights(targets: DistillTargets, output: ObjectiveOutput, index: Tensor | None) -> Tensor:
-    """index: the rows to sum; None: all rows. The result has the dtype and device of output.loss."""
+    """Return the metrics `weights` and `tokens` of `StepLoss`, in the dtype and on the device of the loss."""
     assert targets.weights_T is not None
     weights_T = targets.weights_T.detach()
-    return (weights_T if index is None else weights_T[index.to(weights_T.device)]).to(output.loss).sum()
+    counts = {f"tokens/{name}": loss.new_full((), len(signal.index)) for name, signal in routed.items()}
+    rows: dict[str, Tensor | None] = {f"{WEIGHTS}/{name}": signal.index for name, signal in routed.items()}
+    for name, index in (rows | {WEIGHTS: targets.valid_index}).items():
+        counts[name] = (weights_T if index is None else weights_T[index.to(weights_T.device)]).to(loss).sum()
+    masks = origin_masks(targets.labels_T, targets.per_token) if origins else {}
+    for origin in origins:
+        origin_weights_T = weights_T.to(loss) * masks[origin]
+        counts[f"{WEIGHTS}/{origin}"] = origin_weights_T.sum()
+        counts[f"tokens/{origin}"] = (origin_weights_T != 0).to(loss).sum()
+    return counts
 
 
 @torch.no_grad()
-def _with_teacher_cross_entropy(
-    output: ObjectiveOutput, signals: Mapping[str, Signal], targets: DistillTargets
-) -> ObjectiveOutput:
+def _teacher_cross_entropy(signals: Mapping[str, Signal], targets: DistillTargets) -> Tensor:
     (signal,) = signals.values()
     assert isinstance(signal, FullVocab)
-    teacher = linear_objective(
-        signal.hidden_TE,
-        signal.head,
-        [CrossEntropy(targets.labels_T)],
-        weights_T=targets.weights_T,
-        valid_index=targets.valid_index,
-    )
-    return replace(output, metrics=output.metrics | {"teacher_cross_entropy": teacher.metrics["cross_entropy"]})
+    weights: dict[str, Any] = {"weights_T": targets.weights_T, "valid_index": targets.valid_index}
+    terms = [CrossEntropy(targets.labels_T)]
+    return linear_objective(signal.hidden_TE, signal.head, terms, **weights).metrics["cross_entropy"]

@@ -103,9 +103,8 @@ class KnownState(torch.optim.Optimizer):
 class ShardedMuon(KnownState):
     """torch's Muon with Nesterov momentum, also for sharded matrices and for each matrix of a stack.
 
-    The momentum is sharded like the matrix. Each process gathers the full momentum of one matrix or stack at a time,
-    because a shard of the orthogonalized momentum depends on the full momentum. Of a stack that is sharded only
-    between its matrices, nothing is gathered.
+    The momentum is sharded like the matrix, but a shard of the orthogonalized momentum depends on the full momentum.
+    Each process therefore gathers one matrix or stack at a time, unless it is sharded only between its matrices.
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float):
@@ -113,28 +112,28 @@ class ShardedMuon(KnownState):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                state, momentum = self.state[matrix], group["momentum"]
-                if not state:
-                    state |= self.empty_state(matrix)
-                state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
-                update = matrix.grad.lerp(state["momentum_buffer"], momentum)
-                placements: Sequence[Any] = update.placements if isinstance(update, DTensor) else ()
-                if all(placement.is_replicate() or placement.dim < update.dim() - 2 for placement in placements):
-                    change = _orthogonal_step(local(update), group["lr"])
-                else:
-                    change = _orthogonal_step(gathered_tensor(update), group["lr"])[shard_slices(matrix)]
-                local(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
+        (group,) = self.param_groups
+        momentum, rate = group["momentum"], group["lr"]
+        for matrix in group["params"]:
+            if matrix.grad is None:
+                continue
+            if not (state := self.state[matrix]):
+                state |= self.empty_state(matrix)
+            state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
+            update = matrix.grad.lerp(state["momentum_buffer"], momentum)
+            placements: Sequence[Any] = update.placements if isinstance(update, DTensor) else ()
+            if all(placement.is_replicate() or placement.dim < update.dim() - 2 for placement in placements):
+                change = _orthogonal_step(local(update), rate)
+            else:
+                change = _orthogonal_step(gathered_tensor(update), rate)[shard_slices(matrix)]
+            local(matrix).mul_(1 - rate * group["weight_decay"]).add_(change)
 
     def empty_state(self, parameter: Tensor) -> dict[str, Any]:
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
 
 class CombinedOptimizer(KnownState):
-    """Several optimizers with different parameters, combined into one with a common state and list of groups."""
+    """Several optimizers of different parameters as one, with a common state and list of groups."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -149,14 +148,6 @@ class CombinedOptimizer(KnownState):
     def empty_state(self, parameter: Tensor) -> dict[str, Any]:
         owners = {id(other): part for part in self.parts for group in part.param_groups for other in group["params"]}
         return empty_state(owners[id(parameter)], parameter)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao's compiled step reads the rate from a tensor
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
 
 
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
@@ -174,7 +165,11 @@ def make_step(optimizer: torch.optim.Optimizer, rate: float, skipped: Tensor | N
     skipped: a 0-D float32 tensor, only for an optimizer that `skips_by_flag`. With 1.0, weights and state stay as
     they are; a parameter without state gets the state of `empty_state`.
     """
-    set_learning_rate(optimizer, rate)
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's compiled step reads the rate from a tensor
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
     if skipped is not None:
         optimizer.found_inf = skipped  # type: ignore[attr-defined]  # torch.amp.GradScaler sets it, too
     try:

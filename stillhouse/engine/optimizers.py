@@ -1,4 +1,4 @@
-"""The optimizers that `train.optimizer` names. `optimizer.py` has their steps, groups of parameters and states.
+"""The optimizers that `train.optimizer` names, without torch. `optimizer.py` has their steps, groups and states.
 
 Muon (https://kellerjordan.github.io/posts/muon/) changes a matrix by its orthogonalized momentum. With `muon`, AdamW
 still trains the embedding, the head and all parameters that are not matrices. Muon's steps are scaled so that Muon

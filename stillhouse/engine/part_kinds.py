@@ -36,20 +36,18 @@ class HiddenStatesKind(PartKind):
     def rules(cls) -> "Iterator[Rule]":
         from stillhouse.config.rule import Rule, excludes
 
-        # hidden states are compared in stages that run both student and teacher
         yield Rule(
             ("objective.hidden", "teacher"),
             lambda pairs, teacher: bool(pairs) and (teacher is None or not teacher.source_kind.runs_model),
             "[], or the section teacher with model and without url",
             "the teacher's layers have to be in this job",
         )
+        stages, ahead = "the teacher has to run in the student's stages", "it runs the teacher a step ahead"
         for key in ("parallel", "cross_tokenizer", "offload"):
-            because = "the teacher has to run in the student's stages"
-            yield excludes(f"teacher.{key}", "objective.hidden", because=because)
+            yield excludes(f"teacher.{key}", "objective.hidden", because=stages)
         yield excludes("objective.hidden", "rollout")
         yield excludes("objective.hidden", "student.mtp.train=heads", because="the student's layers are frozen")
-        because = "it runs the teacher a step ahead"
-        yield excludes("parallel.schedule=1f1b_ahead", "objective.hidden", because=because)
+        yield excludes("parallel.schedule=1f1b_ahead", "objective.hidden", because=ahead)
 
     @classmethod
     def part(cls) -> "type[LossPart]":

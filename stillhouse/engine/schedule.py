@@ -50,9 +50,8 @@ def make_step_schedule(
 
 
 def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 1, stages: int = 1) -> int:
-    """Return the capacity of sequences of which each is a micro-batch of its own.
-
-    Each data rank should get at least as many micro-batches of a step as there are pipeline stages.
+    """Return the capacity of sequences that are micro-batches of their own. A data rank should get at least as many
+    micro-batches of a step as there are pipeline stages.
     """
     return max(max_tokens, min(train.micro_batch_tokens, train.tokens_per_step // (data_ranks * stages)))
 

@@ -46,8 +46,7 @@ def read_in_place(folder: Path, tensors: dict[str, Any]) -> None:
 
 @contextmanager
 def without_distributed_warning() -> Iterator[None]:
-    """Suppress DCP's warning that torch.distributed is disabled, since a single process is intended."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # a single process is intended
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
@@ -71,30 +70,27 @@ def require_fit(
     """
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     expected = {name: tuple(value.shape) for name, value in wanted.items()}
-    names = shapes.keys() | expected.keys() if is_complete else expected.keys()
-    if not any(name.startswith(AVERAGE) for name in expected):
-        names = {name for name in names if not name.startswith(AVERAGE)}
-    for name in sorted(name for name in names if name.startswith((WEIGHT, MOMENT, AVERAGE))):
+    has_average = any(name.startswith(AVERAGE) for name in expected)
+    kinds = (WEIGHT, MOMENT, AVERAGE) if has_average else (WEIGHT, MOMENT)
+    for name in sorted(shapes.keys() | expected.keys() if is_complete else expected.keys()):
         there, here = (f"of shape {sizes[name]}" if name in sizes else "absent" for sizes in (shapes, expected))
-        if there != here:
+        if there == here or not name.startswith(kinds):
+            continue
+        remedy = (
+            "expected the same student, and the same train.optimizer, that wrote the checkpoint; the weights of "
+            "a loss inside layers are of its layers in the section objective"
+        )
+        # both states are Muon's, and only one of them has Muon's moment for the weight of this moment
+        muons = f"{name.rpartition('.')[0]}{MUONS}"
+        both = any(other.endswith(MUONS) and other in expected for other in shapes)
+        if name.startswith(MOMENT) and both and (muons in shapes) != (muons in expected):
             remedy = (
-                "expected the same student, and the same train.optimizer, that wrote the checkpoint; the weights of "
-                "a loss inside layers are of its layers in the section objective"
+                "Muon changed other weights in the version that wrote the checkpoint, which took all weights with "
+                "two dims for matrices (now the module decides: biases of experts and norms of heads are none); "
+                f"begin a new run with its weights: stillhouse export {path} --out FOLDER, then student.model=FOLDER"
             )
-            # both states are Muon's, and only one of them has Muon's moment for the weight of this moment
-            muons = f"{name.rpartition('.')[0]}{MUONS}"
-            both = any(other.endswith(MUONS) and other in expected for other in shapes)
-            if name.startswith(MOMENT) and both and (muons in shapes) != (muons in expected):
-                remedy = (
-                    "Muon changed other weights in the version that wrote the checkpoint, which took all weights "
-                    "with two dims for matrices (now the module decides: biases of experts and norms of heads "
-                    f"are none); begin a new run with its weights: stillhouse export {path} --out FOLDER, then "
-                    "student.model=FOLDER"
-                )
-            raise ValueError(
-                f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
-                f"{remedy}"
-            )
+        difference = f"'{name}' is {there} in the checkpoint and {here} in the run"
+        raise ValueError(f"{path} does not fit this student: {difference}; {remedy}")
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:

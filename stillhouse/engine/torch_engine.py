@@ -30,8 +30,6 @@ class TorchEngine(Engine):
 
     student: Runner
 
-    # ---- the step
-
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
@@ -70,8 +68,6 @@ class TorchEngine(Engine):
     def optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(self.student.decoders, self._train)
 
-    # ---- gradients
-
     def zero_grad(self) -> None:
         self.student.zero_grad()
 
@@ -89,10 +85,8 @@ class TorchEngine(Engine):
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         for name, parameter in self.student.named_parameters():
             gradient = parameter.grad
-            full_gradient = None if gradient is None else gathered_tensor(gradient, self.student.device)
-            yield self.student.shared_name(name), full_gradient
-
-    # ---- state
+            full = None if gradient is None else gathered_tensor(gradient, self.student.device)
+            yield self.student.shared_name(name), full
 
     @property
     def _state(self) -> "TorchState":
@@ -108,10 +102,7 @@ class TorchState:
     average: WeightAverage | None = None
 
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
-        """Restore weights, their average, moments and random generators from a state that any layout wrote.
-
-        without_moments: the parameters without moments in the folder. Raises ValueError for another model's state.
-        """
+        """See `Engine.load`. without_moments: the parameters without moments in the folder."""
         stored = stored_tensors(folder)
         self.optimizer.state.clear()
         for name, parameter in self._trained().items():
@@ -150,20 +141,17 @@ class TorchState:
 
         all_moments: see `Engine.bytes_to_save`.
         """
-        tensors = self.tensors()
-        weights = {name: value for name, value in tensors.items() if name.startswith(WEIGHT)}
-        size = sum(
-            self._share_of(value) * value.element_size() for held in (tensors, weights) for value in held.values()
-        )
-        if all_moments:
-            for parameter in self._trained().values():
-                if parameter not in self.optimizer.state:  # one at a time, because all of them may not fit yet
-                    moments = state_tensors(empty_state(self.optimizer, parameter)).values()
-                    size += sum(self._share_of(value) * value.element_size() for value in moments)
+        size = 0.0
+        for name, value in self.tensors().items():
+            size += self._share_of(value) * value.element_size() * (2 if name.startswith(WEIGHT) else 1)
+        for parameter in self._trained().values() if all_moments else ():
+            if parameter not in self.optimizer.state:  # one at a time, because all of them may not fit yet
+                moments = state_tensors(empty_state(self.optimizer, parameter)).values()
+                size += sum(self._share_of(value) * value.element_size() for value in moments)
         return round(sum(self.runner.ranks.gather(size)))
 
     def element_count(self) -> int:
-        """Return the number of elements in the weights and moments of all ranks. Copies of an element count once."""
+        """Return the number of elements in the weights and moments of all ranks; copies count once."""
         runner, tensors = self.runner, self.tensors()
         names = {name for name in tensors if not name.startswith(RANDOM)}
         if runner.pipeline is not None and runner.pipeline.embedding_copy is not None and 0 not in runner.pairs:
@@ -174,7 +162,7 @@ class TorchState:
         return round(sum(runner.ranks.gather(sum(self._share_of(tensors[name]) for name in names))))
 
     def parameters_without_moments(self) -> list[str]:
-        """Return the parameters of all ranks that never had a gradient and therefore have no optimizer state."""
+        """Return the parameters of all ranks without optimizer state, because they never had a gradient."""
         names = [name for name, parameter in self._trained().items() if parameter not in self.optimizer.state]
         return sorted({name for rank_names in self.runner.ranks.gather(names) for name in rank_names})
 
@@ -208,8 +196,7 @@ class TorchState:
 
     def _restore(self, tensors: Mapping[str, Any]) -> None:
         """Restore the random generators, and the second copies of tied weights with their moments and averages.
-
-        tensors: the tensors that DCP has read, by name. DCP has already restored everything else in place.
+        tensors: those that DCP has read. DCP has already restored everything else in place.
         """
         runner, parameters = self.runner, self._trained()
         for name, value in ({} if self.average is None else self.average.tensors).items():
@@ -232,7 +219,6 @@ class TorchState:
                 torch.cuda.set_rng_state(tensors[name], runner.device)
 
     def require_finite(self) -> None:
-        """See `Engine.require_finite`."""
         tensors = self.tensors().items()
         names = [name for name, value in tensors if value.is_floating_point() and not local(value).isfinite().all()]
         names = sorted({name for rank_names in self.runner.ranks.gather(names) for name in rank_names})

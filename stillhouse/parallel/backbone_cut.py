@@ -1,14 +1,13 @@
 """Finds out whether the layers of a backbone can run in different pipeline stages.
 
-A stage runs the code of the whole backbone, but only its own layers. So every stage builds masks and position
-embeddings again, and a later stage continues with the hidden states that it has received where the model's first
-layer would run. This is right only if no layer reads anything else that another stage computes.
+A stage runs the code of the whole backbone, masks and position embeddings included, but only its own layers. A later
+stage continues with the hidden states that it has received where the model's first layer would run. This is right
+only if no layer reads anything else that another stage computes.
 
 Two runs of the backbone, whose layers are replaced by recorders, prove it: one with token ids, as on the first stage,
-and one with hidden states and without the parts of other stages, as on the later stages. The backbone must call all
-layers in order, and pass the output of each layer to the next one. All other arguments of the layers must be the same
-in both runs, and must not depend on embeddings or on other layers. The embedding and the layers of a vision-language
-model are in a part of its backbone, the language model. Both runs are without the parts beside it, such as the vision
+and one with hidden states and without the parts of other stages, as on the later stages. The backbone must pass the
+output of each layer to the next one. All other arguments of the layers must be the same in both runs, and must not
+depend on embeddings or on other layers. Both runs are without the parts beside the language model, such as a vision
 tower, which only the first stage has; these parts have a proof of their own.
 
 B rows, S columns, D width.
@@ -60,11 +59,11 @@ class BackboneCut:
 
 
 class AbsentLayer(PassThrough):
-    """Replaces a layer of another stage. It has the layer's plain attributes, which the backbone may read."""
+    """Replaces a layer of another stage. The backbone may read the layer's plain attributes, such as its kind."""
 
     def __init__(self, layer: nn.Module, returns_tuple: bool):
         super().__init__()
-        _copy_attributes(layer, self)
+        vars(self).update({name: value for name, value in vars(layer).items() if not name.startswith("_")})
         self.returns_tuple = returns_tuple
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -72,9 +71,8 @@ class AbsentLayer(PassThrough):
 
 
 def require_cuttable(config: PreTrainedConfig) -> BackboneCut:
-    """Return the parts of a model's backbone. Raises ValueError, with the cause, if it cannot be cut into stages."""
-    name = f"model type '{config.model_type}'"
-    errors: list[ValueError] = []
+    """Return the parts of a model's backbone. Raises ValueError if it cannot be cut into stages."""
+    name, errors = f"model type '{config.model_type}'", list[ValueError]()
     for returns_tuple in (False, True):
         try:
             with torch.random.fork_rng(devices=[]):
@@ -87,7 +85,6 @@ def require_cuttable(config: PreTrainedConfig) -> BackboneCut:
 
 
 def is_cuttable(config: PreTrainedConfig) -> bool:
-    """Whether `require_cuttable` accepts a model with this configuration."""
     try:
         require_cuttable(config)
     except ValueError:
@@ -96,9 +93,8 @@ def is_cuttable(config: PreTrainedConfig) -> bool:
 
 
 def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
-    """Let the first layer of a backbone, or its `AbsentLayer`, read the `inputs_embeds` of the backbone unchanged.
-
-    A forward with token ids (on a last stage that has the embedding) does not change.
+    """Let the first layer of a backbone, or its `AbsentLayer`, read the `inputs_embeds` of the backbone unchanged. A
+    forward with token ids (on a last stage that has the embedding) does not change.
     """
     received: list[Tensor | None] = []
 
@@ -144,7 +140,13 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
     with torch.enable_grad(), reading(f"{name} cannot run without its layers: {UNCUT}", passes=DependenceError):
         output = backbone(input_ids=IDS_BS, **options).last_hidden_state
     run.require_chain(output, decoder.width)
-    states = _kept_states(config, run)
+    states: dict[int, int] = {}
+    named = [named for arguments in run.arguments for named in arguments.items()]
+    # layers can keep states for later layers in a dict that they get
+    if keys := {key for key, value in named if isinstance(value, MutableMapping) and not value}:
+        if (shared := ModelFacts(config).shared_states) is None:
+            raise DependenceError(f"the layers of {name} share states in {name_list(keys)}: {UNCUT}")
+        states = shared
     first, last = run.parts(decoder, embedding)
     backbone.set_submodule(embedding, PassThrough())
     for path in (*first, *last):
@@ -167,7 +169,7 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
 
 
 def remove_part(backbone: nn.Module, path: str) -> None:
-    """Remove a part of another stage, a module or a parameter, from a backbone."""
+    """Remove a module or a parameter of another stage from a backbone."""
     path, _, leaf = path.rpartition(".")
     parent = backbone.get_submodule(path)
     part = getattr(parent, leaf)
@@ -192,7 +194,6 @@ class _AbsentEmbedding(nn.Module):
 
 
 def _children(decoder: Decoder, name: str) -> tuple[str, str]:
-    """Return the names of the embedding and of the layers in the backbone: children of the language model."""
     layers: list[nn.Module | None] = [layer_list(decoder.pretrained)]
     if layers[0] is None:
         layers = [child for child in decoder.language_model.children() if isinstance(child, nn.ModuleList)]
@@ -233,18 +234,6 @@ def _replace_weights(decoder: Decoder, layers: str, run: "RecordedRun") -> None:
         child.register_forward_pre_hook(lambda *_, path=path: run.events.append(path))
 
 
-def _kept_states(config: PreTrainedConfig, run: "RecordedRun") -> dict[int, int]:
-    """Return, by layer, the earlier layer whose keys and values it reads."""
-    named = [named for arguments in run.arguments for named in arguments.items()]
-    # layers can keep such states in a dict that they get
-    keys = {key for key, value in named if isinstance(value, MutableMapping) and not value}
-    if not keys:
-        return {}
-    if (states := ModelFacts(config).shared_states) is None:
-        raise DependenceError(f"the layers of {run.name} share states in {name_list(keys)}: {UNCUT}")
-    return states
-
-
 class DependenceError(ValueError):
     """A layer needs something that another stage has or computes."""
 
@@ -265,15 +254,6 @@ class RecordedRun:
     outputs: list[Tensor] = field(default_factory=list)
     events: list[int | str] = field(default_factory=list)
     embeddings: list[Tensor] = field(default_factory=list)
-
-    def layer(self, number: int, hidden_BSD: Tensor, arguments: dict[str, Any]) -> Any:
-        self.events.append(number)
-        self.inputs.append(hidden_BSD)
-        self.arguments.append(arguments)
-        self.outputs.append(torch.rand_like(hidden_BSD).requires_grad_())
-        output = self.outputs[-1].clone()  # some backbones add to it in place
-        # the second element stands for anything that a layer could hand to the next one
-        return (output, torch.zeros((), requires_grad=True)) if self.returns_tuple else output
 
     def require_chain(self, output: Tensor, width: int) -> None:
         """Raise ValueError unless the layers ran in order, and each one read only the output of the one before."""
@@ -333,16 +313,24 @@ class RecordedRun:
                     )
 
 
-class _LayerRecorder(PassThrough):
+class _LayerRecorder(AbsentLayer):
     def __init__(self, layer: nn.Module, number: int, run: RecordedRun):
-        super().__init__()
-        _copy_attributes(layer, self)
+        super().__init__(layer, run.returns_tuple)
         self.names = list(inspect.signature(layer.forward).parameters)
         self.number, self.run = number, run
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         named = dict(zip(self.names, arguments, strict=False)) | options
-        return self.run.layer(self.number, named.pop(self.names[0]), named)
+        hidden_BSD: Tensor = named.pop(self.names[0])
+        output = torch.rand_like(hidden_BSD).requires_grad_()
+        run = self.run
+        run.events.append(self.number)
+        run.inputs.append(hidden_BSD)
+        run.arguments.append(named)
+        run.outputs.append(output)
+        # the clone, because some backbones add to it in place; the tuple's second element stands for anything that a
+        # layer could hand to the next one
+        return (output.clone(), torch.zeros((), requires_grad=True)) if self.returns_tuple else output.clone()
 
 
 class _RandomEmbedding(nn.Module):
@@ -362,7 +350,6 @@ class _RandomEmbedding(nn.Module):
 
 
 def _children_of_language_model(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children of the language model, with their names in the backbone."""
     (prefix,) = (path for path, module in decoder.backbone.named_modules() if module is decoder.language_model)
     for path, child in decoder.language_model.named_children():
         yield f"{prefix}.{path}" if prefix else path, child
@@ -379,8 +366,3 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
-
-
-def _copy_attributes(layer: nn.Module, into: nn.Module) -> None:
-    """Copy the attributes of a layer that are neither private nor modules, such as its kind."""
-    vars(into).update({name: value for name, value in vars(layer).items() if not name.startswith("_")})

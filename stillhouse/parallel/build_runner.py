@@ -34,10 +34,9 @@ from stillhouse.parallel.teacher_student_pair import TeacherStudentPair
 
 def single_process_runner(student: Decoder, teacher: Decoder | None) -> Runner:
     """Return the runner of a single process with full models."""
-    teacher_source = None if teacher is None else ModelSource(lambda: teacher, is_proven=True)
-    student_source = ModelSource(lambda: student, is_proven=True)
+    source = None if teacher is None else ModelSource(lambda: teacher, is_proven=True)
     mesh = Mesh(Degrees(), next(student.parameters()).device, single_process=True)
-    return build_runner(Layout(), mesh, student_source, teacher_source)
+    return build_runner(Layout(), mesh, ModelSource(lambda: student, is_proven=True), source)
 
 
 def build_runner(
@@ -93,7 +92,7 @@ def only_layers(build: Callable[[], Decoder]) -> Decoder:
 
 
 def only_head(build: Callable[[], Decoder]) -> Decoder:
-    """Build a decoder with only the head."""
+    """Build a decoder, and remove everything but its head."""
     decoder = build()
     if is_cuttable(decoder.config):
         keep_layers(decoder, require_cuttable(decoder.config), range(0), first=False, last=True, norm=False)
@@ -135,7 +134,6 @@ def load_head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
 def _build(
     layout: Layout, student_source: ModelSource, teacher_source: ModelSource | None
 ) -> tuple[Decoder, Decoder | None]:
-    """Build the full models. Raises ValueError for models that this layout cannot distribute."""
     student, teacher = student_source.build(), None if teacher_source is None else teacher_source.build()
     if (expert := layout.degrees.expert) > 1:
         require_feature("expert parallelism")  # the plans of earlier versions do not dispatch tokens to experts
@@ -152,11 +150,8 @@ def _build(
 def _plan_stages(
     layout: Layout, student: Decoder, teacher: Decoder | None, teacher_in_stages: Decoder | None
 ) -> StagePlan:
-    """Plan the layout's stages. Raises ValueError for a model that cannot be cut into these stages.
-
-    teacher: may have only a head.
-    teacher_in_stages: the model whose layers run as the teacher's layers: the student, if the teacher is the student
-        without its adapter.
+    """teacher: may have only a head. teacher_in_stages: the model whose layers run as the teacher's layers; it is the
+    student if the teacher is the student without its adapter.
     """
     cut, teacher_cut = require_cuttable(student.config), None if teacher is None else require_cuttable(teacher.config)
     cost, teacher_cost = cost_of(student, 3), None if teacher is None else cost_of(teacher, 1)
@@ -207,11 +202,11 @@ def _distributed(
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
                 continue
-            model_layout = replace(layout, offload=layout.offload or source.offload)
+            # without values: a plan counts the operations of the layers as they are written
+            compiles, offload = layout.compile and source.has_values, layout.offload or source.offload
+            model_layout = replace(layout, compile=compiles, offload=offload)
             if decoder is not student:
                 model_layout = replace(model_layout, gather_dtype=None, residual_dtype=None)
-            if not source.has_values:  # a plan counts the operations of the layers as they are written
-                model_layout = replace(model_layout, compile=False)
             apply_parallelism(decoder, model_layout, mesh)
             if source.load_weights is not None:
                 source.load_weights(decoder)

@@ -1,7 +1,4 @@
-"""The interface of a student that is distributed over processes, and a step's micro-batches for each process.
-
-`Runner` implements the interface for torch.
-"""
+"""The interface of a student that is distributed over processes, and a step's micro-batches for each process."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +21,7 @@ from stillhouse.parallel.teacher_student_pair import DecoderHead, StageInputs
 class ShardedMicroBatches(list[MicroBatch]):
     """This process's micro-batches of a step, on its device. A context rank has only its columns of the sequences.
 
-    all_ranks: all micro-batches of the step, with full sequences; the same on every process.
-    uniform_shapes: see `padded_shapes`.
+    all_ranks: all micro-batches of the step, with full sequences. uniform_shapes: see `padded_shapes`.
     on_cpu: the same micro-batches in host memory, which can be read without waiting for the device. None: `parts`.
     """
 
@@ -44,9 +40,8 @@ class ShardedMicroBatches(list[MicroBatch]):
 
 @replaceable
 def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
-    """Return this process's part of a step.
-
-    All data ranks get the same number of micro-batches; if necessary, the first one is repeated without targets.
+    """Return this process's part of a step. All data ranks get the same number of micro-batches; if necessary, the
+    first one is repeated without targets.
     """
     degrees, parts = mesh.degrees, []
     shapes_BS = padded_shapes(step.shapes_BS, degrees, uniform_shapes=uniform_shapes)

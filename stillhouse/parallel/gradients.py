@@ -18,16 +18,14 @@ def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Paramete
     """Sum `Partial` gradients over ranks, to each parameter's placements. Returns the parameters with a gradient."""
     held = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in held:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     return held
 
 
 def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device: torch.device) -> None:
-    """Replace the gradients of parameters by their sums over a group that has the same parameters.
-
-    This is one float32 all-reduce for all gradients. device: where it runs; the gradients may be in host memory.
+    """Replace the gradients of parameters by their sums over a group that has the same parameters, in one float32
+    all-reduce. device: where it runs; the gradients may be in host memory.
     """
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:

@@ -28,8 +28,8 @@ def pin_weights(model: nn.Module, device: torch.device) -> None:
 
 
 def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. A copy from host memory to a GPU goes through pinned memory, so that this process
-    does not wait for the GPU's earlier work.
+    """Return a tensor on a device. A copy from host memory to a GPU goes through pinned memory, because this process
+    would otherwise wait for the GPU's earlier work.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -43,20 +43,19 @@ class WaitingWeights:
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
-        self._device = device
-        self._parameters = list(model.parameters())  # a tied weight is listed once
+        self._device, self._parameters = device, list(model.parameters())  # a tied weight is listed once
         pin_weights(model, device)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Move the weights to the device until the context ends."""
-        in_host_memory = [parameter.data for parameter in self._parameters]
+        held = [(parameter, parameter.data) for parameter in self._parameters]
         try:
-            for parameter, host in zip(self._parameters, in_host_memory, strict=True):
+            for parameter, host in held:
                 parameter.data = torch.empty_like(host, device=self._device).copy_(host, non_blocking=True)
             yield
         finally:
-            for parameter, host in zip(self._parameters, in_host_memory, strict=True):
+            for parameter, host in held:
                 parameter.data = host
 
 

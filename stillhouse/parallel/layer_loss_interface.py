@@ -1,4 +1,4 @@
-"""The interface of losses that are computed inside the student's layers or at its MTP depths."""
+"""The interface of losses inside the student's layers or at its MTP depths."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +31,7 @@ class LayerLoss:
 
 @dataclass(frozen=True)
 class HookedLoss(LayerLoss):
-    """A loss that hooks compute. loss: the inputs of the hooks; they write their results into its dict `losses`."""
+    """A loss that hooks compute. loss: the inputs of the hooks, which write their results into its dict `losses`"""
 
     module: LayerLossModule
     loss: Any

@@ -57,15 +57,13 @@ class Degrees:
 class Mesh:
     """The first `degrees.processes` ranks of the job as device meshes.
 
-    A mesh of one process has no process groups and no device meshes; all its coordinates are 0. In a job of several
-    processes, the constructor is a collective of all ranks of the job, including ranks that are not in the mesh. With
-    `single_process`, it is not a collective.
+    A mesh of one process has no process groups and no device meshes; all its coordinates are 0. Without
+    `single_process`, the constructor is a collective of all ranks of the job, also of those that are not in the mesh.
 
     weights, experts, tokens: meshes with the axes (pipeline, replicate, shard, tensor) of the weights, (pipeline,
         replicate, shard, expert) of the experts' weights, and (pipeline, data, context, tensor) of the tokens.
-    ranks: all processes of the mesh.
-    pipelines: two additional groups along the pipeline axis; empty if this axis has size 1. Each rank may issue the
-        messages of different groups in another order.
+    ranks: all processes of the mesh. pipelines: two additional groups along the pipeline axis, because a rank may
+        issue the messages of different groups in another order; empty if this axis has size 1.
     """
 
     weights: DeviceMesh
@@ -90,8 +88,8 @@ class Mesh:
         self.experts = self._grid(pipeline=pipeline, replicate=replicate, shard=rest, expert=degrees.experts)
         self.tokens = self._grid(pipeline=pipeline, data=degrees.data, context=degrees.context, tensor=tensor)
         self.ranks = Ranks(dist.new_group(list(range(degrees.processes)), timeout=self._timeout), device)
-        # every process creates the groups of all pipelines: torch (2.13) names a group by the number of groups that
-        # the process has created so far, and all members have to use the same name
+        # every process creates the groups of all pipelines, because all members have to use the same name for a
+        # group, which torch (2.13) names by the number of groups that the process has created so far
         pipelines = self.tokens.mesh.flatten(1).T.tolist()
         for ranks in [*pipelines, *pipelines] if pipeline > 1 else []:
             group = dist.new_group(ranks, self._timeout)

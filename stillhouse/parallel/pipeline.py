@@ -55,17 +55,15 @@ class Pipeline:
         # FSDP moves a stage's inputs to the device, and would wait for each number that is in host memory
         self._device_of_numbers = mesh.device if mesh.is_sharded else torch.device("cpu")
         self.reverse_groups = mesh.pipelines
-        self.prefetch: TeacherPrefetch | None = None
-        if scheme.prefetch:
-            (stage,) = self.stages.values()
-            self.prefetch = TeacherPrefetch(stage, plan, mesh)
+        # a schedule that prefetches has one stage on each rank
+        self.prefetch = TeacherPrefetch(self.stages[self.rank], plan, mesh) if scheme.prefetch else None
         self._schedule_key: tuple[Any, ...] = ()
         self._schedule: Any = None
 
     def forward_backward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
-        """Add the gradients of the micro-batches' losses to the parameters.
+        """Add the gradients of the micro-batches' losses to the parameters, and return the results of this rank's
+        stages, stage by stage. Only those of the last stage have an output.
 
-        Returns the results of this rank's stages, stage by stage; only results of the last stage have an output.
         All micro-batches must have the same shape. Raises ValueError if the schedule does not support their number.
         """
         step, numbers = _Step.of(inputs), torch.arange(len(inputs), device=self._device_of_numbers)
@@ -88,10 +86,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
-        """Run micro-batches of any number and shapes without gradients.
-
-        Returns the results of the last stage; on ranks without the last stage, an empty list. Torch's schedules are
-        not used, because ZBV cannot run without backward (torch 2.13).
+        """Run micro-batches of any number and shapes without gradients, and return the results of the last stage, if
+        it is on this rank. Torch's schedules are not used, because ZBV cannot run without backward (torch 2.13).
         """
         step = _Step.of(inputs)
         if self.prefetch is not None and step.request is not None:  # no training step will run them
@@ -111,11 +107,9 @@ class Pipeline:
                         for buffer in received:
                             dist.recv(buffer, group=self._message_group(source, self.rank), group_src=source)
                     passed = stage(*received, number=torch.full((1,), index, device=self._device_of_numbers))
-                    if number + 1 == self.count:
-                        continue
-                    if target == self.rank:
+                    if target == self.rank and number + 1 < self.count:
                         outputs[number, index] = passed
-                    else:
+                    elif number + 1 < self.count:
                         for hidden in passed:
                             sends.send(hidden, self._message_group(self.rank, target), target)
         sends.wait()
@@ -205,7 +199,7 @@ class Pipeline:
 
 @dataclass
 class _Step:
-    """The micro-batches and results of one call. A stage has this object and gets the number of a micro-batch.
+    """The micro-batches and results of one call.
 
     inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
     in_stage: whether a teacher runs in the stages. request: the number of its request.
@@ -262,16 +256,14 @@ class _Stage(nn.Module):
         if step.prefetched is not None and self.is_last:
             hidden = (*hidden, step.prefetched.pop(index))
         result = self.pair(step.inputs[index], *hidden, run_teacher=step.prefetched is None)
-        if not self.is_last:
-            step.results[self.number, index] = replace(result, output=None, teacher_BSE=None)
-            passed = (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
-            # a stage whose next stage is on the same rank detaches them in place, which a view does not allow (ZBV)
-            return tuple(hidden if hidden._base is None else hidden.clone() for hidden in passed)
-        step.results[self.number, index] = replace(result, teacher_BSE=None)
-        if not torch.is_grad_enabled():
-            return ()
-        # 1-D, because the schedule cannot merge 0-D losses
-        return torch.stack([result.output.loss])
+        output: Any = result.output if self.is_last else None
+        step.results[self.number, index] = replace(result, output=output, teacher_BSE=None)
+        if self.is_last:
+            # 1-D, because the schedule cannot merge 0-D losses
+            return torch.stack([output.loss]) if torch.is_grad_enabled() else ()
+        passed = (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
+        # a stage whose next stage is on the same rank detaches them in place, which a view does not allow (ZBV)
+        return tuple(hidden if hidden._base is None else hidden.clone() for hidden in passed)
 
 
 @replaceable

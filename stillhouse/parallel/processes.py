@@ -50,10 +50,7 @@ def log_rank0(line: str) -> None:
 
 
 def connect_processes(device: torch.device, timeout: float) -> None:
-    """Connect to the other processes that torchrun started.
-
-    timeout: the watchdog regards a rank as hung after this number of seconds.
-    """
+    """Connect to the other processes that torchrun started. timeout: seconds after which a silent rank is hung"""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
@@ -82,10 +79,8 @@ def wait_for_all() -> None:
 
 @contextmanager
 def temporary_groups(device: torch.device = CPU) -> Iterator[None]:
-    """Destroy the process groups that the block creates. All processes must be ready with them at its end.
-    device: where the block computes.
-
-    A group keeps threads (gloo) or memory of the GPU (NCCL). Nothing else destroys the groups of a mesh or an engine.
+    """Destroy the process groups that the block creates, which keep threads (gloo) or memory of the GPU (NCCL). All
+    processes must be ready with them at its end. device: where the block computes.
     """
     before = set(_world.pg_map)
     yield

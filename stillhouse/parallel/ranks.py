@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,9 +26,8 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """The processes of a group. A single process has no group.
-
-    Values must be representable in JSON. All methods except `share` are collectives of the group.
+    """The processes of a group; a single process has no group. All methods except `share` are collectives of the
+    group. Values must be representable in JSON.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device):
@@ -55,10 +55,7 @@ class Ranks:
         return items[self.rank :: self.size]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, by rank.
-
-        The number of copies between device and host does not depend on the number of processes.
-        """
+        """Return the values of all processes, by rank."""
         if self.group is None:
             return [value]
         return [json.loads(content) for content in self.exchange(json.dumps(value).encode())]
@@ -70,13 +67,13 @@ class Ranks:
         The first message has the length and the first bytes of a content. There is a second one only for more bytes.
         """
         header = len(content).to_bytes(LENGTH_BYTES, "little")
-        first = _texts(self.exchange_padded(header + content[:FIRST_BYTES], LENGTH_BYTES + FIRST_BYTES))
-        lengths = [int.from_bytes(text[:LENGTH_BYTES], "little") for text in first]
-        rest = [b""] * self.size
+        texts = self.exchange_padded(header + content[:FIRST_BYTES], LENGTH_BYTES + FIRST_BYTES).numpy()
+        lengths = [int.from_bytes(text[:LENGTH_BYTES].tobytes(), "little") for text in texts]
         if max(lengths) > FIRST_BYTES:
-            rest = _texts(self.exchange_padded(content[FIRST_BYTES:], max(lengths) - FIRST_BYTES))
-        texts = [text[LENGTH_BYTES:] + more for text, more in zip(first, rest, strict=True)]
-        return [text[:length] for text, length in zip(texts, lengths, strict=True)]
+            rest = self.exchange_padded(content[FIRST_BYTES:], max(lengths) - FIRST_BYTES).numpy()
+            texts = np.concatenate([texts, rest], axis=1)
+        ends = [LENGTH_BYTES + length for length in lengths]
+        return [text[LENGTH_BYTES:end].tobytes() for text, end in zip(texts, ends, strict=True)]
 
     def exchange_padded(self, content: bytes, longest: int) -> Tensor:
         """Return the contents of all processes [ranks, longest] in host memory. It waits for the device once."""
@@ -120,50 +117,41 @@ class Ranks:
             dist.barrier(self.group)
 
     @contextmanager
-    def all_raise(self, *kinds: type[BaseException]) -> Iterator[None]:
+    def all_raise(self, *kinds: type[BaseException]) -> Iterator[list[Any]]:
         """If the block raises an error of one of these kinds on any process, raise it on all processes.
 
         Without this, the other processes would wait for the failed process in their next collective. If several
-        processes fail, the kind that comes first in `kinds` decides, then the lowest rank.
+        processes fail, the kind that comes first in `kinds` decides, then the lowest rank. Yields a list to which the
+        block may add results; after the block, it has the results of all processes, by rank.
         """
+        results: list[Any] = []
         if self.size == 1:
-            yield
+            yield results
             return
         failure: BaseException | None = None
         try:
-            yield
+            yield results
         except kinds as error:
             failure = error
-        self._results(None, failure, kinds)
-
-    def gather_results(self, function: Callable[[], Any], *kinds: type[BaseException]) -> list[Any]:
-        """Call a function on every process and return all results, by rank. Errors are raised as in `all_raise`."""
-        if self.size == 1:
-            return [function()]
-        result, failure = None, None
-        try:
-            result = function()
-        except kinds as error:
-            failure = error
-        return self._results(result, failure, kinds)
-
-    def _results(
-        self, result: Any, local_failure: BaseException | None, kinds: Sequence[type[BaseException]]
-    ) -> list[Any]:
-        encoded = None if local_failure is None else _encoded(local_failure, kinds)
-        answers = self.gather([encoded, result])
+        encoded = None if failure is None else _encoded(failure, kinds)
+        answers = self.gather([encoded, results])
         failed = [rank for rank, (error, _) in enumerate(answers) if error is not None]
         if failed:
             rank = min(failed, key=lambda rank: answers[rank][0][0])
             # the failed rank raises the same type as all others, because callers may treat a subclass differently
-            raise _decoded(answers[rank][0], kinds) from (local_failure if rank == self.rank else None)
-        return [result for _, result in answers]
+            raise _decoded(answers[rank][0], kinds) from (failure if rank == self.rank else None)
+        results[:] = [result for _, rank_results in answers for result in rank_results]
+
+    def gather_results(self, function: Callable[[], Any], *kinds: type[BaseException]) -> list[Any]:
+        """Call a function on every process and return all results, by rank. Errors are raised as in `all_raise`."""
+        with self.all_raise(*kinds) as results:
+            results.append(function())
+        return results
 
     @contextmanager
     def shared(self, *kinds: type[BaseException]) -> Iterator["Shared"]:
-        """Give all processes the value that the first one has at the end of the block.
-
-        All processes raise its error if it is of one of these kinds. The block of the others must not communicate.
+        """Give all processes the value that the first one has at the end of the block, or raise its error on all of
+        them if it is of one of these kinds. The block of the others must not communicate.
         """
         shared = Shared()
         if self.size == 1:
@@ -184,17 +172,13 @@ class Ranks:
 
 @dataclass
 class Shared:
-    """The value of a block of `Ranks.shared`; it must be representable in JSON if there are several processes."""
+    """The value of a block of `Ranks.shared`."""
 
     value: Any = None
 
 
 #: only this process, also in a job of several processes
 ONE_PROCESS = Ranks(None, torch.device("cpu"))
-
-
-def _texts(encoded: Tensor) -> list[bytes]:
-    return [text.tobytes() for text in encoded.numpy()]
 
 
 def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list[Any]:
@@ -213,10 +197,8 @@ def _decoded(encoded: Sequence[Any], kinds: Sequence[type[BaseException]]) -> Ba
 
 
 class EarlyMessages:
-    """Messages to the first rank while the main threads of all ranks compute, beside the collectives.
-
-    They go through the job's store, on a connection of their own. A message that is not received in time is lost, so
-    they may only tell earlier what a later collective tells anyway. Values must be representable in JSON.
+    """Messages to the first rank while the main threads of all ranks compute, through the job's store. A message that
+    is not received in time is lost, so they may only tell earlier what a later collective tells anyway.
     """
 
     def __init__(self) -> None:
@@ -230,9 +212,8 @@ class EarlyMessages:
 
     @contextmanager
     def received(self, box: str, count: int, put: Callable[[Any], object]) -> Iterator[None]:
-        """On the first rank: until the block ends, call `put` with each message that arrives, in another thread.
-
-        The block must end with a collective that all ranks enter after their messages, unless it raises an error.
+        """On the first rank: call `put` with each message that arrives, in another thread, until the block ends.
+        Unless it raises an error, the block must end with a collective that all ranks enter after their messages.
 
         count: the number of messages; later ones are lost. box: may be used once. A ValueError of `put` is ignored.
         """

@@ -23,8 +23,8 @@ ONE = Degrees()
 class Scheme:
     """A pipeline schedule, and the assignment of stages to ranks.
 
-    per_rank: the number of stages on each rank.
-    in_v: whether stages are assigned in increasing, then in decreasing order: rank 0 has the first and the last one.
+    per_rank: the number of stages on each rank. in_v: whether they are assigned in increasing, then in decreasing
+        order: rank 0 has the first and the last one.
     prefetch: whether the teacher runs in separate actions, up to one step before the student.
     """
 

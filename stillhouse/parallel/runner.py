@@ -87,13 +87,13 @@ class Runner(DistributedStudent):
             yield from student.named_parameters()
 
     def stage_weights(self) -> dict[str, StageWeight]:
-        tensors = {name: tensor for student in self.decoders for name, tensor in student.state_dict().items()}
         return {
             name: StageWeight(
                 torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
                 partial(gathered_tensor, tensor, self.device),
             )
-            for name, tensor in tensors.items()
+            for student in self.decoders
+            for name, tensor in student.state_dict().items()
         }
 
     def shared_name(self, name: str) -> str:
@@ -106,9 +106,8 @@ class Runner(DistributedStudent):
 
     @replaceable
     def clip(self, limit: float) -> Tensor:
-        """Scale the gradient down to a norm of at most `limit` (0: do not scale).
-
-        Returns the norm of the global gradient before scaling, the same on every rank.
+        """Scale the gradient down to a norm of at most `limit` (0: do not scale). Returns the norm of the global
+        gradient before, the same on every rank.
         """
         held = reduce_partial_grads(parameter for _, parameter in self.named_parameters())
         degrees = self.layout.degrees

@@ -113,10 +113,8 @@ def empty_decoder(
 def load_weights(
     decoder: Decoder, folder: str | os.PathLike[str], device: torch.device, *, offload: bool = False
 ) -> None:
-    """Allocate the memory of a decoder on the meta device, and read its weights from a folder.
-
-    The decoder may have been cut and sharded. offload: parameters go to host memory, buffers to the device.
-    Raises ValueError if the folder lacks a weight. Stacked weights of experts may be stored as a tensor per expert.
+    """Allocate the memory of a decoder on the meta device, which may have been cut and sharded, and read its weights
+    from a folder. offload: parameters go to host memory, buffers to the device. Raises ValueError as `read_weights`.
     """
     allocate(decoder, device, offload=offload)
     read_weights(decoder, folder)
@@ -125,7 +123,8 @@ def load_weights(
 def read_weights(
     decoder: Decoder, folder: str | os.PathLike[str], prefix: str = "", renamed: Callable[[str], str] | None = None
 ) -> None:
-    """Read weights from a folder into the allocated memory of a decoder. Raises ValueError as `load_weights` does.
+    """Read weights from a folder into the allocated memory of a decoder. Raises ValueError if the folder lacks one.
+    Stacked weights of experts may be stored as a tensor per expert.
 
     prefix: read only the tensors whose names in the decoder begin with this prefix.
     renamed: for the folder of another model, whose vocabulary may have another size: maps a tensor's name in the
@@ -143,19 +142,17 @@ def read_weights(
 
     for name, value in state.items():
         is_new_mtp = name.startswith(MTP) and bool(decoder.mtp and decoder.mtp.is_new)
-        is_initialised = is_lora(name) or decoder.is_of_layer_loss(name) or is_new_mtp
-        if is_initialised or not name.startswith(prefix):
+        if is_new_mtp or is_lora(name) or decoder.is_of_layer_loss(name) or not name.startswith(prefix):
             continue
         # first the other names: a folder with only the files of a head may lack the embedding's
         aliases = [*(alias for alias, other in shared.items() if other == name), name]
         candidates = [candidate for alias in aliases for candidate in checkpoint_names(decoder, alias)]
         wanted = checkpoint_names(decoder, name)[0]
+        is_padded = False
         if renamed is not None:
             candidates, wanted = [renamed(candidate) for candidate in candidates], renamed(wanted)
-        stored = next(filter(None, map(names.get, candidates)), None)
-        if stored is not None:
-            has_vocabulary = name == decoder.embedding_name or name.startswith("head.linear.")
-            is_padded = renamed is not None and has_vocabulary
+            is_padded = name == decoder.embedding_name or name.startswith("head.linear.")
+        if stored := next(filter(None, map(names.get, candidates)), None):
             _read_rows(local(value), [*shard_slices(value)], value.shape, [stored], files, is_padded)
         elif parts := parts_of_stack(decoder, wanted):
             experts, *slices = shard_slices(value)
@@ -181,10 +178,9 @@ def read_weights(
 def _read_rows(
     shard: Tensor, slices: list[slice], shape: torch.Size, parts: list[str], files: dict[str, Path], is_padded: bool
 ) -> None:
-    """Read this process's `shard` of a global tensor. slices, shape: the shard's place, and the global shape.
-
-    parts: the names of the stored tensors that together have the rows of the global tensor, in order.
-    is_padded: whether the number of stored rows may differ by padding rows; missing rows become zero.
+    """Read this process's `shard` of a global tensor. slices, shape: the shard's place, and the global shape. parts:
+    the names of the stored tensors that together have the rows of the global tensor, in order. is_padded: whether the
+    number of stored rows may differ by padding rows; missing rows become zero.
     """
     rows, *columns = slices or [slice(0)]
     above = 0  # the number of rows in the previous parts
@@ -220,25 +216,23 @@ def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -
 
 
 def _untie(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
-    """Separate tied weights of a model on the meta device that differ in a folder's files, as transformers does. A
-    weight that is not stored, or whose file is missing, stays tied.
-    """
+    """Separate tied weights of a model on the meta device that differ in a folder's files, as transformers does."""
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     files = tensor_files(folder, partial=True) if ties else {}
     names = StoredNames(model, files)
     for target, source in ties.items():
         parameter = model.get_parameter_or_buffer(source)
         places = [(files[stored], stored) for stored in (names.get(source), names.get(target)) if stored is not None]
-        if len(places) < 2 or not all(path.is_file() for path, _ in places):
-            continue
-        if not _are_equal(places, parameter.dtype):
+        # a weight that is not stored, or whose file is missing, stays tied
+        are_stored = len(places) == 2 and all(path.is_file() for path, _ in places)
+        if are_stored and not _are_equal(places, parameter.dtype):
             module, _, leaf = target.rpartition(".")
             setattr(model.get_submodule(module), leaf, nn.Parameter(torch.empty_like(parameter)))
             model.all_tied_weights_keys.pop(target, None)
 
 
 def _are_equal(places: list[tuple[Path, str]], dtype: torch.dtype) -> bool:
-    """Whether two stored tensors are equal in a dtype; some rows are in memory at a time. places: files and names."""
+    """Whether two stored tensors are equal in a dtype; some rows are in memory at a time. places: files and names"""
     with ExitStack() as opened:
         opened.enter_context(reading(f"{places[0][0]} and {places[1][0]}: their weights cannot be compared"))
         one, other = (opened.enter_context(safe_open(path, framework="pt")).get_slice(name) for path, name in places)

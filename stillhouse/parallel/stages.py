@@ -5,7 +5,7 @@ A stage keeps the model's modules and their names. `backbone_cut.py` says which 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ class StagePlan:
     """Properties of the full models that a pipeline needs after the models have been cut.
 
     student, teacher: the sizes of the hidden states; teacher=None: no teacher's layers run in the stages.
-    cuts: the parts of the backbones of the student and of the teacher, if there is a teacher model.
+    cuts: of the backbones of the student and of the teacher, if there is a teacher model.
     tied: whether the student's embedding (first stage) and its head (last stage) are trained as one weight.
     copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
     teacher_cost: of a forward of the teacher's layers, in units of a forward of the student's layers.
@@ -90,15 +90,13 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
             f"{stages} pipeline stages for a student of {student.layers} layers: expected at most one stage per layer"
         )
     models = [student] if teacher is None else [student, teacher]
-    total = sum(model.passes * (model.layers * model.layer + model.head) for model in models)
-    heads = sum(model.passes * model.head for model in models)
+    share = sum(model.passes * (model.layers * model.layer + model.head) for model in models) / stages
     # what the layers of each stage may cost: an equal share of the total; on the last stage, less the heads' cost
-    room = [total / stages] * (stages - 1) + [max(0.0, total / stages - heads)]
+    room = [share] * (stages - 1) + [max(0.0, share - sum(model.passes * model.head for model in models))]
     cuts = []
     for layers, least in ((student.layers, 1), (0 if teacher is None else teacher.layers, 0)):
-        borders, before = [0], 0.0
-        for number, stage_room in enumerate(room, start=1):
-            before += stage_room
+        borders = [0]
+        for number, before in enumerate(accumulate(room), start=1):
             wanted = round(layers * before / sum(room))
             borders.append(min(max(wanted, borders[-1] + least), layers - least * (stages - number)))
         cuts.append([range(*border) for border in pairwise(borders)])
@@ -132,8 +130,7 @@ def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
     """Raise ValueError for a stage without trained layers, because torch's schedules send gradients to all stages."""
     layers = student.layers()
     for stage in stages:
-        held = (parameter for number in stage.student for parameter in layers[number].parameters())
-        if not any(parameter.requires_grad for parameter in held):
+        if not any(weight.requires_grad for number in stage.student for weight in layers[number].parameters()):
             raise ValueError(
                 f"no parameter is trained on stage {stage.number + 1} of {stage.count}, layers {stage.student.start} "
                 f"to {stage.student.stop - 1} of the student: expected an adapter in layers of every stage, "
@@ -145,8 +142,7 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
     """Raise ValueError if hidden-state matching compares layers of student and teacher on different stages."""
     for layer, teacher_layer in (pair for loss in student.layer_losses.values() for pair in loss.layer_pairs):
         stage = next(stage for stage in stages if layer in stage.student)
-        if teacher_layer not in stage.teacher:
-            layers = stage.teacher
+        if teacher_layer not in (layers := stage.teacher):
             expected = f"one of {layers.start} to {layers.stop - 1}" if layers else "a layer that is on its stage"
             raise ValueError(
                 f"layer {layer} of the student is on stage {stage.number + 1} of {stage.count}, and layer "
@@ -171,8 +167,7 @@ def keep_layers(
             modules[number] = AbsentLayer(layer, cut.returns_tuple)
     for loss in decoder.layer_losses.values():
         loss.keep(layers)
-    absent = (() if first else cut.first + cut.beside) + (() if (last if norm is None else norm) else cut.last)
-    for path in absent:
+    for path in (() if first else cut.first + cut.beside) + (() if (last if norm is None else norm) else cut.last):
         remove_part(backbone, path)
     if not first:
         continue_with_received(backbone, modules[0])

@@ -1,7 +1,7 @@
 """A pipeline whose teacher runs up to one step before its student, in the bubbles of 1F1B.
 
-The student uses torch's 1F1B and PipelineStage. The teacher's hidden states are sent in separate messages. The last
-stage keeps them until the student's forward of the same micro-batch.
+The student uses torch's 1F1B and PipelineStage. The teacher's hidden states are sent in separate messages, and the
+last stage keeps them until the student's forward of the same micro-batch.
 
 A simulation with estimated costs gives the order before each step. Every process computes the same order, so the
 ranks cannot deadlock, even if the true costs are different.
@@ -61,8 +61,8 @@ class Action(NamedTuple):
 class Order:
     """The order in which every rank runs its actions in a step.
 
-    done: for each rank, the number of T actions of the next step that the rank runs in this step.
-    time: the duration of the step, in units of a forward of a student's stage.
+    done: by rank, the number of T actions of the next step in this order. time: the duration of the step, in units of
+    a forward of a student's stage.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -89,14 +89,14 @@ def bubble_schedule(micro_batches: int, next_micro_batches: int, teacher: float,
             needed.append(action._replace(kind="T"))
         return [other for other in needed if other not in run]
 
-    orders_of_torch = [one_f_one_b(rank, len(ranks), micro_batches) for rank in ranks]
-    student = [[Action(0, rank, *action) for action in orders_of_torch[rank]] for rank in ranks]
-    teacher_now = [[Action(0, rank, "T", number) for number in range(done[rank], micro_batches)] for rank in ranks]
-    teacher_next = [[Action(1, rank, "T", number) for number in range(next_micro_batches)] for rank in ranks]
-    without_next = simulate([[student[rank], teacher_now[rank]] for rank in ranks], needs, costs)
-    lanes = [[student[rank], teacher_now[rank] + teacher_next[rank]] for rank in ranks]
+    lanes = []
+    for rank in ranks:
+        student = [Action(0, rank, *action) for action in one_f_one_b(rank, len(ranks), micro_batches)]
+        lanes.append([student, [Action(0, rank, "T", number) for number in range(done[rank], micro_batches)]])
+    limit = max(simulate(lanes, needs, costs).values())
+    for rank, (_, teacher_lane) in enumerate(lanes):
+        teacher_lane += [Action(1, rank, "T", number) for number in range(next_micro_batches)]
     with_next = simulate(lanes, needs, costs)
-    limit = max(without_next.values())
     kept = [action for action, end in with_next.items() if not action.step or end - teacher <= limit]
     orders = tuple(tuple(action for action in kept if action.stage == rank) for rank in ranks)
     next_done = tuple(sum(action.step for action in order) for order in orders)
@@ -146,10 +146,8 @@ def simulate(
 class Schedule1F1BWithPrefetch(Schedule1F1B):
     """torch's 1F1B, with an order that also contains the teacher's actions.
 
-    order: of the next step. run_teacher: runs an action of kind T.
-    backward_group: the group for gradients. NCCL runs the messages of a group in the order in which each rank issues
-        them. With one group for hidden states and gradients, two ranks that issue them in different orders would
-        deadlock.
+    order: of the next step. run_teacher: runs an action of kind T. backward_group: the group for gradients (see
+    `Pipeline._message_group`).
     """
 
     order: Sequence[Action] = ()
@@ -191,7 +189,7 @@ class Schedule1F1BWithPrefetch(Schedule1F1B):
 class _TeacherStep:
     """The teacher's progress on a step's micro-batches.
 
-    done: for each rank, the number of micro-batches that the rank's teacher stage runs before the step begins.
+    done: by rank, the number of micro-batches that the rank's teacher stage runs before the step begins.
     request: the number of the request for these micro-batches; None: they were not announced.
     received: hidden states that this stage has received but not used yet, by micro-batch.
     hidden: on the last stage, the teacher's hidden states after its final norm, by micro-batch.
@@ -226,11 +224,11 @@ class TeacherPrefetch:
         #: the announced micro-batches of later steps by request number, in the order of the steps
         self.announced: dict[int, Sequence[MicroBatch]] = {}
         self._numbers = itertools.count()
-        self.now, self.next = self._step((), 0), self._step((), 0)
+        self.now = self.next = _TeacherStep((), (0,) * self.ranks)
         self.sends = Sends()
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Announce the micro-batches of the step after the last announced step; returns the request's number."""
+        """Announce the micro-batches of the step after the last announced step. Returns the request's number."""
         number = next(self._numbers)
         self.announced[number] = micro_batches
         return number
@@ -238,8 +236,7 @@ class TeacherPrefetch:
     def begin(self, micro_batches: Sequence[MicroBatch], request: int | None, *, runs: bool) -> Sequence[Action]:
         """Return this rank's actions in a step. On the last stage, T actions write hidden states to `now.hidden`.
 
-        request: the number of the step's request; None: the step was not announced. runs: whether the step needs the
-            teacher.
+        request: of the step; None: it was not announced. runs: whether the step needs the teacher.
         """
         for number in [number for number in self.announced if request is None or number <= request]:
             del self.announced[number]
@@ -247,39 +244,31 @@ class TeacherPrefetch:
         if request is not None and self.next.request == request:
             self.now = self.next
         else:
-            self.now = self._step(micro_batches, 0 if runs else len(micro_batches))
-        self.next = self._step(following, 0, next_request)
+            self.now = _TeacherStep(micro_batches, (0 if runs else len(micro_batches),) * self.ranks)
         order = bubble_schedule(len(micro_batches), len(following), self.plan.teacher_cost, self.now.done)
-        self.next.done = order.done
+        self.next = _TeacherStep(following, order.done, next_request)
         return order.ranks[self.rank]
 
     def run_teacher(self, action: Action) -> None:
         """Run an action of kind T."""
-        step = self.next if action.step else self.now
-        number = action.micro_batch
+        step, number = self.next if action.step else self.now, action.micro_batch
         received: tuple[Tensor, ...] = ()
         if self.rank:
             waiting = step.received.pop(number, None)
             received = (self._receive(step.micro_batches[number]) if waiting is None else waiting,)
         hidden_BSE = self.stage(*received, teacher_of=step.micro_batches[number]).contiguous()
-        if self.rank + 1 == self.ranks:
+        if self.rank + 1 < self.ranks:
+            self.sends.send(hidden_BSE, self.group, self.rank + 1)
+        else:
             step.hidden[number] = hidden_BSE
-            return
-        self.sends.send(hidden_BSE, self.group, self.rank + 1)
 
     def end(self) -> None:
-        """Complete all messages of the step: receive the hidden states that the previous stage has already sent for
-        the next step.
-        """
+        """Receive the hidden states that the previous stage has sent for the next step, and complete all messages."""
         if self.rank:
             done = self.next.done
             for number in range(done[self.rank], done[self.rank - 1]):
                 self.next.received[number] = self._receive(self.next.micro_batches[number])
         self.sends.wait()
-
-    def _step(self, micro_batches: Sequence[MicroBatch], done: int, request: int | None = None) -> _TeacherStep:
-        """Return a step that has not begun. done: the same number for every rank (see `_TeacherStep`)"""
-        return _TeacherStep(micro_batches, (done,) * self.ranks, request)
 
     def _receive(self, micro_batch: MicroBatch) -> Tensor:
         assert self.plan.teacher is not None
@@ -292,22 +281,18 @@ class TeacherPrefetch:
 _Message = tuple[Any, Tensor]
 
 
-class Sends:
+class Sends(list[_Message]):
     """The messages that a rank is sending."""
-
-    def __init__(self) -> None:
-        self.started: list[_Message] = []
 
     def send(self, tensor: Tensor, group: ProcessGroup, rank: int) -> None:
         self.add([(dist.isend(tensor, group=group, group_dst=rank), tensor)])
 
     def add(self, started: Iterable[_Message]) -> None:
-        self.started = [(work, tensor) for work, tensor in self.started if not work.is_completed()]
-        self.started += started
+        self[:] = [*(message for message in self if not message[0].is_completed()), *started]
 
     def wait(self) -> None:
-        _wait(self.started)
-        self.started = []
+        _wait(self)
+        self.clear()
 
 
 def _start(operations: Iterable[P2POp], group: ProcessGroup) -> list[_Message]:

@@ -99,7 +99,7 @@ class StageInputs:
     """The inputs of a stage for one micro-batch, without the hidden states of the previous stage.
 
     signals: by the teachers' names. processor: the student's output processor; its context is `DistillTargets`.
-    losses: the losses inside the student's layers. normalizer: the number of target tokens of the step.
+    losses: inside the student's layers. normalizer: the number of target tokens of the step.
     autocast: the dtype of the student's matrix products; None: the weights' dtype. Another teacher model ignores it.
     """
 
@@ -116,8 +116,7 @@ class StageResults:
     """The results of a stage for one micro-batch.
 
     output: the processor's result; on a stage without the student's head, the student's hidden states [B, S, D].
-    teacher_BSE: the teacher's hidden states if the teacher ran.
-    losses: names and values of the losses inside the layers of this stage.
+    teacher_BSE: the teacher's hidden states if the teacher ran. losses: names and values of those inside the layers.
     """
 
     output: Any

@@ -1,9 +1,8 @@
 """Ends a job in which a rank hangs, and names that rank.
 
 If a rank hangs (a stopped process, a dead machine, a file system that does not answer), all other ranks wait in a
-collective without any message. So each rank runs two additional threads. The first one publishes this rank's
-heartbeats, with the phase of its main thread, in the job's store, and reads those of all other ranks. The second one
-checks the heartbeats, and ends the process if
+collective without any message. So a thread of each rank publishes this rank's heartbeats, with the phase of its main
+thread, in the job's store, and reads those of all other ranks. Another thread checks them, and ends the process if
 
   - a rank has sent no heartbeat for `seconds`, or the store has not answered for `seconds`;
   - this process's main thread has made no progress for `seconds` in a timed phase (`enter`, `progress`).
@@ -39,8 +38,7 @@ def watch_ranks(store: Store, rank: int, ranks: int, seconds: float) -> None:
     """Watch the ranks of a job until `stop`. store: the job's store"""
     global _watchdog
     stop()
-    connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
-    _watchdog = Watchdog(connection, rank, ranks, seconds)
+    _watchdog = Watchdog(store, rank, ranks, seconds)
     atexit.register(stop)  # a thread that uses the store while the interpreter ends would crash the process
 
 
@@ -86,8 +84,8 @@ class Peer:
     """The latest information of this process about a rank.
 
     since: the time, by this process's clock, of the rank's last heartbeat; for this process itself, of its last
-    progress. beat: the number of the last heartbeat. number: the number of phases that the rank has entered so far.
-    begun: the number of micro-batches that the rank has begun in the current phase.
+    progress. beat: the number of the last heartbeat. number: the number of phases that the rank has entered.
+    begun: the number of micro-batches that it has begun in the current phase.
     """
 
     since: float
@@ -100,18 +98,16 @@ class Peer:
 
 
 class Watchdog:
-    """The two threads that watch a job.
-
-    store: a separate connection, because the main thread blocks its connection while it waits for an answer.
-    """
+    """The two threads that watch a job."""
 
     def __init__(self, store: Store, rank: int, ranks: int, seconds: float):
-        self.store, self.rank, self.ranks, self.seconds = store, rank, ranks, seconds
-        now = time.monotonic()
+        self.rank, self.ranks, self.seconds = rank, ranks, seconds
+        # the main thread blocks its connection to the store while it waits for an answer
+        self.store: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
+        self._store_answered = now = time.monotonic()
         self.state = Peer(now, phase="the start", process=f"{socket.gethostname()}, process {os.getpid()}")
         self._limit = f"{seconds:g} s (train.timeout)"
         self._peers = {peer: Peer(now) for peer in range(ranks) if peer != rank}
-        self._store_answered = now
         self._interval = min(seconds / BEATS, MAX_SECONDS_BETWEEN)
         self._stopped = threading.Event()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._exchange, self._watch)]
@@ -151,26 +147,27 @@ class Watchdog:
             now = time.monotonic()
             # this process was suspended, so all recorded times are too old
             if now - before > 3 * self._interval:
-                self._store_answered = self.state.since = now
-                for peer in self._peers.values():
+                self._store_answered = now
+                for peer in (self.state, *self._peers.values()):
                     peer.since = now
             before = now
             fault = self._fault(now)
-            if fault is not None and not self._stopped.is_set():
-                self._end(*fault)
+            if fault is None or self._stopped.is_set():
+                continue
+            message, silent = fault
+            # the lowest rank that is not silent prints at once; torchrun usually ends all others before they print
+            if self.rank != min(rank for rank in range(self.ranks) if rank not in silent):
+                self._stopped.wait(SECONDS_FOR_FIRST)
+            end_process(FAILED, error_line(f"{message}; a run continues from its last checkpoint"))
 
     def _fault(self, now: float) -> tuple[str, set[int]] | None:
         """Return an error message and the ranks that cannot print it; None if there is no fault."""
         if now - self._store_answered > self.seconds:
             held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            holder, silent_ranks = ("torchrun", set[int]()) if held_by_torchrun else ("rank 0", {0})
-            where = os.environ["MASTER_ADDR"]
-            return (
-                f"{holder} on {where}, which holds the job's store, has not answered for {self._limit}",
-                silent_ranks,
-            )
-        silent = [rank for rank, peer in self._peers.items() if now - peer.since > self.seconds]
-        if silent:
+            holder = ("torchrun" if held_by_torchrun else "rank 0") + f" on {os.environ['MASTER_ADDR']}"
+            message = f"{holder}, which holds the job's store, has not answered for {self._limit}"
+            return message, set() if held_by_torchrun else {0}
+        if silent := [rank for rank, peer in self._peers.items() if now - peer.since > self.seconds]:
             lines = [
                 f"{self._name(rank)} has sent no heartbeat for {self._limit}, last seen at {self._peers[rank].phase}"
                 if self._peers[rank].process
@@ -182,8 +179,7 @@ class Watchdog:
         # the limit is longer than for heartbeats, so that a suspended process is reported as silent
         if not state.timed or now - state.since <= self.seconds + 3 * self._interval:
             return None
-        behind = [rank for rank, peer in self._peers.items() if peer.number < state.number]
-        if behind:
+        if behind := [rank for rank, peer in self._peers.items() if peer.number < state.number]:
             others = " and ".join(f"{self._name(rank)} is still at {self._peers[rank].phase}" for rank in behind)
             return f"{others}, while this rank has waited at {state.phase} for {self._limit}", set()
         begun = {self.rank: state.begun} | {rank: peer.begun for rank, peer in self._peers.items()}
@@ -191,14 +187,6 @@ class Watchdog:
         where = "" if len(fewest) == self.ranks else f"; rank {', '.join(fewest)} has begun the fewest micro-batches"
         message = f"{state.phase} has made no progress for {self._limit}, although all ranks send heartbeats"
         return message + where, set()
-
-    def _end(self, message: str, silent: set[int]) -> None:
-        """Print the message and end this process. The lowest rank that is not silent prints at once; torchrun usually
-        ends all others before they print.
-        """
-        if self.rank != min(rank for rank in range(self.ranks) if rank not in silent):
-            self._stopped.wait(SECONDS_FOR_FIRST)
-        end_process(FAILED, error_line(f"{message}; a run continues from its last checkpoint"))
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._peers[rank].process})"

@@ -4,18 +4,16 @@ Compiled and plain layers run the same artificial documents, in the layout and t
 rounding errors differ, because a compiled function keeps intermediate results in float32 and adds in another order.
 Rounding can change the experts of single tokens, so errors are medians over tokens and over parameters.
 
-A plan of tensor parallelism can be wrong for a model. For example, a function between two sharded matrices may need
-a mean over all columns, but a rank has only some columns. The hidden states are then equal on all ranks, but wrong.
-Therefore a full copy of every layer, with weights gathered from the ranks, runs once on the same inputs. A process
-has only one full layer in memory at a time.
+A plan of tensor parallelism can be wrong for a model: a function between two sharded matrices may need a mean over
+all columns, of which a rank has only some. The hidden states are then equal on all ranks, but wrong. Therefore a full
+copy of every layer, with weights gathered from the ranks, runs once on the same inputs, one layer at a time.
 
 Backward passes find the parameters whose gradients have to be summed over the tensor ranks. Each rank has a full copy
 of every parameter that the plan does not name. If the parameter is applied to the replicated hidden states, its
 gradient is the same on all ranks. If it is applied between sharded matrices (a norm of each head, or the parameter
 of an activation), a rank's gradient has only the contribution of its own heads or columns. A model is refused if its
-plan does not name a matrix between the hidden states and the sharded matrices. The hidden states then get a partial
-gradient, which differs between ranks. The gradients of all earlier parameters would mix partial and full gradients,
-and no sum could correct them.
+plan does not name a matrix between the hidden states and the sharded matrices: the hidden states then get a partial
+gradient, earlier parameters mix partial and full gradients, and no sum can correct them.
 
 T tokens, D width.
 """
@@ -64,11 +62,10 @@ _HIDDEN = "hidden states behind "
 def prove_compiled(
     runner: Runner, subject: Subject, micro_batches: Sequence[StageInputs], precision: torch.dtype | None
 ) -> None:
-    """Compare compiled and plain layers. A collective of all processes of the runner.
+    """Compare compiled and plain layers. Warns of breaks in the compiled graphs. Clears all gradients.
 
-    subject: the runner's models. micro_batches: add the gradients of a loss to the student's parameters. precision:
-    the dtype of the matrix products; None: the dtype of the weights. Raises ProofError on processes with an error.
-    Warns of breaks in the compiled graphs. Clears all gradients.
+    subject: the runner's models. micro_batches: with a loss of the student. precision: the dtype of the matrix
+    products; None: that of the weights. Raises ProofError on processes with an error. A collective of all processes.
     """
     breaks, probe = counters["graph_break"].copy(), subject.probe
     with evaluating(*runner.decoders), torch.no_grad():
@@ -78,8 +75,7 @@ def prove_compiled(
     errors = [("hidden states", relative_errors(*pair).median()) for pair in zip(hidden, expected, strict=True)]
     if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
         errors.append(("gradients", _gradient_error(runner, micro_batches)))
-    new_breaks = counters["graph_break"] - breaks
-    if new_breaks and runner.ranks.is_first:
+    if (new_breaks := counters["graph_break"] - breaks) and runner.ranks.is_first:
         reasons = name_list(reason.partition("\n")[0] for reason in new_breaks)
         warnings.warn(
             f"train.compile: {new_breaks.total()} breaks in the graphs of the compiled layers, which run plain torch "
@@ -107,12 +103,11 @@ def _gradient_error(runner: Runner, micro_batches: Sequence[StageInputs]) -> Ten
             runner.zero_grad()
             runner.forward_backward(micro_batches)
             after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-            is_random = not all(map(torch.equal, before, after))
-        held = reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
-        names = {id(parameter): name for name, parameter in runner.named_parameters()}
-        values = {names[id(parameter)]: local(parameter.grad) for parameter in held if parameter.grad is not None}
+        reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
+        named = runner.named_parameters()
+        values = {name: local(parameter.grad) for name, parameter in named if parameter.grad is not None}
         runner.zero_grad()
-        return values, bool(runner.ranks.largest(int(is_random)))
+        return values, bool(runner.ranks.largest(int(not all(map(torch.equal, before, after)))))
 
     training = True
     with layers_not_compiled():
@@ -136,11 +131,12 @@ def _gradient_error(runner: Runner, micro_batches: Sequence[StageInputs]) -> Ten
 def layers_compared(
     decoder: Decoder, build: Callable[[], Decoder], precision: torch.dtype | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Compare the layers of a decoder with their full copies, in the forward passes of the block.
+    """Compare the layers of a decoder with their full copies, in the forward passes of the block. Each pass is a
+    collective of the processes over which the layers are sharded. Yields errors by layer name, in units of the
+    allowed error.
 
     build: returns the decoder before it was distributed. precision: the dtype of the matrix products; None: the dtype
-    of the hidden states. Yields the errors by layer name, in units of the allowed error. In the block, a forward pass
-    is a collective of the processes over which the decoder's layers are sharded.
+    of the hidden states.
     """
     names = {module: name for name, module in decoder.named_modules()}
     unsharded = build().eval()
@@ -153,7 +149,6 @@ def layers_compared(
 
     @torch.no_grad()
     def compare_layer(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        """A forward hook of a layer: write the error of its output to `errors`."""
         input_BSD = options["hidden_states"] if "hidden_states" in options else arguments[0]
         named = (*layer.named_parameters(), *layer.named_buffers())
         tensors = {key: gathered_tensor(value, input_BSD.device) for key, value in named}
@@ -187,9 +182,8 @@ def require_equal_layers(decoder: Decoder, errors: Mapping[str, Tensor]) -> None
 
 def _allowed_errors(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> Tensor:
     """Return the error of each token, in units of the allowed error."""
-    output_TD, expected_TD, input_TD = (
-        value.double().flatten(0, -2) for value in (output_BSD, expected_BSD, input_BSD)
-    )
+    hidden = (output_BSD, expected_BSD, input_BSD)
+    output_TD, expected_TD, input_TD = (value.double().flatten(0, -2) for value in hidden)
     added_T = (expected_TD - input_TD).norm(dim=-1)
     # the rounding error of input + update, in the dtype of the hidden states
     rounding_T = torch.finfo(output_BSD.dtype).eps * expected_TD.norm(dim=-1)
@@ -198,12 +192,12 @@ def _allowed_errors(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor,
 
 
 def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], StageInputs]) -> list[nn.Parameter]:
-    """Return the parameters of this process whose gradients have to be summed over the tensor ranks.
+    """Return the parameters of this process whose gradients have to be summed over the tensor ranks. Parameters with
+    the same name in several layers are compared together. Clears all gradients. A collective of all processes.
 
-    Parameters with the same name in several layers are compared together. The sum is correct if the hidden states
-    have complete gradients, and the parameter's module runs once per forward pass. (A module that runs twice could be
-    applied both to hidden states and between sharded matrices.) Raises ProofError for gradients that differ between
-    ranks and cannot be summed. Clears all gradients. A collective of all processes.
+    The sum is correct if the hidden states have complete gradients, and the parameter's module runs once per forward
+    pass. (A module that runs twice could be applied both to hidden states and between sharded matrices.) Raises
+    ProofError for gradients that differ between ranks and cannot be summed.
     """
     runs, squares = Counter[nn.Module](), defaultdict[str, float](float)
     hidden: dict[str, Tensor] = {}
@@ -225,19 +219,16 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
             total[name] += value
     differing = {name: math.sqrt(total[f"{name} difference"] / total[name]) for name in list(total) if total[name]}
     parts = [(name, copy) for name, copy in _copies(runner) if differing.get(plan_name(name), 0.0) > _EQUAL]
-    problems = (
-        _problem(runner, name, parameter, differing[plan_name(name)], runs, count * _ROUNDS)
-        for name, parameter in parts
-    )
-    mixed = [
+    problems = [
         f"the gradients of the {name} differ by {difference:.1%} between ranks: a matrix that its plan does not name "
         "is used between the sharded ones: expected tensor=1"
         for name, difference in differing.items()
         if name.startswith(_HIDDEN) and difference > _EQUAL
     ]
-    problem = next(iter(mixed), "") or next(filter(None, problems), "")
+    for name, copy in parts:
+        problems.append(_problem(runner, name, copy, differing[plan_name(name)], runs, count * _ROUNDS))
     runner.zero_grad()
-    if problem:
+    if problem := next(filter(None, problems), ""):
         raise ProofError(f"{typename(runner.decoders[0].pretrained)} under tensor parallelism: {problem}")
     return [parameter for _, parameter in parts]
 
@@ -274,8 +265,8 @@ def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:
 
 
 def _add_squares(squares: defaultdict[str, float], runner: Runner, hidden: Mapping[str, Tensor]) -> None:
-    """Add the sum of squares of this process's gradients, by generic name. With the suffix " difference", the sum of
-    squares of their differences from the mean over the tensor ranks. A collective of the tensor ranks.
+    """Add the sums of squares of this process's gradients, by generic name. With the suffix " difference": those of
+    their differences from the mean over the tensor ranks. A collective of the tensor ranks.
     """
     reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
     copies = [(plan_name(name), local(parameter.grad)) for name, parameter in _copies(runner)]
@@ -297,9 +288,7 @@ def _add_squares(squares: defaultdict[str, float], runner: Runner, hidden: Mappi
 def _problem(
     runner: Runner, name: str, parameter: nn.Parameter, difference: float, runs: Counter[nn.Module], count: int
 ) -> str:
-    """Return why a parameter's different gradients cannot be summed; empty if they can be. runs: of each module, in
-    `count` forward passes.
-    """
+    """Return why a parameter's different gradients cannot be summed, or "". runs: in `count` forward passes."""
     if difference < _PARTIAL:
         return f"the gradients of '{name}' differ by {difference:.1%} between ranks, which should be equal"
     if any(axis == "tensor" for axis, _ in _axes(parameter)):

@@ -93,19 +93,13 @@ def prove_runner(
     runner: Runner, student: ModelSource, teacher: ModelSource | None, *, teacher_in_stages: bool
 ) -> None:
     """Prove the student and the teacher of a runner. A collective of all its processes; all of them raise ProofError.
+    Weights, modes and the states of random generators do not change.
 
     teacher_in_stages: whether the teacher's layers are in the student's stages; if not, only its head is proven.
-    Weights, modes and the states of random generators do not change.
     """
     names = student.name, "teacher" if teacher is None else teacher.name
     modes = (False, True) if runner.decoders[0].training else (False,)
-
-    def is_exact(training: bool) -> bool:
-        # compiled layers in train mode are compared with plain layers below, by gradients
-        with layers_not_compiled() if training else nullcontext():
-            return _prove_passes(runner, names, training, teacher_in_stages=teacher_in_stages)
-
-    while not all(is_exact(training) for training in modes):
+    while not all(_prove_passes(runner, names, mode, teacher_in_stages=teacher_in_stages) for mode in modes):
         pass  # a model packs documents in its next way
     for pair in runner.pairs.values():
         for decoder, name in zip((pair.student, pair.teacher), names, strict=True):
@@ -171,7 +165,9 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
     if teacher_in_stages:
         sides.append(_Side(students if pair.teacher_is_base else _teachers(runner), names[1], {TEACHER: IN_STAGE}))
     _require_same_packing(runner, sides)
-    with in_mode(*students, training=training):
+    # compiled layers in train mode are compared with plain layers later, by gradients
+    compiled = layers_not_compiled() if training else nullcontext()
+    with in_mode(*students, training=training), compiled:
         passes = _run_passes(runner, sides)
         if passes is None:
             return False
@@ -229,28 +225,20 @@ def _run_passes(
         packing = side.decoders[0].packing
         if side is not sides[-1] and not packing.has_arguments:
             continue
-        forward = ProbeForward(runner, side.signals)
+        forward, decoder = ProbeForward(runner, side.signals), side.decoders[0]
+        raised = partial(_raised, runner, side.name, decoder)
         try:
             if packing.has_arguments and runner.layout.stages > 1:
-                _run_first_stage(forward, side)
-            with _raised(runner, side.name), packing_errors(side.decoders[0].pretrained, packing):
+                # the first stage runs alone, because the others would wait for a stage that refuses arguments
+                with raised(), torch.no_grad(), evaluating(decoder), autocast(runner.device, probe_precision(runner)):
+                    if 0 in runner.pairs:
+                        decoder(**model_inputs(forward.micro_batch(), None), head=False)
+            with raised():
                 passes = forward, forward.exchanged()
         except PackingError as error:
             side.refuse(error)
             return None
     return passes
-
-
-@torch.no_grad()
-def _run_first_stage(forward: "ProbeForward", side: _Side) -> None:
-    """Run the first stage alone, because the other stages would wait for a stage that refuses arguments. Raises
-    PackingError on all processes if it does.
-    """
-    decoder, runner, micro_batch = side.decoders[0], forward.runner, forward.micro_batch()
-    with _raised(runner, side.name), packing_errors(decoder.pretrained, decoder.packing):
-        if 0 in runner.pairs:
-            with evaluating(decoder), autocast(runner.device, probe_precision(runner)):
-                decoder(**model_inputs(micro_batch, None), head=False)
 
 
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:
@@ -375,7 +363,8 @@ def _reshard(runner: Runner) -> None:
 
 
 @contextmanager
-def _raised(runner: Runner, name: str) -> Iterator[None]:
-    """Raise a ProofError of the block on all processes, with the model's name."""
-    with runner.ranks.all_raise(KernelError, PackingError, ProofError), prefixed(name, ProofError):
+def _raised(runner: Runner, name: str, packed: Decoder | None = None) -> Iterator[None]:
+    """Raise an error of the block on all processes, with the model's name. packed: raise its packing errors, too"""
+    packing = nullcontext() if packed is None else packing_errors(packed.pretrained, packed.packing)
+    with runner.ranks.all_raise(KernelError, PackingError, ProofError), prefixed(name, ProofError), packing:
         yield

@@ -24,8 +24,8 @@ from stillhouse.config.read_config import dotted_values
 from stillhouse.engine.optimizer import (
     CombinedOptimizer,
     make_optimizer,
+    make_step,
     require_optimizer,
-    set_learning_rate,
     weight_kinds,
 )
 from stillhouse.engine.state_folder import require_fit
@@ -84,8 +84,7 @@ def test_steps_are_those_of_the_library(kind: str, family: str) -> None:
             one.grad = torch.randn_like(one)
             two.grad = one.grad.clone()
         for one_optimizer in [optimizer, *expected]:
-            set_learning_rate(one_optimizer, 1e-2 / (1 + step))
-            one_optimizer.step()
+            make_step(one_optimizer, 1e-2 / (1 + step))
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         change = (two - before[name]).norm()
         assert change > 1e-3

@@ -39,7 +39,6 @@ class LossPart(LayerLosses, Protocol):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether a step with this loss needs a teacher's signals."""
         return False
 
     @classmethod

@@ -43,10 +43,10 @@ ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
 class MtpLoss(LossPart):
     """The objective at the MTP depths.
 
-    scale: the factor of the depths' loss in the step's loss. from_student: the signal is the student's own
-    distribution of the same token at depth 0, without gradients, instead of the teacher's distribution. group: the
-    context ranks, over which sequences are sharded; None: this process has full sequences. The depths' metrics and
-    values per token have the prefix `mtp_<depth>/`.
+    scale: the factor of the depths' loss in the step's loss. from_student: the signal is the student's distribution
+    of the same token at depth 0, without gradients, instead of the teacher's. group: the context ranks, over which
+    sequences are sharded; None: this process has full sequences. The depths' metrics and values per token have the
+    prefix `mtp_<depth>/`.
     """
 
     objective: ObjectiveSpec
@@ -149,10 +149,9 @@ class MtpLoss(LossPart):
         total, metrics, per_token = output.loss, dict(output.metrics), dict(output.per_token)
         for depth, hidden_BSD in enumerate(later, start=1):
             result = depth_loss(hidden_states=hidden_BSD, head=head, context=shifted, depth=depth)
-            total = total + self.scale * result.loss
-            named = {name: value for name, value in result.metrics.items() if name != CHUNK_TOKENS}
-            metrics |= {f"{PREFIX}{depth}/{name}": value for name, value in named.items()}
-            per_token |= {f"{PREFIX}{depth}/{name}": value_T for name, value_T in result.per_token.items()}
+            total, prefix = total + self.scale * result.loss, f"{PREFIX}{depth}/"
+            metrics |= {prefix + name: value for name, value in result.metrics.items() if name != CHUNK_TOKENS}
+            per_token |= {prefix + name: value_T for name, value_T in result.per_token.items()}
         return ObjectiveOutput(total, metrics, per_token)
 
     def held_out(self) -> Self:

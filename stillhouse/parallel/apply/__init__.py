@@ -49,9 +49,8 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
 def apply_residual_dtype(decoder: Decoder, dtype: torch.dtype) -> None:
     """Round the output of a decoder's embedding to this dtype under autocast; it is float32 otherwise.
 
-    Most families keep the dtype of the embedding's output in all layers, so that norms and additions read and write
-    half the bytes. A pipeline stage without the head always sends hidden states of this dtype, also of a family whose
-    layers return another one, because the next stage receives this dtype.
+    Most families keep this dtype in all layers, so that norms and additions read and write half the bytes. A pipeline
+    stage without the head always sends hidden states of this dtype, because the next stage receives this dtype.
     """
 
     def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Compiles each layer of a decoder with `torch.compile`; the layers of a model share the compiled code.
 
-Only a layer's `forward` is compiled. The layer's hooks run outside of it: those of FSDP, and those of losses inside
-layers. Activation checkpointing also stays outside, so that backward recomputes a layer by the same compiled code.
-The names of modules and parameters do not change. Generation with a cache of keys and values runs the plain layers.
+Only a layer's `forward` is compiled. The hooks of FSDP and of losses inside layers run outside of it. So does
+activation checkpointing, so that backward recomputes a layer by the same compiled code. The names of modules and
+parameters do not change. Generation with a cache of keys and values runs the plain layers.
 
 Sizes of micro-batches are symbols in the compiled code, except for a size of 1. So a kind of layer needs one graph
 for micro-batches of several rows, and another one for a single row.
@@ -33,11 +33,10 @@ _MOST_GRAPHS = 64
 
 
 def compile_layers(decoder: Decoder, backend: str = "inductor") -> None:
-    """Compile the layers of a decoder's language model; each is compiled at its first forward.
+    """Compile the layers of a decoder's language model, each at its first forward, which raises ProofError if a layer
+    cannot be compiled. To be called when the modules inside the layers are final (adapters), and before FSDP.
 
-    backend: see `torch.compile`. To be called when the modules inside the layers are final (adapters), and before
-    FSDP. A forward raises ProofError if a layer cannot be compiled.
-    Raises ValueError for a decoder with a loss inside its routers.
+    backend: see `torch.compile`. Raises ValueError for a decoder with a loss inside its routers.
     """
     if RouterBalance.name in decoder.layer_losses:
         raise ValueError(
@@ -47,11 +46,10 @@ def compile_layers(decoder: Decoder, backend: str = "inductor") -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     # backward is compiled together with forward, so that an error is raised where the layer is known
     torch._functorch.config.force_non_lazy_backward_lowering = True
-    compiled: dict[type[nn.Module], Forward] = {}
+    kinds: set[type[nn.Module]] = set(map(type, decoder.layers()))
+    compiled = {kind: torch.compile(kind.forward, dynamic=True, backend=backend) for kind in kinds}
     for layer in decoder.layers():
         kind = type(layer)
-        if kind not in compiled:
-            compiled[kind] = torch.compile(kind.forward, dynamic=True, backend=backend)
         # a bound method: a deep copy of a layer binds it to the copy
         layer.forward = MethodType(_forward(kind, compiled[kind], _taken_checkpoint(layer)), layer)
 
@@ -64,7 +62,7 @@ def layers_not_compiled() -> Iterator[None]:
 
 
 def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | None) -> Forward:
-    """Return the forward of layers of this class. checkpoint: calls a function and recomputes it in backward."""
+    """checkpoint: calls a function and recomputes it in backward."""
 
     def run(layer: nn.Module, *arguments: Any, **options: Any) -> Any:
         try:

@@ -39,8 +39,8 @@ _OF_TOKENS = ("input_ids", *TOKEN_TYPES)
 def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 1) -> None:
     """Make a decoder accept this rank's part of each sequence, with the position ids of that part.
 
-    tensor: the degree of tensor parallelism, which shards the same heads.
-    Raises ValueError for a model whose attention does not support this, and for degrees that do not divide the heads.
+    tensor: the degree of tensor parallelism, which divides the same heads. Raises ValueError for a model whose
+    attention does not support this, and for degrees that do not divide the heads.
     """
     config, ranks = text_config(decoder.config), group.size()
     inner, attention = config._attn_implementation, decoder.packing.attention
@@ -95,10 +95,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
 
 @contextmanager
 def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[None]:
-    """Within the block, a decoder gets whole sequences, as without context parallelism.
-
-    group: the context ranks; None: the decoder always gets whole sequences.
-    """
+    """Within the block, a decoder gets whole sequences, as without context parallelism (group=None)."""
     attention = decoder.packing.attention
     if group is None:
         yield
@@ -114,10 +111,9 @@ def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[No
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Appends the next `count` columns of the sequences to a rank's columns. The following ranks have these columns.
+    """Appends the next `count` columns of the sequences to a rank's columns; on the last rank, zeros. No gradient.
 
-    group: the context ranks; None: this process has the global sequences, and nothing is appended. On the last rank,
-    zeros are appended. There is no gradient.
+    group: the context ranks; None: this process has the global sequences, and nothing is appended.
     """
 
     count: int
@@ -142,7 +138,6 @@ def _with_global_masks(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """A forward pre-hook that passes to a module the masks and the position ids of the global sequences."""
     global_BS = gather_sequences(options["position_ids"], group)
     return arguments, options | masks(global_BS) | {"global_position_ids": global_BS}
 
@@ -168,8 +163,7 @@ class _Columns:
     is_whole: bool = False
 
     @property
-    def _is_sharded(self) -> bool:
-        """Whether the decoder gets its columns (see `whole_sequences`)."""
+    def _is_sharded(self) -> bool:  # not within `whole_sequences`
         return (self.config._attn_implementation or "").startswith(_ULYSSES)
 
     def gather(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -192,9 +186,8 @@ class _Columns:
             global_BS = _text(self._positions(options))
             return arguments, options | self.masks(global_BS) | {"global_position_ids": global_BS}
         positions, embeds_BSD = options["position_ids"], options["inputs_embeds"]
-        rank, shape_BS = self.group.rank(), embeds_BSD.shape[:2]
+        rank, shape_BS, part = self.group.rank(), embeds_BSD.shape[:2], dict[str, Any]()
         columns = slice(*(shape_BS[1] // self.group.size() * border for border in (rank, rank + 1)))
-        part: dict[str, Any] = {}
         is_image_BS, features = options.get("visual_pos_masks"), options.get("deepstack_visual_embeds")
         if is_image_BS is not None and features is not None:  # features that the model adds behind its layers
             part["visual_pos_masks"] = is_image_BS[:, columns]

@@ -35,12 +35,11 @@ def apply_fsdp(
     """Shard a decoder's weights over a mesh.
 
     mesh: (shard), or (replicate, shard) to keep several replicas of the sharded model.
-    experts: the modules of experts that expert parallelism has already distributed.
-    expert_mesh: like `mesh`, for the processes that have the same experts.
+    experts: the modules of experts that expert parallelism has already distributed. expert_mesh: like `mesh`, for
+        the processes that have the same experts.
     reshard_after_forward: free the gathered weights after forward and gather them again in backward.
     gather_dtype: the dtype in which layers and an untied head are gathered, for a forward under autocast to that
-    dtype; None: the dtype of the weights. With a gather_dtype, the gradients of these modules are summed over ranks
-    and micro-batches in float32.
+        dtype; their gradients are summed in float32. None: the dtype of the weights.
     offload: keep shards of weights and gradients, and thus the optimizer state, in host memory between uses.
     """
     # pinned memory needs a GPU; the GPU can then copy while it computes
@@ -83,7 +82,6 @@ def apply_fsdp(
 
 
 def _require_one_dtype(decoder: Decoder, layers: Sequence[nn.Module]) -> None:
-    """Raise ValueError if layers of one FSDP group train weights of several dtypes, which FSDP cannot do."""
     named = [pair for layer in layers for pair in layer.named_parameters()]
     trained = {parameter.dtype: name for name, parameter in named if parameter.requires_grad}
     if len(trained) > 1:

@@ -1,12 +1,11 @@
 """Tensor and expert parallelism: shards a decoder by its family's plans in transformers.
 
 Tensor parallelism uses torch's parallel styles. The layers' matrices are sharded according to the plan, the input
-embedding and the output head by vocabulary rows. Hidden states between the layers are replicated. `Head.shard` has
-the vocabulary rows of the head on this rank.
+embedding and the output head by vocabulary rows (`Head.shard`). Hidden states between the layers are replicated.
 
-Under expert parallelism, each process has some complete experts of a layer. The processes are neighbours on the shard
-and tensor axes of a mesh. An all-to-all dispatches each token to the processes of its experts, and another all-to-all
-sends the results back. Tensor ranks have the same tokens, so each tensor rank dispatches one slice of these tokens.
+Under expert parallelism, each process has some complete experts of a layer. An all-to-all dispatches each token to
+the processes of its experts, and another all-to-all sends the results back. Tensor ranks have the same tokens, so
+each of them dispatches one slice of these tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +71,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _mtp_modules(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of the block in each MTP layer. A block has the same module names as a layer."""
+    # the block in an MTP layer has the same module names as a layer
     for number, layer in enumerate(decoder.mtp_layers()):
         for name, module in layer.get_submodule("mtp_block").named_modules(prefix=f"layers.{number}"):
             if is_of_experts(name):
@@ -86,34 +85,32 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     Raises ValueError if there is no plan that is supported here, or if the degree does not divide the model's sizes.
     """
     config = text_config(decoder.config)
-    plan = ModelFacts(config).parallel_plan("tp")
-    if not plan:
-        raise ValueError(
-            f"model type '{config.model_type}' has no tensor-parallel plan in transformers: expected tensor=1"
-        )
+    facts, model_type = ModelFacts(config), f"model type '{config.model_type}'"
+    if not (plan := facts.parallel_plan("tp")):
+        raise ValueError(f"{model_type} has no tensor-parallel plan in transformers: expected tensor=1")
     # experts are not sharded: each rank gets some complete experts
     # the embedding is sharded by rows, like the head, even if a plan (transformers 5.17) names it
     plan = {name: style for name, style in plan.items() if not is_of_experts(name) and style != "embedding_rowwise"}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(
-            f"the tensor-parallel plan of model type '{config.model_type}' uses {', '.join(unknown)}, which is not "
+            f"the tensor-parallel plan of {model_type} uses {', '.join(unknown)}, which is not "
             f"supported here (but {', '.join(STYLES)} are): expected tensor=1"
         )
-    if size := ModelFacts(config).indivisible_size(MATRIX_SIZES, degree):
+    if size := facts.indivisible_size(MATRIX_SIZES, degree):
         raise ValueError(
-            f"tensor={degree} does not divide the model's {size[0]}={size[1]} (model type '{config.model_type}'): "
+            f"tensor={degree} does not divide the model's {size[0]}={size[1]} ({model_type}): "
             "expected a divisor of it"
         )
-    if ModelFacts(config).mixes_columns:
+    if facts.mixes_columns:
         raise ValueError(
-            f"model type '{config.model_type}' chooses activations by their mean over all columns of a matrix "
+            f"{model_type} chooses activations by their mean over all columns of a matrix "
             "(activation_sparsity_pattern), of which a tensor rank has a part: expected tensor=1"
         )
     embedding = input_embedding(decoder.pretrained)
     if embedding is not None and (inner := [name for name, _ in embedding.named_children()]):
         raise ValueError(
-            f"the embedding of model type '{config.model_type}' contains {', '.join(inner)}, which cannot run on a "
-            "part of the vocabulary: expected tensor=1"
+            f"the embedding of {model_type} contains {', '.join(inner)}, which cannot run on a part of the "
+            "vocabulary: expected tensor=1"
         )
     _require_planned_heads(decoder, plan)
     return plan
@@ -121,19 +118,18 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
 
 def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
     """Raise ValueError if attention has weights per head that the plan does not name, as in Cohere and Doge."""
-    config = text_config(decoder.config)
-    counts: set[int | None] = set()
+    config, counts = text_config(decoder.config), set[int | None]()
     for heads_name in HEADS:
         size = ModelFacts(config).sizes(heads_name)
         counts.update(size if isinstance(size, list) else [size])
     for name, module in decoder.language_model.named_modules():
         if ".self_attn" not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:
             continue
-        is_attention = name.endswith(".self_attn")
         styles = [plan.get(plan_name(f"{name}.{child}")) for child, _ in module.named_children()]
         # a vector with the width of a head is used for all heads; a plan may leave attention unsharded (Flint)
         heads = counts - {getattr(module, "head_dim", None)} if "colwise" in styles else set()
         for key, weight in module.named_parameters(recurse=False):
+            is_attention = name.endswith(".self_attn")
             by_head = weight.dim() == 1 and len(weight) in heads if is_attention else weight.dim() == 2
             if by_head and plan_name(f"{name}.{key}") not in plan:
                 raise ValueError(
@@ -147,15 +143,14 @@ def _shares_input(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
     children = {path: child for path, child in module.named_children() if next(child.parameters(), None) is not None}
     styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
     # an adapter has a replicated matrix
-    has_adapter = any(lora_parts(child) for child in children.values())
-    return all(styles) and not has_adapter and styles.count("colwise") > 1
+    return all(styles) and styles.count("colwise") > 1 and not any(map(lora_parts, children.values()))
 
 
 def _replicate_input(
     mesh: DeviceMesh, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """A forward pre-hook that makes a module's hidden states a replicated DTensor, so that the ranks all-reduce their
-    gradient once, instead of once per matrix that reads them.
+    """Make a module's hidden states a replicated DTensor. The ranks then all-reduce their gradient once, instead of
+    once per matrix that reads them.
     """
     replicated = partial(DTensor.from_local, device_mesh=mesh, placements=[Replicate()], run_check=False)
     if "hidden_states" in options:
