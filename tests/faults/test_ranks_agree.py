@@ -89,13 +89,8 @@ def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path,
     else:
         shutil.rmtree(folders[1] / which)
         save_model(folders[1] / which, "qwen3" if which == "teacher" else "llama", seed=9)
-    local = [
-        "eval.samples=1",
-        "student.model=student",
-        "teacher.model=teacher",
-        "data.train=train.jsonl",
-        "data.eval=eval.jsonl",
-    ]
+    local = ["eval.samples=1", *(f"{name}.model={name}" for name in ("student", "teacher"))]
+    local += [f"data.{name}={name}.jsonl" for name in ("train", "eval")]
     ranks = in_separate_folders(here, tmp_path, "distill", here / "run.yaml", f"out={tmp_path}/out", *local)
     assert ranks.wait() == [1, 1], ranks.texts
     named = ranks[0].err.partition("error: ")[2].partition(":")[0].partition(" (")[0]
@@ -104,16 +99,13 @@ def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path,
     assert not (tmp_path / "out").exists()
 
 
-def report_older_version(rank: int) -> None:
-    """Let one rank report another version of transformers."""
-    if int(os.environ["RANK"]) == rank:
-        run_folder.transformers.__version__ = "5.0.0"
+def report_older_version() -> None:
+    run_folder.transformers.__version__ = "5.0.0"
 
 
 def test_unlike_versions_are_a_warning(here: Path, tmp_path: Path) -> None:
-    ranks = Ranks(
-        2, "distill", here / "run.yaml", f"out={tmp_path}/out", hook=report_older_version, hook_arguments=(1,)
-    )
+    command = ["distill", here / "run.yaml", f"out={tmp_path}/out"]
+    ranks = Ranks(2, *command, hook=report_older_version, hook_rank=1)
     assert ranks.wait() == [0, 0]
     assert "warning: rank 1 runs transformers 5.0.0 and rank 0 runs transformers 5." in ranks[0].out
 
@@ -137,10 +129,8 @@ def test_a_second_run_that_loaded_while_the_first_one_worked(complete_run: Path,
     """The second run starts while the folder is free, and gets the lock after the first one has ended or died."""
     out, go, reached = tmp_path / "out", tmp_path / "go", tmp_path / "reached"
     arguments = [complete_run / "run.yaml", f"out={out}"]
-    hook_arguments = (str(go), str(reached))
-    other = Command(
-        "distill", *arguments, "train.learning_rate=0.5", hook=hold_before_lock, hook_arguments=hook_arguments
-    )
+    hook: dict[str, Any] = {"hook": hold_before_lock, "hook_arguments": (str(go), str(reached))}
+    other = Command("distill", *arguments, "train.learning_rate=0.5", **hook)
     wait_for(reached.exists)
     if ends == "complete":
         run("distill", *arguments)

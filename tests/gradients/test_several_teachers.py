@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,10 @@ def expected(
     session: Session, folder: Path, divergence: Divergence, prefixes: dict[str, str] | None = None
 ) -> dict[str, Tensor]:
     """The gradients of the first step in float64, from one document at a time and whole logits."""
-    student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64).train()
-    teachers = {
-        name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval() for name in SUBJECTS
-    }
-    step, documents = (
-        session.schedule.step_schedule.micro_batches(session.data.train, 0),
-        session.data.train.documents,
-    )
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float64)
+    student, teachers = load(folder / "student").train(), {name: load(folder / name).eval() for name in SUBJECTS}
+    documents = session.data.train.documents
+    step = session.schedule.step_schedule.micro_batches(session.data.train, 0)
     chosen = sorted({document for micro_batch in step for document in micro_batch.document_T.tolist()} - {-1})
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for number in chosen:
@@ -112,11 +109,12 @@ def of_equals(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
     return 0.5 * (divergence_from("math", q, z) + divergence_from("code", q, z))
 
 
-ROUTE = {"teachers.route": "subject"}
+ROUTE, LIVE = {"teachers.route": "subject"}, {"student": "live"}
 ONE_TEACHER = "every step trains documents of one teacher alone"
 DISTRIBUTIONS = {"teachers.sum": "distributions", "objective.temperature": 2.0}
 OF_CODE: dict[str, Any] = {"weight": 0.5, "temperature": 2.0}
 SERVED = {"url": "that of the server"}
+SERVED_CODE = {"prefix": PREFIXES["code"], **SERVED}
 #: top-k over the whole vocabulary of 400 ids is exact, too
 TOP_K = {"signal": "top_k", "top_k": 400}
 #: the keys of the two teachers, further settings, the divergence, and the teachers' prefixes
@@ -127,13 +125,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], Divergenc
     "one on a server": ({}, OF_CODE | SERVED, ROUTE, of_own_teacher, {}),
     "top-k of a server": ({}, OF_CODE | SERVED | TOP_K, ROUTE, of_own_teacher, {}),
     "prefixes": ({"prefix": PREFIXES["math"]}, {"prefix": PREFIXES["code"]}, {}, of_equals, PREFIXES),
-    "prefixes, one served": (
-        {"prefix": PREFIXES["math"]},
-        {"prefix": PREFIXES["code"], **SERVED},
-        {},
-        of_equals,
-        PREFIXES,
-    ),
+    "prefixes, one served": ({"prefix": PREFIXES["math"]}, SERVED_CODE, {}, of_equals, PREFIXES),
 }
 
 
@@ -157,7 +149,7 @@ def test_steps_of_a_single_teacher_are_warned_of(folder: Path) -> None:
 
 def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
     one_row = {"train.micro_batch_tokens": MAX_TOKENS}
-    session = session_with(folder, **named(folder, {}, {}), **{"teachers.route": "subject"}, **one_row)
+    session = session_with(folder, **named(folder, {}, {}), **ROUTE, **one_row)
     seen: dict[str, int] = {}
     for name, decoder in session.models.teachers.items():
 
@@ -174,17 +166,14 @@ def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
 
 def test_the_student_behind_a_prefix_is_its_own_teacher(folder: Path) -> None:
     """live: its gradient does not flow through the teacher."""
-    session = session_with(folder, **{"teachers.self": {"student": "live", "prefix": PREFIXES["math"]}})
+    session = session_with(folder, **{"teachers.self": LIVE | {"prefix": PREFIXES["math"]}})
     as_teacher = folder / "as teacher"
-    if not as_teacher.exists():
-        as_teacher.mkdir()
-        for name in SUBJECTS:
-            (as_teacher / name).symlink_to(folder / "student")
-        (as_teacher / "student").symlink_to(folder / "student")
-        (as_teacher / "train.jsonl").symlink_to(folder / "train.jsonl")
-    reference = expected(
-        session, as_teacher, lambda q, z, _: divergence_from("math", q, z), {"math": PREFIXES["math"]}
-    )
+    as_teacher.mkdir()
+    (as_teacher / "train.jsonl").symlink_to(folder / "train.jsonl")
+    for name in (*SUBJECTS, "student"):
+        (as_teacher / name).symlink_to(folder / "student")
+    prefixes = {"math": PREFIXES["math"]}
+    reference = expected(session, as_teacher, lambda q, z, _: divergence_from("math", q, z), prefixes)
     assert_same_as_float64(gradients(session), reference)
 
 
@@ -259,17 +248,9 @@ def test_heads_of_one_shape_share_a_buffer() -> None:
     ("settings", "error", "message"),
     [
         ({"teachers.route": "topic"}, DataError, r"train.jsonl:1: .*topic"),
-        (
-            {"teachers.route": "answer"},
-            DataError,
-            r"jsonl:1: column 'answer' is a string .*: expected one of code, math",
-        ),
-        ({"teachers.other": {"student": "live", "prefix": "{solution}"}}, DataError, r"train.jsonl:1: .*solution"),
-        (
-            {"teachers.other": {"student": "live", "prefix": "{answer.x}"}},
-            ConfigError,
-            r"other.prefix: .*\{answer.x\}",
-        ),
+        ({"teachers.route": "answer"}, DataError, r"jsonl:1: column 'answer' is a string .*: expected one of code, "),
+        ({"teachers.other": LIVE | {"prefix": "{solution}"}}, DataError, r"train.jsonl:1: .*solution"),
+        ({"teachers.other": LIVE | {"prefix": "{answer.x}"}}, ConfigError, r"other.prefix: .*\{answer.x\}"),
         ({f"teachers.{name}": {"student": "ema"} for name in "ab"}, ConfigError, r"b.student: got ema a second time"),
     ],
 )
@@ -295,7 +276,7 @@ def test_a_document_without_a_teacher_is_skipped_if_that_is_asked_for(folder: Pa
 def test_a_teacher_without_documents_is_refused(folder: Path) -> None:
     teachers = named(folder, {}, {}) | {"teachers.art": {"model": str(folder / "math")}}
     with pytest.raises(ConfigError, match=r"teachers.art: no document of data.train has 'art' in its column"):
-        session_with(folder, **teachers, **{"teachers.route": "subject"})
+        session_with(folder, **teachers, **ROUTE)
 
 
 def test_a_prefix_needs_the_columns_of_its_own_documents_alone(folder: Path, tmp_path: Path) -> None:
@@ -321,7 +302,7 @@ def test_a_prefix_that_the_students_head_has_no_row_for(folder: Path, tmp_path: 
     token = {"id": 600, "content": "☃", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     config["added_tokens"].append(token | {"special": True})
     (tmp_path / "student" / "tokenizer.json").write_text(json.dumps(config))
-    itself = {"teachers.self": {"student": "live", "prefix": "☃"}, "student.model": str(tmp_path / "student")}
+    itself = {"teachers.self": LIVE | {"prefix": "☃"}, "student.model": str(tmp_path / "student")}
     with pytest.raises(ValueError, match=r"of the prefix of teacher 'self' has no row in the student's head"):
         session_with(folder, **itself)
 
@@ -329,8 +310,7 @@ def test_a_prefix_that_the_students_head_has_no_row_for(folder: Path, tmp_path: 
 @pytest.mark.parametrize("family", ["gpt2", "granite"])
 def test_a_family_that_cannot_be_cut_runs_in_one_process(folder: Path, family: str) -> None:
     """Its gradients are those of the same teacher by itself."""
-    if not (folder / family).exists():
-        save_model(folder / family, family, seed=3)
+    save_model(folder / family, family, seed=3)
     model = {"model": str(folder / family)}
     actual = gradients(session_with(folder, **{"teachers.only": model}))
     alone = gradients(session_of(folder, **LOSS, **{"teacher.model": model["model"]}))

@@ -130,6 +130,11 @@ def micro_batch(seed: int = 0) -> MicroBatch:
     )
 
 
+def models() -> tuple[Decoder, Decoder]:
+    """Return a student and a teacher."""
+    return Decoder(build("llama"), verify=False), Decoder(build("qwen3", seed=1), verify=False)
+
+
 def engine_of(student: Decoder, teacher: Decoder | None) -> TorchEngine:
     return TorchEngine(single_process_runner(student, teacher), parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)"))
 
@@ -142,8 +147,7 @@ def gradients(engine: TorchEngine, batch: MicroBatch, signals: Sequence[Signals]
 
 def test_a_teachers_signal_is_the_same_however_it_comes() -> None:
     """The teacher is in the stage, gives hidden states computed before, or gives a signal with a separate head."""
-    student, teacher = Decoder(build("llama"), verify=False), Decoder(build("qwen3", seed=1), verify=False)
-    batch = micro_batch()
+    (student, teacher), batch = models(), micro_batch()
     exact = teacher.signal(**batch.inputs)
     hidden = TeacherHidden(exact.hidden_TE, DecoderHead(teacher))
     expected = gradients(engine_of(student, teacher), batch, [{TEACHER: IN_STAGE}])
@@ -154,27 +158,24 @@ def test_a_teachers_signal_is_the_same_however_it_comes() -> None:
 
 
 def test_a_teacher_may_read_other_tokens_than_the_student() -> None:
-    student, teacher = Decoder(build("llama"), verify=False), Decoder(build("qwen3", seed=1), verify=False)
-    batch, other = micro_batch(), micro_batch(seed=1)
+    (student, teacher), batch, other = models(), micro_batch(), micro_batch(seed=1)
     exact: FullVocab = teacher.signal(**other.inputs)
     expected = gradients(engine_of(student, None), batch, [{TEACHER: exact}])
-    actual = gradients(
-        engine_of(student, teacher), replace(batch, teacher_inputs=other.inputs), [{TEACHER: IN_STAGE}]
-    )
-    same = gradients(engine_of(student, teacher), batch, [{TEACHER: IN_STAGE}])
-    assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
+    engine, of_other = engine_of(student, teacher), replace(batch, teacher_inputs=other.inputs)
+    assert_equal_tensors(gradients(engine, of_other, [{TEACHER: IN_STAGE}]), expected)
+    same = gradients(engine, batch, [{TEACHER: IN_STAGE}])
     assert not any(torch.equal(same[name], gradient) for name, gradient in expected.items())
 
 
 @pytest.mark.parametrize("signals", [[], [{}, {}]])
 def test_another_number_of_signals_is_refused(signals: list[Signals]) -> None:
-    engine = engine_of(Decoder(build("llama"), verify=False), None)
+    engine = engine_of(models()[0], None)
     with pytest.raises(ValueError, match=f"{len(signals)} signals for 1 micro-batches: expected one for each"):
         gradients(engine, micro_batch(), signals)
 
 
 def test_another_objective_has_the_same_optimizer() -> None:
-    engine = engine_of(Decoder(build("llama"), verify=False), None)
+    engine = engine_of(models()[0], None)
     other = engine.with_losses(parse_objective("cross_entropy"))
     assert other.optimizer is engine.optimizer
     assert (str(engine.objective.divergence), other.objective.divergence) == ("jsd(0.5)", None)

@@ -62,26 +62,23 @@ def configurations(
         return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=layers, norm_topk_prob=True)
     if family in PARTIAL:
         small = AutoConfig.for_model(family, **SHAPE, **PARTIAL[family], hidden_size=48, num_hidden_layers=2)
-        layers = min(teacher_layers, 4)
-        return small, Qwen3Config(
-            **SHAPE, hidden_size=64, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False
-        )
+        return small, qwen3(64, min(teacher_layers, 4))
     if family in CAUSAL and family not in (*FAMILIES, "qwen3"):
         small = tiny_config(family)
         for dropout in {"resid_pdrop", "attn_pdrop", "embd_pdrop"} & vars(small).keys():
             setattr(small, dropout, 0.0)
-        return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=min(teacher_layers, 4), head_dim=16)
+        return small, qwen3(64, min(teacher_layers, 4))
     if family != "qwen3":
         other = [build(family).config, build(family).config]
         for config in other:
             # dropout draws other numbers on every layout, and no tensor-parallel plan has a norm over all heads
             config.resid_pdrop, config.use_qk_norm = 0.0, False
         return other[0], other[1]
-    layers = depth or (2 if few_layers else 4)
-    small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False)
-    return small, Qwen3Config(
-        **SHAPE, hidden_size=64, num_hidden_layers=teacher_layers, head_dim=16, tie_word_embeddings=False
-    )
+    return qwen3(48, depth or (2 if few_layers else 4)), qwen3(64, teacher_layers)
+
+
+def qwen3(width: int, layers: int) -> PreTrainedConfig:
+    return Qwen3Config(**SHAPE, hidden_size=width, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False)
 
 
 def build_student(config: PreTrainedConfig, mtp: str = "") -> Decoder:

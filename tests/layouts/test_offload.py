@@ -46,9 +46,8 @@ CUDA = pytest.param(
 
 @pytest.fixture(params=[CPU, CUDA], ids=str)
 def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mesh]:
-    dist.init_process_group(
-        BACKENDS[request.param.type], init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
+    method = f"file://{tmp_path / 'store'}"
+    dist.init_process_group(BACKENDS[request.param.type], init_method=method, rank=0, world_size=1)
     yield Mesh(Degrees(), request.param)
     dist.destroy_process_group()
 
@@ -102,9 +101,8 @@ def offloaded(folder: Path, mesh: Mesh, offload: bool) -> TorchEngine:
 def train(family: str, step: int, engine: TorchEngine) -> float:
     """Train one step and return the norm of its gradient."""
     micro_batches = engine.student.shard(StepMicroBatches(batches(Case(Layout(), family), step)))
-    engine.forward_backward(
-        micro_batches, [{TEACHER: IN_STAGE}] * len(micro_batches), micro_batches.all_ranks.normalizer
-    )
+    signals = [{TEACHER: IN_STAGE}] * len(micro_batches)
+    engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
     if engine.student.layout.offload:
         assert {local(parameter.grad).device for parameter in engine.student.decoders[0].parameters()} == {CPU}
     return engine.update(LEARNING_RATE)

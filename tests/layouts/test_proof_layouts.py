@@ -13,7 +13,7 @@ import pytest
 from kit import slow
 from kit.causal_families import build as build_causal
 from kit.ranks import Ranks, run_ranks
-from kit.runs import Command, save_model, write_run
+from kit.runs import Command, metrics, save_model, write_run
 from kit.toy_tokenizer import toy_tokenizer
 from kit.varlen_reference import FLASH, register_flash
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -209,9 +209,7 @@ def test_attention_that_separates_documents_in_one_row(tmp_path: Path, side: str
         write_run(folder)
         arguments = (layout, f"{side}.attention={attention}", "train.steps=1")
         run_ranks(2, "distill", folder / "run.yaml", *arguments, hook=register_flash)
-        losses.append(
-            json.loads((folder / "out" / "metrics.jsonl").read_text().splitlines()[1])["loss/total_nats_per_token"]
-        )
+        losses.append(metrics(folder / "out")[1]["loss/total_nats_per_token"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
@@ -239,8 +237,7 @@ def with_means() -> None:
 def test_a_layer_that_reads_all_columns_is_refused(tmp_path: Path, side: str, overrides: list[str]) -> None:
     """Its hidden states are equal on all ranks, and so are the gradients: only the whole layer shows the mistake."""
     write_run(tmp_path)
-    other = "qwen3"  # not patched
-    save_model(tmp_path / ("teacher" if side == "student" else "student"), other, seed=5)
+    save_model(tmp_path / ("teacher" if side == "student" else "student"), "qwen3", seed=5)  # not patched
     save_model(tmp_path / side, "llama", seed=6)
     count = 4 if "pipeline" in overrides[0] else 2
     ranks = Ranks(count, "distill", tmp_path / "run.yaml", *overrides, hook=with_means)

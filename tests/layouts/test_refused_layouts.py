@@ -19,6 +19,8 @@ from stillhouse.parallel.apply.tensor_parallel import tensor_plan
 from stillhouse.proofs.layouts import build_proven_runner
 
 PLAN = "has no tensor-parallel plan in transformers: expected tensor=1"
+EARLY = "reads 'per_layer_input', which is computed from embeddings"
+SEVERAL = "pass several hidden states per token"
 EXPERTS = "which has no experts that transformers' plans distribute: expected 1"
 
 
@@ -28,13 +30,18 @@ def empty(model_type: str) -> Decoder:
         return Decoder(auto_class(config).from_config(config), verify=False)
 
 
+def refuse(model_type: str, message: str, **degrees: int) -> None:
+    source, layout = ModelSource(partial(empty, model_type)), Layout(Degrees(**degrees))
+    build = partial(build_proven_runner, layout, ONE, source, None)
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        tensor_plan(source.build(), 2) if "tensor" in degrees else build()
+    assert "pipeline" not in degrees or "pipeline=1" in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("bamba", f"model type 'bamba' {PLAN}"),
-        ("falcon_h1", f"model type 'falcon_h1' {PLAN}"),
-        ("gpt_oss", f"model type 'gpt_oss' {PLAN}"),
-        ("zamba2", f"model type 'zamba2' {PLAN}"),
+        *((kind, f"model type '{kind}' {PLAN}") for kind in ("bamba", "falcon_h1", "gpt_oss", "zamba2")),
         ("deepseek_v4", "tensor=2 does not divide the model's num_key_value_heads=1"),
         # sizes of layers that differ
         ("gemma4_text", "tensor=2 does not divide the model's num_key_value_heads=[2, 1, 2, 1]"),
@@ -43,33 +50,24 @@ def empty(model_type: str) -> Decoder:
     ],
 )
 def test_tensor_parallelism(model_type: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tensor_plan(empty(model_type), 2)
+    refuse(model_type, message, tensor=2)
 
 
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        (
-            "gemma4_text",
-            "layer 0 of model type 'gemma4_text' reads 'per_layer_input', which is computed from embeddings",
-        ),
-        ("gemma3n_text", "the layers of model type 'gemma3n_text' pass several hidden states per token"),
-        ("deepseek_v4", "the layers of model type 'deepseek_v4' pass several hidden states per token"),
+        *((kind, f"layer 0 of model type '{kind}' {EARLY}") for kind in ("gemma4_text", "gemma4")),
+        *((kind, f"the layers of model type '{kind}' {SEVERAL}") for kind in ("gemma3n_text", "deepseek_v4")),
         ("glm_moe_dsa", "layer 1 of model type 'glm_moe_dsa' reads 'prev_topk_indices', which is computed from emb"),
         ("zamba2", "layers 1 and 3 of model type 'zamba2' share weights"),
         ("gemma4_unified_text", "layer 2 of the student reads keys and values of layer 0, and stage 2 of 2 begins"),
-        ("gemma4", "layer 0 of model type 'gemma4' reads 'per_layer_input', which is computed from embeddings"),
     ],
 )
 def test_pipelines(model_type: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        build_proven_runner(Layout(Degrees(pipeline=2)), ONE, ModelSource(partial(empty, model_type)), None)
-    assert "pipeline=1" in str(refused.value)
+    refuse(model_type, message, pipeline=2)
 
 
 @pytest.mark.skipif(not is_supported("expert parallelism"), reason="needs a later version of transformers")
 @pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash", "dbrx", "jetmoe", "qwen3_5_text"])
 def test_expert_parallelism(model_type: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"expert=2 for model type '{model_type}', {EXPERTS}")):
-        build_proven_runner(Layout(Degrees(fsdp=2, expert=2)), ONE, ModelSource(partial(empty, model_type)), None)
+    refuse(model_type, f"expert=2 for model type '{model_type}', {EXPERTS}", fsdp=2, expert=2)

@@ -41,11 +41,9 @@ def test_gradients_under_every_layout(folder: Path, how: str) -> None:
         "teachers.math": {"model": str(folder / "math"), "prefix": "{answer}! "},
         "teachers.code": {"model": str(folder / "code"), "weight": 2.0},
     }
-    settings_of_case = (
-        {"teachers.route": "subject"} if how == "route" else {"teachers.sum": how, "teachers.self": LIVE}
-    )
-    settings_of_case |= {"student.model": str(deep_student(folder)), "train.steps": 2}
-    config = write(folder, f"parity {how}", **teachers, **settings_of_case)
+    settings = {"teachers.route": "subject"} if how == "route" else {"teachers.sum": how, "teachers.self": LIVE}
+    settings |= {"student.model": str(deep_student(folder)), "train.steps": 2}
+    config = write(folder, f"parity {how}", **teachers, **settings)
     ranks = run_ranks(2, "parity", config)
     rows = [line for line in ranks[0].out.splitlines() if line.split(" ")[0] in AXES]
     same = {line.split("  ")[0] for line in rows if line.endswith("  same")}
@@ -115,15 +113,8 @@ def test_the_model_of_one_process_with_an_average(folder: Path, averaged: Path, 
 
 
 def test_the_first_lines_name_every_teacher(folder: Path) -> None:
-    config = write(
-        folder,
-        "words",
-        **{
-            "teachers.math": {"model": str(folder / "math"), "weight": 3.0},
-            "teachers.slow": AVERAGE,
-            "teachers.self": LIVE,
-        },
-    )
+    teachers = {"math": {"model": str(folder / "math"), "weight": 3.0}, "slow": AVERAGE, "self": LIVE}
+    config = write(folder, "words", **{f"teachers.{name}": teacher for name, teacher in teachers.items()})
     checked = run("check", config, f"out={folder / 'words'}")
     first = checked.out.splitlines()[0]
     for part in ("0.6 × math: ", "0.2 × slow: the student's average (decay 0.5)", "0.2 × self: the student ("):

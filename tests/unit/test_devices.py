@@ -15,18 +15,12 @@ from stillhouse.run.setup import with_precision
 
 @pytest.mark.parametrize(
     ("cuda", "mps", "processes", "expected"),
-    [
-        (True, True, 1, "cuda:0"),
-        (True, False, 2, "cuda:1"),
-        (False, True, 1, "mps"),
-        (False, True, 2, "cpu"),
-        (False, False, 1, "cpu"),
-    ],
+    [(2, True, 1, "cuda:0"), (2, False, 2, "cuda:1"), (0, True, 1, "mps"), (0, True, 2, "cpu"), (0, False, 1, "cpu")],
 )
 def test_auto_takes_cuda_then_mps_then_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, processes: int, expected: str
+    monkeypatch: pytest.MonkeyPatch, cuda: int, mps: bool, processes: int, expected: str
 ) -> None:
-    replace_devices(monkeypatch, cuda=2 * cuda, mps=mps, processes=processes)
+    replace_devices(monkeypatch, cuda=cuda, mps=mps, processes=processes)
     assert str(choose_device("auto")) == expected
 
 

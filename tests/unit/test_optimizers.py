@@ -12,6 +12,7 @@ from kit import causal_families
 from kit.families import build
 from kit.layout_runs import assert_same_model, distill
 from kit.runs import Command, forward_backward, run, session_of, write_run
+from kit.tensors import assert_equal_tensors
 from torch import nn
 from torch._inductor import config as inductor
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
@@ -21,20 +22,20 @@ from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.config.read_config import dotted_values
-from stillhouse.engine.optimizer import (
-    CombinedOptimizer,
-    make_optimizer,
-    make_step,
-    require_optimizer,
-    weight_kinds,
-)
+from stillhouse.engine.optimizer import CombinedOptimizer, make_optimizer, make_step, require_optimizer, weight_kinds
 from stillhouse.engine.state_folder import require_fit
 from stillhouse.loops.session import Session
 from stillhouse.models import Decoder
 from stillhouse.output.progress import Progress
 from stillhouse.parallel import Degrees, Layout
 
-KINDS = ["adamw", "muon", "adafactor", "adamw_8bit"]
+#: by optimizer, the tensors of its state in a checkpoint
+MOMENTS = {
+    "adamw": {"step", "exp_avg", "exp_avg_sq"},
+    "muon": {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"},
+    "adafactor": {"step", "row_var", "col_var", "variance"},
+    "adamw_8bit": {"step", "exp_avg", "exp_avg_sq", "codes", "scale"},
+}
 SETTINGS: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
@@ -68,7 +69,7 @@ def reference(kind: str, model: nn.Module, rate: float) -> list[torch.optim.Opti
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOMENTS)
 def test_steps_are_those_of_the_library(kind: str, family: str) -> None:
     """Three steps with two learning rates; the model is large enough for moments of 8 bits."""
     model = build(family, vocab_size=256)
@@ -148,6 +149,9 @@ def test_muon_steps_each_matrix_of_a_stack_by_itself() -> None:
     assert isinstance(optimizer, CombinedOptimizer)
     named = {name: weight for name, weight in decoder.named_parameters() if ".experts." in name}
     others = {name: [nn.Parameter(part.detach().clone()) for part in weight] for name, weight in named.items()}
+    matrices, vectors = ([part for parts in others.values() for part in parts if part.dim() == dim] for dim in (2, 1))
+    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(vectors, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95))
     for step in range(2):
         torch.manual_seed(step)
         for weight in decoder.parameters():
@@ -157,13 +161,6 @@ def test_muon_steps_each_matrix_of_a_stack_by_itself() -> None:
             assert gradient is not None
             for part, part_gradient in zip(parts, gradient, strict=True):
                 part.grad = part_gradient.clone()
-        if step == 0:
-            matrices = [part for parts in others.values() for part in parts if part.dim() == 2]
-            vectors = [part for parts in others.values() for part in parts if part.dim() == 1]
-            muon = torch.optim.Muon(
-                matrices, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-            )
-            adamw = torch.optim.AdamW(vectors, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95))
         for one in (optimizer, muon, adamw):
             one.step()
     for name, weight in named.items():
@@ -186,7 +183,7 @@ def test_a_state_of_muon_with_other_matrices_is_named() -> None:
             require_fit(Path("step"), stored, now, is_complete=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOMENTS)
 def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
     def started() -> Session:
         settings = {f"train.{name}": value for name, value in SETTINGS.items()}
@@ -196,27 +193,15 @@ def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
     for _ in range(2):
         forward_backward(session)
         session.models.engine.update(1e-2)
-    engine_and_tokenizer = session.models.engine, session.data.tokenizer
-    path = save_checkpoint(tmp_path / "saved", Progress(2), *engine_and_tokenizer)
+    path = save_checkpoint(tmp_path / "saved", Progress(2), session.models.engine, session.data.tokenizer)
     kept = {name.rpartition(".")[2] for name in stored_tensors(path / "resume") if name.startswith("optimizer.")}
-    assert (
-        kept
-        == {
-            "adamw": {"step", "exp_avg", "exp_avg_sq"},
-            "muon": {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"},
-            "adafactor": {"step", "row_var", "col_var", "variance"},
-            "adamw_8bit": {"step", "exp_avg", "exp_avg_sq", "codes", "scale"},
-        }[kind]
-    )
+    assert kept == MOMENTS[kind]
     again = started()
     load_checkpoint(verified(path), again.models.engine)
     for started_session in (session, again):
         forward_backward(started_session)
         started_session.models.engine.update(5e-3)
-    for (name, one), two in zip(
-        session.models.student.named_parameters(), again.models.student.parameters(), strict=True
-    ):
-        assert torch.equal(one, two), name
+    assert_equal_tensors(*(dict(one.models.student.named_parameters()) for one in (session, again)))
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
@@ -245,10 +230,7 @@ def without_a_compiler() -> None:
     ("hook", "words"),
     [
         (without_compiling, "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1)"),
-        (
-            without_a_compiler,
-            "torch.compile, which the step of torchao's adamw_8bit needs, fails here (InductorError",
-        ),
+        (without_a_compiler, "torch.compile, which the step of torchao's adamw_8bit needs, fails here (Inductor"),
     ],
 )
 def test_without_a_compiler_8_bits_are_refused_by_name(tmp_path: Path, hook: Callable[[], None], words: str) -> None:
@@ -261,7 +243,7 @@ def test_without_a_compiler_8_bits_are_refused_by_name(tmp_path: Path, hook: Cal
 
 
 @pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(tensor=2), Degrees(replicate=2), Degrees(context=2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOMENTS)
 def test_a_layout_that_divides_weights_is_refused(tmp_path: Path, kind: str, degrees: Degrees) -> None:
     train = write_run(tmp_path, **{"train.optimizer": kind}).train
     require_optimizer(train, Layout(Degrees(pipeline=2)))
@@ -277,10 +259,8 @@ def test_runs_of_versions_without_the_key_go_on(tmp_path: Path) -> None:
     """The hash of their configurations, which a checkpoint has, does not change."""
     added = {"train.optimizer", "train.momentum", "student.init"}
     assert not added & decisive_values(dotted_values(write_run(tmp_path))).keys()
-    assert (
-        decisive_values(dotted_values(write_run(tmp_path, **{"train.optimizer": "muon"})))["train.optimizer"]
-        == "muon"
-    )
+    values = decisive_values(dotted_values(write_run(tmp_path, **{"train.optimizer": "muon"})))
+    assert values["train.optimizer"] == "muon"
 
 
 @pytest.mark.slow
