@@ -135,7 +135,14 @@ class Engine(ABC):
 
     def require_finite(self) -> None:
         """Raise ValueError on all ranks, naming a tensor, if a checkpoint would have state that is not finite."""
-        self._state.require_finite()
+        names = sorted({name for names in self.student.ranks.gather(self._state.not_finite()) for name in names})
+        if names:
+            more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+            raise ValueError(
+                f"'{names[0]}'{more} not finite after the update, so no checkpoint of it is written. "
+                "The last checkpoint is intact. The usual remedy is a run in another folder with a lower "
+                "train.learning_rate"
+            )
 
     def bytes_to_save(self, *, all_moments: bool = False) -> int:
         """Return the bytes of a checkpoint with the exported student.

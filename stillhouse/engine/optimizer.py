@@ -79,8 +79,7 @@ def _kind(module: nn.Module, name: str, parameter: Tensor) -> WeightKind:
 
 def stacked_vectors(models: Iterable[nn.Module]) -> list[str]:
     """Return the names of the trained vectors with several dims. Earlier versions took them for matrices."""
-    models = list(models)
-    kinds = weight_kinds(models)
+    kinds = weight_kinds(models := list(models))
     named = (entry for model in models for entry in model.named_parameters())
     return [name for name, weight in named if kinds[weight] == "vector" and weight.dim() > 1 and weight.requires_grad]
 

@@ -218,17 +218,10 @@ class TorchState:
             else:
                 torch.cuda.set_rng_state(tensors[name], runner.device)
 
-    def require_finite(self) -> None:
+    def not_finite(self) -> list[str]:
+        """Return the names of this rank's tensors with a NaN or an infinity."""
         tensors = self.tensors().items()
-        names = [name for name, value in tensors if value.is_floating_point() and not local(value).isfinite().all()]
-        names = sorted({name for rank_names in self.runner.ranks.gather(names) for name in rank_names})
-        if names:
-            more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-            raise ValueError(
-                f"'{names[0]}'{more} not finite after the update, so no checkpoint of it is written. "
-                "The last checkpoint is intact. The usual remedy is a run in another folder with a lower "
-                "train.learning_rate"
-            )
+        return [name for name, value in tensors if value.is_floating_point() and not local(value).isfinite().all()]
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Return this rank's trained parameters by their names in a checkpoint; of a tied weight, the first copy."""

@@ -146,20 +146,14 @@ class MegatronState:
         for name, value in random.items():
             torch.set_rng_state(value) if name.startswith(f"{RANDOM}cpu") else torch.cuda.set_rng_state(value)
 
-    def require_finite(self) -> None:
-        """See `Engine.require_finite`."""
-        wrong = [
+    def not_finite(self) -> list[str]:
+        """Return the first element that is not finite of each of this process's weights and moments."""
+        return [
             _name_of_element(entry, int(places[0]))
             for entry in self.trained
             for kind in (WEIGHT, *(moment for moment in MOMENTS if moment in entry.state))
             if len(places := (~entry.values(kind).isfinite()).nonzero())
         ]
-        names = sorted({name for rank_names in self.student.ranks.gather(wrong) for name in rank_names})
-        if names:
-            raise ValueError(
-                f"'{names[0]}' is not finite after the update, so no checkpoint of it is written. The last "
-                "checkpoint is intact. The usual remedy is a run in another folder with a lower train.learning_rate"
-            )
 
     def bytes_to_write(self, *, all_moments: bool = False) -> int:
         """As `TorchState.bytes_to_write`."""

@@ -75,15 +75,6 @@ class BufferedHead:
             yield replace(head, weight_VD=weight_VD, bias=bias)
 
 
-@dataclass(eq=False)
-class _Buffer:
-    """name: of the weight in `tensor`; None if there is no weight. is_used: whether a context of `holding` is open"""
-
-    tensor: Tensor
-    name: str | None = None
-    is_used: bool = False
-
-
 class HeadBuffers:
     """Buffers on a device for weights [V, E] in host memory. Weights with equal shape and dtype that are not used at
     the same time share a buffer.
@@ -91,24 +82,25 @@ class HeadBuffers:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._buffers: list[_Buffer] = []
+        #: the buffers that are not used now, with the names of the weights in them; None: no weight
+        self._free: list[tuple[str | None, Tensor]] = []
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
         """Yield a buffer with this weight. If a buffer has a weight of this name already, nothing is copied."""
-        kind = weight_VE.shape, weight_VE.dtype
-        free = [one for one in self._buffers if not one.is_used and kind == (one.tensor.shape, one.tensor.dtype)]
-        if not free:
-            free = [_Buffer(torch.empty_like(weight_VE, device=self._device, requires_grad=False))]
-            self._buffers += free
-        buffer = next((one for one in free if one.name == name), free[0])
-        buffer.is_used = True
+        kind, held = (weight_VE.shape, weight_VE.dtype), None
+        fitting = [at for at, (_, buffer) in enumerate(self._free) if kind == (buffer.shape, buffer.dtype)]
+        if fitting:
+            at = next((at for at in fitting if self._free[at][0] == name), fitting[0])
+            held, buffer = self._free.pop(at)
+        else:
+            buffer = torch.empty_like(weight_VE, device=self._device, requires_grad=False)
         try:
-            if buffer.name != name:
-                buffer.name = None
+            if held != name:
+                held = None
                 # a weight that is not pinned would make a copy for which this process waits in any case
-                buffer.tensor.copy_(weight_VE.detach(), non_blocking=weight_VE.is_pinned())
-                buffer.name = name
-            yield buffer.tensor
+                buffer.copy_(weight_VE.detach(), non_blocking=weight_VE.is_pinned())
+                held = name
+            yield buffer
         finally:
-            buffer.is_used = False
+            self._free.append((held, buffer))

@@ -45,13 +45,6 @@ from stillhouse.proofs.layers import (
 )
 
 
-class _Hidden(NamedTuple):
-    """The student's hidden states by depth, and the teacher's hidden states if the teacher ran."""
-
-    student: tuple[Tensor, ...]
-    teacher_TE: Tensor | None
-
-
 class _Side(NamedTuple):
     """Student or teacher: its parts on this rank, its name, and the signals with which the runner runs it."""
 
@@ -293,23 +286,19 @@ class ProbeForward(Subject):
     def hidden(self, micro_batch: MicroBatch) -> Sequence[Tensor]:
         """Return the hidden states of this process's columns of a micro-batch, as `run` does."""
         results = self.runner.forward([self.inputs(micro_batch, _hidden)])
-        if not results:
-            return []
-        hidden = results[0] if isinstance(results[0], _Hidden) else _Hidden((results[0],), None)
-        parts = list(hidden.student)
-        if hidden.teacher_TE is not None:
-            parts.append(hidden.teacher_TE.unflatten(0, micro_batch.shape_BS))
+        # a model without a head does not run the processor
+        parts = results[0] if results and isinstance(results[0], list) else results
         return [gather_sequences(part, self.runner.mesh.group("context")) for part in parts]
 
 
-def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:
-    """An output processor that returns the hidden states of student and teacher."""
-    hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> list[Tensor]:
+    """An output processor that returns the student's hidden states by depth, then those of the teacher if it ran."""
+    hidden = [*hidden_states] if isinstance(hidden_states, tuple) else [hidden_states]
     for signal in context.signals.values():
         with signal.opened(head) as opened:
             assert isinstance(opened, FullVocab)
-            return _Hidden(hidden_by_depth, opened.hidden_TE)
-    return _Hidden(hidden_by_depth, None)
+            hidden.append(opened.hidden_TE.unflatten(0, hidden[0].shape[:2]))
+    return hidden
 
 
 def probe_precision(runner: Runner) -> torch.dtype | None:

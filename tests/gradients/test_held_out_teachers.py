@@ -53,7 +53,8 @@ def test_held_out_micro_batches_that_lack_a_teachers_documents(folder: Path) -> 
     keys = {"objective.loss": "cross_entropy + forward_kl", "data.eval": 0.3, "teachers.route": "subject"}
     keys |= {"data.max_tokens": 8, "train.micro_batch_tokens": 8}
     session = session_of(folder, cached=True, **keys, **named(folder, {}, {}))
-    assert (sequences := session.data.evaluation) is not None
+    sequences = session.data.evaluation
+    assert sequences is not None
     one_by_one = sequences.micro_batches([[at] for at in range(len(sequences))])
     micro_batches = session.models.shard(one_by_one, training=False)
     signals = session.models.source.request(micro_batches).result()
