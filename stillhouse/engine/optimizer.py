@@ -198,9 +198,8 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's state of one parameter as plain tensors, which share the memory of the state.
-
-    An 8-bit moment becomes two tensors: its codes, and one scale for each block of codes.
+    """Return the optimizer's state of one parameter as plain tensors, which share the memory of the state. An 8-bit
+    moment becomes two tensors: its codes, and one scale for each block of codes.
     """
     eight_bits: Any = ()
     if "torchao" in sys.modules:

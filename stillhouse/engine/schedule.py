@@ -59,9 +59,8 @@ def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 
 def make_on_policy_schedule(
     train: TrainConfig, rollout: RolloutConfig, sources: Sequence[PromptSource], max_tokens: int, seed: int
 ) -> tuple[StepSchedule, PromptPlan]:
-    """Return the step schedule, in which a sequence is one sampled completion, and the prompt plan.
-
-    `StepPacker` forms the micro-batches. An epoch has as many generated prompts as all sources together.
+    """Return the step schedule, in which a sequence is one sampled completion, and the prompt plan. `StepPacker`
+    forms the micro-batches. An epoch has as many generated prompts as all sources together.
     """
     weights = sum(source.weight for source in sources)
     samples = round(sum(source.weight * source.samples_per_prompt for source in sources) / weights, 6)

@@ -122,10 +122,9 @@ class TorchState:
         return self.student_weights() | self._random_states() | self._averages() | self._moments()
 
     def student_weights(self) -> dict[str, Any]:
-        """Return this rank's parameters and buffers of the student. A tied head has the embedding's name.
-
-        If the student has an adapter, frozen parameters are left out, because the base model's files have them. So
-        are the scales of quantized ones, whose names begin with those of their weights.
+        """Return this rank's parameters and buffers of the student. A tied head has the embedding's name. If the
+        student has an adapter, frozen parameters are left out, because the base model's files have them. So are the
+        scales of quantized ones, whose names begin with those of their weights.
         """
         weights: dict[str, Any] = {}
         for student in self.runner.decoders:
@@ -137,10 +136,7 @@ class TorchState:
         return weights
 
     def bytes_to_write(self, *, all_moments: bool = False) -> int:
-        """Return the size of a checkpoint: all tensors, and the student's weights again for the folder `student`.
-
-        all_moments: see `Engine.bytes_to_save`.
-        """
+        """See `Engine.bytes_to_save`: all tensors, and the student's weights again for the folder `student`."""
         size = 0.0
         for name, value in self.tensors().items():
             size += self._share_of(value) * value.element_size() * (2 if name.startswith(WEIGHT) else 1)
@@ -182,10 +178,9 @@ class TorchState:
         }
 
     def _random_states(self) -> dict[str, Tensor]:
-        """Return the states of this process's random generators.
-
-        The names contain the first rank of this tensor-parallel group, so that all ranks of the group load the same
-        state: dropout must drop the same elements of the hidden states that these ranks replicate.
+        """Return the states of this process's random generators. The names contain the first rank of this
+        tensor-parallel group, so that all its ranks load the same state: dropout must drop the same elements of the
+        hidden states that these ranks replicate.
         """
         ranks, device = self.runner.ranks, self.runner.device
         rank = "" if ranks.size == 1 else f".{ranks.rank - self.runner.mesh.coordinate('tensor')}"

@@ -72,9 +72,8 @@ def padded_shapes(
 
 @dataclass(frozen=True)
 class StageWeight:
-    """A tensor of the full student, of which the ranks of a pipeline stage have shards.
-
-    empty: on the meta device. gather: returns it on the student's device; a collective of the ranks with its shards.
+    """A tensor of the full student, of which the ranks of a pipeline stage have shards. empty: on the meta device.
+    gather: returns it on the student's device; a collective of the ranks with its shards.
     """
 
     empty: Tensor
@@ -125,9 +124,8 @@ class DistributedStudent(Protocol):
             initialize_lora(student, seed, fresh=fresh)
 
     def stage_weights(self) -> dict[str, StageWeight]:
-        """Return the tensors of this rank's pipeline stages, by their names in the full model.
-
-        May be a collective of all ranks. The ranks of a stage get the same names, and gather tensors in one order.
+        """Return the tensors of this rank's pipeline stages, by their names in the full model. May be a collective of
+        all ranks. The ranks of a stage get the same names, and gather tensors in one order.
         """
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:

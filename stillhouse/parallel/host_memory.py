@@ -37,9 +37,8 @@ def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class WaitingWeights:
-    """The parameters of an unsharded model in host memory. The model's buffers stay on the device.
-
-    The copies in host memory are never freed, so nothing is copied back from the device.
+    """The parameters of an unsharded model in host memory; its buffers stay on the device. The copies in host memory
+    are never freed, so nothing is copied back from the device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):

@@ -11,9 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 
 
 class StageWithConstants(PipelineStage):
-    """A stage whose last inputs and outputs may be constants, which are tensors without a gradient.
-
-    A meta tensor in `input_args` or `output_args` requires no gradient if the tensor is a constant.
+    """A stage whose last inputs and outputs may be constants, which are tensors without a gradient. Their meta
+    tensors in `input_args` and `output_args` require no gradient.
     """
 
     def __init__(self, *arguments: Any, **named: Any):
@@ -33,9 +32,8 @@ class StageWithConstants(PipelineStage):
 
     def _mark_constants(self, number: int) -> None:
         """Set requires_grad=False on received constants, because torch 2.11 sets True on every received tensor."""
-        if self.is_first:
-            return
-        for info, requires in zip(self.args_recv_info[number], self.input_requires, strict=True):
+        pairs = zip(self.args_recv_info[number], self.input_requires, strict=True)
+        for info, requires in () if self.is_first else pairs:
             if info.buffer is not None and not requires:
                 info.buffer.requires_grad_(False)
 

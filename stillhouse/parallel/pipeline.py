@@ -221,10 +221,8 @@ class _Step:
         return cls(inputs, bool(markers), markers[0].request if markers else None)
 
     def begin(self, stage: int, number: Tensor) -> int:
-        """Return the micro-batch that a stage runs now. Every schedule runs a stage's micro-batches in order.
-
-        number: the micro-batch's number from the schedule. It is compared only on a CPU, because reading it from a
-        GPU would wait for all work before it.
+        """Return the micro-batch that a stage runs now. Every schedule runs a stage's micro-batches in order. number:
+        from the schedule; compared only on a CPU, because reading it from a GPU would wait for all work before it.
         """
         index = self.begun[stage]
         self.begun[stage] += 1

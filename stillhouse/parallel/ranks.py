@@ -62,9 +62,8 @@ class Ranks:
 
     @replaceable
     def exchange(self, content: bytes) -> list[bytes]:
-        """Return the contents of all processes of a group, by rank.
-
-        The first message has the length and the first bytes of a content. There is a second one only for more bytes.
+        """Return the contents of all processes of a group, by rank. The first message has the length and the first
+        bytes of a content; there is a second one only for more bytes.
         """
         header = len(content).to_bytes(LENGTH_BYTES, "little")
         texts = self.exchange_padded(header + content[:FIRST_BYTES], LENGTH_BYTES + FIRST_BYTES).numpy()

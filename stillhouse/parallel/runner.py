@@ -69,9 +69,8 @@ class Runner(DistributedStudent):
             return results
 
     def one_by_one(self, inputs: Sequence[StageInputs]) -> Iterator[tuple[TeacherStudentPair, StageInputs]]:
-        """Yield the pair and the inputs of each micro-batch, without a pipeline. The caller runs the passes.
-
-        With HSDP, each replica accumulates its gradients; the backward of the last micro-batch all-reduces them.
+        """Yield the pair and the inputs of each micro-batch, without a pipeline. The caller runs the passes. With
+        HSDP, the backward of the last micro-batch all-reduces the gradients that each replica has accumulated.
         """
         pair = self.pairs[0]
         for number, batch in enumerate(inputs, start=1):

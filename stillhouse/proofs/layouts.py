@@ -133,9 +133,8 @@ def prove_no_noise(runner: Runner, name: str) -> None:
 
 
 def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
-    """Prove the heads of decoders that have no layers. A collective of all processes of the mesh.
-
-    decoders: by name; empty on processes without the student's last stage. Raises ProofError on all processes.
+    """Prove the heads of decoders that have no layers. A collective of all processes of the mesh, all of which raise
+    ProofError. decoders: by name; empty on processes without the student's last stage.
     """
     with mesh.ranks.all_raise(ProofError):
         for name, decoder in decoders.items():

@@ -32,9 +32,8 @@ ROUTER_LOSS = "router_aux"
 
 @dataclass(frozen=True)
 class HiddenStates(LossPart):
-    """The loss between hidden states of student and teacher.
-
-    pairs: the layer pairs of all pipeline stages. In the result of `distributed`, no layer number is negative.
+    """The loss between hidden states of student and teacher. pairs: the layer pairs of all pipeline stages; in the
+    result of `distributed`, no layer number is negative.
     """
 
     pairs: tuple[HiddenPair, ...] = ()

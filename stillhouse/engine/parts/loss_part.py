@@ -66,9 +66,8 @@ class LossPart(LayerLosses, Protocol):
         head: OutputHead,
         context: DistillTargets,
     ) -> ObjectiveOutput:
-        """Return the objective's output plus the part of this loss that is computed at the head.
-
-        loss: the `StepLoss`. hidden_by_depth: the hidden states [B, S, D] of depths 0, 1, ….
+        """Return the objective's output plus the part of this loss that is computed at the head. loss: the
+        `StepLoss`. hidden_by_depth: the hidden states [B, S, D] of depths 0, 1, ….
         """
         return output
 
