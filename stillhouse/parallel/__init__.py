@@ -3,13 +3,6 @@
 from stillhouse.parallel import watchdog
 from stillhouse.parallel.apply.context_parallel import NextTokens
 from stillhouse.parallel.build_runner import build_runner, load_head, only_layers, single_process_runner
-from stillhouse.parallel.distributed_student import (
-    DistributedStudent,
-    ShardedMicroBatches,
-    StageWeight,
-    padded_shapes,
-    shard_micro_batches,
-)
 from stillhouse.parallel.mesh import Degrees, Mesh, join
 from stillhouse.parallel.processes import (
     best_precision,
@@ -29,7 +22,14 @@ from stillhouse.parallel.processes import (
 )
 from stillhouse.parallel.ranks import ONE_PROCESS, Ranks
 from stillhouse.parallel.run_layout import SCHEMES, Layout
-from stillhouse.parallel.runner import Runner
+from stillhouse.parallel.runner import (
+    DistributedStudent,
+    Runner,
+    ShardedMicroBatches,
+    StageWeight,
+    padded_shapes,
+    shard_micro_batches,
+)
 from stillhouse.parallel.sharded_loading import ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.teacher_student_pair import (
     IN_STAGE,
