@@ -59,13 +59,11 @@ _ROUNDS = 3
 _HIDDEN = "hidden states behind "
 
 
-def prove_compiled(
-    runner: Runner, subject: Subject, micro_batches: Sequence[StageInputs], precision: torch.dtype | None
-) -> None:
+def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precision: torch.dtype | None) -> None:
     """Compare compiled and plain layers. Warns of breaks in the compiled graphs. Clears all gradients.
 
-    subject: the runner's models. micro_batches: with a loss of the student. precision: the dtype of the matrix
-    products; None: that of the weights. Raises ProofError on processes with an error. A collective of all processes.
+    subject: the runner's models. inputs: with a loss of the student. precision: the dtype of the matrix products;
+    None: that of the weights. Raises ProofError on processes with an error. A collective of all processes.
     """
     breaks, probe = counters["graph_break"].copy(), subject.probe
     with evaluating(*runner.decoders), torch.no_grad():
@@ -74,7 +72,7 @@ def prove_compiled(
             expected = subject.run(probe.ids_BS, probe.position_ids_BS)
     errors = [("hidden states", relative_errors(*pair).median()) for pair in zip(hidden, expected, strict=True)]
     if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
-        errors.append(("gradients", _gradient_error(runner, micro_batches)))
+        errors.append(("gradients", _gradient_error(runner, [inputs] * _micro_batches(runner))))
     if (new_breaks := counters["graph_break"] - breaks) and runner.ranks.is_first:
         reasons = name_list(reason.partition("\n")[0] for reason in new_breaks)
         warnings.warn(
@@ -89,6 +87,11 @@ def prove_compiled(
             f"the {name} of the compiled layers differ by {{error:.2%}} from those of the layers as they are written"
             ": expected train.compile: false",
         )
+
+
+def _micro_batches(runner: Runner) -> int:
+    """Return a number of micro-batches that every schedule can run."""
+    return 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline
 
 
 def _gradient_error(runner: Runner, micro_batches: Sequence[StageInputs]) -> Tensor:
@@ -206,8 +209,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
             for module in student.modules():
                 stack.enter_context(hooked(module.register_forward_pre_hook(lambda module, _: runs.update([module]))))
             stack.enter_context(_hidden_gradients(student, hidden))
-        stages = runner.layout.degrees.pipeline
-        count = 1 if stages == 1 else 2 * stages  # every schedule can run this number of micro-batches
+        count = _micro_batches(runner)
         for number in range(_ROUNDS):
             runner.zero_grad()
             runner.forward_backward([inputs_of(cross_entropies(number))] * count)

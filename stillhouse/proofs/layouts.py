@@ -105,10 +105,9 @@ def prove_runner(
     if runner.layout.compile:
         alone = ProbeForward(runner, {})
         forward = ProbeForward(runner, {TEACHER: IN_STAGE} if teacher_in_stages else {})
-        count = 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline  # every schedule can run these
-        micro_batches = [alone.inputs(alone.micro_batch(), cross_entropies(0))] * count
+        inputs = alone.inputs(alone.micro_batch(), cross_entropies(0))
         with _raised(runner, student.name):
-            prove_compiled(runner, forward, micro_batches, probe_precision(runner))
+            prove_compiled(runner, forward, inputs, probe_precision(runner))
         _reshard(runner)
     if runner.layout.degrees.tensor > 1:
         _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
@@ -116,8 +115,8 @@ def prove_runner(
             # compiled layers do not run the hooks inside of them
             with _raised(runner, student.name), layers_not_compiled():
                 alone = ProbeForward(runner, {})
-                inputs = partial(alone.inputs, alone.micro_batch())
-                runner.summed_over_tensor_ranks = partial_gradients(runner, inputs)
+                inputs_of = partial(alone.inputs, alone.micro_batch())
+                runner.summed_over_tensor_ranks = partial_gradients(runner, inputs_of)
 
 
 def prove_no_noise(runner: Runner, name: str) -> None:
@@ -165,20 +164,13 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
             return False
         forward, exchanged = passes
         whole_rows = [] if training else forward.whole_rows()
-    end = len(exchanged) - teacher_in_stages
-    is_exact = True
+    end, is_exact, precision = len(exchanged) - teacher_in_stages, True, probe_precision(runner)
     for side, part in zip(sides, (slice(end), slice(end, None)), strict=False):
+        results = forward.probe, exchanged[part], whole_rows[part]
         try:
             with _raised(runner, side.name):
                 if exchanged[part]:
-                    prove_hidden(
-                        side.decoders[-1],
-                        forward.probe,
-                        exchanged[part],
-                        whole_rows[part],
-                        probe_precision(runner),
-                        training=training,
-                    )
+                    prove_hidden(side.decoders[-1], *results, precision, training=training)
         except PackingError as error:
             side.refuse(error)
             is_exact = False
@@ -188,12 +180,9 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
 def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
     """Raise ValueError on all ranks if they pack documents in different ways and so would run other collectives."""
     packings = [side.decoders[0].packing for side in sides]
-    first, *others = runner.ranks.gather(
-        [
-            f"{packing.name} with variable-length attention" if packing.attention.reads_lengths else packing.name
-            for packing in packings
-        ]
-    )
+    suffixes = [" with variable-length attention" * packing.attention.reads_lengths for packing in packings]
+    names = [packing.name + suffix for packing, suffix in zip(packings, suffixes, strict=True)]
+    first, *others = runner.ranks.gather(names)
     for rank, other in enumerate(others, start=1):
         for side, packing, packing_of_rank in zip(sides, first, other, strict=True):
             if packing != packing_of_rank:

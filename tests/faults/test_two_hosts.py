@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +53,8 @@ class Host:
         """Start a program on this host. options: of `subprocess.Popen`."""
         return subprocess.Popen(["nsenter", f"--net={self.path}", *map(str, command)], text=True, **options)
 
-    def unplug(self, *networks: str) -> None:
-        self._set(networks, "down")
-
-    def plug(self, *networks: str) -> None:
-        self._set(networks, "up")
-
-    def _set(self, networks: Sequence[str], state: str) -> None:
+    def set_cables(self, state: str, *networks: str) -> None:
+        """Pull the cables to these networks ("down"), or put them in again ("up")."""
         for network in networks:
             _ip("-n", self.switch, "link", "set", f"{network}-{self.number}", state)
 
@@ -120,11 +115,8 @@ class Job:
 
     def __init__(self, hosts: tuple[Host, Host], log: Path, *arguments: str):
         self.errors = [log.with_name(f"{log.name} {host.number}") for host in hosts]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "fabric",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
+        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "fabric"}
+        environment = os.environ | variables | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launcher = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address('fabric')}:29500"),
@@ -198,15 +190,15 @@ def test_cables_are_pulled(tmp_path: Path) -> None:
         with Job((first, second), tmp_path / "first start", *arguments) as job:
             job.reach(out, 2)
             for networks in (("ethernet",), ("ethernet", "fabric")):
-                second.unplug(*networks)
+                second.set_cables("down", *networks)
                 step = last_step(out)
                 time.sleep(PAUSE)
                 assert last_step(out) <= step + 1, "the run goes on although each rank has lost a server"
-                second.plug(*networks)
+                second.set_cables("up", *networks)
                 job.reach(out, step + 3)
-            second.unplug("fabric")
+            second.set_cables("down", "fabric")
             wait_for(lambda: all("(train.timeout)" in path.read_text() for path in job.errors), LIMIT)
-            second.plug("fabric")
+            second.set_cables("up", "fabric")
             assert job.wait() == [1, 1], job.err
             errors = [path.read_text() for path in job.errors]
             assert "error: rank 1 (" in errors[0]

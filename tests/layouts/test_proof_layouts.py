@@ -13,7 +13,7 @@ import pytest
 from kit import slow
 from kit.causal_families import build as build_causal
 from kit.ranks import Ranks, run_ranks
-from kit.runs import Command, metrics, save_model, write_run
+from kit.runs import metrics, save_model, write_run
 from kit.toy_tokenizer import toy_tokenizer
 from kit.varlen_reference import FLASH, register_flash
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -63,15 +63,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_refused(folder: Path, key: str, words: str, *overrides: str, processes: int = 2) -> None:
+def assert_refused(
+    folder: Path, key: str, words: str, *overrides: str, processes: int = 2, hook: Callable[[], None] = wrong_models
+) -> str:
     """Run to the error, which all processes have. key: of the configuration. words: a part of the error."""
     arguments = ("distill", folder / "run.yaml", f"out={folder / 'out'}", "data.packing=packed", *overrides)
-    if processes == 1:
-        command = Command(*arguments, hook=wrong_models)
-        codes, err = [command.wait(120)], command.err
-    else:
-        ranks = Ranks(processes, *arguments, hook=wrong_models)
-        codes, err = ranks.wait(180), ranks.err
+    ranks = Ranks(processes, *arguments, hook=hook)
+    codes, err = ranks.wait(180), ranks.err
     assert all(codes), err
     assert "Traceback" not in err
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -80,6 +78,7 @@ def assert_refused(folder: Path, key: str, words: str, *overrides: str, processe
     assert not list((folder / "out").glob("checkpoints/*"))
     assert line.startswith(f"error: {key}: ")
     assert words in line
+    return line
 
 
 @pytest.mark.parametrize("layout", [slow(layout) if layout in SLOW else layout for layout in LAYOUTS])
@@ -239,11 +238,8 @@ def test_a_layer_that_reads_all_columns_is_refused(tmp_path: Path, side: str, ov
     write_run(tmp_path)
     save_model(tmp_path / ("teacher" if side == "student" else "student"), "qwen3", seed=5)  # not patched
     save_model(tmp_path / side, "llama", seed=6)
-    count = 4 if "pipeline" in overrides[0] else 2
-    ranks = Ranks(count, "distill", tmp_path / "run.yaml", *overrides, hook=with_means)
-    assert all(ranks.wait(120)), ranks.texts
-    assert f"error: {side}: " in ranks[0].err
-    assert "does not compute what the whole layer does" in ranks[0].err
+    processes, words = 4 if "pipeline" in overrides[0] else 2, "does not compute what the whole layer does"
+    assert_refused(tmp_path, side, words, *overrides, processes=processes, hook=with_means)
 
 
 def test_gradients_that_mix_parts_and_wholes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +248,6 @@ def test_gradients_that_mix_parts_and_wholes_are_refused(tmp_path: Path, monkeyp
     with_gates()
     save_model(tmp_path / "student", change=lambda model: None, seed=1)  # not a copy of a model without gates
     write_run(tmp_path, teacher=False)
-    ranks = Ranks(2, "distill", tmp_path / "run.yaml", "parallel.tensor=2", hook=with_gates)
-    assert all(ranks.wait(120)), ranks.texts
-    assert "the gradients of the hidden states behind 'backbone." in ranks[0].err
-    assert "between ranks: a matrix that its plan does not name is used between the sharded ones" in ranks[0].err
+    words = "between ranks: a matrix that its plan does not name is used between the sharded ones"
+    err = assert_refused(tmp_path, "student", words, "parallel.tensor=2", hook=with_gates)
+    assert "the gradients of the hidden states behind 'backbone." in err

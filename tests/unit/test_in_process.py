@@ -32,7 +32,7 @@ LENGTHS = (3, 11, 1, 7, 5, 4, 2)
 
 @dataclass(frozen=True)
 class Problem:
-    """on_meta: whether the copy is built without weights. change: the trained weights are halved after a while."""
+    """on_meta: whether the copy is built without weights."""
 
     degrees: Degrees
     sampling: Sampling
@@ -169,12 +169,8 @@ def completions(engine: InJobEngine) -> list[tuple[list[int], list[float], list[
 
 
 def values(completion: Completion) -> tuple[list[int], list[float], list[int], str]:
-    return (
-        completion.ids_N.tolist(),
-        completion.log_probs_N.tolist(),
-        completion.versions_N.tolist(),
-        completion.finish,
-    )
+    numbers = (completion.ids_N, completion.log_probs_N, completion.versions_N)
+    return *(values_N.tolist() for values_N in numbers), completion.finish
 
 
 SAMPLED = Sampling(max_new_tokens=8, eos_ids=(2, 9), top_p=0.95)
@@ -195,9 +191,8 @@ PROBLEMS = [
 
 
 def same(actual: list[Any], expected: list[Any]) -> None:
-    for (ids, log_probs, *rest), (expected_ids, expected_log_probs, *expected_rest) in zip(
-        actual, expected, strict=True
-    ):
+    for one, other in zip(actual, expected, strict=True):
+        (ids, log_probs, *rest), (expected_ids, expected_log_probs, *expected_rest) = one, other
         assert (ids, rest) == (expected_ids, expected_rest)
         np.testing.assert_allclose(log_probs, expected_log_probs, rtol=0, atol=1e-5)
 
