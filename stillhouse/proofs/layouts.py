@@ -36,13 +36,7 @@ from stillhouse.parallel.run_layout import Layout
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_loading import ModelSource
 from stillhouse.parallel.teacher_student_pair import IN_STAGE, StageInputs, model_inputs
-from stillhouse.proofs.layers import (
-    cross_entropies,
-    layers_compared,
-    partial_gradients,
-    prove_compiled,
-    require_equal_layers,
-)
+from stillhouse.proofs import layers
 
 
 class _Side(NamedTuple):
@@ -105,9 +99,9 @@ def prove_runner(
     if runner.layout.compile:
         alone = ProbeForward(runner, {})
         forward = ProbeForward(runner, {TEACHER: IN_STAGE} if teacher_in_stages else {})
-        inputs = alone.inputs(alone.micro_batch(), cross_entropies(0))
+        inputs = alone.inputs(alone.micro_batch(), layers.cross_entropies(0))
         with _raised(runner, student.name):
-            prove_compiled(runner, forward, inputs, probe_precision(runner))
+            layers.prove_compiled(runner, forward, inputs, probe_precision(runner))
         _reshard(runner)
     if runner.layout.degrees.tensor > 1:
         _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
@@ -116,7 +110,7 @@ def prove_runner(
             with _raised(runner, student.name), layers_not_compiled():
                 alone = ProbeForward(runner, {})
                 inputs_of = partial(alone.inputs, alone.micro_batch())
-                runner.summed_over_tensor_ranks = partial_gradients(runner, inputs_of)
+                runner.summed_over_tensor_ranks = layers.partial_gradients(runner, inputs_of)
 
 
 def prove_no_noise(runner: Runner, name: str) -> None:
@@ -233,13 +227,13 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
                 continue
             for decoder in decoders:
                 stack.enter_context(evaluating(decoder))
-                errors = stack.enter_context(layers_compared(decoder, source.build, probe_precision(runner)))
+                errors = stack.enter_context(layers.layers_compared(decoder, source.build, probe_precision(runner)))
                 compared.append((source.name, decoder, errors))
         forward.exchanged()
     with runner.ranks.all_raise(ProofError):
         for name, decoder, by_layer in compared:
             with prefixed(name, ProofError):
-                require_equal_layers(decoder, by_layer)
+                layers.require_equal_layers(decoder, by_layer)
 
 
 class ProbeForward(Subject):
