@@ -32,8 +32,9 @@ class StageWithConstants(PipelineStage):
 
     def _mark_constants(self, number: int) -> None:
         """Set requires_grad=False on received constants, because torch 2.11 sets True on every received tensor."""
-        pairs = zip(self.args_recv_info[number], self.input_requires, strict=True)
-        for info, requires in () if self.is_first else pairs:
+        if self.is_first:
+            return
+        for info, requires in zip(self.args_recv_info[number], self.input_requires, strict=True):
             if info.buffer is not None and not requires:
                 info.buffer.requires_grad_(False)
 
