@@ -23,8 +23,8 @@ from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.parallel import single_process_runner
 from stillhouse.rollout.publish import publish
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
-from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.served_engine import ServedEngine
+from stillhouse.serving.client.vllm import VllmApi
 
 #: the largest difference of a log-probability, in nats, from transformers' own in float32
 SAME = 1e-5

@@ -1,6 +1,8 @@
 """`stillhouse serve`: answers requests for a teacher's signals or for completions over HTTP."""
 
 import importlib.util
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -70,6 +72,7 @@ from stillhouse.cli.hub import require_on_hub, settle_offline
 )
 @click.option(
     "--weights-root",
+    type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
     metavar="FOLDER",
     help="With --generate: load published weights from below this folder alone. [default: from anywhere]",
 )
@@ -80,7 +83,20 @@ from stillhouse.cli.hub import require_on_hub, settle_offline
 )
 @click.option("--max-top-k", type=click.IntRange(1), default=256, show_default=True,
               help="Most ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
-def serve(teacher: str, *, no_token: bool, generate: bool, revision: str | None, **options: object) -> None:
+def serve(
+    teacher: str,
+    *,
+    no_token: bool,
+    generate: bool,
+    dtype: str,
+    device: str,
+    attention: str | None,
+    revision: str | None,
+    quantize: str | None,
+    images: bool,
+    weights_root: Path | None,
+    **options: Any,
+) -> None:
     """Serve a teacher's exact signals over HTTP.
 
     TEACHER is a hub id or a folder. Students then train with teacher.url. POST /v1/score returns hidden states or
@@ -109,9 +125,12 @@ def serve(teacher: str, *, no_token: bool, generate: bool, revision: str | None,
     settle_offline([teacher])
     require_on_hub({"TEACHER": (teacher, revision)})
     quiet_libraries()
-    if generate and options["quantize"] == "fp8":
+    if generate and quantize == "fp8":
         raise click.UsageError("--quantize fp8 is for a teacher, and not with --generate: expected int8 or nf4")
+    if weights_root is not None and not generate:
+        raise click.UsageError("--weights-root without --generate: only a server of completions loads weights")
+    from stillhouse.serving.server.role import ModelOptions
     from stillhouse.serving.server.run_server import run_server
 
-    required = not no_token
-    run_server(teacher, generate=generate, require_token=required, revision=revision, **options)  # type: ignore[arg-type]
+    model = ModelOptions(teacher, dtype, device, attention, revision, quantize, images)
+    run_server(model, generate=generate, require_token=not no_token, weights_root=weights_root, **options)

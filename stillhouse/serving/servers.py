@@ -45,7 +45,7 @@ class HttpServer(ServerKind):
 
 class _Stillhouse(HttpServer):
     def api(self, *, is_tied: bool = False) -> Any:
-        from stillhouse.serving.client.apis.stillhouse import StillhouseApi
+        from stillhouse.serving.client.stillhouse import StillhouseApi
 
         return StillhouseApi(is_tied=is_tied)
 
@@ -57,14 +57,14 @@ class _Stillhouse(HttpServer):
 
 class _Vllm(HttpServer):
     def api(self, *, is_tied: bool = False) -> Any:
-        from stillhouse.serving.client.apis.vllm import VllmApi
+        from stillhouse.serving.client.vllm import VllmApi
 
         return VllmApi(is_tied=is_tied)
 
 
 class _Sglang(HttpServer):
     def api(self, *, is_tied: bool = False) -> Any:
-        from stillhouse.serving.client.apis.sglang import SglangApi
+        from stillhouse.serving.client.sglang import SglangApi
 
         return SglangApi(is_tied=is_tied)
 

@@ -1,40 +1,82 @@
-"""The bodies of `POST /v1/score` and of its answer: one safetensors file each, for D documents with N rows in total.
+"""The bodies of requests and answers: JSON, or a safetensors file with JSON under a key of its header.
+
+`POST /v1/score` has the key `score`, for D documents with N rows in total:
 
     request     token_ids [·] int32     the tokens of all documents, one after the other
                 offsets [D+1] int64     the tokens of document d are offsets[d]:offsets[d+1]
                 rows [D, 2] int32       the requested rows of each document, as a range [start, stop)
                 ids [N, K] int32        "chosen": the ids whose log-probabilities are requested
-                image.D.NAME            the tensors of the images of document D (`image_wire.py`)
+                image.D.NAME            the tensor NAME of the images of document D, as an argument of the model
     answer      offsets [D+1] int64     the rows of document d are offsets[d]:offsets[d+1] of the following tensors
                 hidden, ids, …          the tensors of the signal (`SignalSpec.tensors`)
 
-The key `score` of each header has JSON: `ScoreOptions`, in a request also `images`, in an answer also the teacher's
-identity (`teacher`). A request without images may be JSON instead (`ScoreBody`).
+Its JSON is `ScoreOptions`, in a request also `images`, a list with `SentImages` for a document with images, otherwise
+null, and in an answer the teacher's identity (`teacher`). A request without images may be JSON instead (`ScoreBody`).
+
+The tensors of images are those that the client's processor made, so that the pixels of a served model are those that
+the run makes for its own models, and a server decodes no image files. The body of `POST /inference/v1/generate` for a
+prompt with images has these tensors for one document, the prompt, and the JSON of a request without images, with
+`images`, as `generate` in its header.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
-from safetensors.torch import save
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from safetensors.torch import load, save
 from torch import Tensor
 
-from stillhouse.data.media import MediaTensors
-from stillhouse.serving.image_wire import decode_body, decode_images, encode_images, take_images
-from stillhouse.serving.strict_body import JSON, SAFETENSORS, FirstWrong, StrictBody, first_problem, require_few_lists
+from stillhouse.data.media import DocumentMedia, MediaTensors
+from stillhouse.libraries import reading
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 
-KEY = "score"
+T = TypeVar("T")
+SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
+KEY, _PROMPT_KEY = "score", "generate"
 #: the number of the format of these bodies, of prompts with images and of published weights. A change that an earlier
 #: client or server would misread, or refuse without saying why, raises it
 WIRE_FORMAT = 1
 #: the file of the teacher's output head, the answer of `GET /v1/head`
 HEAD_FILE = "model.safetensors"
+#: the key of the list in the header, and the beginning of the tensors' names
+IMAGES, _PREFIX = "images", "image."
+#: the most bytes of a body's header, whose parts cost much more time than their bytes
+_HEADER_BYTES = 4 * 2**20
+#: the most lists in a body of JSON: as many as tokens of a request with ids for each, by far
+_MOST_LISTS = 2**18
+
+
+class _FailFast(FailFast):
+    __hash__ = object.__hash__  # unions hash their members
+
+
+#: a list whose validation stops at the first wrong value, because millions of values may be wrong
+FirstWrong = Annotated[list[T], _FailFast()]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_Side = Annotated[int, Field(ge=1, lt=2**31)]
+#: what a body has of images: the JSON `images`, and the tensors
+ReceivedImages = tuple[Any, dict[str, Tensor]]
+
+
+class StrictBody(BaseModel):
+    """JSON that is refused if a field is unknown or has another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class SentImages(StrictBody):
+    """sizes: the width and height of each picture that the processor got. sha256: see `images_hash`."""
+
+    sizes: FirstWrong[tuple[_Side, _Side]] = Field(min_length=1, max_length=4096)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+_LIST: TypeAdapter[list[SentImages | None]] = TypeAdapter(FirstWrong[SentImages | None])
 
 
 class ScoreOptions(StrictBody):
@@ -47,10 +89,8 @@ class ScoreOptions(StrictBody):
 
     def spec(self) -> SignalSpec:
         """Raises ValueError for options that do not fit together."""
-        temperature = self.temperature
-        if temperature is None and self.signal != "hidden":
-            temperature = 1.0
-        return SignalSpec(self.signal, self.dtype, self.top_k, temperature)
+        is_default = self.temperature is None and self.signal != "hidden"
+        return SignalSpec(self.signal, self.dtype, self.top_k, 1.0 if is_default else self.temperature)
 
 
 class ScoreBody(ScoreOptions):
@@ -61,53 +101,166 @@ class ScoreBody(ScoreOptions):
     ids: FirstWrong[FirstWrong[FirstWrong[int]]] | None = None
 
 
+def require_few_lists(content: bytes) -> None:
+    """Raise ValueError for a body of JSON with millions of lists, which would take seconds to make and to free."""
+    if (lists := content.count(b"[")) > _MOST_LISTS:
+        raise ValueError(f"{lists} lists or '[': expected at most {_MOST_LISTS} in JSON")
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem of an invalid body, with its place."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
+
+
+def header_of(content: bytes, key: str) -> Any:
+    """The JSON value of `key` in the header of a safetensors body."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return json.loads(header["__metadata__"][key])
+
+
+def decode_body(content: bytes, key: str, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the JSON object `key` of a body's header, and the body's tensors. what: the body, for messages."""
+    with reading(f"{what} is not a safetensors body"):
+        if (size := int.from_bytes(content[:8], "little")) > _HEADER_BYTES:
+            raise ValueError(f"its header has {size:,} bytes: expected at most {_HEADER_BYTES:,}")
+        tensors, options = load(content), header_of(content, key)
+    if not isinstance(options, dict):
+        raise ValueError(f"{what} is not a safetensors body: '{key}' of its header is no object")
+    return options, tensors
+
+
+def images_hash(tokens: np.ndarray, images: MediaTensors) -> str:
+    """A hash of a document's tokens, and of the sizes and all bytes of its images."""
+    digest = hashlib.sha256(np.ascontiguousarray(tokens, dtype=np.int32).tobytes())
+    for name, tensor in sorted(images.tensors.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    digest.update(json.dumps([list(size) for size in images.sizes]).encode())
+    return digest.hexdigest()
+
+
+def encode_images(documents: Sequence[tuple[np.ndarray, MediaTensors | None]]) -> ReceivedImages:
+    """The entries of a header's JSON, and the tensors of a body. documents: tokens, and images or None."""
+    tensors: dict[str, Tensor] = {}
+    sent: list[dict[str, Any] | None] = [None] * len(documents)
+    for number, (tokens, images) in enumerate(documents):
+        if images is not None:
+            sizes = [list(size) for size in images.sizes]
+            sent[number] = {"sizes": sizes, "sha256": images_hash(tokens, images)}
+            tensors |= {f"{_PREFIX}{number}.{name}": value.contiguous() for name, value in images.tensors.items()}
+    return ({IMAGES: sent} if any(sent) else {}), tensors
+
+
+def take_images(header: dict[str, Any], tensors: dict[str, Tensor]) -> ReceivedImages:
+    """Remove what `encode_images` has added, and return it for `decode_images`."""
+    names = [name for name in tensors if name.startswith(_PREFIX)]
+    return header.pop(IMAGES, None), {name: tensors.pop(name) for name in names}
+
+
+def decode_images(
+    sent: Any, tensors: Mapping[str, Tensor], documents: Sequence[np.ndarray]
+) -> list[DocumentMedia | None]:
+    """The images of each document. documents: their tokens. Raises ValueError for other or changed images."""
+    images: list[DocumentMedia | None] = [None] * len(documents)
+    if sent is None and not tensors:
+        return images
+    if isinstance(sent, list) and len(sent) != len(documents):
+        raise ValueError(f"images of {len(sent)} sequences: expected an entry for each of {len(documents)}, or null")
+    try:
+        entries = _LIST.validate_json(json.dumps(sent))
+    except ValidationError as error:
+        raise ValueError(f"images: {first_problem(error)}") from error
+    by_document: dict[str, dict[str, Tensor]] = {
+        str(number): {} for number, entry in enumerate(entries) if entry is not None
+    }
+    for name, tensor in tensors.items():
+        owner, _, tensor_name = name.removeprefix(_PREFIX).partition(".")
+        if owner not in by_document or not tensor_name:
+            raise ValueError(f"a tensor '{name}', which belongs to no sequence with images")
+        by_document[owner][tensor_name] = tensor
+    for number, (tokens, entry) in enumerate(zip(documents, entries, strict=True)):
+        if entry is not None:
+            made = MediaTensors(by_document[str(number)], list(entry.sizes))
+            if images_hash(tokens, made) != entry.sha256:
+                raise ValueError(
+                    f"the images of sequence {number} do not have the hash that was sent with them: they were "
+                    "changed on the way, or belong to another sequence"
+                )
+            images[number] = DocumentMedia(bytes.fromhex(entry.sha256), lambda made=made: made)  # type: ignore[misc]
+    return images
+
+
+def encode_prompt(body: dict[str, Any], images: MediaTensors) -> bytes:
+    """body: a request as JSON; its `token_ids` are the prompt"""
+    sent, tensors = encode_images([(np.array(body["token_ids"], dtype=np.int32), images)])
+    return save(tensors, {_PROMPT_KEY: json.dumps(body | sent)})
+
+
+def decode_prompt(content: bytes) -> tuple[bytes, ReceivedImages]:
+    """The request as JSON, and the images of its prompt for `decode_images`. Raises ValueError for another body."""
+    body, tensors = decode_body(content, _PROMPT_KEY, "the request")
+    images = take_images(body, tensors)
+    if tensors:
+        raise ValueError(f"tensors {sorted(tensors)}: expected those of images alone")
+    return json.dumps(body).encode(), images
+
+
+def document_tensors(
+    documents: Sequence[DocumentRows], images: Sequence[MediaTensors | None] | None = None
+) -> ReceivedImages:
+    """The entries of a request's JSON for images, and all of its tensors but `ids`.
+
+    images: those of each document, read before; None: read them now
+    """
+    if images is None:
+        images = [None if document.media is None else document.media.read() for document in documents]
+    sent, tensors = encode_images([(document.tokens, read) for document, read in zip(documents, images, strict=True)])
+    token_ids = np.concatenate([document.tokens for document in documents]).astype(np.int32)
+    rows = [[document.rows.start, document.rows.stop] for document in documents]
+    tensors |= {
+        "token_ids": torch.from_numpy(token_ids),
+        "offsets": _offsets([len(document.tokens) for document in documents]),
+        "rows": torch.tensor(rows, dtype=torch.int32),
+    }
+    return sent, tensors
+
+
 def encode_request(
     signal: SignalSpec, documents: Sequence[DocumentRows], images: Sequence[MediaTensors | None] | None = None
 ) -> bytes:
-    """images: those of each document, read before; None: read them now"""
-    if images is None:
-        images = read_images(documents)
-    tensors = document_tensors(documents)
-    image_tensors, sent = encode_images(
-        [(document.tokens, read) for document, read in zip(documents, images, strict=True)]
-    )
-    chosen = [document.ids_NK for document in documents if document.ids_NK is not None]
-    if chosen:
+    """images: see `document_tensors`"""
+    sent, tensors = document_tensors(documents, images)
+    if chosen := [document.ids_NK for document in documents if document.ids_NK is not None]:
         tensors["ids"] = torch.cat(chosen).to(torch.int32)
-    return save(tensors | image_tensors, {KEY: json.dumps(_options(signal) | sent)})
-
-
-def read_images(documents: Sequence[DocumentRows]) -> list[MediaTensors | None]:
-    return [None if document.media is None else document.media.read() for document in documents]
-
-
-def document_tensors(documents: Sequence[DocumentRows]) -> dict[str, Tensor]:
-    """The tensors `token_ids`, `offsets` and `rows` of a request."""
-    return {
-        "token_ids": torch.from_numpy(np.concatenate([document.tokens for document in documents]).astype(np.int32)),
-        "offsets": _offsets([len(document.tokens) for document in documents]),
-        "rows": torch.tensor(
-            [[document.rows.start, document.rows.stop] for document in documents], dtype=torch.int32
-        ),
-    }
+    return save(tensors, {KEY: json.dumps(_options(signal) | sent)})
 
 
 def decode_request(content: bytes, content_type: str, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
     """Raises ValueError with a one-line message unless the request is valid and has at most `most_documents`."""
-    if content_type not in (JSON, SAFETENSORS):
-        raise ValueError(f"content type '{content_type}': expected {JSON} or {SAFETENSORS}")
-    sent: tuple[Any, dict[str, Tensor]] = None, {}
+    sent: ReceivedImages = None, {}
     try:
         if content_type == JSON:
-            signal, tensors = _from_json(content, most_documents)
+            require_few_lists(content)
+            body = ScoreBody.model_validate_json(content)
+            signal, tensors = body.spec(), _json_tensors(body)
         else:
-            signal, tensors, sent = _from_safetensors(content)
+            options, tensors = decode_body(content, KEY, "the request")
+            sent = take_images(options, tensors)
+            signal = ScoreOptions.model_validate(options).spec()
+            expected = {"token_ids": torch.int32, "offsets": torch.int64, "rows": torch.int32}
+            expected |= {"ids": torch.int32} if signal.kind == "chosen" else {}
+            dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+            if dtypes != expected:
+                raise ValueError(f"tensors {dtypes}: expected {expected}")
     except ValidationError as error:
         raise ValueError(first_problem(error)) from error
     token_ids, offsets, rows = (tensors[name] for name in ("token_ids", "offsets", "rows"))
     if token_ids.dim() != 1:
         raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected one dim")
-    _require_few(offsets.numel() - 1, most_documents)
+    if offsets.numel() - 1 > most_documents:
+        raise ValueError(f"{offsets.numel() - 1} sequences: expected at most {most_documents} per request")
     bounds = offsets.tolist() if offsets.dim() == 1 else []
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if not lengths or min(lengths) < 1 or bounds[0] != 0 or bounds[-1] != len(token_ids):
@@ -117,15 +270,20 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     documents = [tokens.numpy() for tokens in token_ids.split(lengths)]
     if rows.shape != (len(documents), 2):
         raise ValueError(f"rows of shape {list(rows.shape)}: expected [{len(documents)}, 2]")
-    for tokens, (start, stop) in zip(documents, rows.tolist(), strict=True):
-        if not 0 <= start < stop <= len(tokens):
-            raise ValueError(
-                f"rows {start} to {stop} of a document of {len(tokens)} tokens: expected some of its rows"
-            )
     ranges = [range(start, stop) for start, stop in rows.tolist()]
-    without_images = _with_ids(signal, documents, ranges, tensors.get("ids"))
+    for tokens, asked in zip(documents, ranges, strict=True):
+        if not 0 <= asked.start < asked.stop <= len(tokens):
+            raise ValueError(
+                f"rows {asked.start} to {asked.stop} of a document of {len(tokens)} tokens: expected some of its rows"
+            )
+    shape = None if (ids := tensors.get("ids")) is None else list(ids.shape)
+    expected_shape = [sum(map(len, ranges)), signal.top_k] if signal.kind == "chosen" else None
+    if shape != expected_shape:
+        raise ValueError(f"ids of shape {shape}: expected {expected_shape or 'them only with chosen'}")
+    parts = [None] * len(documents) if ids is None else ids.split([len(asked) for asked in ranges])
     images = decode_images(*sent, documents)
-    return signal, [replace(document, media=of) for document, of in zip(without_images, images, strict=True)]
+    requested = zip(documents, ranges, parts, images, strict=True)
+    return signal, [DocumentRows(tokens, asked, part, media=media) for tokens, asked, part, media in requested]
 
 
 def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Tensor]]) -> bytes:
@@ -158,59 +316,23 @@ def decode_answer(
     return teacher, [{name: tensor[start:stop] for name, tensor in tensors.items()} for start, stop in bounds]
 
 
-def _from_safetensors(content: bytes) -> tuple[SignalSpec, dict[str, Tensor], tuple[Any, dict[str, Tensor]]]:
-    options, tensors = decode_body(content, KEY, "the request")
-    images = take_images(options, tensors)
-    signal = ScoreOptions.model_validate(options).spec()
-    expected = {"token_ids": torch.int32, "offsets": torch.int64, "rows": torch.int32}
-    if signal.kind == "chosen":
-        expected["ids"] = torch.int32
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    if dtypes != expected:
-        raise ValueError(f"tensors {dtypes}: expected {expected}")
-    return signal, tensors, images
+def _json_tensors(body: ScoreBody) -> dict[str, Tensor]:
+    def int32(what: str, values: Iterable[Any]) -> Tensor:
+        try:
+            return torch.tensor(list(values), dtype=torch.int32)
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{what}, each from −2³¹ to 2³¹ − 1 ({error})") from error
 
-
-def _from_json(content: bytes, most_documents: int) -> tuple[SignalSpec, dict[str, Tensor]]:
-    require_few_lists(content)
-    body = ScoreBody.model_validate_json(content)
-    _require_few(len(body.token_ids), most_documents)
     lengths = [len(tokens) for tokens in body.token_ids]
     rows = [(0, length) for length in lengths] if body.rows is None else body.rows
     tensors = {
-        "token_ids": _int32("token_ids: expected ids", chain.from_iterable(body.token_ids)),
+        "token_ids": int32("token_ids: expected ids", chain.from_iterable(body.token_ids)),
         "offsets": _offsets(lengths),
-        "rows": _int32("rows: expected numbers", rows),
+        "rows": int32("rows: expected numbers", rows),
     }
     if body.ids is not None:
-        tensors["ids"] = _int32("ids: expected as many for every row", chain.from_iterable(body.ids))
-    return ScoreOptions(**body.model_dump(include=set(ScoreOptions.model_fields))).spec(), tensors
-
-
-def _int32(what: str, values: Iterable[Any]) -> Tensor:
-    try:
-        return torch.tensor(list(values), dtype=torch.int32)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{what}, each from −2³¹ to 2³¹ − 1 ({error})") from error
-
-
-def _require_few(documents: int, most: int) -> None:
-    if documents > most:
-        raise ValueError(f"{documents} sequences: expected at most {most} per request")
-
-
-def _with_ids(
-    signal: SignalSpec, documents: Sequence[np.ndarray], ranges: Sequence[range], ids: Tensor | None
-) -> list[DocumentRows]:
-    if signal.kind != "chosen":
-        if ids is not None:
-            raise ValueError(f"ids with signal {signal.kind}: expected them only with chosen")
-        return [DocumentRows(tokens, rows) for tokens, rows in zip(documents, ranges, strict=True)]
-    shape = [sum(map(len, ranges)), signal.top_k]
-    if ids is None or list(ids.shape) != shape:
-        raise ValueError(f"ids of shape {None if ids is None else list(ids.shape)}: expected {shape}")
-    parts = ids.split([len(rows) for rows in ranges])
-    return [DocumentRows(*document) for document in zip(documents, ranges, parts, strict=True)]
+        tensors["ids"] = int32("ids: expected as many for every row", chain.from_iterable(body.ids))
+    return tensors
 
 
 def _options(signal: SignalSpec) -> dict[str, Any]:

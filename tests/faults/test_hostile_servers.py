@@ -20,12 +20,12 @@ from stillhouse import __version__
 from stillhouse.config.servers import ServerError
 from stillhouse.display import escaped
 from stillhouse.serving.client import pool
-from stillhouse.serving.client.apis.server_api import ServerInfo
-from stillhouse.serving.client.apis.stillhouse import StillhouseApi
-from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import ServerPool, ServerRequest
 from stillhouse.serving.client.reward_server import RewardServer
+from stillhouse.serving.client.server_api import ServerInfo
+from stillhouse.serving.client.stillhouse import StillhouseApi
+from stillhouse.serving.client.vllm import VllmApi
 from stillhouse.serving.wire import JSON, WIRE_FORMAT
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 

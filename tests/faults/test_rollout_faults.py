@@ -25,9 +25,9 @@ from stillhouse.config.servers import ServerError
 from stillhouse.rollout.records import Sampling
 from stillhouse.rollout.rollout import Rollout
 from stillhouse.serving.client import pool, served_weights
-from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.client.served_weights import MAX_RESTORES, PROBE_TOKENS
+from stillhouse.serving.client.vllm import VllmApi
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from stillhouse.rollout.records import Sampling
-from stillhouse.serving.client.apis.server_api import ServerApi, ServerInfo
-from stillhouse.serving.client.apis.sglang import SglangApi
-from stillhouse.serving.client.apis.stillhouse import StillhouseApi
-from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.served_engine import token_versions
+from stillhouse.serving.client.server_api import ServerApi, ServerInfo
+from stillhouse.serving.client.sglang import SglangApi
+from stillhouse.serving.client.stillhouse import StillhouseApi
+from stillhouse.serving.client.vllm import VllmApi
 from stillhouse.serving.wire import encode_answer
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec, problem_in
 

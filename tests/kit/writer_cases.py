@@ -20,10 +20,10 @@ from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
 from stillhouse.rollout.publish import publish
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
-from stillhouse.serving.client.apis.server_api import ServerApi
-from stillhouse.serving.client.apis.sglang import SglangApi
-from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.served_engine import ServedEngine
+from stillhouse.serving.client.server_api import ServerApi
+from stillhouse.serving.client.sglang import SglangApi
+from stillhouse.serving.client.vllm import VllmApi
 
 VOCABULARY, TEMPERATURE = 251, 0.7
 RECORDED = Path(__file__).parents[1] / "kit" / "engines"

@@ -25,8 +25,7 @@ from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.hashing import json_hash
 from stillhouse.output.progress import STATE, DamagedCheckpointError, read_state
-from stillhouse.serving.image_wire import header_of
-from stillhouse.serving.wire import KEY, decode_answer, decode_request
+from stillhouse.serving.wire import KEY, decode_answer, decode_request, header_of
 from stillhouse.signals import SignalCache
 from stillhouse.tools.write_cache import write_cache
 

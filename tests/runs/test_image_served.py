@@ -29,8 +29,8 @@ from stillhouse.data.media import MediaTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
 from stillhouse.images.decode import open_image, pixel_count
 from stillhouse.images.processor import ImageProcessor
-from stillhouse.serving.image_wire import ImageSupport, encode_images, require_accepted
-from stillhouse.serving.wire import KEY, SAFETENSORS, document_tensors
+from stillhouse.serving.image_support import ImageSupport, require_accepted
+from stillhouse.serving.wire import KEY, SAFETENSORS, document_tensors, encode_images
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 FAMILIES = ["qwen3_vl", "idefics3", "gemma3", "qwen3_5", "internvl", "llava_onevision", "gemma4"]
@@ -220,8 +220,8 @@ def documents_of(processor: ImageProcessor) -> Parts:
 def body_of(parts: Parts, *, change: Callable[[dict[str, Any], dict[str, Any]], None] | None = None) -> bytes:
     """A request for hidden states. change: is applied to the tensors and to the JSON of the header."""
     documents = [DocumentRows(ids, range(len(ids))) for ids, _ in parts]
-    tensors, sent = encode_images(parts)
-    tensors = document_tensors(documents) | {name: tensor.clone() for name, tensor in tensors.items()}
+    sent, tensors = encode_images(parts)
+    tensors = document_tensors(documents)[1] | {name: tensor.clone() for name, tensor in tensors.items()}
     header = {"signal": "hidden", "dtype": "float32"} | sent
     if change is not None:
         change(tensors, header)

@@ -20,8 +20,7 @@ from kit.serving import Server
 from stillhouse.data.media import MediaTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
 from stillhouse.images.processor import ImageProcessor
-from stillhouse.serving.image_wire import encode_prompt
-from stillhouse.serving.strict_body import SAFETENSORS
+from stillhouse.serving.wire import SAFETENSORS, encode_prompt
 
 GENERATE = "/inference/v1/generate"
 

@@ -22,8 +22,8 @@ from stillhouse.data import load_tokenizer
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.rollout import Completion, GenerationRequest, Sampling
 from stillhouse.rollout.generate import Generator
-from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.served_engine import ServedEngine
+from stillhouse.serving.client.stillhouse import StillhouseApi
 from stillhouse.serving.server.role import model_info
 
 CPU = torch.device("cpu")

@@ -233,7 +233,7 @@ def test_weights_are_read_below_their_root_alone(folder: Path, published: Path, 
     shutil.copytree(published, outside := version_folder(beside, 7))
     (root / "link").symlink_to(beside)
     way_in.symlink_to(root)
-    assert "expected an existing folder" in run("serve", folder, "--generate", "--weights-root", "no", code=1).err
+    assert "'no' does not exist" in run("serve", folder, "--generate", "--weights-root", "no", code=2).err
     with Server(folder, "--generate", "--weights-root", str(way_in)) as server:
         for place in (outside, root / "link" / outside.name, root / ".." / beside.name / outside.name, "/nowhere"):
             error = load_weights(server, place, "7").json()["error"]

@@ -20,10 +20,10 @@ from stillhouse.config.servers import ServerError
 from stillhouse.output.folder import RunFolder
 from stillhouse.rollout.records import Sampling
 from stillhouse.run.run import distill
-from stillhouse.serving.client.apis.sglang import SglangApi
-from stillhouse.serving.client.apis.stillhouse import StillhouseApi
-from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.served_engine import ServedEngine
+from stillhouse.serving.client.sglang import SglangApi
+from stillhouse.serving.client.stillhouse import StillhouseApi
+from stillhouse.serving.client.vllm import VllmApi
 
 SETTINGS: dict[str, Any] = {"objective.loss": "cross_entropy", "rollout.writer": "teacher", "checkpoint.every": 2}
 #: the figures that are equal, and the loss

@@ -28,10 +28,9 @@ from stillhouse.data import MicroBatch
 from stillhouse.loops.session import Session
 from stillhouse.objective import TEACHER, Sampled
 from stillhouse.run.run import distill
-from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.pool import ServerPool
-from stillhouse.serving.image_wire import header_of
-from stillhouse.serving.wire import KEY
+from stillhouse.serving.client.stillhouse import StillhouseApi
+from stillhouse.serving.wire import KEY, header_of
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.cache_files import document_id
 from stillhouse.signals.extract import draw_ids, uniform_numbers

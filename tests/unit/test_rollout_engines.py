@@ -38,10 +38,10 @@ from stillhouse.parallel import single_process_runner
 from stillhouse.rollout.publish import publish
 from stillhouse.rollout.records import GenerationRequest, Sampling
 from stillhouse.run.session import prepare
-from stillhouse.serving.client.apis.sglang import SglangApi
-from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.served_engine import ServedEngine
+from stillhouse.serving.client.sglang import SglangApi
+from stillhouse.serving.client.vllm import VllmApi
 
 
 @pytest.mark.parametrize(

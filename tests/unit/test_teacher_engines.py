@@ -25,9 +25,9 @@ from torch.nn.functional import normalize
 from stillhouse.config import ConfigError
 from stillhouse.run.run import distill
 from stillhouse.serving.client import signal_proof
-from stillhouse.serving.client.apis.server_api import ServerInfo
-from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.http_client import HttpAnswer
+from stillhouse.serving.client.server_api import ServerInfo
+from stillhouse.serving.client.vllm import VllmApi
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, product
 from pathlib import Path
 from textwrap import shorten
 from threading import Lock
@@ -40,11 +40,11 @@ from stillhouse.models import Decoder, model_fingerprint
 from stillhouse.models.families import text_config
 from stillhouse.models.weight_files import json_object, named_weights, weight_files
 from stillhouse.parallel import is_first, log_rank0
-from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import ServerPool, ServerRequest
+from stillhouse.serving.client.server_api import NeedsModelError, Scores, ServerApi, ServerInfo
 from stillhouse.serving.client.signal_proof import Proof, prove
-from stillhouse.serving.image_wire import positions_hash, require_accepted
+from stillhouse.serving.image_support import positions_hash, require_accepted
 from stillhouse.serving.wire import HEAD_FILE
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec, problem_in
 from stillhouse.signals.signal_store import SignalStore
@@ -180,28 +180,20 @@ class RemoteSignals(SignalStore):
             return parts
 
         scores: Scores = []
-        for calls in _in_memory(self.api.calls(self.servers[0], wanted, self.width, documents)):
-            requests = [replace(call, parse=partial(checked, call)) for call in calls]
-            answers: list[Scores] = self.pool.score(requests, url, timeout)
-            scores += chain.from_iterable(answers)
-        return scores
+        calls = iter(self.api.calls(self.servers[0], wanted, self.width, documents))
+        while True:  # requests of texts are small, those of images are not
+            group, size = list[ServerRequest[Scores]](), 0
+            for call in calls:
+                group.append(replace(call, parse=partial(checked, call)))
+                size += len(call.content) if isinstance(call.content, bytes) else 0
+                if size >= BYTES_AT_A_TIME:
+                    break
+            if not group:
+                return scores
+            scores += chain.from_iterable(self.pool.score(group, url, timeout))
 
     def close(self) -> None:
         self.pool.close()
-
-
-def _in_memory(calls: Iterable[ServerRequest[Scores]]) -> Iterator[list[ServerRequest[Scores]]]:
-    """Divide requests into groups that are in memory together: those of texts are small, those of images are not."""
-    group: list[ServerRequest[Scores]] = []
-    size = 0
-    for call in calls:
-        group.append(call)
-        size += len(call.content) if isinstance(call.content, bytes) else 0
-        if size >= BYTES_AT_A_TIME:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
@@ -247,20 +239,22 @@ def connect(teacher: TeacherConfig, temperature: float, section: str = "teacher"
     with _section_errors(section), ExitStack() as on_error:
         model_folder = None if teacher.model is None else _teacher_files(teacher)
         token = server_token(f"{section}.token_variable", teacher.token_variable)
-        pool = ServerPool(teacher.urls, teacher.timeout, _warn, key=f"{section}.timeout", token=token)
+        pool = ServerPool(
+            teacher.urls,
+            teacher.timeout,
+            lambda line: log_rank0(f"warning: {line}"),
+            key=f"{section}.timeout",
+            token=token,
+        )
         on_error.callback(pool.close)
         store = _connected(pool, teacher, temperature, model_folder)
         on_error.pop_all()
     return store
 
 
-def _warn(line: str) -> None:
-    log_rank0(f"warning: {line}")
-
-
 @contextmanager
 def _section_errors(section: str) -> Iterator[None]:
-    """Convert errors to those of the teacher's keys: `model` if files of the teacher are missing, otherwise `url`."""
+    """Convert errors to those of the key `model` if files of the teacher are missing, otherwise of `url`."""
     try:
         with as_config_error(f"{section}.url", NeedsModelError):
             yield
@@ -272,19 +266,18 @@ def _connected(
     pool: ServerPool, teacher: TeacherConfig, temperature: float, model_folder: Path | None
 ) -> RemoteSignals:
     urls = [server.url for server in pool.servers]
-    kinds = {name: kind for name, kind in server_kinds().items() if getattr(kind, "signals", ())}
     # a server is taken for the kind with the most signals, because a gateway may answer the routes of several kinds
-    kinds = {name: kinds[name] for name in sorted(kinds, key=lambda name: -len(kinds[name].signals))}
-    apis: Iterable[ServerApi] = (kind.api() for name, kind in kinds.items() if teacher.api in ("auto", name))
+    kinds = [kind for kind in server_kinds().values() if getattr(kind, "signals", ())]
+    kinds.sort(key=lambda kind: -len(kind.signals))
+    apis: Iterable[ServerApi] = (kind.api() for kind in kinds if teacher.api in ("auto", kind.name))
     api = next((api for api in apis if teacher.api != "auto" or api.recognises(pool.asker(urls[0]))), None)
     if api is None:
-        raise ValueError(f"{urls[0]} is not a server that is known here: expected {', '.join(kinds)}")
+        names = ", ".join(kind.name for kind in kinds)
+        raise ValueError(f"{urls[0]} is not a server that is known here: expected {names}")
     for url in urls:
         if other := api.other_version(pool.asker(url)):
-            _warn(other)
+            log_rank0(f"warning: {other}")
     servers = [api.describe(pool.asker(url), url) for url in urls]
-    for server in servers[1:]:
-        _require_same(servers[0], server)
     _require_signal(api, servers, teacher, temperature)
     folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
     if folder is None and teacher.signal in _NEEDS_MODEL:
@@ -311,21 +304,18 @@ def _connected(
     return RemoteSignals(pool, api, servers, signal, width, vocabulary, folder)
 
 
-def _require_same(first: ServerInfo, other: ServerInfo) -> None:
-    """Raise ValueError for servers of different teachers. Without the teacher's hash, their names must be equal."""
-    names = ("identity", "vocabulary", "width", "dtype", "files")
-    for name in names if first.identity is not None else (*names, "model"):
-        if getattr(first, name) != getattr(other, name):
-            one, two = (shorten(str(getattr(server, name)), 100) for server in (first, other))
-            raise ValueError(
-                f"{first.url} and {other.url} serve different teachers: {name} is {one} and {two}; expected "
-                "servers of one teacher"
-            )
-
-
 def _require_signal(
     api: ServerApi, servers: Sequence[ServerInfo], teacher: TeacherConfig, temperature: float
 ) -> None:
+    """Raise ValueError unless all servers have the same teacher (without a hash: by name) and give the signal."""
+    first, same = servers[0], ("identity", "vocabulary", "width", "dtype", "files")
+    for server, name in product(servers[1:], same if first.identity is not None else (*same, "model")):
+        if getattr(first, name) != getattr(server, name):
+            one, two = (shorten(str(getattr(of, name)), 100) for of in (first, server))
+            raise ValueError(
+                f"{first.url} and {server.url} serve different teachers: {name} is {one} and {two}; expected "
+                "servers of one teacher"
+            )
     for server in servers:
         signals = api.kind.signals if server.signals is None else server.signals
         if teacher.signal not in signals:
@@ -351,8 +341,12 @@ def prove_servers(
     """
     local = head = None
     if is_first():
-        if _is_readable(teacher):
-            assert teacher.model is not None
+        prove_local = teacher.prove == "always"
+        if teacher.prove == "auto" and teacher.model is not None and os.path.isdir(teacher.model):
+            files = weight_files(teacher.model)
+            is_whole = all(path.is_file() for path in files)
+            prove_local = is_whole and 0 < sum(path.stat().st_size for path in files) <= SMALL
+        if prove_local and teacher.model is not None:
             local = Decoder.from_pretrained(
                 teacher.model,
                 revision=teacher.revision,
@@ -390,13 +384,3 @@ def _teacher_files(teacher: TeacherConfig) -> Path:
             download(allow_patterns=[single])
             download(allow_patterns=files_of_head(folder))
     return folder
-
-
-def _is_readable(teacher: TeacherConfig) -> bool:
-    """Whether this process loads the teacher's model to compare it with the servers."""
-    if teacher.model is None or teacher.prove == "never":
-        return False
-    if teacher.prove == "always":
-        return True
-    files = weight_files(teacher.model) if os.path.isdir(teacher.model) else []
-    return all(path.is_file() for path in files) and 0 < sum(path.stat().st_size for path in files) <= SMALL

@@ -5,6 +5,7 @@ label. Its answers are discarded, their requests are sent again, and the server 
 weights can be proved only by its completions; a few short completions are enough.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,9 +22,9 @@ from stillhouse.config.servers import ServerError
 from stillhouse.data.media import MediaProcessor
 from stillhouse.rollout.engines import same_weights
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
-from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, identifying_prompts, require
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import Ask, Server, ServerPool, UnreachableError
+from stillhouse.serving.client.server_api import Answer, Published, ServerApi, require
 
 #: seconds that an update waits for a server that cannot be reached, before the run goes on with the other servers
 PATIENCE = 10.0
@@ -39,14 +41,21 @@ _AGAIN = (
     "gives it weights"
 )
 _GREEDY = Sampling(1, temperature=0.0)
+#: prompts. The log-probabilities of the top tokens after them identify a model, and show the options of its server
+_PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
+#: the number of requested top tokens: the gap between the first and the fifth is wider than to the second
+_TOP = 5
+#: if two options would give log-probabilities with a smaller difference, in nats, they cannot be distinguished
+_APART = 0.02
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A server's completions of some prompts with the version of the weights that `label` names.
+    """A server's completions of some prompts, sampled with the version of the weights that `label` names.
 
-    completions: sampled ones, which the trainer scores. top_tokens: for each prompt, the top token after it and its
-    log-probability.
+    top_tokens: for each prompt, the top token after it and its log-probability.
     """
 
     label: str = ""
@@ -56,12 +65,12 @@ class Probe:
 
 @dataclass(eq=False)
 class ServerState:
-    """The state of a server. address: the same in the pool.
+    """address: the same server in the pool.
 
     published: the version that was loaded last (each load makes a new object); None while the weights are unknown.
     model: the model name in requests. restored: how often the server had other weights since its last usable answer.
     is_absent: whether the server has not answered, so that it gets the newest version in the background.
-    probe: the server's probe with the version that was loaded last.
+    probe: with the version that was loaded last.
     """
 
     address: Server
@@ -104,6 +113,8 @@ class ServedWeights:
 
     def __post_init__(self) -> None:
         self.servers = {server.url: ServerState(server) for server in self.pool.servers}
+        #: identify the weights of servers, and show their options
+        self._prompts = [[token % self.vocabulary for token in prompt] for prompt in _PROMPTS]
 
     @property
     def probed(self) -> dict[str, tuple[Completion, ...]]:
@@ -114,7 +125,7 @@ class ServedWeights:
 
     def set_proved(self, url: str, most: float) -> None:
         """Record that this server generates with the newest version. Servers that load it later must have the same
-        top tokens. most: the largest difference in nats that rounding can cause.
+        top tokens, up to a difference of `most` nats.
         """
         self._proved = self.servers[url].probe, most
 
@@ -126,14 +137,22 @@ class ServedWeights:
                 self.warn(other)
             server.model = self.api.model_name(ask)
             if self.run_prefix and self.api.names_adapters:
-                self._drop_earlier_adapters(server.url, ask)
+                # drop the adapters of earlier processes of this run; the names of all others begin differently
+                earlier = [name for name in self.api.adapters(ask) if name.startswith(self.run_prefix)]
+                for name in earlier:
+                    self.api.forget(ask, name)
+                if earlier and (left := set(earlier).intersection(self.api.adapters(ask))):
+                    self.warn(
+                        f"{server.url} does not drop {len(left)} adapters of an earlier start of this run, which "
+                        f"take its memory: {', '.join(sorted(left))}"
+                    )
             if self.keep:
-                self._keep_weights(server)
+                self._keep_weights(ask, server)
             elif self.api.kind.after_temperature:
                 # the part of a sampling on which log-probabilities may depend
                 parts = [replace(one, max_new_tokens=1, stop=(), eos_ids=()) for one in self.samplings]
                 for sampling in dict.fromkeys(parts):
-                    self.api.require_log_probs(ask, server.url, server.model, sampling, self.vocabulary)
+                    self._require_log_probs(ask, server, sampling)
 
     def update_all(self, published: Published) -> None:
         """See `ServedEngine.update_weights`."""
@@ -186,17 +205,6 @@ class ServedWeights:
         self.warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
         self._update_later(server)
 
-    def _drop_earlier_adapters(self, url: str, ask: Ask) -> None:
-        """Drop the adapters of earlier processes of this run. The names of all other adapters begin differently."""
-        earlier = [name for name in self.api.adapters(ask) if name.startswith(self.run_prefix)]
-        for name in earlier:
-            self.api.forget(ask, name)
-        if earlier and (left := set(earlier).intersection(self.api.adapters(ask))):
-            self.warn(
-                f"{url} does not drop {len(left)} adapters of an earlier start of this run, which take its "
-                f"memory: {', '.join(sorted(left))}"
-            )
-
     def _forget(self, adapter: str) -> list[threading.Thread]:
         """Let the servers drop an adapter, in threads, because a server may first wait for completions."""
 
@@ -204,13 +212,13 @@ class ServedWeights:
             with suppress(ServerError):  # a server that does not answer is restarted, and then has no adapters
                 self.api.forget(self.pool.asker(url, PATIENCE), adapter)
 
-        urls = [server.url for server in self.servers.values() if not server.is_absent]
-        threads = [threading.Thread(target=forget, args=(url,), daemon=True) for url in urls]
+        present = [url for url, server in self.servers.items() if not server.is_absent]
+        threads = [threading.Thread(target=forget, args=(url,), daemon=True) for url in present]
         for thread in threads:
             thread.start()
         return threads
 
-    def _keep_weights(self, server: ServerState) -> None:
+    def _keep_weights(self, ask: Ask, server: ServerState) -> None:
         """Accept the server's weights as version 0. Raises ValueError if another server has other weights."""
 
         def parse(response: HttpAnswer) -> Answer:
@@ -218,8 +226,7 @@ class ServedWeights:
             answer.require(_GREEDY, 1, self.vocabulary)
             return answer
 
-        ask, prompts = self.pool.asker(server.url), identifying_prompts(self.vocabulary)
-        answers = [self.api.one_token(ask, server.model, ids, _GREEDY, parse) for ids in prompts]
+        answers = [self._one_token(ask, server, prompt, _GREEDY, parse) for prompt in self._prompts]
         labels = {span.label or "" for answer in answers for span in answer.spans}
         top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
         self.top_tokens = self.top_tokens or top_tokens
@@ -228,6 +235,73 @@ class ServedWeights:
         [label] = labels
         self.versions[label] = 0
         server.published = self.newest = Published(0, Path(), label, "model")
+
+    def _one_token(
+        self,
+        ask: Ask,
+        server: ServerState,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        parse: Callable[[HttpAnswer], T],
+        top: int = 0,
+    ) -> T:
+        """Request a completion of one token. Raises ValueError for an answer that cannot be read."""
+        response = ask(self.api.path, self.api.body(server.model, prompt, sampling, 1, 0, top=top))
+        if response.status != 200:
+            raise ValueError(f"{response.url}: {response.status} {response.message}; {self.api.kind.hint}")
+        try:
+            return parse(response)
+        except ValueError as error:
+            raise ValueError(f"{response.url}: {error}") from error
+
+    def _require_log_probs(self, ask: Ask, server: ServerState, sampling: Sampling) -> None:
+        """Raise ValueError unless the server's log-probabilities are those after the temperature and over the full
+        vocabulary, which training needs. Some options of an engine change them, and its answers do not show these.
+
+        The gap between the first and the last top token must be the gap at temperature 1, divided by the temperature.
+        If a request has top_k=2 and the server normalises over two tokens, the first log-probability is too large.
+        """
+        temperature, kind = sampling.temperature, self.api.kind
+        if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):
+            return
+
+        def top(prompt: Sequence[int], sampling: Sampling, count: int = _TOP) -> list[float]:
+            log_probs = self._one_token(ask, server, prompt, sampling, self.api.top_log_probs, _TOP)[:count]
+            if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
+                raise ValueError(
+                    f"{server.url} gives {log_probs} for the top tokens: expected at least two log-probabilities"
+                )
+            return log_probs
+
+        for prompt in self._prompts:
+            before, after = top(prompt, Sampling(1)), top(prompt, Sampling(1, temperature=temperature))
+            if temperature != 1:
+                gap, scaled_gap = before[0] - before[-1], after[0] - after[-1]
+                if abs(gap / temperature - gap) < _APART:
+                    continue
+                if abs(scaled_gap - gap) < abs(scaled_gap - gap / temperature):
+                    raise ValueError(
+                        f"{server.url} gives log-probabilities before the temperature, and the temperature is "
+                        f"{temperature:g}: expected {kind.after_temperature}, or a temperature of 1"
+                    )
+            if not sampling.samples_all_tokens:
+                among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
+                if abs(among_two - after[0]) < _APART:
+                    continue
+                cut = top(prompt, Sampling(1, temperature=temperature, top_k=2), 2)[0]
+                if abs(cut - among_two) < abs(cut - after[0]):
+                    at_one = kind.over_all_tokens and f", or for a temperature of 1 {kind.over_all_tokens}"
+                    raise ValueError(
+                        f"{server.url} gives log-probabilities among the tokens that top_p, top_k and min_p leave, "
+                        "and training needs those over the whole vocabulary: expected top_p=1, top_k=0 and "
+                        f"min_p=0{at_one}"
+                    )
+            return
+        raise ValueError(
+            f"{server.url} writes every token with nearly the same probability or with certainty, so that it cannot "
+            "be proved which log-probabilities it gives: expected a model that was trained, or a temperature of 1 "
+            "and all tokens"
+        )
 
     def _update_servers(
         self, servers: Sequence[ServerState], patience: float, end: float
@@ -317,23 +391,25 @@ class ServedWeights:
         return True
 
     def _update_later(self, server: ServerState) -> None:
+        """Load the newest version on a server in the background, or give the server up."""
+
+        def update() -> None:
+            failure: ServerError | None = None
+            wanted = self.newest
+            try:
+                if server.restored > MAX_RESTORES:
+                    raise ServerError(f"{server.url} has {_AGAIN}")
+                end = time.monotonic() + self.update_timeout
+                failure = self._update_servers([server], self.pool.timeout, end).get(server.url)
+            except ServerError as error:
+                failure = error
+            server.is_absent = False
+            if wanted is not self.newest:  # `update_all` has a newer version, and has skipped this absent server
+                self._update_later(server)
+            elif failure is not None:
+                self.warn(f"the student's server {server.url} is given up: {failure}")
+                server.address.hold(failure)
+
         if not server.is_absent:
             server.is_absent = True
-            threading.Thread(target=self._update_or_give_up, args=(server,), daemon=True).start()
-
-    def _update_or_give_up(self, server: ServerState) -> None:
-        failure: ServerError | None = None
-        wanted = self.newest
-        try:
-            if server.restored > MAX_RESTORES:
-                raise ServerError(f"{server.url} has {_AGAIN}")
-            end = time.monotonic() + self.update_timeout
-            failure = self._update_servers([server], self.pool.timeout, end).get(server.url)
-        except ServerError as error:
-            failure = error
-        server.is_absent = False
-        if wanted is not self.newest:  # `update_all` has a newer version, and has skipped this absent server
-            self._update_later(server)
-        elif failure is not None:
-            self.warn(f"the student's server {server.url} is given up: {failure}")
-            server.address.hold(failure)
+            threading.Thread(target=update, daemon=True).start()

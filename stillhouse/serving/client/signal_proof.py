@@ -25,7 +25,7 @@ from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.models.load_proof import compare
 from stillhouse.objective import OutputHead, linear_log_probs
 from stillhouse.parallel import single_process_runner
-from stillhouse.serving.client.apis.server_api import NeedsModelError, UnknownTokenizerError
+from stillhouse.serving.client.server_api import NeedsModelError, UnknownTokenizerError
 from stillhouse.signals.scorer import Scorer, ScoreRequest, proven_media_inputs
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 

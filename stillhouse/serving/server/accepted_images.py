@@ -3,16 +3,16 @@
 A server gets pixels, and no image files. It runs its own processor on blank pictures of the sizes that the client
 sends. The shapes, the integers and the placeholder tokens depend on the sizes alone, so that they must be equal; the
 pixels must be finite. The processor's settings and the rotary positions are compared by their hashes
-(`image_wire.py`).
+(`image_support.py`).
 """
 
 import io
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from threading import Lock
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ from stillhouse.images.proof import document_positions
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.vision_language import placeholder_ids
-from stillhouse.serving.image_wire import ImageSupport, positions_hash, processor_hash
-from stillhouse.serving.server.bodies import refused
+from stillhouse.serving.image_support import ImageSupport, positions_hash, processor_hash
+from stillhouse.serving.server.gate import refused
 from stillhouse.signals.scorer import proven_media_inputs
 
 #: the most images of a request, and the most bytes of their tensors
@@ -56,24 +56,25 @@ class _Blank:
 
 
 class AcceptedImages:
-    """The images that a server accepts. inputs: None if it accepts none. support: for `GET /v1/info`.
-    placeholder_ids: the tokens that stand for features of images, videos and audio.
+    """The images that a server accepts.
+
+    processor: None if it accepts none. inputs: makes the model's inputs; None without a processor.
+    placeholder_ids: the tokens that stand for features of images, videos and audio. info: a field of `GET /v1/info`.
+    most_bytes: of the tensors of a request's images. description: lines for the log.
+
+    Raises ValueError, naming the model or the processor, if images cannot be accepted.
     """
 
-    def __init__(
-        self,
-        inputs: MediaInputs | None = None,
-        support: ImageSupport | None = None,
-        placeholder_ids: Sequence[int] = (),
-    ):
-        self.inputs, self.support, self.placeholder_ids = inputs, support, placeholder_ids
-        self._blanks: OrderedDict[tuple[tuple[int, int], ...], _Blank] = OrderedDict()
-        self._lock = Lock()
-
-    @classmethod
-    def proven(cls, decoder: Decoder, processor: MediaProcessor, prove: Prove = proven_media_inputs) -> Self:
-        """Raises ValueError, naming the model or the processor, if images cannot be accepted."""
-        inputs = prove(decoder, processor)
+    def __init__(self, decoder: Decoder, processor: MediaProcessor | None, prove: Prove = proven_media_inputs):
+        self.inputs: MediaInputs | None = None
+        self.placeholder_ids: Sequence[int] = ()
+        self.info: dict[str, Any] = {"images": None}
+        self.description: list[str] = []
+        self.most_bytes = 0
+        if processor is None:
+            return
+        self.inputs, self.most_bytes = prove(decoder, processor), IMAGE_BYTES
+        self.placeholder_ids = sorted({*processor.placeholder_ids, *placeholder_ids(decoder.pretrained)})
         positions = [document_positions(decoder, document) for document in processor.example_documents()]
         support = ImageSupport(
             processor=processor_hash(processor),
@@ -82,28 +83,13 @@ class AcceptedImages:
             max_bytes=IMAGE_BYTES,
             max_pixels=MAX_PIXELS,
         )
-        accepted = cls(inputs, support, sorted({*processor.placeholder_ids, *placeholder_ids(decoder.pretrained)}))
+        self.info = {"images": support.model_dump()}
+        self.description = [f"images: at most {MAX_IMAGES:,} and {IMAGE_BYTES:,} bytes of their tensors per request"]
+        self._lock, self._blank = Lock(), lru_cache(_REMEMBERED)(partial(_blank_of, processor))
         for tokens, encoded in processor.example_prompts():
             if encoded:  # the integers and placeholders must depend on nothing but the sizes of pictures
                 images = processor.read_files(encoded, tokens)
-                accepted._check_images(tokens, DocumentMedia(b"", lambda images=images: images))  # type: ignore[misc]
-        return accepted
-
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes of the tensors of a request's images."""
-        return 0 if self.support is None else self.support.max_bytes
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """A field of `GET /v1/info`."""
-        return {"images": None if self.support is None else self.support.model_dump()}
-
-    def description(self) -> list[str]:
-        """A line for the log, if images are accepted."""
-        if self.support is None:
-            return []
-        return [f"images: at most {MAX_IMAGES:,} and {IMAGE_BYTES:,} bytes of their tensors per request"]
+                self._check_images(tokens, DocumentMedia(b"", lambda images=images: images))  # type: ignore[misc]
 
     def check(self, documents: Sequence[tuple[np.ndarray, DocumentMedia | None]], param: str) -> None:
         """Raise RequestError unless the images belong to their documents. documents: tokens, and images or None."""
@@ -149,7 +135,8 @@ class AcceptedImages:
             raise ValueError(
                 f"{placeholders} placeholder tokens for {len(sizes)} pictures: expected at least as many"
             )
-        blank = self._blank(tuple(sizes))
+        with self._lock:  # one request at a time, for the memory of large pictures
+            blank = self._blank(tuple(sizes))
         if tensors.keys() != blank.exact.keys() | blank.pixels.keys():
             raise ValueError(f"its images have {sorted(tensors)}: expected {sorted([*blank.exact, *blank.pixels])}")
         for name, tensor in tensors.items():
@@ -186,16 +173,6 @@ class AcceptedImages:
                 raise ValueError(
                     f"the placeholder tokens of picture {number} are not those that its processor makes of this size"
                 )
-
-    def _blank(self, sizes: tuple[tuple[int, int], ...]) -> _Blank:
-        assert self.inputs is not None
-        with self._lock:  # one request at a time, for the memory of large pictures
-            if (blank := self._blanks.pop(sizes, None)) is None:
-                blank = _blank_of(self.inputs.processor, sizes)
-            self._blanks[sizes] = blank
-            if len(self._blanks) > _REMEMBERED:
-                self._blanks.popitem(last=False)
-        return blank
 
 
 def _blank_of(processor: MediaProcessor, sizes: Sequence[tuple[int, int]]) -> _Blank:

@@ -20,23 +20,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stillhouse import __version__
-from stillhouse.serving.server.bodies import ENDING, RequestError, errors, refused
-from stillhouse.serving.server.gate import Bodies, InPieces, counted, gate, is_loopback, name_error, token_error
+from stillhouse.serving.server.gate import ENDING, Bodies, InPieces, RequestError, errors, gate, refusal, refused
 from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
 from stillhouse.serving.server.role import Role
-from stillhouse.serving.wire import JSON
+from stillhouse.serving.wire import JSON, SAFETENSORS
 
 #: bodies and answers with fewer bytes are parsed and encoded in the HTTP thread itself
 AT_ONCE_BYTES = 16 * 1024
 
 #: the JSON schema of a binary body
 BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
-
 Result = TypeVar("Result")
 #: the parts of a request, and a function that makes the answer from the model's results
 Parsed = tuple[Sequence[Part], Callable[[list[Any]], bytes]]
-#: a function that parses a body, given the body and its content type; raises RequestError
-Parse = Callable[[bytes, str], Parsed]
 
 
 class Application:
@@ -50,15 +46,12 @@ class Application:
         self.api = FastAPI(
             title="stillhouse serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
-        self.bodies = Bodies(role.limits.all_bodies_bytes)
+        # a body with images stays in memory until its answer
+        self.bodies = Bodies(role.limits.bodies_bytes + 2 * role.limits.image_bytes)
         self._add_state()
         for kind, answer in _ERRORS.items():
             self.api.add_exception_handler(kind, partial(_answered, answer))
-        if token is not None:
-            self.api.add_middleware(gate, refusal=partial(token_error, token))
-        elif is_loopback(host):
-            self.api.add_middleware(gate, refusal=name_error)
-        self.api.add_middleware(counted, count=self.metrics.request)
+        self.api.add_middleware(gate, error_of=partial(refusal, token, host), count=self.metrics.request)
         role.add_routes(self)
 
     def require_model(self, name: str | None) -> None:
@@ -66,52 +59,52 @@ class Application:
         if name not in (None, self.role.name):
             raise RequestError(HTTPStatus.NOT_FOUND, f"The model `{name}` does not exist.", param="model")
 
-    def operation(
+    def add_operation(
         self,
         path: str,
+        parse: Callable[[bytes, str], Parsed],
         schemas: Mapping[str, dict[str, Any]],
         result_bytes: Callable[[Sequence[Any]], int],
         media_type: str = JSON,
         answers: Mapping[int | str, dict[str, Any]] | None = None,
-    ) -> Callable[[Parse], Parse]:
-        """A decorator that adds a route whose answers the model computes. The decorated function parses a request.
+    ) -> None:
+        """Add a route whose answers the model computes.
 
+        parse: parses a request, given the body and its content type; raises RequestError.
         schemas: the JSON schemas of the bodies, by content type. result_bytes: returns the size of the results.
         media_type, answers: the media type of a successful answer, and its OpenAPI descriptions.
         """
 
-        def add(parse: Parse) -> Parse:
-            async def respond(request: Request) -> Response:
-                kind = content_type(request, *schemas)
-                async with AsyncExitStack() as body:
-                    reading = self.bodies.read(request, self.role.limits.body_bytes[kind])
-                    content = await body.enter_async_context(reading)
-                    parts, encode = await _in_thread_if_large(len(content), parse, content, kind)
-                    has_images = any(part.has_media for part in parts)
-                    await _in_thread_if_large(AT_ONCE_BYTES * has_images, self.role.check, parts)
-                    if not has_images:  # images count towards the limit of bodies until they are answered
-                        await body.aclose()
-                    ticket = self.queue.submit(parts)
-                    with ExitStack() as on_error:
-                        on_error.callback(self.queue.release, ticket)
-                        results = await _unless_disconnected(request, ticket)
-                        answer = await _in_thread_if_large(result_bytes(results), encode, results)
-                        on_error.pop_all()
-                return InPieces(answer, media_type, lambda: self.queue.release(ticket))
+        limits = self.role.limits
+        body_bytes = {JSON: limits.json_bytes, SAFETENSORS: limits.binary_bytes + limits.image_bytes}
 
-            self.api.add_api_route(
-                path,
-                respond,
-                methods=["POST"],
-                name=parse.__name__,
-                description=parse.__doc__,
-                response_class=JSONResponse,
-                responses={**(answers or {}), **errors(400, 404, 408, 413, 415, 422, 429, 500, 503)},
-                openapi_extra=required_body(schemas),
-            )
-            return parse
+        async def respond(request: Request) -> Response:
+            async with AsyncExitStack() as body:
+                reading = self.bodies.read(request, {kind: body_bytes[kind] for kind in schemas})
+                content, kind = await body.enter_async_context(reading)
+                parts, encode = await _in_thread_if_large(len(content), parse, content, kind)
+                has_images = any(part.has_media for part in parts)
+                await _in_thread_if_large(AT_ONCE_BYTES * has_images, self.role.check, parts)
+                if not has_images:  # images count towards the limit of bodies until they are answered
+                    await body.aclose()
+                ticket = self.queue.submit(parts)
+                with ExitStack() as on_error:
+                    on_error.callback(self.queue.release, ticket)
+                    results = await _unless_disconnected(request, ticket)
+                    answer = await _in_thread_if_large(result_bytes(results), encode, results)
+                    on_error.pop_all()
+            return InPieces(answer, media_type, lambda: self.queue.release(ticket))
 
-        return add
+        self.api.add_api_route(
+            path,
+            respond,
+            methods=["POST"],
+            name=parse.__name__,
+            description=parse.__doc__,
+            response_class=JSONResponse,
+            responses={**(answers or {}), **errors(400, 404, 408, 413, 415, 422, 429, 500, 503)},
+            openapi_extra=required_body(schemas),
+        )
 
     def _add_state(self) -> None:
         @self.api.get("/v1/info")
@@ -134,15 +127,6 @@ class Application:
         @self.api.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
         async def metrics() -> Response:
             return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def content_type(request: Request, *expected: str) -> str:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in expected:
-        raise RequestError(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"content type '{kind}': expected {' or '.join(expected)}"
-        )
-    return kind
 
 
 def required_body(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

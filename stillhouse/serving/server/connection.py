@@ -14,12 +14,12 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stillhouse.serving.server.bodies import RequestError
-from stillhouse.serving.server.gate import OPEN_PATHS, answered_by_protocol, is_loopback
+from stillhouse.serving.server.gate import OPEN_PATHS, RequestError, is_loopback
 
 #: seconds that a connection waits for the header of a request, or for more of a body that was answered early
 HEADER_SECONDS = 10.0
@@ -27,12 +27,12 @@ HEADER_SECONDS = 10.0
 LATE_BYTES, LATE_SECONDS = 2**30, 120.0
 #: the most connections at a time, and how many of them must have no request
 CONNECTIONS, SPARE = 2048, 64
+#: seconds that a client has for reading each piece of an answer
+SEND_SECONDS = 120.0
 #: the most seconds for sending the last answers
 LAST_SECONDS = 60.0
 #: the most connections that the operating system queues until the server accepts them
 BACKLOG = 2048
-#: headers of requests with a body
-_LENGTH_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 def check_address(host: str, token: str | None, *, require_token: bool) -> None:
@@ -75,7 +75,7 @@ class HttpThread:
             host, port = bound_socket.getsockname()[:2]
             raise OSError(f"host {host}, port {port} cannot be used: {error}") from error
         config = uvicorn.Config(
-            answered_by_protocol(Room(drained(app))),
+            Room(app),
             http=Connection,
             log_level="warning",
             access_log=False,
@@ -164,7 +164,7 @@ def drained(app: ASGIApp) -> ASGIApp:
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        lengths = {value for name, value in scope.get("headers", ()) if name in _LENGTH_HEADERS}
+        lengths = {value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
         is_read, is_held = lengths <= {b"0"}, False
 
         async def reading() -> Message:
@@ -192,26 +192,41 @@ def drained(app: ASGIApp) -> ASGIApp:
     return answer
 
 
+class _UnreadError(Exception):
+    """The client does not read its answer."""
+
+
 class Room:
-    """Answers 503 if fewer than `SPARE` connections would remain without a request. Always admits `OPEN_PATHS`."""
+    """The outermost layer. Answers 503 if fewer than `SPARE` connections would remain without a request, except on
+    `OPEN_PATHS`, and drops answers that cannot be sent.
+
+    uvicorn itself answers invalid HTTP; if a route has begun to answer before, the route's answer fails. The
+    connection of a client that does not read is closed.
+    """
 
     def __init__(self, app: ASGIApp):
-        self._app, self._requests, self._refused = app, 0, 0
+        self._app = drained(app)
+        #: the number of requests now, by whether they are refused
+        self._requests = {False: 0, True: 0}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._requests >= most_connections() - SPARE and scope.get("path") not in OPEN_PATHS:
+        async def in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send(message)
+            except TimeoutError as error:
+                raise _UnreadError from error
+
+        has_room = self._requests[False] < most_connections() - SPARE or scope["path"] in OPEN_PATHS
+        answer, is_refused = self._app, not has_room
+        if is_refused:
             headers = {"Retry-After": "1", "Connection": "close"}
             error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at a time", headers=headers)
             # the spare connections must not all be those of clients that send bodies slowly
-            refusal = drained(error.response()) if self._refused < SPARE // 2 else error.response()
-            self._refused += 1
-            try:
-                await refusal(scope, receive, send)
-            finally:
-                self._refused -= 1
-            return
-        self._requests += 1
+            answer = drained(error.response()) if self._requests[True] < SPARE // 2 else error.response()
+        self._requests[is_refused] += 1
         try:
-            await self._app(scope, receive, send)
+            with suppress(h11.LocalProtocolError, _UnreadError):  # uvicorn closes a connection without a whole answer
+                await answer(scope, receive, in_time)
         finally:
-            self._requests -= 1
+            self._requests[is_refused] -= 1

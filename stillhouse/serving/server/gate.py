@@ -1,5 +1,5 @@
-"""What every route shares: the bearer token or the server's names, limits of request bodies, and clients that
-disconnect or do not read.
+"""What every route shares: errors in the format of the OpenAI API as in vLLM, JSON requests, the bearer token or the
+server's names, limits of request bodies, and answers that are sent in pieces.
 
 The middleware is plain ASGI, so that it refuses a request without the token before it reads any of the body.
 """
@@ -7,54 +7,111 @@ The middleware is plain ASGI, so that it refuses a request without the token bef
 import asyncio
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from http import HTTPStatus
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import h11
 from fastapi import Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stillhouse.serving.server.bodies import RequestError, busy
+from stillhouse.display import message as brief
+from stillhouse.serving.wire import require_few_lists
 
+Body = TypeVar("Body", bound=BaseModel)
+ENDING = "the server is about to end"
 #: routes that need no bearer token and are never refused by `Room`, for the probes of an orchestrator
 OPEN_PATHS = ("/healthz",)
-#: seconds that a client has for sending a body, and for reading each piece of an answer
-BODY_SECONDS, SEND_SECONDS = 120.0, 120.0
+#: seconds that a client has for sending a body
+BODY_SECONDS = 120.0
 _PIECE = 2**20
 
 
-def gate(app: ASGIApp, refusal: Callable[[Scope], RequestError | None]) -> ASGIApp:
-    """Answer the error that `refusal` returns for a request, if it returns one, except on `OPEN_PATHS`."""
+class RequestError(Exception):
+    """An error that is the answer to a request. param: the invalid field, if the error concerns one field."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        error = None if is_open else refusal(scope)
-        await (app if error is None else error.response())(scope, receive, send)
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.headers = status, message, param, headers
 
-    return answer
-
-
-def token_error(token: str, scope: Scope) -> RequestError | None:
-    """The error of a request without the bearer token."""
-    sent = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(sent) == 1 and hmac.compare_digest(sent[0], f"Bearer {token}".encode()):
-        return None
-    return RequestError(
-        HTTPStatus.UNAUTHORIZED,
-        "expected the header `Authorization: Bearer` with this server's token",
-        headers={"WWW-Authenticate": "Bearer"} | _unread(scope),
-    )
+    def response(self) -> JSONResponse:
+        """The HTTP response. The message is shortened and escaped, because it may quote the request."""
+        kind, code = error_type(self.status), int(self.status)
+        error = {"message": brief(self.message), "type": kind, "param": self.param, "code": code}
+        return JSONResponse({"error": error}, self.status, headers=self.headers)
 
 
-def name_error(scope: Scope) -> RequestError | None:
-    """For a server without a token on loopback: the error of a request to another name, or of another site's page.
+def error_type(status: int) -> str:
+    words = HTTPStatus(status).phrase.replace("-", " ").removesuffix(" Error").split()
+    return "".join(word.capitalize() for word in words) + "Error"
 
-    A browser on this machine reaches the server, too. A page of another site could make it do so, by a form, or by a
-    name of its own that it lets point to 127.0.0.1 (DNS rebinding), by which it could read the answers.
+
+def refused(message: str, param: str | None = None) -> RequestError:
+    """The error for an invalid request. param: the invalid field."""
+    return RequestError(HTTPStatus.BAD_REQUEST, message, param=param)
+
+
+def busy(message: str, seconds: int = 1, headers: Mapping[str, str] | None = None) -> RequestError:
+    """The error of a server that is at one of its limits. seconds: when the client may try again."""
+    headers = {"Retry-After": str(seconds), **(headers or {})}
+    return RequestError(HTTPStatus.TOO_MANY_REQUESTS, message, headers=headers)
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI descriptions of the errors with these statuses."""
+    content = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
+    return {status: {"description": error_type(status), "content": content} for status in statuses}
+
+
+def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
+    """Raises RequestError for an invalid body. named: how many levels of the invalid field's path the error names."""
+    try:
+        require_few_lists(content)
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        param = ".".join(str(level) for level in first["loc"][:named]) or None
+        problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
+        raise refused(f"{param or 'the body'}: {problem}", param) from error
+    except ValueError as error:
+        raise refused(str(error)) from error
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:
+    """The field `usage` of an answer in the OpenAI API."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }
+
+
+def refusal(token: str | None, host: str, scope: Scope) -> RequestError | None:
+    """The error of a request without the bearer token.
+
+    For a server without a token on loopback: of a request to another name, or of another site's page. A browser on
+    this machine reaches the server, too. A page of another site could make it do so, by a form, or by a name of its
+    own that it lets point to 127.0.0.1 (DNS rebinding), by which it could read the answers.
     """
+    if scope["path"] in OPEN_PATHS or (token is None and not is_loopback(host)):
+        return None
+    if token is not None:
+        sent = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(sent) == 1 and hmac.compare_digest(sent[0], f"Bearer {token}".encode()):
+            return None
+        return RequestError(
+            HTTPStatus.UNAUTHORIZED,
+            "expected the header `Authorization: Bearer` with this server's token",
+            headers={"WWW-Authenticate": "Bearer"} | _unread(scope),
+        )
     instead = "start it with a token (STILLHOUSE_TOKEN) for clients that use another name"
     refusals = {
         b"host": (
@@ -70,10 +127,10 @@ def name_error(scope: Scope) -> RequestError | None:
     for name, value in scope["headers"]:
         if name in refusals:
             try:
-                host = urlsplit((b"//" + value if name == b"host" else value).decode("latin-1")).hostname or ""
+                site = urlsplit((b"//" + value if name == b"host" else value).decode("latin-1")).hostname or ""
             except ValueError:
-                host = ""
-            if not is_loopback(host):
+                site = ""
+            if not is_loopback(site):
                 return RequestError(*refusals[name], headers=_unread(scope))
     return None
 
@@ -85,36 +142,12 @@ def is_loopback(host: str) -> bool:
         return False  # a host name other than localhost
 
 
-class _UnreadError(Exception):
-    """The client does not read its answer."""
-
-
-def answered_by_protocol(app: ASGIApp) -> ASGIApp:
-    """The outermost layer, which drops answers that cannot be sent. uvicorn itself answers invalid HTTP; if a route
-    has begun to answer before, the route's answer fails. The connection of a client that does not read is closed.
-    """
+def gate(
+    app: ASGIApp, error_of: Callable[[Scope], RequestError | None], count: Callable[[str, int, float], None]
+) -> ASGIApp:
+    """error_of: returns the error that is the answer, if any. count: gets path, status and seconds of an answer."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async def in_time(message: Message) -> None:
-            try:
-                async with asyncio.timeout(SEND_SECONDS):
-                    await send(message)
-            except TimeoutError as error:
-                raise _UnreadError from error
-
-        with suppress(h11.LocalProtocolError, _UnreadError):  # uvicorn closes a connection without a whole answer
-            await app(scope, receive, in_time)
-
-    return answer
-
-
-def counted(app: ASGIApp, count: Callable[[str, int, float], None]) -> ASGIApp:
-    """Call `count(path, status, seconds)` after each answer."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
         started, status = asyncio.get_running_loop().time(), int(HTTPStatus.INTERNAL_SERVER_ERROR)
 
         async def noting(message: Message) -> None:
@@ -123,8 +156,9 @@ def counted(app: ASGIApp, count: Callable[[str, int, float], None]) -> ASGIApp:
                 status = message["status"]
             await send(message)
 
+        error = error_of(scope)
         try:
-            await app(scope, receive, noting)
+            await (app if error is None else error.response())(scope, receive, noting)
         finally:
             count(scope["path"], status, asyncio.get_running_loop().time() - started)
 
@@ -138,12 +172,17 @@ class Bodies:
         self._total, self._held = total, 0
 
     @asynccontextmanager
-    async def read(self, request: Request, limit: int) -> AsyncIterator[bytes]:
-        """Yield a request's body. It counts towards `total` until the context ends.
+    async def read(self, request: Request, limits: Mapping[str, int]) -> AsyncIterator[tuple[bytes, str]]:
+        """Yield a request's body and its content type. The body counts towards `total` until the context ends.
 
-        Raises RequestError if the body is too large, is sent too slowly, or would exceed `total`.
+        limits: the most bytes, by content type. Raises RequestError if the body has another content type, is too
+        large, is sent too slowly, or would exceed `total`.
         """
-        content, unread = bytearray(), _unread(request.scope)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in limits:
+            expected = f"content type '{kind}': expected {' or '.join(limits)}"
+            raise RequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, expected)
+        content, unread, limit = bytearray(), _unread(request.scope), limits[kind]
         too_large = RequestError(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"the body is too large: expected at most {limit:,} bytes of this content type",
@@ -168,7 +207,7 @@ class Bodies:
                     f"the body did not arrive within {BODY_SECONDS:g} s",
                     headers={"Connection": "close"},
                 ) from error
-            yield bytes(content)
+            yield bytes(content), kind
         finally:
             self._held -= len(content)
 

@@ -30,14 +30,21 @@ from stillhouse.rollout.generate import Generator, check_generation
 from stillhouse.rollout.published_folder import AdapterBase
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.rollout.sampler import stop_texts
-from stillhouse.serving.image_wire import decode_prompt
 from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
-from stillhouse.serving.server.application import BINARY, Application, Parsed, content_type, required_body
-from stillhouse.serving.server.bodies import ENDING, RequestError, busy, errors, parse_json, refused, usage
+from stillhouse.serving.server.application import BINARY, Application, Parsed, required_body
+from stillhouse.serving.server.gate import ENDING, RequestError, busy, errors, parse_json, refused, usage
 from stillhouse.serving.server.role import Limits, ModelOptions, longest_sequence, model_info
 from stillhouse.serving.server.weight_updates import FIRST_VERSION, WeightUpdates
-from stillhouse.serving.strict_body import FirstWrong, StrictBody, TokenId
-from stillhouse.serving.wire import JSON, SAFETENSORS
+from stillhouse.serving.wire import (
+    JSON,
+    SAFETENSORS,
+    FirstWrong,
+    ReceivedImages,
+    StrictBody,
+    TokenId,
+    decode_images,
+    decode_prompt,
+)
 
 #: the approximate size of an answer per token
 _TOKEN_BYTES = 64
@@ -81,24 +88,22 @@ class CompletionWriter:
     survives_failures = True
 
     def __init__(self, options: ModelOptions, batch_tokens: int, weights_root: Path | None = None):
-        self.name, self._device = options.name, choose_device(options.device)
+        self.name, device = options.name, choose_device(options.device)
         source = local_folder(options.name, options.revision)
         self._tokenizer = load_tokenizer(source)
-        decoder = options.load(source, self._device, "model", takes_adapters=True)
+        decoder = options.load(source, device, "model", takes_adapters=True)
         check_vocabulary(self._tokenizer, decoder.vocabulary_rows, "model")
-        self._images, processor = AcceptedImages(), None
-        if options.images:
-            processor = load_processor_of(source, self._tokenizer)
-            self._images = AcceptedImages.proven(decoder, processor)
-        check_generation(decoder, self._device, processor)
+        processor = load_processor_of(source, self._tokenizer) if options.images else None
+        self._images = AcceptedImages(decoder, processor)
+        check_generation(decoder, device, processor)
         self._generator = Generator(
             decoder,
             Sampling(1),
-            self._device,
+            device,
             batch_tokens=batch_tokens,
             vocabulary=len(self._tokenizer),
             tokenizer=self._tokenizer,
-            processor=None if self._images.inputs is None else self._images.inputs.processor,
+            processor=processor,
         )
         longest = longest_sequence(decoder, batch_tokens)
         self.limits = Limits(decoder.vocabulary_rows, longest, longest, 1, image_bytes=self._images.most_bytes)
@@ -110,7 +115,12 @@ class CompletionWriter:
         }
         fingerprint, dtype = model_fingerprint(source), self.info["dtype"]
         base = AdapterBase(fingerprint=fingerprint, dtype=dtype, quantize=options.quantize)
-        self._weights, self._updates = options.quantize or dtype, WeightUpdates(decoder, base, weights_root)
+        self._updates = WeightUpdates(decoder, base, weights_root)
+        self.description = [
+            f"model {self.name}: vocabulary of {self.limits.vocabulary:,} rows, {options.quantize or dtype} on "
+            f"{device.type}; completions of at most {longest:,} tokens with their prompt",
+            *self._images.description,
+        ]
 
     def add_routes(self, application: Application) -> None:
         add_generate_route(application, self.info["eos_token_ids"])
@@ -148,13 +158,6 @@ class CompletionWriter:
     def follow(self) -> None:
         raise AssertionError("a single process has the whole model")
 
-    def description(self) -> list[str]:
-        return [
-            f"model {self.name}: vocabulary of {self.limits.vocabulary:,} rows, {self._weights} on "
-            f"{self._device.type}; completions of at most {self.limits.max_tokens:,} tokens with their prompt",
-            *self._images.description(),
-        ]
-
 
 class WeightsBody(StrictBody):
     """folder: a folder of published weights on this machine (see `published_folder.py`). version: the label of later
@@ -170,26 +173,27 @@ def add_generate_route(application: Application, eos_ids: Sequence[int]) -> None
     """eos_ids: the end-of-sequence ids of the model."""
     role = application.role
 
-    def result_bytes(results: Sequence[VersionedCompletion]) -> int:
-        return sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results)
-
-    @application.operation(
-        "/inference/v1/generate", {JSON: GenerateBody.model_json_schema(), SAFETENSORS: BINARY}, result_bytes
-    )
     def generate(content: bytes, kind: str) -> Parsed:
         """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format.
 
-        A prompt with images is a safetensors body (see stillhouse/serving/image_wire.py).
+        A prompt with images is a safetensors body (see stillhouse/serving/wire.py).
         """
-        images = None
-        if kind == SAFETENSORS:
-            try:
-                content, images = decode_prompt(content)
-            except ValueError as error:
-                raise refused(str(error), "images") from error
-        body = parse_json(content, GenerateBody)
+        sent: ReceivedImages = None, {}
+        try:
+            if kind == SAFETENSORS:
+                content, sent = decode_prompt(content)
+            body = parse_json(content, GenerateBody)
+            [images] = decode_images(*sent, [np.array(body.token_ids, dtype=np.int32)])
+        except ValueError as error:
+            raise refused(str(error), "images") from error
         application.require_model(body.model)
         return [generation_part(body, role.limits, eos_ids, images)], partial(generation_answer, body, role.name)
+
+    def result_bytes(results: Sequence[VersionedCompletion]) -> int:
+        return sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results)
+
+    schemas = {JSON: GenerateBody.model_json_schema(), SAFETENSORS: BINARY}
+    application.add_operation("/inference/v1/generate", generate, schemas, result_bytes)
 
 
 def add_weights_route(application: Application, updates: WeightUpdates) -> None:
@@ -203,8 +207,7 @@ def add_weights_route(application: Application, updates: WeightUpdates) -> None:
     )
     async def weights(request: Request) -> Response:
         """Load a folder of published weights for all later batches. Answers when the weights are in use."""
-        content_type(request, JSON)
-        async with application.bodies.read(request, _WEIGHTS_BYTES) as content:
+        async with application.bodies.read(request, {JSON: _WEIGHTS_BYTES}) as (content, _):
             body = parse_json(content, WeightsBody)
         if application.queue.is_draining:
             raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from stillhouse.serving.server.bodies import ENDING, RequestError, busy
+from stillhouse.serving.server.gate import ENDING, RequestError, busy
 
 
 class Part(Protocol):
@@ -21,7 +21,6 @@ class Part(Protocol):
 
     @property
     def tokens(self) -> int: ...
-
     @property
     def has_media(self) -> bool: ...
 
@@ -141,7 +140,8 @@ class RequestQueue:
             return self._changed.wait_for(lambda: not self.held, timeout=seconds)
 
     def fail_all(self, error: RequestError) -> None:
-        """Make the error the answer of every request that has a waiting part."""
+        """Accept no more requests, and make the error the answer of every request that has a waiting part."""
+        self.drain()
         with self._changed:
             for ticket, _ in self.items:
                 ticket.fail(error)

@@ -1,7 +1,6 @@
 """The role of a server: a set of routes, the model that computes their results, and the limits of their requests.
 
-`served_teacher.py` computes a teacher's signals, and `completion_writer.py` generates completions. Both share the
-application, the queue, the limits and the handling of connections.
+The roles are a teacher's signals (`served_teacher.py`) and completions (`generation.py`).
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from stillhouse.data import tokenizer_fingerprint
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids
 from stillhouse.models.families import ModelFacts
 from stillhouse.models.varlen import activations_for
-from stillhouse.serving.server.bodies import refused
-from stillhouse.serving.wire import JSON, SAFETENSORS, WIRE_FORMAT
+from stillhouse.serving.server.gate import refused
+from stillhouse.serving.wire import WIRE_FORMAT
 
 if TYPE_CHECKING:
     from stillhouse.serving.server.application import Application
@@ -33,7 +32,7 @@ class Limits:
     vocabulary: rows of the model's head. max_tokens: tokens per sequence.
     max_request_tokens, max_sequences: tokens and sequences per request. max_top_k: ids per token.
     json_bytes, binary_bytes: bytes of one body; image_bytes: more of a binary one, for images.
-    bodies_bytes: bytes of all bodies that are in memory at a time, beside those of images.
+    bodies_bytes: bytes of all bodies that are in memory at a time, without those of images.
     """
 
     vocabulary: int
@@ -45,16 +44,6 @@ class Limits:
     json_bytes: int = 8 * MIB
     binary_bytes: int = 64 * MIB
     bodies_bytes: int = 512 * MIB
-
-    @property
-    def body_bytes(self) -> dict[str, int]:
-        """The most bytes of a body, by content type."""
-        return {JSON: self.json_bytes, SAFETENSORS: self.binary_bytes + self.image_bytes}
-
-    @property
-    def all_bodies_bytes(self) -> int:
-        """The most bytes of all bodies that are in memory at a time. A body with images stays until its answer."""
-        return self.bodies_bytes + 2 * self.image_bytes
 
     @property
     def most_ids(self) -> int:
@@ -93,11 +82,13 @@ class Limits:
 
 class Role(Protocol):
     """name: the model's name for clients. info: the answer of `GET /v1/info`; empty except on the first process.
+    description: lines for the log that describe the served model; as `info`.
     survives_failures: whether the server may go on after the computation of a batch has failed.
     """
 
     name: str
     info: dict[str, Any]
+    description: list[str]
     limits: Limits
     survives_failures: bool
 
@@ -118,26 +109,21 @@ class Role(Protocol):
     def follow(self) -> None:
         """Called on all processes except the first: compute the first process's batches until that process ends."""
 
-    def description(self) -> list[str]:
-        """Lines for the log that describe the served model."""
-
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The name of the served model, and the options for loading it.
-
-    name: a folder or a hub id. dtype: "auto" is the saved dtype. device: "auto" is a GPU if the machine has one.
+    """name: a folder or a hub id. dtype: "auto" is the saved dtype. device: "auto" is a GPU if the machine has one.
     attention: as `student.attention` of a run. revision: of a hub id. images: whether it reads images.
     quantize: "int8", "nf4" or "fp8" (see `quantized.py`), only for a single process; None: do not quantize.
     """
 
     name: str
-    dtype: str = "auto"
-    device: str = "auto"
-    attention: str | None = None
-    revision: str | None = None
-    quantize: str | None = None
-    images: bool = False
+    dtype: str
+    device: str
+    attention: str | None
+    revision: str | None
+    quantize: str | None
+    images: bool
 
     def load(self, source: str, device: torch.device, what: str, *, takes_adapters: bool = False) -> Decoder:
         """Load the model of the folder `source`, frozen. Raises ValueError, naming `what`, if it is damaged.

@@ -8,7 +8,6 @@ answers the accepted requests, and ends with exit code 0. A second signal ends t
 import gc
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -19,7 +18,6 @@ import torch
 
 from stillhouse.display import first_line
 from stillhouse.models import NotFiniteError
-from stillhouse.models.quantized import FP8
 from stillhouse.parallel import (
     destroy_process_group,
     is_first,
@@ -31,8 +29,8 @@ from stillhouse.parallel import (
 )
 from stillhouse.preemption import finishing, requested
 from stillhouse.serving.server.application import Application
-from stillhouse.serving.server.bodies import RequestError
 from stillhouse.serving.server.connection import LAST_SECONDS, HttpThread, bound, check_address
+from stillhouse.serving.server.gate import RequestError
 from stillhouse.serving.server.generation import CompletionWriter
 from stillhouse.serving.server.request_queue import Item, RequestQueue
 from stillhouse.serving.server.role import ModelOptions, Role
@@ -48,29 +46,21 @@ SWITCH_SECONDS = 0.0005
 
 
 def run_server(
-    model: str,
+    model: ModelOptions,
     *,
-    generate: bool = False,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    token: str | None = None,
-    require_token: bool = True,
-    dtype: str = "auto",
-    device: str = "auto",
-    attention: str | None = None,
-    revision: str | None = None,
-    quantize: str | None = None,
-    images: bool = False,
-    batch_tokens: int = 16384,
-    queue_tokens: int | None = None,
-    max_top_k: int = 256,
-    weights_root: str | None = None,
-    deterministic: bool = False,
-    stop: threading.Event | None = None,
+    generate: bool,
+    host: str,
+    port: int,
+    token: str | None,
+    require_token: bool,
+    batch_tokens: int,
+    queue_tokens: int | None,
+    max_top_k: int,
+    weights_root: Path | None,
+    deterministic: bool,
 ) -> None:
-    """Serve a model until a signal to end, such as SIGTERM (see `preemption.handling`), or until `stop` is set.
+    """Serve a model until a signal to end, such as SIGTERM (see `preemption.handling`).
 
-    model: a folder or a hub id. dtype, device, attention, revision, quantize, images: see `ModelOptions`.
     generate: True: generate completions; False: compute a teacher's signals.
     port: 0 means any free port.
     token: the bearer token of all routes except /healthz. An address other than loopback needs a token, unless
@@ -84,32 +74,27 @@ def run_server(
     Raises ValueError for a model that cannot be served, and OSError for an address that cannot be used.
     """
     check_address(host, token, require_token=require_token)
-    if batch_tokens < 1:
-        raise ValueError(f"batch tokens {batch_tokens}: expected 1 or more")
     if queue_tokens is not None and queue_tokens < batch_tokens:
         raise ValueError(f"queue tokens {queue_tokens}: expected at least the {batch_tokens} tokens of a batch")
-    if max_top_k < 1:
-        raise ValueError(f"top-k {max_top_k}: expected 1 or more")
-    root = _weights_root(weights_root, quantize, generate=generate)
+    if generate and process_count() > 1:
+        raise ValueError(
+            f"--generate under {process_count()} processes: expected one process, which has the whole model; start a "
+            "server for each GPU, or vLLM for a model that does not fit on one"
+        )
     if deterministic:
         use_deterministic_algorithms()
     queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
     # bind before the model is loaded, so that a port in use is reported at once
     sockets = [bound(host, port)] if is_first() else []
-    options = ModelOptions(model, dtype, device, attention, revision, quantize, images)
     with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
         role: Role
         if generate:
-            role = CompletionWriter(options, batch_tokens, root)
+            role = CompletionWriter(model, batch_tokens, weights_root)
         else:
-            role = ServedTeacher(options, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
+            role = ServedTeacher(model, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
         wait_for_all()  # if a rank cannot load the model, the command must end before it prints that it is ready
         watchdog.enter("serving", timed=False)
-
-        def ends() -> bool:
-            return bool(requested()) or (stop is not None and stop.is_set())
-
-        queue = RequestQueue(batch_tokens, queue_tokens, ends, deterministic=deterministic)
+        queue = RequestQueue(batch_tokens, queue_tokens, lambda: bool(requested()), deterministic=deterministic)
         with finishing("the requests that were accepted"):
             if is_first():
                 _run(role, queue, sockets[0], token)
@@ -118,30 +103,12 @@ def run_server(
         destroy_process_group()
 
 
-def _weights_root(folder: str | None, quantize: str | None, *, generate: bool) -> Path | None:
-    """Raises ValueError for options that a server with or without `generate` does not have."""
-    if generate and process_count() > 1:
-        raise ValueError(
-            f"--generate under {process_count()} processes: expected one process, which has the whole model; start a "
-            "server for each GPU, or vLLM for a model that does not fit on one"
-        )
-    if generate and quantize == FP8:
-        raise ValueError(f"quantize={quantize} with generate: expected int8 or nf4, whose layers take adapters")
-    if folder is None:
-        return None
-    if not generate:
-        raise ValueError(f"--weights-root {folder} without --generate: only a server of completions loads weights")
-    if not Path(folder).is_dir():
-        raise ValueError(f"--weights-root {folder}: expected an existing folder, below which runs publish weights")
-    return Path(folder).resolve()
-
-
 def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str | None) -> None:
     """On the first process: answer requests until the queue's server has to end."""
     host, port = listening.getsockname()[:2]
     application = Application(role, queue, token, host)
     server = HttpThread(application.api, listening)
-    for line in role.description():
+    for line in role.description:
         log_rank0(line)
     shown = f"[{host}]" if ":" in host else host
     log_rank0(f"serving on http://{shown}:{port}{'' if token is None else ' with a bearer token'}")
@@ -162,7 +129,6 @@ def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str |
         role.end()
         queue.wait_until_answered(LAST_SECONDS)
     finally:
-        queue.drain()
         queue.fail_all(RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server ends because of an error"))
         server.end()
 

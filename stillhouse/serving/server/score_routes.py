@@ -21,10 +21,19 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.serving.server.application import BINARY, Application, Parsed
-from stillhouse.serving.server.bodies import RequestError, errors, parse_json, refused, usage
+from stillhouse.serving.server.gate import RequestError, errors, parse_json, refused, usage
 from stillhouse.serving.server.role import Limits
-from stillhouse.serving.strict_body import FirstWrong, StrictBody, TokenId
-from stillhouse.serving.wire import HEAD_FILE, JSON, SAFETENSORS, ScoreBody, decode_request, encode_answer
+from stillhouse.serving.wire import (
+    HEAD_FILE,
+    JSON,
+    SAFETENSORS,
+    FirstWrong,
+    ScoreBody,
+    StrictBody,
+    TokenId,
+    decode_request,
+    encode_answer,
+)
 from stillhouse.signals.extract import Ranked
 from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows
@@ -52,13 +61,6 @@ def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBa
     """identity: the hash of the teacher's weights, which each answer of `POST /v1/score` contains."""
     role, limits = application.role, application.role.limits
 
-    @application.operation(
-        "/v1/score",
-        {JSON: ScoreBody.model_json_schema(), SAFETENSORS: BINARY},
-        _tensor_bytes,
-        SAFETENSORS,
-        _file("see stillhouse/serving/wire.py"),
-    )
     def score(content: bytes, kind: str) -> Parsed:
         """The teacher's signals for token ids."""
         try:
@@ -78,7 +80,6 @@ def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBa
         parts = [ScoreRequest(document, signal) for document in documents]
         return parts, partial(encode_answer, identity, signal)
 
-    @application.operation("/v1/completions", {JSON: CompletionBody.model_json_schema()}, _tensor_bytes)
     def complete(content: bytes, _: str) -> Parsed:
         """Prompt log-probabilities in vLLM's format."""
         body = parse_json(content, CompletionBody, named=1)
@@ -91,9 +92,16 @@ def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBa
         parts = completion_parts(body, tokenizer, limits)
         return parts, partial(completion_answer, body, role.name, parts, tokenizer)
 
+    def tensor_bytes(results: Sequence[dict[str, Tensor]]) -> int:
+        return sum(tensor.nbytes for tensors in results for tensor in tensors.values())
 
-def _tensor_bytes(results: Sequence[dict[str, Tensor]]) -> int:
-    return sum(tensor.nbytes for tensors in results for tensor in tensors.values())
+    schemas, answers = (
+        {JSON: ScoreBody.model_json_schema(), SAFETENSORS: BINARY},
+        _file("see stillhouse/serving/wire.py"),
+    )
+    application.add_operation("/v1/score", score, schemas, tensor_bytes, SAFETENSORS, answers)
+    schemas = {JSON: CompletionBody.model_json_schema()}
+    application.add_operation("/v1/completions", complete, schemas, tensor_bytes)
 
 
 def _file(description: str) -> dict[int | str, dict[str, Any]]:

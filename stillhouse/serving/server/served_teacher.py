@@ -38,12 +38,11 @@ from stillhouse.parallel import (
     process_count,
 )
 from stillhouse.proofs.layouts import build_proven_runner
-from stillhouse.serving.image_wire import decode_images, encode_images, header_of, take_images
 from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.role import Limits, ModelOptions, longest_sequence, model_info
 from stillhouse.serving.server.score_routes import add_file_routes, add_signal_routes
-from stillhouse.serving.wire import KEY, document_tensors, read_images
+from stillhouse.serving.wire import KEY, decode_images, document_tensors, header_of, take_images
 from stillhouse.signals.extract import Ranked
 from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest, proven_media_inputs
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -88,10 +87,8 @@ class ServedTeacher:
         runner = build_proven_runner(layout, mesh, model_source, None)
         decoder = runner.decoders[0]
         check_vocabulary(self._tokenizer, decoder.vocabulary_rows, "teacher")
-        self._images = AcceptedImages()
-        if processor is not None:
-            agreed = partial(mesh.ranks.all_raise, PackingError, ProofError)
-            self._images = AcceptedImages.proven(decoder, processor, partial(proven_media_inputs, agreed=agreed))
+        agreed = partial(mesh.ranks.all_raise, PackingError, ProofError)
+        self._images = AcceptedImages(decoder, processor, partial(proven_media_inputs, agreed=agreed))
         self._identity = quantized_identity(model_fingerprint(source), options.quantize)
         self.limits = Limits(
             decoder.vocabulary_rows,
@@ -101,10 +98,20 @@ class ServedTeacher:
             image_bytes=self._images.most_bytes,
         )
         self.info: dict[str, Any] = {}
+        self.description: list[str] = []
         if is_first():
             with_head = decoder if self._is_single else head_of(source, options.dtype, multimodal=options.images)
             save_teacher(folder, with_head, self._tokenizer, with_head=True)
             self.info = self._info(options, decoder)
+            over = "" if self._is_single else f" over {mesh.ranks.size} ranks"
+            kind, limits = options.quantize or self.info["dtype"], self.limits
+            self.description = [
+                f"teacher {self.name}: vocabulary of {limits.vocabulary:,} rows, width {decoder.width:,}, "
+                f"{kind} on {self._device.type}{over}",
+                f"signals: {', '.join(self.info['signals'])}; at most {limits.most_ids} ids per token, "
+                f"{limits.max_tokens:,} tokens per sequence, {limits.max_request_tokens:,} per request",
+                *self._images.description,
+            ]
         self._scorer, self._ranks = Scorer(runner, self._device, self._images.inputs), mesh.ranks
         self._sent = time.monotonic()
 
@@ -159,16 +166,6 @@ class ServedTeacher:
         self._sent = time.monotonic()
         return values
 
-    def description(self) -> list[str]:
-        info, over = self.info, "" if self._is_single else f" over {self._ranks.size} ranks"
-        return [
-            f"teacher {info['model']}: vocabulary of {info['vocabulary']:,} rows, width {info['width']:,}, "
-            f"{info['quantize'] or info['dtype']} on {self._device.type}{over}",
-            f"signals: {', '.join(info['signals'])}; at most {info['max_top_k']} ids per token, "
-            f"{info['max_tokens']:,} tokens per sequence, {info['max_request_tokens']:,} per request",
-            *self._images.description(),
-        ]
-
 
 def _sharded_source(options: ModelOptions, folder: str, device: torch.device) -> ModelSource:
     build = partial(
@@ -192,18 +189,14 @@ def _sharded_source(options: ModelOptions, folder: str, device: torch.device) ->
 
 
 def _encoded(parts: Sequence[ScoreRequest]) -> bytes:
-    tensors = document_tensors([part.document for part in parts])
+    sent, tensors = document_tensors([part.document for part in parts])
     for number, part in enumerate(parts):
         if part.document.ids_NK is not None:
             tensors[f"ids.{number}"] = part.document.ids_NK.contiguous()
     wanted = [
         {"ranked": part.wanted.top_k} if isinstance(part.wanted, Ranked) else asdict(part.wanted) for part in parts
     ]
-    images = read_images([part.document for part in parts])
-    image_tensors, sent = encode_images(
-        [(part.document.tokens, part_images) for part, part_images in zip(parts, images, strict=True)]
-    )
-    return save(tensors | image_tensors, {KEY: json.dumps({"wanted": wanted} | sent)})
+    return save(tensors, {KEY: json.dumps({"wanted": wanted} | sent)})
 
 
 def _decoded(content: bytes) -> list[ScoreRequest]:

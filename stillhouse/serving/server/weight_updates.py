@@ -34,7 +34,7 @@ from stillhouse.rollout.published_folder import (
     PublishedFolder,
     published_folder,
 )
-from stillhouse.serving.server.bodies import ENDING, RequestError
+from stillhouse.serving.server.gate import ENDING, RequestError
 
 #: the version of the weights that the server was started with; vLLM has the same name for it
 FIRST_VERSION = "default"

@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.libraries import reading
 from stillhouse.rollout.records import Sampling
-from stillhouse.serving.client.apis.score_tensors import id_tensors, next_tokens, top_k_tensors
-from stillhouse.serving.client.apis.server_api import (
+from stillhouse.serving.client.http_client import HttpAnswer, LogProb, Size, bytes_of_json, parsed
+from stillhouse.serving.client.pool import Ask, ServerRequest
+from stillhouse.serving.client.server_api import (
     Answer,
     Published,
     Scores,
@@ -31,13 +32,14 @@ from stillhouse.serving.client.apis.server_api import (
     UnknownTokenizerError,
     VersionSpan,
     ask_description,
+    id_tensors,
     json_call,
+    next_tokens,
     refuse,
     require,
+    top_k_tensors,
 )
-from stillhouse.serving.client.http_client import HttpAnswer, LogProb, Size, bytes_of_json, parsed
-from stillhouse.serving.client.pool import Ask, ServerRequest
-from stillhouse.serving.strict_body import TokenId
+from stillhouse.serving.wire import TokenId
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 _GENERATE = "/inference/v1/generate"

@@ -1,13 +1,16 @@
-"""The interface to one kind of server: it requests signals and completions, and loads new weights."""
+"""The interface to one kind of server: it requests signals and completions, and loads new weights.
+
+N rows of a document, K ids per row.
+"""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
 import numpy as np
+import torch
 from pydantic import BaseModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -16,12 +19,13 @@ from stillhouse.config.servers import ServerError, server_kinds
 from stillhouse.data import Documents
 from stillhouse.data.media import MediaProcessor
 from stillhouse.display import enumerated
+from stillhouse.objective.signals import TAIL_FLOOR
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.http_client import HttpAnswer, parsed
 from stillhouse.serving.client.pool import Ask, ServerRequest
-from stillhouse.serving.image_wire import ImageSupport, encode_prompt
-from stillhouse.serving.wire import JSON
-from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+from stillhouse.serving.image_support import ImageSupport
+from stillhouse.serving.wire import JSON, encode_prompt
+from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 if TYPE_CHECKING:
     from stillhouse.serving.servers import HttpServer
@@ -31,16 +35,7 @@ Scores = list[dict[str, Tensor]]
 #: the kinds of published weights: a full model, or an adapter
 Kind = Literal["model", "adapter"]
 
-T = TypeVar("T")
 Description = TypeVar("Description", bound=BaseModel)
-
-
-#: prompts. The log-probabilities of the top tokens after them identify a model, and show the options of its server
-_PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
-#: the number of requested top tokens: the gap between the first and the fifth is wider than to the second
-_TOP = 5
-#: if two options would give log-probabilities with a smaller difference, in nats, they cannot be distinguished
-_APART = 0.02
 
 
 class NeedsModelError(ValueError):
@@ -289,78 +284,6 @@ class ServerApi(Protocol):
                 f"{url} has another tokenizer than the student: {difference}; expected the same tokenizer"
             )
 
-    def one_token(
-        self,
-        ask: Ask,
-        model: str | None,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        parse: Callable[[HttpAnswer], T],
-        top: int = 0,
-    ) -> T:
-        """Request a completion of one token. Raises ValueError for an answer that cannot be read."""
-        response = ask(self.path, self.body(model, prompt, sampling, 1, 0, top=top))
-        if response.status != 200:
-            raise ValueError(f"{response.url}: {response.status} {response.message}; {self.kind.hint}")
-        try:
-            return parse(response)
-        except ValueError as error:
-            raise ValueError(f"{response.url}: {error}") from error
-
-    def require_log_probs(self, ask: Ask, url: str, model: str | None, sampling: Sampling, vocabulary: int) -> None:
-        """Raise ValueError unless the server's log-probabilities are those after the temperature and over the full
-        vocabulary, which training needs. Some options of an engine change them, and its answers do not show these.
-
-        The gap between the first and the last top token must be the gap at temperature 1, divided by the temperature.
-        If a request has top_k=2 and the server normalises over two tokens, the first log-probability is too large.
-        """
-        temperature, kind = sampling.temperature, self.kind
-        if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):
-            return
-
-        def top(prompt: Sequence[int], sampling: Sampling, count: int = _TOP) -> list[float]:
-            log_probs = self.one_token(ask, model, prompt, sampling, self.top_log_probs, _TOP)[:count]
-            if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
-                raise ValueError(
-                    f"{url} gives {log_probs} for the top tokens: expected at least two log-probabilities"
-                )
-            return log_probs
-
-        for prompt in identifying_prompts(vocabulary):
-            before, after = top(prompt, Sampling(1)), top(prompt, Sampling(1, temperature=temperature))
-            if temperature != 1:
-                gap, scaled_gap = before[0] - before[-1], after[0] - after[-1]
-                if abs(gap / temperature - gap) < _APART:
-                    continue
-                if abs(scaled_gap - gap) < abs(scaled_gap - gap / temperature):
-                    raise ValueError(
-                        f"{url} gives log-probabilities before the temperature, and the temperature is "
-                        f"{temperature:g}: expected {kind.after_temperature}, or a temperature of 1"
-                    )
-            if not sampling.samples_all_tokens:
-                among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
-                if abs(among_two - after[0]) < _APART:
-                    continue
-                cut = top(prompt, Sampling(1, temperature=temperature, top_k=2), 2)[0]
-                if abs(cut - among_two) < abs(cut - after[0]):
-                    at_one = kind.over_all_tokens and f", or for a temperature of 1 {kind.over_all_tokens}"
-                    raise ValueError(
-                        f"{url} gives log-probabilities among the tokens that top_p, top_k and min_p leave, and "
-                        "training needs those over the whole vocabulary: expected top_p=1, top_k=0 and "
-                        f"min_p=0{at_one}"
-                    )
-            return
-        raise ValueError(
-            f"{url} writes every token with nearly the same probability or with certainty, so that it cannot be "
-            "proved which log-probabilities it gives: expected a model that was trained, or a temperature of 1 and "
-            "all tokens"
-        )
-
-
-def identifying_prompts(vocabulary: int) -> list[list[int]]:
-    """Prompts. The top tokens after them and their log-probabilities identify a model."""
-    return [[token % vocabulary for token in prompt] for prompt in _PROMPTS]
-
 
 def ask_description(kind: type[Description], ask: Ask, path: str, name: str) -> Description:
     """Request a server's description. Raises ValueError unless the answer has the form of the server `name`."""
@@ -396,3 +319,56 @@ def require(response: HttpAnswer, what: str, hint: str = "") -> Any:
 
 def refuse(response: HttpAnswer, what: str, why: str, hint: str = "") -> NoReturn:
     raise ServerError(f"{response.url}: {what} failed: {why}{f'; {hint}' if hint else ''}")
+
+
+def top_k_tensors(
+    entries: Sequence[Mapping[int, float]], document: DocumentRows, spec: SignalSpec, path: str
+) -> dict[str, Tensor]:
+    """Make the tensors of "top_k" from an engine's log-probabilities. The tail is computed from them.
+
+    entries: entry t has the top ids that row t − 1 predicts in place of token t, and their log-probabilities. Engines
+        add token t itself if it is not among the top ids.
+    path: the path of the request, for messages.
+
+    Raises ValueError unless every entry has the document's token, and K ids with log-probabilities.
+    """
+    assert spec.top_k is not None
+    if len(entries) != document.rows.stop + 1:
+        raise ValueError(f"{path} scored {len(entries)} tokens: expected {document.rows.stop + 1}")
+    ids_NK = np.empty((len(document.rows), spec.top_k), np.int32)
+    log_probs_NK = np.empty((len(document.rows), spec.top_k))
+    for number, (row, next_token) in enumerate(zip(document.rows, next_tokens(document), strict=True)):
+        log_probs = dict(entries[row + 1])
+        if next_token not in log_probs:
+            raise ValueError(f"row {row} lacks token {next_token}, which follows it: the rows are shifted")
+        if len(log_probs) == spec.top_k + 1:
+            del log_probs[next_token]  # the engine added it, because it is not among the top ids
+        if len(log_probs) != spec.top_k:
+            raise ValueError(f"row {row} has {len(log_probs)} ids: expected the top {spec.top_k}")
+        ranked = sorted(log_probs.items(), key=lambda pair: -pair[1])
+        ids_NK[number], log_probs_NK[number] = zip(*ranked, strict=True)
+    return id_tensors(ids_NK, log_probs_NK, spec)
+
+
+def id_tensors(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -> dict[str, Tensor]:
+    """Make the tensors of "top_k" or "chosen".
+
+    The probability outside the ids is 1 − Σp in float64, at least `TAIL_FLOOR`. Its precision is that of the engine's
+    numbers. Raises ValueError for numbers that are no log-probabilities.
+    """
+    mass_N = np.exp(np.minimum(log_probs_NK.astype(np.float64), 1.0)).sum(1)
+    if not (mass_N <= 1 + 1e-3).all():
+        raise ValueError("its log-probabilities are NaN, or add up to more than 1")
+    return {
+        "ids": torch.from_numpy(ids_NK),
+        "log_probs": torch.from_numpy(log_probs_NK).to(DTYPES[spec.dtype]),
+        "tail_log_prob": torch.from_numpy(np.log(np.maximum(1 - mass_N, TAIL_FLOOR))).float(),
+    }
+
+
+def next_tokens(document: DocumentRows) -> Sequence[int]:
+    """The token after each row. Raises ValueError if the document's last row is requested: no engine scores it."""
+    following = document.tokens[document.rows.start + 1 : document.rows.stop + 1].tolist()
+    if len(following) != len(document.rows):
+        raise ValueError("the last row of a document has no next token: expected rows before it")
+    return following

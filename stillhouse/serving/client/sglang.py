@@ -16,8 +16,9 @@ from pydantic import BaseModel, Field
 
 from stillhouse.libraries import reading
 from stillhouse.rollout.records import Sampling
-from stillhouse.serving.client.apis.score_tensors import top_k_tensors
-from stillhouse.serving.client.apis.server_api import (
+from stillhouse.serving.client.http_client import HttpAnswer, LogProb, bytes_of_json, parsed
+from stillhouse.serving.client.pool import Ask, ServerRequest
+from stillhouse.serving.client.server_api import (
     Answer,
     Published,
     Scores,
@@ -28,10 +29,9 @@ from stillhouse.serving.client.apis.server_api import (
     json_call,
     refuse,
     require,
+    top_k_tensors,
 )
-from stillhouse.serving.client.http_client import HttpAnswer, LogProb, bytes_of_json, parsed
-from stillhouse.serving.client.pool import Ask, ServerRequest
-from stillhouse.serving.strict_body import TokenId
+from stillhouse.serving.wire import TokenId
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 _LORA = (

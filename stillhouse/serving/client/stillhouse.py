@@ -13,17 +13,17 @@ from stillhouse import __version__
 from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.data.media import MediaProcessor, MediaTensors
 from stillhouse.display import escaped
-from stillhouse.serving.client.apis.server_api import (
+from stillhouse.serving.client.http_client import HttpAnswer, Size, parsed
+from stillhouse.serving.client.pool import Ask, RefusedError, ServerRequest
+from stillhouse.serving.client.server_api import (
     Published,
     Scores,
     ServerInfo,
     ask_description,
     require,
 )
-from stillhouse.serving.client.apis.vllm import VllmApi
-from stillhouse.serving.client.http_client import HttpAnswer, Size, parsed
-from stillhouse.serving.client.pool import Ask, RefusedError, ServerRequest
-from stillhouse.serving.image_wire import ImageSupport, require_accepted
+from stillhouse.serving.client.vllm import VllmApi
+from stillhouse.serving.image_support import ImageSupport, require_accepted
 from stillhouse.serving.wire import SAFETENSORS, WIRE_FORMAT, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
