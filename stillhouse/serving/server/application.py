@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stillhouse import __version__
-from stillhouse.serving.server.gate import ENDING, Bodies, InPieces, RequestError, errors, gate, refusal, refused
+from stillhouse.serving.server.gate import ENDING, Bodies, InPieces, RequestError, errors, gate, refused, scope_error
 from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
 from stillhouse.serving.server.role import Role
 from stillhouse.serving.wire import JSON, SAFETENSORS
@@ -51,7 +51,7 @@ class Application:
         self._add_state()
         for kind, answer in _ERRORS.items():
             self.api.add_exception_handler(kind, partial(_answered, answer))
-        self.api.add_middleware(gate, error_of=partial(refusal, token, host), count=self.metrics.request)
+        self.api.add_middleware(gate, error_of=partial(scope_error, token, host), count=self.metrics.request)
         role.add_routes(self)
 
     def require_model(self, name: str | None) -> None:

@@ -94,7 +94,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:
     }
 
 
-def refusal(token: str | None, host: str, scope: Scope) -> RequestError | None:
+def scope_error(token: str | None, host: str, scope: Scope) -> RequestError | None:
     """The error of a request without the bearer token.
 
     For a server without a token on loopback: of a request to another name, or of another site's page. A browser on
