@@ -33,8 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.measure import MAP_BLOCKS, in_fresh_process, relative_distance, resident_extra, run_pass, take_turns
 from benchmarks.record import result_file, write_result
 from stillhouse.models import Decoder
-from stillhouse.models.processor_targets import PolicyTargets, Targets
-from stillhouse.models.processors import policy_gradient, selected_log_probs
+from stillhouse.models.processors import PolicyTargets, Targets, policy_gradient, selected_log_probs
 from stillhouse.tools.parity import worst
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

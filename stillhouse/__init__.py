@@ -11,12 +11,12 @@ __version__ = "0.1.0"
 #: the modules of the names below; those of all other ones are in `stillhouse.objective`
 _MODULES = {
     "Decoder": "stillhouse.models",
-    "DistillTargets": "stillhouse.models.processor_targets",
+    "DistillTargets": "stillhouse.models.processors",
     "LoadOptions": "stillhouse.data",
     "OutputProcessor": "stillhouse.models",
-    "PolicyTargets": "stillhouse.models.processor_targets",
+    "PolicyTargets": "stillhouse.models.processors",
     "StepLoss": "stillhouse.engine.loss",
-    "Targets": "stillhouse.models.processor_targets",
+    "Targets": "stillhouse.models.processors",
     "check_same_tokenizer": "stillhouse.data",
     "cross_entropy": "stillhouse.models.processors",
     "load_config": "stillhouse.config",
@@ -32,8 +32,14 @@ if TYPE_CHECKING:
     from stillhouse.data import LoadOptions, check_same_tokenizer, load_documents, load_tokenizer
     from stillhouse.engine.loss import StepLoss
     from stillhouse.models import Decoder, OutputProcessor
-    from stillhouse.models.processor_targets import DistillTargets, PolicyTargets, Targets
-    from stillhouse.models.processors import cross_entropy, policy_gradient, selected_log_probs
+    from stillhouse.models.processors import (
+        DistillTargets,
+        PolicyTargets,
+        Targets,
+        cross_entropy,
+        policy_gradient,
+        selected_log_probs,
+    )
     from stillhouse.objective import (
         TEACHER,
         Chosen,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.engine.parts import LossPart
-from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import (
     CrossEntropy,
     FullVocab,

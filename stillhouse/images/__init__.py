@@ -1,12 +1,36 @@
-"""Images in documents: an add-on, which the core does not import (group `stillhouse.media` of the registry)."""
+"""Images in documents: an add-on, which the core does not import (group `stillhouse.media` of the registry).
 
+This module is what the core calls. It is light: it loads the others when something has images.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from stillhouse.data.media import MediaProcessor
+    from stillhouse.data.media_files import MediaFile
+    from stillhouse.models import Decoder
 
 #: the name under which this add-on is registered
 NAME = "images"
 #: files of which a model with a processor has one
 _FILES = ("processor_config.json", "preprocessor_config.json")
 _MORE_FILES = ("video_preprocessor_config.json",)
+#: the most images of a document that a page shows, because each one adds up to 30 kB to it
+SHOWN = 8
+#: the functions that the core calls, by their names: their modules in this package, and their names there
+_FUNCTIONS = {
+    "with_files": ("columns", "with_images"),
+    "require_support": ("prepare", "require_image_support"),
+    "require_layout": ("prepare", "require_image_layout"),
+    "with_models_proven": ("prepare", "with_images_proven"),
+    "write_demo": ("digits_demo", "write_image_run"),
+}
 
 
 def processor_files(name_or_path: str, revision: str | None = None) -> list[Path]:
@@ -28,3 +52,42 @@ def processor_files(name_or_path: str, revision: str | None = None) -> list[Path
         if path is not None:
             files[name] = Path(path)
     return [*files.values()] if files.keys() & {*_FILES} else []
+
+
+class Images:
+    """What the core calls: functions of this package, and the processor of a model, if it has one.
+
+    demo_folder, demo_words: the default folder of the demo, and what it is for.
+    """
+
+    demo_folder, demo_words = "runs/image_demo", "for vision-language models"
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FUNCTIONS:
+            raise AttributeError(f"the add-on has no {name}")
+        module, function = _FUNCTIONS[name]
+        return getattr(import_module(f"{__package__}.{module}"), function)
+
+    def find_processor(
+        self, name_or_path: str, tokenizer: "PreTrainedTokenizerBase", *, revision: str | None = None, **options: Any
+    ) -> "MediaProcessor | None":
+        if not processor_files(name_or_path, revision):
+            return None
+        from stillhouse.images.processor import ImageProcessor
+
+        return ImageProcessor.find(name_or_path, tokenizer, revision=revision, **options)
+
+    def shown(self, files: "Sequence[MediaFile]") -> dict[str, Any]:
+        from stillhouse.images.decode import thumbnail
+
+        return {"images": [thumbnail(image) for image in files[:SHOWN]], "image_count": len(files)}
+
+    def prove(
+        self, decoder: "Decoder", processor: "MediaProcessor", agreed: "Callable[[], AbstractContextManager[Any]]"
+    ) -> None:
+        from stillhouse.images.proof import prove_images
+
+        prove_images(decoder, processor.example_documents(), processor.join, agreed)
+
+
+IMAGES = Images()

@@ -48,29 +48,25 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
             image = pillow.open(io.BytesIO(data), formats=[name for name in FORMATS if name in pillow.OPEN])
         require_size(*image.size)
         with reading("cannot be decoded", passes=RecordError):
-            return _as_rgb(image, most_pixels)
+            image.load()
+            # before Pillow 11.3, PNG files with 16 bits of grey have the mode I
+            has_16_bits = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
+            image = imported("PIL.ImageOps", "images").exif_transpose(image)
+            if has_16_bits:
+                image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if image.mode in ("I", "F"):
+                raise RecordError(f"has 32 bits per pixel (mode {image.mode}): expected 8 or 16 per channel")
+            image = image.convert("RGB")
+            if (size := _bounded(image.size, most_pixels)) != image.size:
+                image = image.resize(size, resample=pillow.Resampling.BICUBIC)
+            require_size(*image.size)  # the sides were rounded
+            return image
     except pillow.UnidentifiedImageError as error:
         raise RecordError(f"is not an image: expected one of {', '.join(FORMATS)}") from error
     except RecordError:
         raise
     except ValueError as error:
         raise RecordError(str(error)) from error
-
-
-def _as_rgb(image: "Image", most_pixels: int | None) -> "Image":
-    image.load()
-    # before Pillow 11.3, PNG files with 16 bits of grey have the mode I
-    has_16_bits = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
-    image = imported("PIL.ImageOps", "images").exif_transpose(image)
-    if has_16_bits:
-        image = require_pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise RecordError(f"has 32 bits per pixel (mode {image.mode}): expected 8 or 16 per channel")
-    image = image.convert("RGB")
-    if (size := _bounded(image.size, most_pixels)) != image.size:
-        image = image.resize(size, resample=require_pillow().Resampling.BICUBIC)
-    require_size(*image.size)  # the sides were rounded
-    return image
 
 
 class IsolatedDecoder:

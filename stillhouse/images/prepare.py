@@ -1,28 +1,59 @@
-"""Prepares a run whose data has images: proves that its models read them, and gives the data their positions."""
+"""Prepares a run whose data has images: proves that its models read them, and gives the data their positions.
 
-from collections.abc import Iterator, Mapping
+The layers or the sequences of a model may be distributed. Under context parallelism, every process runs the documents
+alone without it. In a pipeline, no process has the whole model. But the first stage runs the code of the whole
+backbone with the images, so it knows with which arguments the plain model calls each layer: positions of several
+axes, or masks for the images. For a document alone, the later stages run their layers with these arguments in place
+of those that they compute themselves. The result is that of the plain model. Packed documents run under the layout,
+as in training.
+
+S tokens of a document, B rows, D width.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load, save
+from torch import Tensor, nn
 
 from stillhouse.config import ConfigError, RunConfig, as_config_error
 from stillhouse.config.servers import server_kinds
+from stillhouse.data import MicroBatch
 from stillhouse.data.media import MediaInputs
+from stillhouse.data.micro_batch import NO_LABEL
 from stillhouse.engine.engine import Engine
-from stillhouse.images.proof import ImageModel, WholeModel, document_positions, prove_image_model
-from stillhouse.images.staged_models import staged_models
+from stillhouse.images.proof import (
+    CANNOT_RUN,
+    ImageDocument,
+    ImageModel,
+    PackedDocuments,
+    WholeModel,
+    document_positions,
+    prove_image_model,
+    run_alone,
+)
+from stillhouse.libraries import reading
 from stillhouse.loops.session import Data
-from stillhouse.models import ProofError
-from stillhouse.models.document_packing import PackingError
+from stillhouse.models import Decoder, ProofError
+from stillhouse.models.document_packing import PackingError, library_errors
 from stillhouse.models.forward_modes import autocast_dtype
-from stillhouse.models.model_checks import prefixed
+from stillhouse.models.layer_hooks import hidden_of, hooked, numbered_layers
+from stillhouse.models.model_checks import prefixed, typename
+from stillhouse.objective import TEACHER, Signals
 from stillhouse.parallel import Runner
+from stillhouse.parallel.apply.context_parallel import whole_sequences
+from stillhouse.parallel.backbone_cut import AbsentLayer
+from stillhouse.parallel.ranks import Ranks
 from stillhouse.parallel.runner import reshard
-from stillhouse.proofs.layouts import probe_precision
+from stillhouse.parallel.teacher_student_pair import IN_STAGE, model_inputs
+from stillhouse.proofs.layouts import ProbeForward, probe_precision
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource, SignalStore
 
+_HIDDEN, _ARGUMENTS = "hidden", "arguments"
 #: a mistake in a configuration whose data has images; `{}` is what was expected
 NOT_WITH_IMAGES = "the data has images, which this cannot read yet: expected {}, or documents without images"
 
@@ -136,3 +167,168 @@ def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, ImageMo
     for name, decoder in others.items():
         if decoder is not None and decoder.layers():
             yield name, WholeModel(decoder, autocast_dtype(decoder.pretrained))
+
+
+class StagedModel(ImageModel):
+    """The student, or the teacher in its stages, under a layout with several stages or several context ranks.
+
+    stages: its parts on this process, by the numbers of their stages.
+    """
+
+    def __init__(
+        self, runner: Runner, stages: Mapping[int, Decoder], signals: Signals, precision: torch.dtype | None
+    ):
+        self.stages, self.decoders, self.precision = stages, list(stages.values()), precision
+        self._runner, self._forward = runner, ProbeForward(runner, signals)
+        self._pipeline = runner.mesh.group("pipeline")
+        self._context = runner.mesh.group("context")
+        self._agreed = partial(runner.ranks.all_raise, PackingError, ProofError)
+
+    def alone(self, document: ImageDocument) -> Tensor:
+        """Return the hidden states [S, D] of the plain model, on all processes.
+
+        Raises ProofError on all processes if a stage cannot run its layers as the plain model does.
+        """
+        tensors: dict[str, Tensor] = {}
+        arguments: dict[int, dict[str, Any]] = {}
+        for number in range(self._runner.layout.stages):
+            content = b""
+            with self._agreed():
+                if (decoder := self.stages.get(number)) is not None:
+                    hidden_1SD = tensors.get(_HIDDEN)
+                    with whole_sequences(decoder, self._context):
+                        if hidden_1SD is None:
+                            result = _first_stage(decoder, document, self._runner.layout.stages)
+                        else:
+                            result = {_HIDDEN: _later_stage(decoder, hidden_1SD, arguments)}
+                    content = save({name: tensor.cpu().contiguous() for name, tensor in result.items()})
+            if self._pipeline is not None:
+                content = next(filter(None, Ranks(self._pipeline, self._runner.device).exchange(content)))
+            tensors = {name: tensor.to(self._runner.device) for name, tensor in load(content).items()}
+            if number == 0:
+                arguments = _decoded(tensors)
+        return tensors[_HIDDEN][0]
+
+    def packed(self, documents: PackedDocuments, images: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the hidden states [B, S, D] under the layout; None on processes without the last stage."""
+        count, (rows, columns) = documents.is_padding_BS.numel(), documents.is_padding_BS.shape
+        context = self._runner.layout.degrees.context
+        micro_batch = MicroBatch(
+            inputs=documents.inputs,
+            labels_T=torch.full((count,), NO_LABEL),
+            weights_T=torch.zeros(count),
+            document_T=-documents.is_padding_BS.flatten().long(),
+            valid_index=torch.zeros(0, dtype=torch.int64),
+            media=images,
+        )
+        padded = micro_batch.padded(rows, -(-columns // context) * context)
+        micro_batch = padded.part(self._runner.mesh.coordinate("context"), context).to(self._runner.device)
+        with self._agreed():  # the other stages would wait for a first stage that raises an error in the pipeline
+            if (first := self.stages.get(0)) is not None:
+                with library_errors(CANNOT_RUN.format(typename(first.pretrained))):
+                    first(**model_inputs(micro_batch, None), head=False)
+        hidden = self._forward.hidden(micro_batch)
+        return hidden[-1] if hidden else None
+
+
+def staged_models(runner: Runner) -> Iterator[tuple[str, StagedModel]]:
+    """Yield the student of a runner, then the teacher if its layers are in the student's stages. A collective."""
+    students = {number: pair.student for number, pair in runner.pairs.items()}
+    yield "student", StagedModel(runner, students, {}, probe_precision(runner))
+    teachers = {number: pair.teacher for number, pair in runner.pairs.items() if pair.teacher is not None}
+    if runner.ranks.largest(int(any(teacher.layers() for teacher in teachers.values()))):
+        precision = autocast_dtype(next(iter(teachers.values())).pretrained)
+        yield "teacher", StagedModel(runner, teachers, {TEACHER: IN_STAGE}, precision)
+
+
+def _first_stage(decoder: Decoder, document: ImageDocument, stages: int) -> dict[str, Tensor]:
+    """Return the hidden states [1, S, D] after the first stage, and the arguments of the layers of later stages."""
+    layers, outputs = numbered_layers(decoder), list[Tensor]()
+    inputs: list[tuple[Tensor, dict[str, Any]]] = []  # the hidden states, and all other arguments by name or place
+
+    def before(_: nn.Module, places: tuple[Any, ...], options: dict[str, Any]) -> None:
+        hidden, *others = _named(places, options)
+        inputs.append((hidden[1], dict(others)))
+
+    hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
+    hooks += [layer.register_forward_hook(lambda _, __, out: outputs.append(hidden_of(out))) for layer in layers]
+    with hooked(*hooks):
+        hidden_1SD = run_alone(decoder, document)
+    read = [*(hidden for hidden, _ in inputs[1:]), hidden_1SD]
+    absent = [number for number, layer in enumerate(layers) if isinstance(layer, AbsentLayer)]
+    for number in absent:
+        if not torch.equal(outputs[number].to(read[number].dtype), read[number]):
+            raise ProofError(
+                f"{typename(decoder.pretrained)} adds features of images behind its layer {number}, and the first of "
+                f"{stages} stages has only {absent[0]} of its layers: expected fewer stages, or pipeline=1"
+            )
+    return {_HIDDEN: hidden_1SD, **_encoded(decoder, {number: inputs[number][1] for number in absent})}
+
+
+def _later_stage(decoder: Decoder, hidden_1SD: Tensor, arguments: Mapping[int, Mapping[str, Any]]) -> Tensor:
+    """Return the hidden states [1, S, D] after a stage whose layers get these arguments."""
+
+    def given(
+        number: int, _: nn.Module, places: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        (name, hidden_BSD), *others = _named(places, options)
+        values = {name: hidden_BSD, **dict(others), **arguments[number]}
+        return (tuple(values.pop(str(place)) for place in range(len(places))), values)
+
+    hooks = [
+        layer.register_forward_pre_hook(partial(given, number), with_kwargs=True)
+        for number, layer in enumerate(numbered_layers(decoder))
+        if not isinstance(layer, AbsentLayer)
+    ]
+    what = f"{typename(decoder.pretrained)} cannot run a later stage with images"
+    with hooked(*hooks), reading(what, passes=ProofError):
+        hidden_BSD: Tensor = decoder(None, inputs_embeds=hidden_1SD, head=False)
+    return hidden_BSD
+
+
+def _named(places: Sequence[Any], options: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return a layer's arguments, first its hidden states, with their names, or their numbers if they have none."""
+    named = {str(number): value for number, value in enumerate(places)} | dict(options)
+    first = "0" if places else "hidden_states"
+    return [(first, named.pop(first)), *named.items()]
+
+
+def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return the tensors among arguments of layers, each one once, and a text that says where they belong.
+
+    Raises ProofError for a value that has tensors but is not one, or a list of them.
+    """
+    unique: dict[int, tuple[str, Tensor]] = {}  # the place and the tensor, by the tensor's identity
+    places: dict[int, dict[str, Any]] = {}
+    for number, layer_arguments in arguments.items():
+        places[number] = {}
+        for name, value in layer_arguments.items():
+            members = [value] if isinstance(value, Tensor) else value
+            if value is None:
+                places[number][name] = None
+            elif isinstance(members, list | tuple) and all(isinstance(member, Tensor) for member in members):
+                numbers = [unique.setdefault(id(member), (str(len(unique)), member))[0] for member in members]
+                places[number][name] = numbers[0] if isinstance(value, Tensor) else numbers
+            elif not (isinstance(value, bool | int | float | str) or (isinstance(value, Mapping) and not value)):
+                raise ProofError(
+                    f"layer {number} of {typename(decoder.pretrained)} reads '{name}' of type "
+                    f"{type(value).__name__}, which cannot be compared between stages: expected attention sdpa, or "
+                    "pipeline=1"
+                )
+    text = torch.frombuffer(bytearray(json.dumps(places).encode()), dtype=torch.uint8)
+    return {_ARGUMENTS: text, **dict(unique.values())}
+
+
+def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Any]]:
+    """Return the arguments of `_encoded`, by layer."""
+
+    arguments: dict[int, dict[str, Any]] = {}
+    for number, places in json.loads(tensors[_ARGUMENTS].cpu().numpy().tobytes()).items():
+        values: dict[str, Any] = {}
+        for name, place in places.items():
+            if isinstance(place, list):
+                values[name] = tuple(tensors[member] for member in place)
+            else:
+                values[name] = None if place is None else tensors[place]
+        arguments[int(number)] = values
+    return arguments

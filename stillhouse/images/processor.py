@@ -32,7 +32,8 @@ from stillhouse.images.decode import IsolatedDecoder, open_image, require_pillow
 from stillhouse.images.load_processor import load_processor
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
-from stillhouse.models.vision_language import TOKEN_TYPES, model_media, placeholder_ids, read_token_inputs
+from stillhouse.models.families import placeholder_ids
+from stillhouse.models.vision_language import TOKEN_TYPES, model_media, read_token_inputs
 
 _PER_TOKEN = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets", *TOKEN_TYPES}
 _PROBES = ((37, 23), (64, 48), (20, 50))  # widths and heights
@@ -40,23 +41,20 @@ _PART = 2**22  # tokens that are searched at a time
 
 
 class _Layout(NamedTuple):
-    """How a processor returns the tensors of images.
-
-    token_types: the name of its token types; None if it has none. stacked: names of tensors whose first dim is
-    documents and whose second dim is their images.
+    """How a processor returns the tensors of images. stacked: names of tensors whose first dim is documents and whose
+    second dim is their images.
     """
 
-    token_types: str | None
+    token_types: str | None  # their name, if there are any
     stacked: frozenset[str]
 
 
 class ImageProcessor:
     """The processor of a student. It is loaded when the first image is read.
 
-    kind: the name of this add-on in the registry. files: the processor's files.
-    tokenizer: the student's, which the processor must have, too.
-    most_pixels: a larger image is scaled down to this number of pixels; None: no limit.
-    template_is_set: whether the tokenizer's chat template was replaced by another one.
+    kind: the name of this add-on in the registry. tokenizer: the student's, which the processor must have, too.
+    most_pixels: a larger image is scaled down to this number of pixels; None: no limit. template_is_set: whether the
+    tokenizer's chat template was replaced by another one.
     """
 
     kind = NAME
@@ -87,16 +85,15 @@ class ImageProcessor:
 
     def identity(self) -> list[Any]:
         """Everything that determines the tokens and pixels of an image beside the versions of libraries."""
-        return [self.most_pixels, *(file_hash(path) for path in self.files)]
+        return [self.most_pixels, *map(file_hash, self.files)]
 
     def versions(self) -> list[Any]:
         """The version of Pillow, and hashes of the files of this package."""
-        files = sorted(Path(__file__).parent.glob("*.py"))
         try:
             pillow = version("pillow")
         except PackageNotFoundError:
             pillow = None
-        return [pillow, *(file_hash(path) for path in files)]
+        return [pillow, *map(file_hash, sorted(Path(__file__).parent.glob("*.py")))]
 
     @cached_property
     def processor(self) -> Any:
@@ -187,17 +184,11 @@ class ImageProcessor:
         pictures = [self._opened(image, number, is_safe=is_safe) for number, image in enumerate(images, start=1)]
         try:
             with reading("the processor refuses the images"):
-                out = self.processor(
-                    text=[text],
-                    images=[pictures],
-                    add_special_tokens=special,
-                    return_offsets_mapping=True,
-                    return_text_replacement_offsets=True,
-                )
+                options = dict.fromkeys(("return_offsets_mapping", "return_text_replacement_offsets"), True)
+                out = self.processor(text=[text], images=[pictures], add_special_tokens=special, **options)
                 ids, offsets = list(out["input_ids"][0]), [tuple(span) for span in out["offset_mapping"][0]]
-                replaced = [
-                    (tuple(item["span"]), tuple(item["new_span"])) for item in out["text_replacement_offsets"][0]
-                ]
+                items = out["text_replacement_offsets"][0]
+                replaced = [(tuple(item["span"]), tuple(item["new_span"])) for item in items]
         except ValueError as error:
             raise RecordError(str(error)) from error
         return Expanded(ids, offsets, replaced)
@@ -277,10 +268,8 @@ class ImageProcessor:
         """The images and the kinds of tokens [B, S] of a batch of `GenerationRequest`s, as arguments of transformers'
         `generate`. width: S.
 
-        `generate` runs the vision tower once, for the tokens of the prompts, and computes the rotary positions of
-        images and of the new tokens itself, from the ids and kinds of tokens. Prompts are padded on the left, and the
-        images of a batch are in the order of its rows.
-
+        `generate` runs the vision tower once, for the tokens of the prompts, and computes rotary positions itself.
+        Prompts are padded on the left; images are in the order of the rows.
         Raises ValueError, with the request's number, for an image that cannot be read or whose file has changed since
         the data was loaded, and for a prompt that ends with an image.
         """
@@ -317,8 +306,8 @@ class ImageProcessor:
     def in_words(self, documents: Documents, document: int) -> str:
         """The images of a document, and the numbers of their placeholder tokens and of all tokens to predict."""
         assert documents.media is not None
-        images = documents.media.of(document)
-        sizes = [self._opened(image, number).size for number, image in enumerate(images, start=1)]
+        images = enumerate(documents.media.of(document), start=1)
+        sizes = (self._opened(image, number).size for number, image in images)
         shown = ", ".join(f"{width:,} × {height:,}" for width, height in sizes) or "none"
         tokens, targets = documents.tokens(document), int(documents.target_counts_D[document])
         return (
@@ -335,8 +324,7 @@ class ImageProcessor:
 
     def check_texts(self, documents: Documents) -> None:
         """Raise DataError for a document without images that has a placeholder token."""
-        images = documents.media or MediaFiles.none(len(documents))
-        counts_D = np.diff(images.offsets)
+        counts_D = np.diff((documents.media or MediaFiles.none(len(documents))).offsets)
         for start in range(0, len(documents.tokens_N), _PART):
             places = start + np.flatnonzero(np.isin(documents.tokens_N[start : start + _PART], self.placeholder_ids))
             owners = np.searchsorted(documents.offsets, places, side="right") - 1
@@ -373,24 +361,17 @@ def _random_pictures() -> list[Any]:
 
 
 def concatenated(parts: Sequence[Mapping[str, Tensor]], stacked: frozenset[str]) -> dict[str, Tensor]:
-    """The tensors of several documents' images as those of one call.
+    """The tensors of several documents' images as those of one call. stacked: see `_Layout`.
 
-    Images are concatenated along their dim. Other dims that differ are padded with zeros at their ends. stacked: the
-    names of tensors whose first dim is documents and whose second dim is their images.
+    Images are concatenated along their dim. Other dims that differ are padded with zeros at their ends.
     """
-    return {
-        name: _joined([part[name][0] for part in parts])[None]
-        if name in stacked
-        else _joined([part[name] for part in parts])
-        for name in parts[0]
-    }
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    padded = []
-    for tensor in tensors:
-        whole = tensor.new_zeros(len(tensor), *sizes)
-        whole[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
-        padded.append(whole)
-    return torch.cat(padded)
+    joined: dict[str, Tensor] = {}
+    for name in parts[0]:
+        tensors, padded = [part[name][0] if name in stacked else part[name] for part in parts], []
+        sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+        for tensor in tensors:
+            whole = tensor.new_zeros(len(tensor), *sizes)
+            whole[(slice(None), *map(slice, tensor.shape[1:]))] = tensor
+            padded.append(whole)
+        joined[name] = torch.cat(padded)[None] if name in stacked else torch.cat(padded)
+    return joined

@@ -9,17 +9,18 @@ belong to the right documents.
 B rows, S columns, A axes of positions; D width.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from stillhouse.libraries import reading
-from stillhouse.models.document_packing import ROWS, PackingError
+from stillhouse.models.document_packing import ROWS, PackingError, library_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating
 from stillhouse.models.load_proof import PLACE_TOLERANCE, compare, relative_errors
 from stillhouse.models.model_checks import ProofError, typename
@@ -29,6 +30,8 @@ from stillhouse.models.vision_language import AXES, TOKEN_TYPES
 JoinImages = Callable[[Sequence[Mapping[str, Tensor]]], Mapping[str, Tensor]]
 #: the least relative change of a hidden state that shows that images are read: equal inputs give equal bits
 _CHANGED = 1e-4
+#: of a decoder that cannot run packed documents
+CANNOT_RUN = "{} cannot run packed documents with images"
 _PADDING = 3  # columns, behind the documents of the longer row
 
 
@@ -68,46 +71,42 @@ class ImageDocument:
         return ImageDocument(self.ids_S, self.types_S, images)
 
 
-class ImageModel(Protocol):
+class ImageModel(ABC):
     """A model to be proven. `alone` and `packed` are collectives of the processes that have parts of it.
 
     decoders: its parts on this process, of which all pack documents in the same way.
     precision: the dtype of its matrix products; None: that of its weights.
     """
 
-    @property
-    def decoders(self) -> Sequence[Any]: ...
-    @property
-    def precision(self) -> torch.dtype | None: ...
+    decoders: Sequence[Any]
+    precision: torch.dtype | None
 
+    @abstractmethod
     def alone(self, document: ImageDocument) -> Tensor:
         """Return the hidden states [S, D] of the plain model for a document alone."""
 
+    @abstractmethod
     def packed(self, documents: "PackedDocuments", images: Mapping[str, Tensor]) -> Tensor | None:
         """Return the hidden states [B, S, D] of packed documents; None on a process that does not have them."""
 
 
-@dataclass(frozen=True)
-class WholeModel:
+class WholeModel(ImageModel):
     """A `Decoder` that has all layers."""
 
-    decoder: Any
-    precision: torch.dtype | None = None
-
-    @property
-    def decoders(self) -> Sequence[Any]:
-        return [self.decoder]
+    def __init__(self, decoder: Any, precision: torch.dtype | None = None):
+        self.decoders, self.precision = [decoder], precision
 
     def alone(self, document: ImageDocument) -> Tensor:
-        return run_alone(self.decoder, document)[0]
+        return run_alone(self.decoders[0], document)[0]
 
     def packed(self, documents: "PackedDocuments", images: Mapping[str, Tensor]) -> Tensor:
-        device = self.decoder.pretrained.device
+        (decoder,) = self.decoders
+        device = decoder.pretrained.device
         arguments = {name: value.to(device) for name, value in documents.inputs.items()}
         on_device = {name: value.to(device) for name, value in images.items()}
         is_padding_BS = documents.is_padding_BS.to(device)
-        with image_packing_errors(self.decoder):
-            hidden_BSD: Tensor = self.decoder(**arguments, is_padding=is_padding_BS, images=on_device, head=False)
+        with library_errors(CANNOT_RUN.format(typename(decoder.pretrained))):
+            hidden_BSD: Tensor = decoder(**arguments, is_padding=is_padding_BS, images=on_device, head=False)
         return hidden_BSD
 
 
@@ -168,9 +167,8 @@ def prove_image_model(
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """The documents in two rows. places: the row and the columns of each document"""
+    """Documents in two rows. places: the row and the columns of each document."""
 
-    documents: Sequence[ImageDocument]
     inputs: dict[str, Tensor]
     is_padding_BS: Tensor
     places: Sequence[tuple[int, slice]]
@@ -179,10 +177,10 @@ class PackedDocuments:
     def of(cls, decoder: Any, documents: Sequence[ImageDocument]) -> "PackedDocuments":
         half = (len(documents) + 1) // 2
         rows = [documents[:half], documents[half:]]
-        columns = _PADDING + max(sum(len(document.ids_S) for document in row) for row in rows)
+        lengths = [sum(len(document.ids_S) for document in row) for row in rows]
+        columns = _PADDING + max(lengths)
         parts: list[dict[str, Tensor]] = []
         places: list[tuple[int, slice]] = []
-        lengths = [sum(len(document.ids_S) for document in row) for row in rows]
         for number, row in enumerate(rows):
             tensors, start = list[dict[str, Tensor]](), 0
             for document in row:
@@ -195,7 +193,7 @@ class PackedDocuments:
             parts.append({name: _padded(name, [part[name] for part in tensors], missing) for name in tensors[0]})
         inputs = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
         is_padding_BS = torch.arange(columns) >= torch.tensor(lengths)[:, None]
-        return cls(documents, inputs, is_padding_BS, places)
+        return cls(inputs, is_padding_BS, places)
 
     def parts(self, hidden_BSD: Tensor) -> list[Tensor]:
         """Return the hidden states [S, D] of each document."""
@@ -273,19 +271,6 @@ def _compare(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype, mes
     """In half precision, compare the median over tokens: rounding can change the experts of single tokens."""
     errors_S, is_half = relative_errors(hidden_SD, expected_SD), precision.itemsize < torch.float32.itemsize
     compare(errors_S, PLACE_TOLERANCE[precision], message, PackingError, median=is_half)
-
-
-@contextmanager
-def image_packing_errors(decoder: Any) -> Iterator[None]:
-    """Raise a library's error in the block as a PackingError: a `Decoder` that cannot run packed documents."""
-    what = f"{typename(decoder.pretrained)} cannot run packed documents with images"
-    try:
-        with reading(what, passes=ProofError):
-            yield
-    except ProofError:
-        raise
-    except ValueError as error:
-        raise PackingError(str(error)) from error
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from stillhouse.data.media import shown_media, shown_positions
 from stillhouse.engine.engine import add_up
 from stillhouse.loops.session import Data, Models
 from stillhouse.loops.step_metrics import evaluation_metrics
-from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import (
     TEACHER,
     Distill,

@@ -22,7 +22,7 @@ from stillhouse.megatron.model_config import RECOMPUTE, split_options, transform
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.adapter import Lora, initial_matrix, is_lora
-from stillhouse.models.document_rows import COLUMNS, UnpackedRows
+from stillhouse.models.document_packing import COLUMNS, UnpackedRows
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.load_proof import compare
 from stillhouse.objective import OutputHead

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.document_lengths import DocumentLengths
-from stillhouse.models.document_rows import COLUMNS, UnpackedRows
+from stillhouse.models.document_packing import COLUMNS, UnpackedRows
 
 
 @dataclass(frozen=True)

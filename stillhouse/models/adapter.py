@@ -44,15 +44,13 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class Lora:
-    """The description of a decoder's adapter. layers: the number of modules with a LoRA.
-    trained, parameters: the numbers of trained parameters and of all parameters in the full model with its adapter.
-    """
+    """The description of a decoder's adapter."""
 
     r: int
     alpha: float
-    layers: int
-    trained: int
-    parameters: int
+    layers: int  # with a LoRA
+    trained: int  # parameters
+    parameters: int  # all of the full model with its adapter
 
     def __str__(self) -> str:
         def short(count: int) -> str:
@@ -77,12 +75,10 @@ def add_lora(
 ) -> Lora:
     """Add an adapter to an unsharded decoder and freeze all other parameters.
 
-    The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or the dtype of the
-    layer's weight if that dtype is wider.
-
-    targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the last parts of module
-    names. base, revision: of the base model for the adapter's files; base=None: the name from which the model was
-    loaded. Raises ValueError for targets that cannot have an adapter.
+    The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or that of the layer's
+    weight if it is wider. targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the
+    last parts of module names. base, revision: of the base model for the adapter's files; base=None: the name from
+    which the model was loaded. Raises ValueError for targets that cannot have an adapter.
     """
     from peft import LoraConfig
 
@@ -121,10 +117,9 @@ def add_lora(
 
 @torch.no_grad()
 def initialize_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
-    """Initialise the adapter's matrices on this process as peft does: A uniform, B zero.
+    """Initialise the adapter's matrices, if any, on this process as peft does: A uniform, B zero.
 
-    The values do not depend on the decoder's sharding (`name_seed`). fresh=False draws B in the same way as A, so
-    that no gradient is 0. For a decoder without an adapter this does nothing.
+    The values do not depend on the sharding (`name_seed`). fresh=False draws B as A, so that no gradient is 0.
     """
     for name, parameter in decoder.named_parameters():
         if is_lora(name):
@@ -194,7 +189,7 @@ def saved_lora_name(decoder: Decoder, name: str) -> str:
 
 
 def merged_lora(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrainedModel:
-    """Return the model on the CPU, with the adapter in `folder` merged_lora into its weights."""
+    """Return the model on the CPU, with the adapter in `folder` merged into its weights."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
@@ -203,10 +198,8 @@ def merged_lora(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTr
 
 
 def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
-    """Return the full names of the linear layers that `targets` select.
-
-    Raises ValueError for a target that selects no module, or a module that is the head, the input embedding or not
-    linear.
+    """Return the full names of the linear layers that `targets` select. Raises ValueError for a target that selects
+    no module, or a module that is the head, the input embedding or not linear.
     """
     model = decoder.pretrained
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -253,7 +246,6 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _lora_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers with an adapter, by their names."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -316,9 +308,8 @@ def expected_lora(decoder: Decoder, options: LoraOptions) -> dict[str, Tensor]:
         module = modules[name]
         if not name.startswith(prefix):
             raise ValueError(f"'{name}' is not in the model's backbone: expected layers of the backbone")
-        dtype = torch.promote_types(module.weight.dtype, torch.float32)
         weight = module.get_parameter("weight")  # Conv1D of GPT-2 stores [inputs, outputs]
-        is_linear = isinstance(module, nn.Linear)
+        dtype, is_linear = torch.promote_types(weight.dtype, torch.float32), isinstance(module, nn.Linear)
         inputs, outputs = (module.in_features, module.out_features) if is_linear else weight.shape
         for matrix, shape in (("lora_A", (options.r, inputs)), ("lora_B", (outputs, options.r))):
             in_decoder = f"backbone.{name.removeprefix(prefix)}.{matrix}.default.weight"

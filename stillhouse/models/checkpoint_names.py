@@ -43,7 +43,7 @@ def saved_names(decoder: Decoder) -> dict[str, str]:
     """Return the names of a full decoder's tensors in its model, before transformers' conversions, by their names in
     the decoder.
     """
-    names = (name for name in decoder.state_dict() if not decoder.is_of_layer_loss(name))
+    names = (name for name in decoder.state_dict() if name.partition(".")[0] not in decoder.layer_losses)
     return {name: checkpoint_names(decoder, name)[0] for name in names}
 
 

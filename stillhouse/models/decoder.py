@@ -23,12 +23,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from stillhouse.display import escaped
 from stillhouse.document_lengths import DocumentLengths
-from stillhouse.models.document_packing import AUTO, Packing, backbone_inputs, require_separable
-from stillhouse.models.document_rows import JoinedRow, UnpackedRows
+from stillhouse.models.document_packing import (
+    AUTO,
+    JoinedRow,
+    Packing,
+    UnpackedRows,
+    backbone_inputs,
+    require_separable,
+)
 from stillhouse.models.families import LogitRule, backbone_name, layer_list, outermost_lists, text_config
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
-from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough, input_embedding, match_tied_flag
+from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough, match_tied_flag
 from stillhouse.models.load_proof import prove_decoder, require_runnable
 from stillhouse.models.model_checks import require_decoder
 from stillhouse.models.pretrained import load_causal_lm
@@ -48,18 +54,17 @@ Kind = TypeVar("Kind", bound=LayerLossModule)
 class Decoder(nn.Module):
     """Wraps a causal language model of transformers.
 
-    Raises ValueError, naming the model type and the reason, for a model without an output head, with an encoder, or
-    with a head that is not a plain linear layer (a head with LoRA, or a quantized one).
-
-    `verify=True` runs a few artificial tokens. It also raises ValueError if the head does not give the model's own
-    logits, if tokens attend to later tokens, or if documents that are packed together influence each other.
-    `packing`: "packed", "rows", or "auto" for the first one that is exact. `activations`: their device and dtype, to
-    use variable-length attention for packed documents where it is possible; None: the model's attention.
+    Raises ValueError for a model without an output head, with an encoder, or with a head that is not a plain linear
+    layer (a head with LoRA, or a quantized one). `verify=True` runs a few artificial tokens. It also raises
+    ValueError if the head does not give the model's own logits, if tokens attend to later tokens, or if documents
+    that are packed together influence each other. `packing`: "packed", "rows", or "auto" for the first one that is
+    exact. `activations`: their device and dtype, to use variable-length attention for packed documents where it is
+    possible; None: the model's attention.
     """
 
     pretrained: PreTrainedModel
     backbone: nn.Module
-    backbone_name: str  # the backbone's name in `pretrained`
+    backbone_name: str  # in `pretrained`
     head: Head | PassThrough
     packing: Packing  # how documents are packed; a proof changes it if it is not exact
     rows: UnpackedRows | JoinedRow | None  # while the backbone runs: its rows, if not those of the micro-batch
@@ -124,25 +129,13 @@ class Decoder(nn.Module):
 
         Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
-        model = load_causal_lm(
-            name_or_path,
-            revision=revision,
-            dtype=dtype,
-            attention=attention,
-            trust_remote_code=trust_remote_code,
-            quantize=quantize,
-            trained=trained,
-            multimodal=multimodal,
-            device=device,
-        )
+        options: dict[str, Any] = {"revision": revision, "dtype": dtype, "attention": attention, "device": device}
+        options |= {"trust_remote_code": trust_remote_code, "quantize": quantize, "trained": trained}
+        model = load_causal_lm(name_or_path, multimodal=multimodal, **options)
         what = f"model '{escaped(os.fspath(name_or_path))}'"
         if dtype is None and model.dtype.itemsize < torch.float32.itemsize:
-            saved = str(model.dtype).removeprefix("torch.")
-            warnings.warn(
-                f"{what} computes in {saved}, in which its weights were saved: "
-                'say dtype="auto" if that is intended, or dtype="float32"',
-                stacklevel=2,
-            )
+            saved = f"{what} computes in {str(model.dtype).removeprefix('torch.')}, in which its weights were saved: "
+            warnings.warn(f'{saved}say dtype="auto" if that is intended, or dtype="float32"', stacklevel=2)
         if verify:
             require_runnable(model, what)
         return cls(model, packing=packing, activations=activations, verify=verify)
@@ -198,8 +191,14 @@ class Decoder(nn.Module):
                 hidden = self.backbone(**arguments, use_cache=False, return_dict=True).last_hidden_state
             depths: tuple[Tensor, ...] = (hidden,)
             if mtp_input_ids is not None:
+                assert self.mtp is not None, "multi-token prediction without its layers"
+                self.mtp.model.config._attn_implementation = self.config._attn_implementation
+                if rows is not None and position_ids is not None:
+                    mtp_input_ids, position_ids = rows.unpack(mtp_input_ids), rows.position_ids(position_ids)
+                if position_ids is None:
+                    position_ids = torch.arange(mtp_input_ids.shape[1], device=mtp_input_ids.device)[None]
                 kernel_lengths = {name: arguments[name] for name in VARLEN_LENGTHS if attention.reads_lengths}
-                depths += tuple(self._mtp_hidden(hidden, mtp_input_ids, position_ids, kernel_lengths))
+                depths += tuple(self.mtp.hidden_states(hidden, mtp_input_ids, position_ids, kernel_lengths))
         if rows is not None:
             depths = tuple(rows.pack(hidden_NLD) for hidden_NLD in depths)
         hidden_states = depths[0] if mtp_input_ids is None else depths
@@ -215,7 +214,7 @@ class Decoder(nn.Module):
     ) -> FullVocab:
         """Return this model's exact teacher signal: hidden states [T, E] and the head, both without gradients.
 
-        `input_ids`: [B, S]. The forward pass runs in eval mode; afterwards the previous mode is restored.
+        The forward pass runs in eval mode; afterwards the previous mode is restored.
         """
         with evaluating(self):
             return self(input_ids, position_ids, attention_mask, processor=full_vocab, **backbone_kwargs)
@@ -228,8 +227,7 @@ class Decoder(nn.Module):
         All tensors are on the CPU. images: those of the document, as its processor returns them. The family's own
         function computes the positions, and reads no weights.
         """
-        function = getattr(self.backbone, "get_rope_index", None)
-        if function is None:
+        if (function := getattr(self.backbone, "get_rope_index", None)) is None:
             return None
         types_S = torch.zeros_like(input_ids_S) if token_types_S is None else token_types_S
         arguments = {"input_ids": input_ids_S[None], **dict.fromkeys(TOKEN_TYPES, types_S[None]), **images}
@@ -278,11 +276,13 @@ class Decoder(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """The head's weight [V, D]; if the decoder is sharded, this process's shard of it."""
-        return self._local_head.linear.weight
+        assert isinstance(self.head, Head), "the head of this decoder is on another process"
+        return self.head.linear.weight
 
     def output_head(self) -> OutputHead:
         """Return the head's tensors outside a forward pass; only for an unsharded model."""
-        return self._local_head.tensors()
+        assert isinstance(self.head, Head), "the head of this decoder is on another process"
+        return self.head.tensors()
 
     def shared_names(self) -> dict[str, str]:
         """The names of parameters that the state dict has under another name, each with that name.
@@ -300,23 +300,6 @@ class Decoder(nn.Module):
             module, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(module), leaf, self.get_parameter(other))
 
-    @property
-    def _local_head(self) -> Head:
-        assert isinstance(self.head, Head), "the head of this decoder is on another process"
-        return self.head
-
-    def _mtp_hidden(
-        self, hidden: Tensor, input_ids_BS: Tensor, position_ids: Tensor | None, lengths: Mapping[str, Any]
-    ) -> Iterator[Tensor]:
-        """Yield the hidden states of the MTP depths, laid out as `hidden`. lengths: arguments of the layers."""
-        assert self.mtp is not None, "multi-token prediction without its layers"
-        self.mtp.model.config._attn_implementation = self.config._attn_implementation
-        if self.rows is not None and position_ids is not None:
-            input_ids_BS, position_ids = self.rows.unpack(input_ids_BS), self.rows.position_ids(position_ids)
-        if position_ids is None:
-            position_ids = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
-        return self.mtp.hidden_states(hidden, input_ids_BS, position_ids, lengths)
-
     @contextmanager
     def _in_rows(self, rows: UnpackedRows | JoinedRow | None) -> Iterator[None]:
         """Within the block, hooks of the layers see the documents in these rows."""
@@ -331,21 +314,13 @@ class Decoder(nn.Module):
                 loss.current = loss.current._replace(rows=None)
 
     def keep_part(self, *, first: bool, last: bool) -> None:
-        """Remove the head and the MTP layers, unless this is the last pipeline stage.
-
-        Embedding and head stay tied only if this stage has both of them. A last stage with MTP layers has both,
-        because it has a copy of the embedding.
+        """Remove the head and the MTP layers, unless this is the last pipeline stage. Embedding and head stay tied
+        only on a stage that has both; a last stage with MTP layers has both, with a copy of the embedding.
         """
         if not last:
             self.head, self.mtp = PassThrough(), None
             self.pretrained.set_output_embeddings(None)
         self.tied = self.tied and last and (first or self.mtp is not None)
-
-    @property
-    def embedding_copy(self) -> Tensor:
-        """On a last stage that is not the first: the copy of the embedding, for MTP layers or as the tied head."""
-        embedding = input_embedding(self.pretrained)
-        return self.output_weight if embedding is None else embedding.weight
 
     def add_layer_loss(self, loss: LayerLossModule) -> None:
         """Add a loss inside the layers. Its weights become parameters of this module."""
@@ -359,38 +334,30 @@ class Decoder(nn.Module):
             raise ValueError(f"a decoder without a {kind.__name__}: expected Decoder.add_layer_loss before")
         return loss
 
-    def is_of_layer_loss(self, name: str) -> bool:
-        """Whether the tensor of this name belongs to a loss inside the layers."""
-        return name.partition(".")[0] in self.layer_losses
-
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in backward instead of keeping its activations. The head still runs once."""
-        model = self.pretrained
-        options = {"use_reentrant": False, "context_fn": partial(checkpoint_contexts, self.layer_losses)}
-        if hasattr(model, "activation_checkpointing_enable"):  # its name in later versions of transformers
-            model.activation_checkpointing_enable(options)
-        else:
-            model.gradient_checkpointing_enable(options)
+        model: Any = self.pretrained
+        later = "activation_checkpointing_enable"  # its name in later versions of transformers
+        enable = getattr(model, later, None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False, "context_fn": partial(checkpoint_contexts, self.layer_losses)})
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the configuration and the weights as safetensors for transformers; tied weights are written once.
 
         The numbers of MTP layers follow the numbers of the model's own layers, as in released checkpoints.
         """
-        tensors = None
-        if self.mtp is not None:
-            tensors = self.pretrained.state_dict() | self.mtp.checkpoint_tensors(self.pretrained)
-        self.pretrained.save_pretrained(folder, state_dict=tensors)
+        model = self.pretrained
+        tensors = None if self.mtp is None else model.state_dict() | self.mtp.checkpoint_tensors(model)
+        model.save_pretrained(folder, state_dict=tensors)
 
 
+# a checkpoint contains a shared weight once, under the name of the first parameter
 def _drop_shared(decoder: Any, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
-    """Keep a shared weight in the state dict only once, so that a checkpoint contains it once."""
     for name in decoder.shared_names():
         state.pop(prefix + name, None)
 
 
 def _find_shared(decoder: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """When loading, use a shared weight for all parameters that share it."""
     decoder.__dict__["_shared"] = decoder.shared_names()
     for name, other in decoder.shared_names().items():
         if prefix + other in state:
@@ -398,5 +365,5 @@ def _find_shared(decoder: Any, state: dict[str, Any], prefix: str, *_: Any) -> N
 
 
 def _share_again(decoder: Any, _: Any) -> None:
-    """Share the weights again, because `load_state_dict(assign=True)` gives each name a parameter of its own."""
+    # `load_state_dict(assign=True)` gives each name a parameter of its own
     decoder.share(decoder.__dict__.pop("_shared"))

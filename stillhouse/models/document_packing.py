@@ -3,20 +3,22 @@
     packed    several documents in a row; the model separates them where position ids restart
     masked    the same, with the attention masks that transformers builds for packed sequences
     lengths   the same, with the documents' lengths for the kernels of layers that mix tokens without attention
-    rows      one document per right-padded row (`document_rows.py`)
+    rows      one document per right-padded row (`UnpackedRows`)
 
-transformers separates packed documents in attention only if there is no cache and no attention mask. Some families
-build their masks without position ids, and some layers mix tokens without attention (state-space layers,
-convolutions); their kernels, if installed, separate documents by lengths. `load_proof` proves that a way is exact.
+transformers separates packed documents only without a cache and an attention mask. Some families build their masks
+without position ids, and some layers mix tokens without attention (state-space layers, convolutions); their kernels,
+if installed, separate documents by lengths. `load_proof` proves that a way is exact.
 
-B rows, S columns of a micro-batch, T = B·S, D width; N documents, M = N + 1 borders of documents.
+B rows, S columns of a micro-batch, T = B·S, D width; N documents, M = N + 1 borders of documents; F documents that
+are not padding alone, L columns of their rows, the longest document's length.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +28,14 @@ from transformers.masking_utils import create_masks_for_generate
 from stillhouse.display import name_list
 from stillhouse.document_lengths import DocumentLengths, document_starts
 from stillhouse.libraries import reading
-from stillhouse.models.document_rows import JoinedRow, UnpackedRows
 from stillhouse.models.families import ModelFacts
 from stillhouse.models.forward_modes import VARLEN, uses_flash_attention
 from stillhouse.models.model_checks import ProofError, typename
 from stillhouse.models.varlen import VARLEN_LENGTHS, Activations, PackedAttention
 from stillhouse.models.vision_language import AXES, model_positions, padded_with_text, placeholder_mask
 
+#: the number of columns is a multiple of this: fewer shapes, and matrix products of aligned sizes on a GPU
+COLUMNS = 8
 PACKED, MASKED, ROWS = "packed", "masked", "rows"
 LENGTHS, CU_SEQLENS = "lengths", "cu_seqlens"
 AUTO = "auto"
@@ -50,6 +53,108 @@ _IN_WORDS = {PACKED: "packed", MASKED: "packed, with masks from transformers", R
 _IN_WORDS |= dict.fromkeys(_LENGTH_NAMES, "packed, with their lengths for the layers' kernels")
 
 
+@dataclass(frozen=True, eq=False)
+class UnpackedRows:
+    """The places of a micro-batch's documents in rows of one document, or in one row of all documents (N = 1).
+
+    Padding is behind a document's last token. So a causal model needs no mask, and positions start at 0.
+
+    index_NL: the place of each row's tokens in the flattened micro-batch; for padding, the document's first token, or
+    its first one that is no placeholder of an image. place_T: the place of each token in the flattened rows; 0 in
+    documents without a place. shape_BS: rows and columns of the micro-batch.
+    """
+
+    index_NL: Tensor
+    place_T: Tensor
+    shape_BS: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        position_ids_BS: Tensor,
+        is_padding_BS: Tensor | None = None,
+        lengths: DocumentLengths | None = None,
+        multiple: int = COLUMNS,
+        widths: Sequence[int] | None = None,
+        is_placeholder_BS: Tensor | None = None,
+    ) -> Self:
+        """Return the rows of all documents. A document begins where position ids do not continue.
+
+        is_padding_BS: bool. Documents of padding alone get no row, except for the first document if all are padding:
+        the backbone runs on one row. None: all documents get one. lengths: those of the documents, with this padding;
+        None: they are read, which waits for the device. multiple: of the number of the rows' columns. widths: the
+        columns that each document gets in one row of all; None: each document has a row of its own.
+        is_placeholder_BS: bool, tokens that cannot be padding.
+        """
+        if lengths is None or is_padding_BS is None:
+            lengths = DocumentLengths.of(position_ids_BS, is_padding_BS)
+        rows, columns = position_ids_BS.shape
+        document_T = document_starts(position_ids_BS).cumsum(0) - 1
+        start_N, length_N = lengths.borders_M[:-1].long(), lengths.borders_M.diff().long()
+        filled_F, number_F = lengths.filled_K, torch.arange(len(lengths.filled), device=start_N.device)
+        # the document of each place, the place's number in its document, and where each document begins
+        if widths is None:
+            column_L = torch.arange(-(-lengths.longest_filled // multiple) * multiple, device=start_N.device)
+            document_NL, column_NL, offset_F = number_F[:, None], column_L[None], number_F * len(column_L)
+        else:
+            width_F = torch.tensor(widths, device=start_N.device)
+            offset_F = width_F.cumsum(0) - width_F
+            document_NL = number_F.repeat_interleave(width_F, output_size=sum(widths))[None]
+            column_NL = torch.arange(sum(widths), device=start_N.device)[None] - offset_F[document_NL]
+        filled_NL = filled_F[document_NL]
+        is_token_NL = column_NL < length_N[filled_NL]
+        index_NL = start_N[filled_NL] + torch.where(is_token_NL, column_NL, 0)
+        if is_placeholder_BS is not None:
+            assert widths is None, "a row of several documents with images"
+            first_N = (~is_placeholder_BS.flatten()[index_NL]).int().argmax(1, keepdim=True)
+            index_NL = torch.where(is_token_NL, index_NL, index_NL.gather(1, first_N))
+        offset_N = torch.full_like(start_N, -1).index_copy_(0, filled_F, offset_F)
+        column_T = torch.arange(len(document_T), device=start_N.device) - start_N[document_T]
+        place_T = torch.where(offset_N[document_T] >= 0, offset_N[document_T] + column_T, 0)
+        return cls(index_NL, place_T, (rows, columns))
+
+    def position_ids(self, position_ids_BS: Tensor) -> Tensor:
+        """Return the position ids of the rows' columns, [1, L]."""
+        return torch.arange(self.index_NL.shape[1], device=position_ids_BS.device)[None]
+
+    def unpack(self, values_BS: Tensor) -> Tensor:
+        """Return values [B, S, …] of the micro-batch as rows [N, L, …]. Padding repeats a token of the row: a special
+        token may have an embedding without a finite gradient (Gemma 3n).
+        """
+        return values_BS.flatten(0, 1)[self.index_NL]
+
+    def pack(self, values_NL: Tensor) -> Tensor:
+        """Return values [N, L, …] of rows as a micro-batch [B, S, …]. Documents without a row get any values."""
+        return self.pack_tokens(values_NL.flatten(0, 1)).unflatten(0, self.shape_BS)
+
+    def pack_tokens(self, values: Tensor) -> Tensor:
+        """Return values [N·L, …] of rows as those of a flattened micro-batch [T, …]."""
+        return values[self.place_T]
+
+
+@dataclass(frozen=True)
+class JoinedRow:
+    """All rows of a micro-batch, one behind another, for functions that separate packed documents only in a batch of
+    one row. Their shape is shape_BS.
+    """
+
+    shape_BS: tuple[int, int]
+
+    def position_ids(self, position_ids_BS: Tensor) -> Tensor:
+        return self.unpack(position_ids_BS.expand(self.shape_BS))
+
+    def unpack(self, values_BS: Tensor) -> Tensor:
+        """Return values [B, S, …] of the micro-batch as those of the row, [1, T, …]."""
+        return values_BS.flatten(0, 1)[None]
+
+    def pack(self, values_1T: Tensor) -> Tensor:
+        """Return values [1, T, …] of the row as a micro-batch [B, S, …]."""
+        return values_1T[0].unflatten(0, self.shape_BS)
+
+    def pack_tokens(self, values: Tensor) -> Tensor:
+        return values
+
+
 class PackingError(ProofError):
     """Documents that are packed in this way influence each other, or depend on their places."""
 
@@ -62,10 +167,9 @@ class Packing:
     """The way in which a model's documents are packed: the first one that has not been refused.
 
     setting: "packed", "rows", or "auto" for the cheapest way that is exact. activations: see `PackedAttention`.
-    name: the way that is used. reason: why an earlier way was refused; None if none was.
-    attention: the function for packed documents; with variable-length attention, each way is tried first.
-    is_sharded: whether context parallelism shards the documents.
-    reads_media: whether `prove_images` has proven this way for documents with images.
+    name: the way that is used. reason: why an earlier way was refused; None if none was. attention: the function for
+    packed documents; with variable-length attention, each way is tried first. is_sharded: whether context parallelism
+    shards the documents. reads_media: whether `prove_images` has proven this way for documents with images.
 
     Raises PackingError if the model's code shows that no way of this setting is exact, ValueError if the model's
     configuration names variable-length attention and it cannot be used.
@@ -88,7 +192,7 @@ class Packing:
                 self._ways.append((way, False))
         if not self._ways:
             raise ValueError(f"attention '{VARLEN}' is for packed documents: expected another one, such as sdpa")
-        self._skip_refused()
+        self._use_next(None)
 
     @property
     def name(self) -> str:
@@ -96,8 +200,8 @@ class Packing:
 
     @property
     def joins_rows(self) -> bool:
-        """Whether the model gets the rows of a micro-batch as one row: flash attention (transformers'
-        `_is_packed_sequence`) and functions that get lengths separate documents only in a batch of one row.
+        """Whether the model gets all rows as one: flash attention (transformers' `_is_packed_sequence`) and functions
+        that get lengths separate documents only in a batch of one row.
         """
         return not self.is_sharded and (
             self.name in _LENGTH_NAMES
@@ -107,12 +211,11 @@ class Packing:
 
     @property
     def length_names(self) -> tuple[str, ...]:
-        """The names of the lengths that the backbone gets."""
         return _LENGTH_NAMES.get(self.name, VARLEN_LENGTHS if self.attention.reads_lengths else ())
 
     @property
     def has_arguments(self) -> bool:
-        """Whether the backbone gets arguments that it may not accept: masks or lengths."""
+        """Whether the backbone gets masks or lengths, which it may not accept."""
         return self.name == MASKED or bool(self.length_names)
 
     def refuse(self, error: PackingError) -> None:
@@ -122,9 +225,9 @@ class Packing:
         if reads_lengths and (name, False) in self._ways:
             self.attention.reason = str(error)
             del self._ways[0]
+            self._use_next(None)
         else:
-            self._refuse(error)
-        self._skip_refused()
+            self._use_next(error)
 
     def shard_documents(self) -> None:
         """Use only ways for documents that context parallelism shards. Raises ValueError if there is none."""
@@ -133,21 +236,18 @@ class Packing:
         self._ways = [way for way in self._ways if way[0] in (PACKED, MASKED)]
         self._advice, self.is_sharded = _ADVICE_WITHOUT_ROWS, True
 
-    def _skip_refused(self) -> None:
-        while error := _refusal(self._model, self.name, takes_positions=self.takes_positions):
-            self._refuse(error)
+    def _use_next(self, error: PackingError | None) -> None:
+        """Use the first way that neither this error nor the model's code refuses."""
+        while error := error or _refusal(self._model, self.name, takes_positions=self.takes_positions):
+            if self.reason is None:
+                self.reason = str(error)
+            elif isinstance(error, KernelError) and self.name == LENGTHS:
+                self.reason += f"; {error}"
+            remaining = [way for way in self._ways if way[0] != self.name]
+            if not remaining:
+                raise PackingError(f"{self.reason}: {self._advice}") from error
+            self._ways, error = remaining, None
         self.attention.use(lengths=self._ways[0][1])
-
-    def _refuse(self, error: PackingError) -> None:
-        name = self.name
-        if self.reason is None:
-            self.reason = str(error)
-        elif isinstance(error, KernelError) and name == LENGTHS:
-            self.reason += f"; {error}"
-        remaining = [way for way in self._ways if way[0] != name]
-        if not remaining:
-            raise PackingError(f"{self.reason}: {self._advice}") from error
-        self._ways = remaining
 
     def __str__(self) -> str:
         words = _IN_WORDS[self.name] + (f", because {self.reason}" if self.reason else "")
@@ -163,12 +263,13 @@ def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> 
             f"{typename(model)} takes no position_ids, so it cannot separate documents that share a row (state-space "
             "and ALiBi models)"
         )
-    if windows := ModelFacts(model.config).row_windows:
+    facts = ModelFacts(model.config)
+    if facts.row_windows:
         return PackingError(
-            f"{typename(model)} has {name_list(windows)}, which depends on a token's column in its row, so it cannot "
-            "separate documents that share a row"
+            f"{typename(model)} has {name_list(facts.row_windows)}, which depends on a token's column in its row, so "
+            "it cannot separate documents that share a row"
         )
-    if getattr(model.config, "alibi", None):
+    if facts.has_alibi:
         return PackingError(f"{typename(model)} has ALiBi, whose positions are those of the row")
     if packing == MASKED:
         try:
@@ -187,21 +288,25 @@ def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> 
 
 def packed_masks(model: PreTrainedModel, position_ids_BS: Tensor) -> Any:
     """Return the attention masks, or a dict of them by the kind of layer, for documents that are packed in rows."""
-    # transformers reads only shape, dtype and device of the embeddings
+    # only shape, dtype and device of the embeddings are read
     embeddings = torch.empty((), dtype=model.dtype, device=position_ids_BS.device).expand(*position_ids_BS.shape, 1)
     return create_masks_for_generate(model.config, embeddings, None, None, position_ids=position_ids_BS)
 
 
-@contextmanager
-def packing_errors(model: PreTrainedModel, packing: Packing) -> Iterator[None]:
+def packing_errors(model: PreTrainedModel, packing: Packing) -> AbstractContextManager[None]:
     """Raise a library's error in the block as a PackingError, for a model that may not accept masks or lengths."""
     if not packing.has_arguments:
-        yield
-        return
+        return nullcontext()
     inputs = "masks" if packing.name == MASKED else "lengths"
     kind = KernelError if packing.name in _LENGTH_NAMES else PackingError
+    return library_errors(f"{typename(model)} cannot be packed with {inputs}", kind)
+
+
+@contextmanager
+def library_errors(what: str, kind: type[PackingError] = PackingError) -> Iterator[None]:
+    """Raise a library's error in the block as an error of this kind, which begins with `what`."""
     try:
-        with reading(f"{typename(model)} cannot be packed with {inputs}", passes=ProofError):
+        with reading(what, passes=ProofError):
             yield
     except ProofError:
         raise
@@ -221,10 +326,9 @@ def backbone_inputs(
     """Return the arguments of a backbone that gets no attention mask, and the rows of its outputs; None: as packed.
 
     inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other tensors [B, S, …] of the tokens, which are laid
-        out as the ids are; `axis_position_ids` [B, S, A] are among the positions of the backbone.
-    is_padding_BS, lengths, images: see `Decoder.forward`.
-    Raises ValueError for other inputs, such as images among `inputs`, and for images if it is not proven that packed
-    documents with images are exact.
+    out as the ids are; `axis_position_ids` [B, S, A] are among the positions of the backbone. is_padding_BS, lengths,
+    images: see `Decoder.forward`. Raises ValueError for other inputs, such as images among `inputs`, and for images
+    if it is not proven that packed documents with images are exact.
     """
     images = images or {}
     token_inputs = {key: value for key, value in inputs.items() if value is not None}
@@ -254,11 +358,14 @@ def backbone_inputs(
     laid_out_BS = position_ids_BS.expand(token_inputs[name].shape[:2])
     if packing.name == MASKED:
         arguments["attention_mask"] = packed_masks(model, laid_out_BS)
-    if packing.length_names:
-        assert lengths is not None or not packing.is_sharded, (
-            "a context rank does not know the other columns' lengths"
-        )
-        arguments |= _lengths(laid_out_BS, packing.length_names, lengths)
+    if names := packing.length_names:
+        if lengths is None:
+            assert not packing.is_sharded, "a context rank does not know the other columns' lengths"
+            lengths = DocumentLengths.of(laid_out_BS)  # this waits for the device
+        arguments |= dict.fromkeys((key for key in names if key.startswith("cu_seq")), lengths.borders_M)
+        arguments |= {"max_length_q": lengths.longest, "max_length_k": lengths.longest}
+        if "seq_idx" in names:
+            arguments["seq_idx"] = (document_starts(laid_out_BS).cumsum(0, dtype=torch.int32) - 1)[None]
     return arguments, layout
 
 
@@ -269,7 +376,6 @@ def _require_inputs(
     shape_BS: Sequence[int],
     images: Mapping[str, Tensor],
 ) -> None:
-    """Raise ValueError for images that are not proven, and for tensors that are not those of tokens."""
     if images and not packing.reads_media and packing.name != ROWS:
         raise ValueError(
             f"{typename(model)} got images, and it is not proven that their documents can be "
@@ -280,18 +386,6 @@ def _require_inputs(
             f"{typename(model)} got {name_list(others)} with position_ids: expected tensors of the tokens, "
             f"{list(shape_BS)}, and those of images in `images`"
         )
-
-
-def _lengths(position_ids_BS: Tensor, names: Sequence[str], lengths: DocumentLengths | None) -> dict[str, Any]:
-    """Return what kernels read of packed documents, by the names of their arguments."""
-    lengths = lengths or DocumentLengths.of(position_ids_BS)  # this waits for the device
-    values: dict[str, Any] = {
-        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"), lengths.borders_M),
-        **dict.fromkeys(("max_length_q", "max_length_k"), lengths.longest),
-    }
-    if "seq_idx" in names:
-        values["seq_idx"] = (document_starts(position_ids_BS).cumsum(0, dtype=torch.int32) - 1)[None]
-    return {name: values[name] for name in names}
 
 
 def require_separable(position_ids: Tensor, attention_mask: Tensor) -> None:

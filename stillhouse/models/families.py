@@ -1,7 +1,7 @@
 """Properties of model families: where a model's parts are, how it computes logits, and its plans for parallelism.
 
 They are read from transformers' configurations and modules; no family is recognised by its name. A family with
-another name for a setting, a plan or a head needs a change in this file only.
+another name for a setting, a plan, a part, a token or a source of noise needs a change in this file only.
 """
 
 import json
@@ -30,6 +30,18 @@ MATRIX_SIZES = (*HEADS, "intermediate_size")
 _WINDOWS = {"chunked_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 #: layer types that mix tokens by a state or a convolution
 _STATES = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
+#: the widths of heads of attention
+_HEAD_WIDTHS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+#: types of rotary positions whose angles depend on the longest document of a forward pass
+_ROTARY_BY_LENGTH = ("longrope", "dynamic")
+#: the ids of placeholder tokens of images, videos and audio
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+#: parts of the names of modules that choose experts, which are plain linear layers in some families
+ROUTERS = {"gate", "gating", "router", "shared_expert_gate"}
+#: attributes of modules with a probability of dropout, or with the size of a router's noise
+NOISE = re.compile(r"\w*drop\w*|\w*jitter_noise")
+#: of a router that samples experts in train mode, and needs this size in eval mode, too
+SAMPLING = "router_jitter_noise"
 
 
 def text_config(config: PreTrainedConfig) -> Any:
@@ -41,14 +53,18 @@ class ModelFacts:
     """What a configuration says of its model's layers, positions, experts, MTP layers and plans.
 
     text: the part of the configuration that is the language model's.
-    row_windows: the layer types whose attention depends on a token's column in its row.
+    row_windows: the layer types whose attention depends on a token's column in its row. has_alibi: whether it adds
+    biases by distances of columns.
     layers_with_state: the layer types that mix tokens without attention, by a state or a convolution.
     max_positions: the number of positions; None if the configuration does not say it.
     experts_per_token: the number of experts that each token chooses in a layer; 1 for a model without experts.
     declares_mtp: whether transformers itself implements MTP layers for the family.
     declared_depths: the number of MTP layers according to the configuration; 0 if it has no such number.
+    is_heterogeneous: whether layers have sizes of their own. caps_scores, drops_scores: whether attention limits its
+    scores by a softcap, and drops some at random.
     mixes_tokens_by_score: whether attention selects tokens by scores over a whole sequence.
     mixes_columns: whether activations are chosen by the mean over a matrix's columns.
+    has_router_loss: whether transformers has a loss for the balance of experts.
     """
 
     def __init__(self, config: PreTrainedConfig):
@@ -64,6 +80,30 @@ class ModelFacts:
         self.declared_depths: int = getattr(text, "num_mtp_layers", None) or 0
         self.mixes_tokens_by_score = getattr(text, "index_topk", None) is not None
         self.mixes_columns = any(getattr(text, "activation_sparsity_pattern", None) or ())
+        self.has_alibi = bool(getattr(config, "alibi", None))
+        # a size of each layer cannot be read from the whole configuration
+        self.is_heterogeneous = bool(getattr(text, "is_heterogeneous", False))
+        self.caps_scores = not self.is_heterogeneous and bool(getattr(text, "attn_logit_softcapping", None))
+        self.drops_scores = not self.is_heterogeneous and bool(getattr(text, "attention_dropout", 0.0))
+        self.has_router_loss = hasattr(text, "router_aux_loss_coef")
+
+    @property
+    def widest_head(self) -> int:
+        """The largest width of a head of attention; 0 if the configuration does not say it."""
+        widths = [getattr(self.text, name, None) for name in _HEAD_WIDTHS]
+        if widths[0] is None and getattr(self.text, "num_attention_heads", None):
+            widths[0] = self.text.hidden_size // self.text.num_attention_heads
+        return max((width for width in widths if isinstance(width, int)), default=0)
+
+    @property
+    def length_limits(self) -> list[tuple[str, int]]:
+        """(type, length) of rotary positions that change for a whole forward pass with a longer document."""
+        rotary = getattr(self.text, "rope_parameters", None) or {}
+        # one dict for all layers, or one dict per kind of layer
+        parts = [values for values in rotary.values() if isinstance(values, dict)] or [rotary]
+        lengths = ((rope, rope.get("original_max_position_embeddings") or self.max_positions) for rope in parts)
+        by_length = ((rope.get("rope_type"), length) for rope, length in lengths if length)
+        return [(kind, length) for kind, length in by_length if kind in _ROTARY_BY_LENGTH]
 
     @property
     def mtp_prefixes(self) -> list[str]:
@@ -92,7 +132,7 @@ class ModelFacts:
 
     def sizes(self, name: str) -> Any:
         """Return a size of the model, or a list of its layers' sizes if they can differ; None without this size."""
-        if not getattr(self.text, "is_heterogeneous", False):
+        if not self.is_heterogeneous:
             return getattr(self.text, name, None)
         return [getattr(layer, name, None) for layer in self.text.per_layer_config]
 
@@ -216,9 +256,25 @@ def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     return ()
 
 
+def placeholder_ids(model: PreTrainedModel) -> list[int]:
+    """Return the ids of the tokens that stand for features of images, videos and audio."""
+    numbers = (getattr(model.config, name, None) for name in _PLACEHOLDERS)
+    return [number for number in numbers if number is not None]
+
+
 def is_of_experts(name: str) -> bool:
     """Whether the module or tensor with this name is a stack of experts, or a part of such a stack."""
     return "experts" in name.split(".")
+
+
+def declare_mtp(config: PreTrainedConfig, depths: int) -> None:
+    """Write the number of MTP layers into a configuration, and their types if the family has none of its own."""
+    text = text_config(config)
+    text.num_mtp_layers = depths
+    if not ModelFacts(config).declares_mtp:
+        for kinds, preferred in (("layer_types", "full_attention"), ("mlp_layer_types", None)):
+            if (types := getattr(text, kinds, None)) is not None:
+                setattr(text, f"mtp_{kinds}", [preferred if preferred in types else types[-1]] * depths)
 
 
 def without_mtp(config: PreTrainedConfig) -> list[str]:

@@ -1,6 +1,5 @@
 """How a model is run: in train or eval mode, with or without noise, and in which dtype."""
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,12 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from stillhouse.models.families import text_config
+from stillhouse.models.families import NOISE, SAMPLING, text_config
 
-#: attributes of modules with a probability of dropout, or with the size of a router's noise
-_NOISE = re.compile(r"\w*drop\w*|\w*jitter_noise")
-#: of a router that samples experts in train mode, and needs this size in eval mode, too
-_SAMPLING = "router_jitter_noise"
 #: the name of variable-length attention (see `varlen.py`); context parallelism adds to it
 VARLEN = "varlen"
 
@@ -40,7 +35,7 @@ def evaluating(*modules: nn.Module) -> AbstractContextManager[None]:
 
 
 def noise_of(model: nn.Module) -> list[str]:
-    """Return the names of the dropout, and of the routers' noise, of the modules in train mode; empty without any."""
+    """Return the names of the dropout, and of the routers' noise, of the modules in train mode."""
     return sorted({path.removesuffix(".default").rpartition(".")[2] for path, _, _ in _noise(model)})
 
 
@@ -51,7 +46,7 @@ def remove_noise(model: nn.Module) -> list[str]:
     """
     names = noise_of(model)
     for _, module, attribute in list(_noise(model)):
-        if attribute == _SAMPLING:
+        if attribute == SAMPLING:
             module.eval()
         else:
             setattr(module, attribute, 0.0)
@@ -61,7 +56,7 @@ def remove_noise(model: nn.Module) -> list[str]:
 def noise_keys(config: PreTrainedConfig) -> list[str]:
     """The keys of a language model's configuration that have dropout or a size of noise."""
     values = text_config(config).to_dict().items()
-    return sorted(key for key, value in values if _NOISE.fullmatch(key) and isinstance(value, float) and value > 0)
+    return sorted(key for key, value in values if NOISE.fullmatch(key) and isinstance(value, float) and value > 0)
 
 
 def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -69,12 +64,11 @@ def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for name, module in model.named_modules():
         for attribute, value in vars(module).items() if module.training else ():
             is_dropout = isinstance(module, _DropoutNd) and attribute == "p"
-            if (is_dropout or _NOISE.fullmatch(attribute)) and isinstance(value, float) and value > 0:
+            if (is_dropout or NOISE.fullmatch(attribute)) and isinstance(value, float) and value > 0:
                 yield name if is_dropout else attribute, module, attribute
 
 
 def attention_name(model: PreTrainedModel) -> str:
-    """Return the name of the attention implementation of a language model, or of the one in a larger model."""
     return text_config(model.config)._attn_implementation or ""
 
 

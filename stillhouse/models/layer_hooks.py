@@ -17,14 +17,11 @@ from stillhouse.models.families import layer_list, text_config
 
 
 class Current(NamedTuple):
-    """value: the loss of the current micro-batch; None: the hooks do nothing. recomputing: backward is recomputing a
-    layer whose hooks have already recorded their results. rows: the rows of the layers' documents, such as
-    `UnpackedRows`; None: packed.
-    """
+    """What the hooks of a loss read."""
 
-    value: Any
-    recomputing: bool
-    rows: Any = None
+    value: Any  # the loss of the current micro-batch; None: the hooks do nothing
+    recomputing: bool  # backward is recomputing a layer whose hooks have already recorded their results
+    rows: Any = None  # the rows of the layers' documents, such as `UnpackedRows`; None: packed
 
     def packed_tokens(self, values: Tensor) -> Tensor:
         """Return values [N·L, …] of the layers' rows as those of the micro-batch's tokens, [T, …]."""
@@ -61,10 +58,9 @@ class LayerLossModule(nn.Module):
 def checkpoint_contexts(
     losses: Mapping[str, LayerLossModule],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts in which a layer's forward runs and is recomputed: torch's `context_fn`.
-
-    torch calls this function when the forward of a layer begins. Other micro-batches may run before backward
-    recomputes the layer, so the second context restores the values that the hooks had at the call.
+    """Return the contexts in which a layer's forward runs and is recomputed: torch's `context_fn`, called
+    when the forward begins. Other micro-batches may run before backward recomputes the layer, so the second context
+    restores the values that the hooks had at the call.
     """
     return nullcontext(), _Using([(loss, loss.current._replace(recomputing=True)) for loss in losses.values()])
 
@@ -129,10 +125,10 @@ def numbered_layers(decoder: Any) -> nn.ModuleList:
     """
     layers = layer_list(decoder.pretrained)
     if layers is None:
+        count = text_config(decoder.config).num_hidden_layers
         raise ValueError(
-            f"model type '{decoder.config.model_type}' has not exactly one list of "
-            f"{text_config(decoder.config).num_hidden_layers} layers: expected one, so that layers are found by "
-            "their numbers"
+            f"model type '{decoder.config.model_type}' has not exactly one list of {count} layers: expected one, so "
+            "that layers are found by their numbers"
         )
     return layers
 

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from stillhouse.models.dtensors import name_seed, set_from_global
-from stillhouse.models.families import router_classes, text_config
+from stillhouse.models.families import ModelFacts, router_classes, text_config
 from stillhouse.models.layer_hooks import LayerLossModule, hidden_of, numbered_layers, with_loss
 
 #: prefix of the names of pairs
@@ -42,16 +42,14 @@ HIDDEN = "hidden_"
 
 @dataclass(frozen=True)
 class HiddenPair:
-    """A layer of the student, the layer of the teacher that it has to match, and the loss between them.
-
-    student, teacher: numbers of layers, from 0 on; −1 is the last layer. kind: "mse" or "cosine". scale: the factor
-    of this loss in the training loss.
+    """A layer of the student, and the layer of the teacher that it has to match. The numbers of layers count from 0;
+    −1 is the last layer.
     """
 
     student: int
     teacher: int
-    kind: str = "mse"
-    scale: float = 1.0
+    kind: str = "mse"  # or "cosine"
+    scale: float = 1.0  # the factor of this loss in the training loss
 
     @property
     def name(self) -> str:
@@ -63,23 +61,20 @@ class HiddenPair:
 class HiddenMatchLoss:
     """The inputs and results of the hidden-state loss for one micro-batch on one stage.
 
-    weights_T: the weights of the target tokens. normalizer: the number of target tokens of the step. teacher_BSE: the
-    outputs of the teacher's layers by layer number. losses: for each pair, the weighted sum over tokens, without the
-    pair's scale; the forward pass fills it.
+    losses: for each pair, the weighted sum over tokens, without the pair's scale; the forward pass fills it.
     """
 
-    weights_T: Tensor
-    normalizer: float
-    teacher_BSE: dict[int, Tensor] = field(default_factory=dict)
+    weights_T: Tensor  # of the target tokens
+    normalizer: float  # the number of target tokens of the step
+    teacher_BSE: dict[int, Tensor] = field(default_factory=dict)  # the outputs of the teacher's layers, by number
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
 class HiddenMatch(LayerLossModule):
     """The projectors of a student, and the hooks of its layers.
 
-    layers: all layers of the student. pairs: the pairs on this stage, with different names and with layer numbers
-    from 0 on. all_pairs: the pairs of all stages. projectors: the matrices P by the pairs' names; empty for models of
-    the same width.
+    layers: all layers of the student. pairs: those on this stage, with different names and with layer numbers from 0
+    on. all_pairs: those of all stages. projectors: the matrices P by the pairs' names; empty for equal widths.
     """
 
     name = "hidden_match"
@@ -118,7 +113,11 @@ class HiddenMatch(LayerLossModule):
             hidden_TE = hidden_TD.float()
             if pair.name in self.projectors:
                 hidden_TE = self.projectors[pair.name](hidden_TE)  # FSDP gathers the weight in the module's forward
-            value = (distance(pair.kind, hidden_TE, teacher_TE) * loss.weights_T).sum()
+            if pair.kind == "mse":
+                distance_T = (hidden_TE - teacher_TE).square().mean(1)
+            else:
+                distance_T = 1 - F.cosine_similarity(hidden_TE, teacher_TE, dim=1)
+            value = (distance_T * loss.weights_T).sum()
         if not self.current.recomputing:
             loss.losses[pair.name] = value.detach()
         return with_loss(output, pair.scale / loss.normalizer * value)
@@ -127,26 +126,22 @@ class HiddenMatch(LayerLossModule):
 def match_hidden(student: Any, pairs: Sequence[HiddenPair], teacher_layers: int, teacher_width: int) -> None:
     """Prepare layers of an unsharded `Decoder` for the hidden-state loss, by adding a `HiddenMatch`.
 
-    pairs: negative numbers count from the last layer. Raises ValueError for a layer that a model does not have, for
-    a pair that is given twice, and for a student whose layers cannot be found.
+    Raises ValueError for a layer that a model does not have, for a pair that is given twice, and for a student whose
+    layers cannot be found.
     """
     layers, width = numbered_layers(student), student.width
-
-    def number(value: int, count: int, which: str) -> int:
-        if not -count <= value < count:
-            raise ValueError(
-                f"layer {value} of the {which}, which has {count} layers: expected 0 to {count - 1}, "
-                f"or -{count} to -1"
-            )
-        return value % count
-
+    for pair in pairs:
+        for which, value, count in (
+            ("student", pair.student, len(layers)),
+            ("teacher", pair.teacher, teacher_layers),
+        ):
+            if not -count <= value < count:
+                raise ValueError(
+                    f"layer {value} of the {which}, which has {count} layers: expected 0 to {count - 1}, "
+                    f"or -{count} to -1"
+                )
     numbered = [
-        replace(
-            pair,
-            student=number(pair.student, len(layers), "student"),
-            teacher=number(pair.teacher, teacher_layers, "teacher"),
-        )
-        for pair in pairs
+        replace(pair, student=pair.student % len(layers), teacher=pair.teacher % teacher_layers) for pair in pairs
     ]
     names = [pair.name for pair in numbered]
     if twice := next((pair for pair in numbered if names.count(pair.name) > 1), None):
@@ -163,27 +158,19 @@ def match_hidden(student: Any, pairs: Sequence[HiddenPair], teacher_layers: int,
     student.add_layer_loss(HiddenMatch(list(layers), numbered, nn.ModuleDict(projectors)))
 
 
-def distance(kind: str, hidden_TE: Tensor, teacher_TE: Tensor) -> Tensor:
-    """Return the loss of each token [T]; kind: "mse" or "cosine"."""
-    if kind == "mse":
-        return (hidden_TE - teacher_TE).square().mean(1)
-    return 1 - F.cosine_similarity(hidden_TE, teacher_TE, dim=1)
-
-
 @dataclass
 class RouterAuxLoss:
     """The inputs and results of load balancing for one micro-batch.
 
-    counts_BS: bool, false for padding. targets_B: the weight of each sequence's loss; under context parallelism, this
-    rank's share of the weight. scale: the training loss contains scale · (sum of `losses`). group: the context ranks,
-    which have the other parts of the sequences. losses: the forward pass writes the weighted loss of each router,
-    divided by the decoder's number of routers, but not by the step's number of targets.
+    targets_B: the weight of each sequence's loss; under context parallelism, this rank's share of it. scale: the
+    training loss contains scale · (sum of `losses`). losses: the forward pass writes the weighted loss of each
+    router, divided by the decoder's number of routers, but not by the step's number of targets.
     """
 
-    counts_BS: Tensor
+    counts_BS: Tensor  # false for padding
     targets_B: Tensor
     scale: float
-    group: ProcessGroup | None = None
+    group: ProcessGroup | None = None  # the context ranks, which have the other parts of the sequences
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -237,11 +224,8 @@ class RouterBalance(LayerLossModule):
 
     def require_losses(self, names: list[str], layer: nn.Module, _: tuple[Any, ...], __: Any) -> None:
         """Forward hook of a layer: raise ValueError if a router in it was not called and has no loss."""
-        loss = self.current.value
-        if loss is None or self.current.recomputing or not torch.is_grad_enabled():
-            return
-        for name in names:
-            if name not in loss.losses:
+        for name in names if self.is_active and not self.current.recomputing else ():
+            if name not in self.current.value.losses:
                 raise ValueError(
                     f"{type(layer).__name__} ran without calling its router '{name}' under gradients, so the router "
                     "has no auxiliary loss: expected a layer that calls its router as a module, and recomputation "
@@ -256,7 +240,7 @@ def balance_routers(decoder: Any) -> None:
     """
     config, kinds = text_config(decoder.config), router_classes(decoder.pretrained)
     named = [(name, module) for name, module in decoder.named_modules() if isinstance(module, kinds)]
-    if not named or not hasattr(config, "router_aux_loss_coef"):
+    if not named or not ModelFacts(config).has_router_loss:
         raise ValueError(
             f"model type '{config.model_type}' has no routers with an auxiliary loss: expected a mixture of experts "
             "whose configuration has router_aux_loss_coef"

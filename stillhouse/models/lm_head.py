@@ -1,8 +1,7 @@
 """The output head of a decoder, and the interface through which objectives get hidden states: the output processor.
 
-`Head` has the layer that projects onto the vocabulary, and calls the processor inside its own forward. FSDP2 gathers
-a module's weight for the module's forward. So it gathers the head's weight once, and the processor can use the full
-weight several times.
+`Head` calls the processor inside its own forward. FSDP2 gathers a module's weight for the module's forward. So it
+gathers the head's weight once, and the processor can use the full weight several times.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -40,16 +39,12 @@ def require_callable(processor: OutputProcessor) -> None:
 
 
 class Head(nn.Module):
-    """The projection onto the vocabulary, as a module that runs a processor.
-
-    `shard`: which rows of the weight are on this process; None until the weight is sharded over processes.
-    """
+    """The projection onto the vocabulary, as a module that runs a processor."""
 
     def __init__(self, linear: nn.Linear, rule: LogitRule):
         super().__init__()
-        self.linear = linear
-        self.rule = rule
-        self.shard: VocabShard | None = None
+        self.linear, self.rule = linear, rule
+        self.shard: VocabShard | None = None  # the rows on this process, if the weight is sharded over processes
 
     def tensors(self) -> OutputHead:
         """Return the `OutputHead` for the objective. It shares weight and bias, so that gradients reach them."""
@@ -83,9 +78,8 @@ def input_embedding(model: PreTrainedModel) -> Any:
 def match_tied_flag(model: PreTrainedModel) -> None:
     """Let the configuration say whether the model's head is tied to its embedding.
 
-    transformers does not tie weights that differ in the files. Saved with a configuration that says otherwise, the
-    model would give other logits in every reader that obeys the configuration.
-    Raises ValueError if the same key also shares weights between layers (Zamba 2): no value describes such a model.
+    transformers does not tie weights that differ in the files; a reader that obeys the configuration would. Raises
+    ValueError if the same key also shares weights between layers (Zamba 2): no value describes such a model.
     """
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     is_tied, config = head is embedding, model.config

@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,9 +78,8 @@ class ProbeDocuments:
 
     @classmethod
     def of(cls, vocabulary: int, *, depths: int = 0, multiple: int = 1) -> "ProbeDocuments":
-        """Return documents of fixed token ids below `vocabulary`. The number of columns is a multiple of `multiple`.
-
-        depths: the number of MTP depths; more depths need longer documents.
+        """Return documents of fixed token ids below `vocabulary`, in a multiple of `multiple` columns. MTP depths
+        need longer documents.
         """
         columns = -(-(_COLUMNS + 4 * depths) // multiple) * multiple
         early, middle, late = columns * 6 // 16, columns // 2, columns * 9 // 16
@@ -105,23 +105,19 @@ class ProbeDocuments:
         return ids_BS
 
     def beginnings(self, row: int, depth: int = 0) -> tuple[slice, slice]:
-        """Return, for each document of a row, the columns whose hidden states at this depth are equal in both passes.
-
-        At depth k, the hidden states of a column also depend on the k tokens after it.
+        """Return, for each document of a row, the columns whose hidden states at this depth are equal in both passes:
+        at depth k, a column also depends on the k tokens after it.
         """
         start, columns = self.starts_B[row], self.ids_BS.shape[1]
         return slice(0, start // 2 - depth), slice(start, start + (columns - start) // 2 - depth)
 
 
 class Subject(ABC):
-    """A model, or a student and a teacher that run together, whose hidden states for a probe are compared.
-
-    attentions: the attention functions of all its parts.
-    """
+    """A model, or a student and a teacher that run together, whose hidden states for a probe are compared."""
 
     probe: ProbeDocuments
     device: torch.device
-    attentions: Sequence[PackedAttention]
+    attentions: Sequence[PackedAttention]  # of all parts
 
     @abstractmethod
     def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
@@ -163,18 +159,16 @@ class _WholeDecoder(Subject):
 
     def __init__(self, decoder: Any):
         self._decoder, self.device, self.attentions = decoder, decoder.pretrained.device, [decoder.packing.attention]
-        self.probe = ProbeDocuments.of(
-            decoder.vocabulary_rows, depths=0 if decoder.mtp is None else decoder.mtp.depths
-        )
+        depths = 0 if decoder.mtp is None else decoder.mtp.depths
+        self.probe = ProbeDocuments.of(decoder.vocabulary_rows, depths=depths)
 
     def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
+        run = partial(self._decoder, ids_BS, position_ids_BS, processor=hidden_states)
         if self._decoder.mtp is None:
-            return (self._decoder(ids_BS, position_ids_BS, processor=hidden_states),)
+            return (run(),)
         failure = f"{typename(self._decoder.pretrained)} cannot run layers for multi-token prediction"
         with reading(failure, passes=ProofError):
-            depths: Sequence[Tensor] = self._decoder(
-                ids_BS, position_ids_BS, processor=hidden_states, mtp_input_ids=ids_BS
-            )
+            depths: Sequence[Tensor] = run(mtp_input_ids=ids_BS)
         return depths
 
 
@@ -212,8 +206,8 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     borders_M = torch.tensor([0, 2], dtype=torch.int32, device=model.device)  # of the only document
-    lengths = dict(zip(VARLEN_LENGTHS, (borders_M, borders_M, 2, 2), strict=True))
-    lengths = lengths if attention_name(model) == VARLEN else {}
+    needs_lengths = attention_name(model) == VARLEN
+    lengths = dict(zip(VARLEN_LENGTHS, (borders_M, borders_M, 2, 2), strict=True)) if needs_lengths else {}
     with evaluating(model), autocast(model.device, autocast_dtype(model)), reading(f"{name} cannot be run"):
         model(ids_BS, use_cache=False, return_dict=True, **lengths)
 
@@ -227,10 +221,8 @@ def relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
 def compare(
     errors_N: Tensor, tolerance: float, message: str, kind: type[ValueError] = ProofError, *, median: bool = False
 ) -> float:
-    """Return the largest error, or the median; NaN if one of them is not finite.
-
-    Raises an exception of this kind if the error exceeds the tolerance, or is NaN. message: with the format of the
-    number, such as {error:.2%}.
+    """Return the largest error, or the median; NaN if one is not finite. Raises an exception of this kind if it
+    exceeds the tolerance, or is NaN. message: with the format of the number, such as {error:.2%}.
     """
     error = float(errors_N.median() if median else errors_N.max())
     error = error if bool(errors_N.isfinite().all()) else math.nan

@@ -1,7 +1,4 @@
-"""Checks of a model without running it: whether it can be wrapped as a `Decoder`, trained and saved.
-
-Each failure is a ValueError.
-"""
+"""Checks of a model without running it: whether it can be wrapped as a `Decoder`, trained and saved."""
 
 import math
 from collections.abc import Iterator
@@ -81,9 +78,8 @@ def prefixed(what: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
 def check_finite_weights(module: nn.Module, which: str) -> None:
     """Raise ProofError naming the first tensor that contains a NaN or an infinity.
 
-    `which`: the model's name for the message. Each process checks only its own shard of a sharded tensor. Quantized
-    weights are not checked here, because `quantized.py` has checked their files. Buffers in files may be infinite:
-    some are limits (Gemma 4).
+    Each process checks only its own shard of a sharded tensor. `quantized.py` has checked the files of quantized
+    weights. Buffers in files may be infinite: some are limits (Gemma 4).
     """
     unsaved = unsaved_buffers(module)
     stored = {name for name, _ in module.named_buffers()} - {*unsaved}
@@ -127,8 +123,8 @@ def check_saving(model: PreTrainedModel) -> None:
 def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -> None:
     """Raise ValueError if the model's position encoding does not support documents of `max_tokens` tokens.
 
-    A table of learned positions has a fixed length. If rotary angles depend on the longest document of a forward pass
-    (longrope, dynamic), the result of a document depends on the other documents of the pass.
+    A table of learned positions has a fixed length. Rotary angles may depend on the longest document of a forward
+    pass (`ModelFacts.length_limits`): then the result of a document depends on the other documents of the pass.
     """
     facts = ModelFacts(model.config)
     reach, embedding = facts.max_positions, model.get_input_embeddings()
@@ -140,22 +136,18 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
             f"{which} has learned positions for {reach} tokens: expected documents of at most {reach}, "
             f"got {max_tokens}"
         )
-    rotary = getattr(facts.text, "rope_parameters", None) or {}
-    # one dict for all layers, or one dict per kind of layer
-    for rope in [values for values in rotary.values() if isinstance(values, dict)] or [rotary]:
-        original = rope.get("original_max_position_embeddings") or reach
-        if rope.get("rope_type") in ("longrope", "dynamic") and original and max_tokens > original:
+    for kind, longest in facts.length_limits:
+        if max_tokens > longest:
             raise ValueError(
-                f"{which} changes its rotary positions ({rope['rope_type']}) for a whole batch once a document "
-                f"in it is longer than {original} tokens, so that a result depends on the batch it is in: "
-                f"expected documents of at most {original}, got {max_tokens}"
+                f"{which} changes its rotary positions ({kind}) for a whole batch once a document in it is longer "
+                f"than {longest} tokens, so that a result depends on the batch it is in: expected documents of at "
+                f"most {longest}, got {max_tokens}"
             )
 
 
 def warn_of_positions(model: PreTrainedModel, longest: int, which: str) -> list[str]:
     """Return one warning if a document of `longest` tokens exceeds max_position_embeddings, otherwise none."""
-    reach = ModelFacts(model.config).max_positions
-    if reach is None or longest <= reach:
+    if (reach := ModelFacts(model.config).max_positions) is None or longest <= reach:
         return []
     return [
         f"{which} has max_position_embeddings {reach:,}, and the longest document has {longest:,} tokens: what is "

@@ -9,8 +9,7 @@ embedding of token t + k. It predicts the label of row t + k, which `Targets.shi
 
 The layers are those of transformers' `MtpModel`, called one by one, because MtpModel's own forward drafts a single
 token per layer from logits. If a family has no MTP layers of its own, they have the class of its last layer. Their
-number and types are written to the model's configuration, where transformers reads them. This needs a later
-transformers than other features.
+number and types are written to the model's configuration. This needs a later transformers than other features.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -29,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from stillhouse.libraries import reading, require_feature
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.dtensors import name_seed, set_from_global
-from stillhouse.models.families import ModelFacts, text_config
+from stillhouse.models.families import ModelFacts, declare_mtp, text_config
 from stillhouse.models.lm_head import OutputProcessor
 from stillhouse.models.load_proof import prove_decoder
 from stillhouse.models.model_checks import typename
@@ -132,35 +131,10 @@ def find_layers(model: PreTrainedModel) -> None:
     model._keys_to_ignore_on_load_unexpected = {*(ignored or ()), *places}
 
 
-def _require_structure(model: PreTrainedModel) -> Any:
-    """Return the configuration for the number of depths. Raises ValueError if the model cannot have MTP layers."""
-    config, backbone = text_config(model.config), model.base_model
-    missing = [
-        what
-        for what, is_there in (
-            ("rms_norm_eps in its configuration", hasattr(config, "rms_norm_eps")),
-            ("list `layers` in its backbone", isinstance(getattr(backbone, "layers", None), nn.ModuleList)),
-            ("backbone called `model`", model.base_model_prefix == "model"),
-            ("head called `lm_head`", getattr(model, "lm_head", None) is not None),
-        )
-        if not is_there
-    ]
-    if missing or hasattr(config, "chain_hidden_post_norm"):
-        why = f"it has no {', no '.join(missing)}" if missing else "its depths share one norm"
-        raise ValueError(
-            f"{typename(model)} cannot have layers for multi-token prediction: {why}; expected a decoder with "
-            "RMSNorm, such as qwen3, llama, glm4_moe or deepseek_v3"
-        )
-    return config
-
-
 def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and persistent buffers, without those of its children."""
-    buffers = {
-        name: buffer
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
+    unsaved = module._non_persistent_buffers_set
+    buffers = {name: value for name, value in module.named_buffers(recurse=False) if name not in unsaved}
     return dict(module.named_parameters(recurse=False)) | buffers
 
 
@@ -280,18 +254,26 @@ def add_mtp(decoder: Decoder, depths: int, *, is_new: bool) -> None:
     Raises ValueError for a model that cannot have MTP layers, or cannot have this number of depths.
     """
     model = decoder.pretrained
-    config = _require_structure(model)
+    config, layers = text_config(model.config), getattr(model.base_model, "layers", None)
+    structure = {
+        "rms_norm_eps in its configuration": hasattr(config, "rms_norm_eps"),
+        "list `layers` in its backbone": isinstance(layers, nn.ModuleList),
+        "backbone called `model`": model.base_model_prefix == "model",
+        "head called `lm_head`": getattr(model, "lm_head", None) is not None,
+    }
+    missing = [what for what, is_there in structure.items() if not is_there]
+    unable = f"{typename(model)} cannot have layers for multi-token prediction"
+    if missing or hasattr(config, "chain_hidden_post_norm"):
+        why = f"it has no {', no '.join(missing)}" if missing else "its depths share one norm"
+        raise ValueError(
+            f"{unable}: {why}; expected a decoder with RMSNorm, such as qwen3, llama, glm4_moe or deepseek_v3"
+        )
     listed = getattr(config, "mtp_layer_types", None) if ModelFacts(config).declares_mtp else None
     if depths < 1 or (listed is not None and len(listed) != depths):
         expected = "1 or more" if listed is None else f"{len(listed)}, as its configuration lists their types"
         raise ValueError(f"{depths} further depths of a {typename(model)}: expected {expected}")
-    unable = f"{typename(model)} cannot have layers for multi-token prediction"
     with torch.device("meta"), torch.random.fork_rng(devices=[]), reading(unable):
-        config.num_mtp_layers = depths
-        if not ModelFacts(config).declares_mtp:
-            for kinds, preferred in (("layer_types", "full_attention"), ("mlp_layer_types", None)):
-                if (types := getattr(config, kinds, None)) is not None:
-                    setattr(config, f"mtp_{kinds}", [preferred if preferred in types else types[-1]] * depths)
+        declare_mtp(config, depths)
         mtp = MtpModel(model, depths)
     if mtp.embed_tokens is not model.get_input_embeddings():
         raise ValueError(f"{typename(model)} has a separate embedding for its further depths: expected a shared one")

@@ -58,12 +58,11 @@ def load_causal_lm(
     multimodal: bool = False,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load a model by `from_pretrained` of `auto_class`, with the name unchanged. Every failure is a ValueError.
+    """Load a model by `from_pretrained` of `auto_class`. Every failure is a ValueError.
 
     Missing weights are also an error, because transformers would only warn and initialise them at random. So are
     buffers that code from the folder does not initialise. quantize: to "int8", "nf4" or "fp8" (see `quantized.py`).
-    trained: whether quantized layers are below an adapter, so that gradients flow through them. device: None means
-    the CPU. multimodal: see `auto_class`.
+    trained: whether gradients flow through quantized layers to an adapter. device: None means the CPU.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     failure = f"{what} cannot be loaded as a causal language model"
@@ -86,10 +85,9 @@ def load_causal_lm(
             model, report = build.from_pretrained(
                 name_or_path, revision=revision or "main", use_safetensors=True, output_loading_info=True, **options
             )
-        if quantize is not None and trained:
-            for module in model.modules():  # before the first use
-                if hasattr(module, REPACKS):
-                    setattr(module, REPACKS, False)
+        for module in model.modules() if quantize is not None and trained else ():  # before the first use
+            if hasattr(module, REPACKS):
+                setattr(module, REPACKS, False)
         with prefixed(failure):
             if quantize == FP8:
                 round_to_float8(model.to(device))
@@ -117,11 +115,9 @@ def read_configuration(
 
 
 def auto_class(config: PreTrainedConfig, *, multimodal: bool = False) -> Any:
-    """Return transformers' class for the model of this configuration.
-
-    A vision-language model without a causal language model class has AutoModelForImageTextToText. All others have
-    AutoModelForCausalLM, which raises a ValueError for an unknown model. multimodal: the class that reads images, if
-    the family has both.
+    """Return AutoModelForImageTextToText for a vision-language model without a class of the language model alone, and
+    AutoModelForCausalLM for all others, which raises a ValueError for an unknown model. multimodal: the class that
+    reads images, if the family has both.
     """
     # a model's folder may contain its class as code
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
@@ -130,7 +126,7 @@ def auto_class(config: PreTrainedConfig, *, multimodal: bool = False) -> Any:
 
 
 def tower_warnings(name: str, revision: str | None, *, trust_remote_code: bool) -> Iterator[str]:
-    """For documents without images: a model whose family has a class of the language model alone."""
+    """For documents without images: warn of a family that has a class of the language model alone."""
     config = read_configuration(name, revision, trust_remote_code=trust_remote_code)
     if auto_class(config, multimodal=True) is not auto_class(config):
         yield (
@@ -154,10 +150,8 @@ def keep_in_float32(model: PreTrainedModel) -> None:
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
     """Return the dtype of a name such as "bfloat16"; for None or "auto", "auto": the dtype of the saved weights."""
-    if dtype is None or dtype == "auto":
-        return "auto"
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+        return dtype or "auto"
     if dtype not in _DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected auto, {', '.join(_DTYPES)}")
     named: torch.dtype = getattr(torch, dtype)
@@ -200,8 +194,7 @@ def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: s
 
 def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
     """Raise ValueError if loading a folder or hub id would read weights from files other than its own safetensors,
-    for an adapter's folder, and for a configuration with more than `MAX_LAYERS` layers. A name that does not exist
-    raises an error only when it is loaded.
+    for an adapter's folder, and for more than `MAX_LAYERS` layers. A name that does not exist raises no error here.
     """
     folder = escaped(os.fspath(name))
     if os.path.isdir(name):
@@ -220,12 +213,10 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
 def initialize_buffers(module: nn.Module, model: PreTrainedModel, new_layers: Sequence[nn.Module] = ()) -> None:
     """Compute the non-persistent buffers, such as rotary frequencies, with the family's own initialisation.
 
-    No file has these buffers, and no other tensor changes. transformers creates a model without memory before it
-    loads the weights, so a buffer that no `_init_weights` computes again stays uninitialised.
-    module: has the tensors of `model`, and those of `new_layers`, which are not in `model`.
-
-    The buffers are filled with 0 before a first initialisation and with 1 before a second one: a value that differs
-    afterwards is one that the family does not initialise. Raises ValueError for it, naming the buffer.
+    No file has these buffers, and no other tensor changes. module: has the tensors of `model`, and those of
+    `new_layers`, which are not in `model`. The buffers are filled with 0 before a first initialisation and with 1
+    before a second one: a value that differs afterwards is one that no `_init_weights` computes. Raises ValueError
+    for it, naming the buffer.
     """
     zeros, ones = (_buffers_after(module, model, new_layers, value) for value in (0, 1))
     for name, buffer in ones.items():
@@ -240,9 +231,8 @@ def initialize_buffers(module: nn.Module, model: PreTrainedModel, new_layers: Se
 def _buffers_after(
     module: nn.Module, model: PreTrainedModel, new_layers: Sequence[nn.Module], value: int
 ) -> dict[str, Tensor]:
-    """Fill the non-persistent buffers with `value`, initialise them, and return copies of them by name.
-
-    All other tensors are marked as initialised in the meantime, so that transformers does not change them.
+    """Fill the non-persistent buffers with `value`, initialise them, and return copies of them by name. All other
+    tensors are marked as initialised in the meantime, so that transformers does not change them.
     """
     names = unsaved_buffers(module)
     for name in names:

@@ -5,8 +5,8 @@
     fp8     8-bit floating point (e4m3), also for the inputs of products: one scale per row and per token (torchao)
 
 The embedding, the norms and the output head keep the model's dtype, so that the objective uses the head's saved
-weight. For fp8, the model is loaded in bfloat16 and then rounded, except for the routers of experts. It runs on the
-same tokens before and after: a wrong kernel would otherwise give plausible signals of a wrong teacher.
+weight. For fp8, the model is loaded in bfloat16 and then rounded, except for the routers of experts. It runs before
+and after: a wrong kernel would otherwise give plausible signals of a wrong teacher.
 
 N products or tokens, D width, R rows of a weight, V vocabulary.
 """
@@ -30,12 +30,11 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from stillhouse.libraries import reading
+from stillhouse.models.families import ROUTERS
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.weight_files import weight_files
 
 FP8 = "fp8"
-#: parts of the names of modules that choose experts, which are plain linear layers in some families
-_ROUTERS = {"gate", "gating", "router", "shared_expert_gate"}
 #: torchao's products need matrices whose rows and columns are multiples of this
 _MULTIPLE = 16
 #: the first compute capability of CUDA devices that multiply in fp8
@@ -81,9 +80,9 @@ def quantized_loading(
     configuration: Any
     with reading(f"{library} cannot be used"):
         if kind == "nf4":
+            options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
             product_dtype = (config.dtype or torch.float32) if isinstance(dtype, str) else dtype
-            options: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": product_dtype}
-            configuration = BitsAndBytesConfig(load_in_4bit=True, **options)
+            configuration = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=product_dtype)
         else:
             from torchao.quantization import Int8WeightOnlyConfig
 
@@ -105,7 +104,21 @@ def require_quantized(
         with reading("its files cannot be read again"):
             patterns = ["*.json", "*.safetensors"]
             folder = snapshot_download(str(name_or_path), revision=revision, allow_patterns=patterns)
-    stored = {name: path for path in weight_files(folder) for name in _check_finite_file(path)}
+    stored: dict[str, Path] = {}
+    for path in weight_files(folder):
+        unreadable = reading(f"{path} cannot be read")
+        with unreadable:
+            file = safe_open(path, framework="pt")
+        with file:
+            for name in list(file.keys()):
+                with unreadable:
+                    tensor = file.get_tensor(name)
+                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                    raise ValueError(
+                        f"'{name}' in {path} has values that are NaN or infinite: expected finite weights; the "
+                        "checkpoint is damaged"
+                    )
+                stored[name] = path
     require_rounding(model, kind, stored)
 
 
@@ -213,30 +226,11 @@ def weight_bytes(module: nn.Module) -> int:
     """Return the memory of a module's parameters, in bytes; a quantized weight counts with its bits and scales."""
     parts: list[Any] = []
     for weight in module.parameters():
-        state = getattr(weight, "quant_state", None)
         if hasattr(weight, "qdata"):
             parts += [weight.qdata, weight.scale]  # type: ignore[attr-defined]
         else:
-            parts += [weight] if state is None else [weight.data, state.absmax]
+            parts += [weight.data, weight.quant_state.absmax] if hasattr(weight, "quant_state") else [weight]
     return sum(part.numel() * part.element_size() for part in parts)
-
-
-def _check_finite_file(path: Path) -> list[str]:
-    """Return the names of a file's tensors. Raises ValueError for one that is not finite."""
-    unreadable = reading(f"{path} cannot be read")
-    with unreadable:
-        file = safe_open(path, framework="pt")
-    with file:
-        names = list(file.keys())
-        for name in names:
-            with unreadable:
-                tensor = file.get_tensor(name)
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise ValueError(
-                    f"'{name}' in {path} has values that are NaN or infinite: expected finite weights; the "
-                    "checkpoint is damaged"
-                )
-    return names
 
 
 def float8_problem(device: torch.device | str | None) -> str | None:
@@ -246,10 +240,9 @@ def float8_problem(device: torch.device | str | None) -> str | None:
     if capability >= _CAPABILITY:
         return None
     actual = "compute capability {}.{}".format(*capability) if place.type == "cuda" else str(place)
-    least = ".".join(map(str, _CAPABILITY))
     return (
-        f"fp8 needs a GPU of compute capability {least} or later (such as L40S or H100), got {actual}: expected int8 "
-        "or nf4"
+        f"fp8 needs a GPU of compute capability {'.'.join(map(str, _CAPABILITY))} or later (such as L40S or H100), "
+        f"got {actual}: expected int8 or nf4"
     )
 
 
@@ -266,7 +259,7 @@ def round_to_float8(model: PreTrainedModel) -> None:
     rounded = {
         id(module)
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and not _ROUTERS & set(name.split("."))
+        if type(module) is nn.Linear and module is not head and not ROUTERS & set(name.split("."))
         if not module.in_features % _MULTIPLE and not module.out_features % _MULTIPLE
         if bool(module.weight.ne(0).any(1).all())  # torchao would divide a row of zeros by 0
     }

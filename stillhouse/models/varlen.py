@@ -1,9 +1,9 @@
 """Variable-length attention: packed documents lie in one row, and torch's flash kernel reads where they begin.
 
-It is used where the device, the dtype of the activations and the model allow it; otherwise a model keeps its usual
-attention (`PackedAttention`). It is registered with transformers' `AttentionInterface` under the name `VARLEN`,
-without a mask function, so transformers builds no mask and never waits for the device. Only the lengths of the
-documents say what a token may see: an input that has none, or that needs a bias or a mask, is refused.
+It is used where the device, the dtype of the activations and the model allow it (`PackedAttention`). It is registered
+with transformers' `AttentionInterface` under the name `VARLEN`, without a mask function, so transformers builds no
+mask and never waits for the device. Only the lengths of the documents say what a token may see: an input that has
+none, or that needs a bias or a mask, is refused.
 
 T tokens of the row, N documents, M = N + 1 borders of documents, H heads of queries, G heads of keys and values, D
 width of a head.
@@ -52,17 +52,14 @@ class Activations:
 def activations_for(
     attention: str | None, device: torch.device, autocast: torch.dtype | None = None
 ) -> Activations | None:
-    """Return the activations with which `PackedAttention` chooses the attention; None for another name than `VARLEN`,
-    so that the model keeps its attention. attention: the name in the configuration of a run or a server.
+    """Return the activations for `PackedAttention`; None if the configuration names another attention than `VARLEN`,
+    so that the model keeps it.
     """
     return Activations(device, autocast) if attention in (None, VARLEN) else None
 
 
 def refusal(activations: Activations, dtype: torch.dtype) -> str | None:
-    """Return why variable-length attention cannot run with these activations; None if it can.
-
-    dtype: of the weights.
-    """
+    """Return why variable-length attention cannot run with these activations; None if it can. dtype: of weights."""
     device, dtype = activations.device, activations.dtype or dtype
     if _MISSING:
         return f"that of torch {torch.__version__} has no {name_list(_MISSING)}"
@@ -84,27 +81,23 @@ def refusal_of_model(model: PreTrainedModel) -> str | None:
         return "its attention cannot be replaced"
     if config is not model.config and text_part(model.config) is None:
         return "its configuration has no language model as a direct part"
-    if getattr(config, "is_heterogeneous", False) or ModelFacts(config).mixes_tokens_by_score:
+    facts = ModelFacts(config)
+    if facts.is_heterogeneous or facts.mixes_tokens_by_score:
         return "its layers differ in ways that the kernel does not know"
-    if getattr(config, "attn_logit_softcapping", None):
+    if facts.caps_scores:
         return "it caps its attention scores"
-    if getattr(config, "attention_dropout", 0.0):
+    if facts.drops_scores:
         return "it has dropout in its attention"
-    names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
-    widths = [getattr(config, name, None) for name in names]
-    if widths[0] is None and getattr(config, "num_attention_heads", None):
-        widths[0] = config.hidden_size // config.num_attention_heads
-    if (widest := max((width for width in widths if isinstance(width, int)), default=0)) > WIDEST:
-        return f"its heads have a width of {widest}, and the kernel's widest is {WIDEST}"
+    if facts.widest_head > WIDEST:
+        return f"its heads have a width of {facts.widest_head}, and the kernel's widest is {WIDEST}"
     return None
 
 
 def text_part(config: PreTrainedConfig) -> str | None:
     """Return the key of the language model's configuration within the configuration of a larger model, if any."""
     text = text_config(config)
-    return next(
-        (key for key in config.sub_configs if getattr(config, key, None) is text and text is not config), None
-    )
+    keys = () if text is config else config.sub_configs
+    return next((key for key in keys if getattr(config, key, None) is text), None)
 
 
 def require_varlen(model: PreTrainedModel, activations: Activations | None = None) -> None:
@@ -136,9 +129,8 @@ def attend(
     # without this option, torch's kernel takes fewer heads of keys as it does with it
     if "enable_gqa" in _OPTIONS:
         options["enable_gqa"] = query_THD.shape[1] != key_TGD.shape[1]
-    borders_and_lengths = (cu_seqlens_M, cu_seqlens_M, longest, longest)
-    output_THD: Any = varlen_attn(query_THD, key_TGD, value_TGD, *borders_and_lengths, **options)
-    return output_THD
+    places: Any = (cu_seqlens_M, cu_seqlens_M, longest, longest)
+    return varlen_attn(query_THD, key_TGD, value_TGD, *places, **options)
 
 
 def attention(
@@ -154,9 +146,8 @@ def attention(
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function of transformers' `AttentionInterface`. All rows are joined to one: B = 1.
-
-    Raises ValueError for arguments that the kernel does not know.
+    """The function of transformers' `AttentionInterface`. All rows are joined to one: B = 1. Raises ValueError for
+    arguments that the kernel does not know.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(
@@ -205,23 +196,21 @@ def _unsupported_windows(module: nn.Module, options: Mapping[str, Any]) -> list[
     """
     config: Any = module.config
     types, window = getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
-    if window is None or (types and not any("sliding" in kind for kind in types)):
-        expected, is_missing = None, False
-    else:
+    expected = None
+    if window is not None and (not types or any("sliding" in kind for kind in types)):
+        if "sliding_window" not in options:
+            return [f"windows of {window} tokens in masks alone"]
         number = getattr(module, "layer_idx", None)
-        has_window = not types or number is None or "sliding" in types[number]
-        expected, is_missing = window if has_window else None, "sliding_window" not in options
-    if options.get("sliding_window") == expected and not is_missing:
-        return []
-    return [f"windows of {window} tokens in masks alone" if is_missing else "a window in a layer without one"]
+        expected = window if not types or number is None or "sliding" in types[number] else None
+    return [] if options.get("sliding_window") == expected else ["a window in a layer without one"]
 
 
 class PackedAttention:
     """The attention functions of a model, by their names in its configuration.
 
     activations: of the forward passes; None: the model keeps its attention function. is_required: whether the
-    configuration itself names variable-length attention; if it cannot be used, a ValueError is raised. is_possible:
-    whether it can be used. reason: why it is not used on a GPU, if `activations` are given.
+    configuration itself names variable-length attention; if it cannot be used, a ValueError is raised. reason: why it
+    is not used on a GPU, if `activations` are given.
     """
 
     def __init__(self, model: PreTrainedModel, activations: Activations | None = None):
@@ -240,11 +229,9 @@ class PackedAttention:
 
     @property
     def reads_lengths(self) -> bool:
-        """Whether the model uses variable-length attention now."""
         return attention_name(self._model) == self.with_lengths
 
     def use(self, *, lengths: bool) -> None:
-        """Use variable-length attention, or the usual one."""
         if self.is_possible:
             self._model.config._attn_implementation = self._assigned(lengths)
 
@@ -256,9 +243,8 @@ class PackedAttention:
     @property
     def in_words(self) -> str | None:
         """The reason for the usual attention, as a sentence; None if there is none."""
-        if self.reason is None or self.reads_lengths:
-            return None
-        return f"attention {self.usual}, because variable-length attention cannot be used: {self.reason}"
+        sentence = f"attention {self.usual}, because variable-length attention cannot be used: {self.reason}"
+        return None if self.reason is None or self.reads_lengths else sentence
 
     @property
     def names(self) -> tuple[str, ...]:

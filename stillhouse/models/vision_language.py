@@ -4,15 +4,15 @@ The processor of a family repeats a placeholder token in the text for each featu
 vision tower, and replaces the embeddings of the placeholders by the features, in the order of the flattened rows.
 Some families (Qwen-VL, GLM-V, …) rotate by positions of several axes, such as time, height and width.
 
-The parts are found by the structure of the modules. transformers says which module of the backbone is the language
-model and which one is the tower. The projector is what else the backbone has; if there is nothing else, it is the
-last part of the tower: the modules that end in a matrix with the width of the language model (Qwen-VL's mergers).
+transformers says which module of the backbone is the language model and which one is the tower. The projector is what
+else the backbone has; if there is nothing else, it is the last part of the tower: the modules that end in a matrix
+with the width of the language model (Qwen-VL's mergers).
 
 B rows, S columns per row, A axes of positions.
 """
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stillhouse.display import name_list
-from stillhouse.models.families import outermost_lists, text_config
+from stillhouse.models.families import outermost_lists, placeholder_ids, text_config
 from stillhouse.models.layer_hooks import hooked
 from stillhouse.models.lm_head import input_embedding
 from stillhouse.models.model_checks import typename
@@ -34,8 +34,6 @@ AXES = "axis_position_ids"
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 #: the name of the decoder's argument with the tensors of images and other media
 MEDIA_ARGUMENT = "images"
-#: the names of placeholder tokens in transformers' configurations
-_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
 
 
@@ -44,7 +42,16 @@ def train_parts(decoder: Any, parts: Collection[str]) -> None:
 
     Raises ValueError, naming the model, if it has no such part.
     """
-    by_part = _image_parts(decoder)
+    beside = beside_language_model(decoder)
+    tower = next((part for part in beside.values() if part is decoder.pretrained.get_encoder(modality="image")), None)
+    by_part: dict[str, list[nn.Parameter]] = {}
+    if tower is not None:
+        names = {id(module): name for name, module in decoder.backbone.named_modules()}
+        others = [part for part in beside.values() if part is not tower and "audio" not in names.get(id(part), "")]
+        projector = _parameters(others) or _parameters(_last_parts(tower, text_config(decoder.config).hidden_size))
+        in_projector = {id(parameter) for parameter in projector}
+        by_part[PROJECTOR] = projector
+        by_part[VISION] = [weight for weight in tower.parameters() if id(weight) not in in_projector]
     if missing := [part for part in parts if part != LANGUAGE and not by_part.get(part)]:
         present = [LANGUAGE, *(part for part in (PROJECTOR, VISION) if by_part.get(part))]
         raise ValueError(
@@ -52,16 +59,10 @@ def train_parts(decoder: Any, parts: Collection[str]) -> None:
             f"{name_list(present)}"
         )
     trained = {id(parameter) for part in parts for parameter in by_part.get(part, ())}
-    outside = {id(parameter) for parameter in image_parameters(decoder)}
+    outside = {id(parameter) for parameter in _parameters(beside.values())}
     for parameter in decoder.parameters():
         if not (id(parameter) in trained if id(parameter) in outside else LANGUAGE in parts):
             parameter.requires_grad_(False)
-
-
-def image_parameters(decoder: Any) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a `Decoder` that are outside of its language model: those of towers and projectors."""
-    for part in beside_language_model(decoder).values():
-        yield from [part] if isinstance(part, nn.Parameter) else part.parameters()
 
 
 def beside_language_model(decoder: Any) -> dict[str, Any]:
@@ -98,33 +99,20 @@ def image_weights_reached(decoder: Any) -> Iterator[None]:
     A micro-batch without images does not run the vision tower. But under FSDP, all processes must run the backward of
     the same layers, and sum the gradients of the same weights.
     """
-    embedding = input_embedding(decoder.pretrained)
-    if embedding is None or not torch.is_grad_enabled():
+    if (embedding := input_embedding(decoder.pretrained)) is None or not torch.is_grad_enabled():
         yield
         return
 
     def reach(module: nn.Module, arguments: Any, embedded: Tensor) -> Tensor:
-        weights = [weight for weight in image_parameters(decoder) if weight.requires_grad]
+        beside = _parameters(beside_language_model(decoder).values())
+        weights = [weight for weight in beside if weight.requires_grad]
         return _Reached.apply(embedded, *weights) if weights else embedded
 
     with hooked(embedding.register_forward_hook(reach)):
         yield
 
 
-def _image_parts(decoder: Any) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters of the vision tower and of the projector."""
-    beside = list(beside_language_model(decoder).values())
-    tower = next((part for part in beside if part is decoder.pretrained.get_encoder(modality="image")), None)
-    if tower is None:
-        return {}
-    names = {id(module): name for name, module in decoder.backbone.named_modules()}
-    others = [part for part in beside if part is not tower and "audio" not in names.get(id(part), "")]
-    projector = _parameters(others) or _parameters(_last_parts(tower, text_config(decoder.config).hidden_size))
-    in_projector = {id(parameter) for parameter in projector}
-    return {PROJECTOR: projector, VISION: [weight for weight in tower.parameters() if id(weight) not in in_projector]}
-
-
-def _parameters(parts: Sequence[nn.Module | nn.Parameter]) -> list[nn.Parameter]:
+def _parameters(parts: Iterable[nn.Module | nn.Parameter]) -> list[nn.Parameter]:
     return [weight for part in parts for weight in ([part] if isinstance(part, nn.Parameter) else part.parameters())]
 
 
@@ -196,22 +184,12 @@ def placeholder_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tenso
     """Return which tokens stand for features of images, bool [B, S]; None if neither ids nor kinds say it."""
     ids_BS = inputs.get("input_ids")
     marks = [inputs[name] != 0 for name in TOKEN_TYPES if inputs.get(name) is not None]
-    if ids_BS is not None:
-        marks += [ids_BS == number for number in placeholder_ids(model)]
+    marks += [] if ids_BS is None else [ids_BS == number for number in placeholder_ids(model)]
     return reduce(or_, marks) if marks else None
 
 
-def placeholder_ids(model: PreTrainedModel) -> list[int]:
-    """Return the ids of the tokens that stand for features of images, videos and audio in the model's config."""
-    numbers = (getattr(model.config, name, None) for name in _PLACEHOLDERS)
-    return [number for number in numbers if number is not None]
-
-
 def padded_with_text(ids_BS: Tensor, is_placeholder_BS: Tensor, is_padding_BS: Tensor) -> Tensor:
-    """Return the token ids with another padding where it is a placeholder, for which there is no feature.
-
-    The padding is then the first token that is no placeholder.
-    """
+    """Return the token ids with the first token that is no placeholder in place of padding that is one."""
     ids_T, is_text_T = ids_BS.flatten(), ~is_placeholder_BS.flatten()
     first = is_text_T.int().argmax()
     return torch.where(is_padding_BS & is_placeholder_BS, ids_T[first], ids_BS)

@@ -32,9 +32,9 @@ _NUMBERS = range(_SAMPLES)
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the files with the weights of a model's folder, which may be missing, in transformers' order.
 
-    These are the file, or the files of the index, that `transformers_weights` in config.json names; otherwise
-    model.safetensors; otherwise the files that model.safetensors.index.json names; otherwise none.
-    Raises ValueError for names of other files than safetensors files in the folder.
+    They are what `transformers_weights` in config.json names, a file or an index; otherwise model.safetensors;
+    otherwise the files that model.safetensors.index.json names; otherwise none. Raises ValueError for names of other
+    files than safetensors files in the folder.
     """
     return [Path(folder) / name for name in sorted(set(_placed(Path(folder)).values()))]
 
@@ -132,8 +132,8 @@ def model_fingerprint(folder: str | os.PathLike[str]) -> str:
     """Return a sha256 of a model folder's configuration, its weights and the code that the configuration names.
 
     If the files exceed `WHOLE_BYTES` in total, the hash covers only the sizes and headers of the safetensors files
-    and samples of each tensor. It then still detects another model, or the same model after more training, but may
-    miss a change of a few rows of a large matrix. Raises ValueError for a safetensors file with an unreadable header.
+    and samples of each tensor: it may miss a change of a few rows of a large matrix. Raises ValueError for a
+    safetensors file with an unreadable header.
     """
     root, digest = Path(folder), hashlib.sha256()
     config = root / "config.json"

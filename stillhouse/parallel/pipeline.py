@@ -24,6 +24,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.dry_run import replaceable
 from stillhouse.libraries import is_at_least
 from stillhouse.models.dtensors import local
+from stillhouse.models.lm_head import input_embedding
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.older_torch_stage import StageWithConstants
@@ -153,8 +154,11 @@ class Pipeline:
     @property
     def embedding_copy(self) -> Tensor | None:
         """The last stage's trained copy of the first stage's embedding; None if this rank has no such copy."""
-        is_here = self.plan.copies_embedding and self.count - 1 in self.stages
-        return self.stages[self.count - 1].pair.student.embedding_copy if is_here else None
+        if not (self.plan.copies_embedding and self.count - 1 in self.stages):
+            return None
+        student = self.stages[self.count - 1].pair.student
+        embedding = input_embedding(student.pretrained)
+        return student.output_weight if embedding is None else embedding.weight  # a tied head is the copy
 
     def _message_group(self, source: int, target: int) -> ProcessGroup:
         # NCCL runs a group's messages in the order in which each rank issues them. With one group for both

@@ -142,7 +142,8 @@ def read_weights(
 
     for name, value in state.items():
         is_new_mtp = name.startswith(MTP) and bool(decoder.mtp and decoder.mtp.is_new)
-        if is_new_mtp or is_lora(name) or decoder.is_of_layer_loss(name) or not name.startswith(prefix):
+        is_initialised = is_lora(name) or name.partition(".")[0] in decoder.layer_losses or is_new_mtp
+        if is_initialised or not name.startswith(prefix):
             continue
         # first the other names: a folder with only the files of a head may lack the embedding's
         aliases = [*(alias for alias, other in shared.items() if other == name), name]

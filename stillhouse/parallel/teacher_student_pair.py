@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder, OutputProcessor, evaluating, without_lora
 from stillhouse.models.forward_modes import autocast
-from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.processors import DistillTargets
 from stillhouse.models.vision_language import MEDIA_ARGUMENT
 from stillhouse.objective import FullVocab, OutputHead, Signal, Signals, StudentHidden, detached
 from stillhouse.objective.signals import RowIndex

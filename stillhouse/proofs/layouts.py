@@ -25,7 +25,7 @@ from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.lm_head import input_embedding
 from stillhouse.models.load_proof import ProbeDocuments, Subject, prove_hidden, prove_logits, require_no_noise
 from stillhouse.models.model_checks import prefixed
-from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.apply.compiled_layers import layers_not_compiled
 from stillhouse.parallel.apply.context_parallel import NextTokens, gather_sequences

@@ -17,9 +17,9 @@ from transformers.cache_utils import DynamicLayer
 from stillhouse.data.media import MEDIA, MediaProcessor
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError, check_document_length, evaluating
-from stillhouse.models.families import ModelFacts
+from stillhouse.models.families import ModelFacts, placeholder_ids
 from stillhouse.models.model_checks import typename
-from stillhouse.models.vision_language import MEDIA_ARGUMENT, placeholder_ids
+from stillhouse.models.vision_language import MEDIA_ARGUMENT
 from stillhouse.parallel import watchdog
 from stillhouse.rollout.records import Completion, GenerationRequest, Receiver, Sampling
 from stillhouse.rollout.sampler import EndOfCompletion, TokenSampler

@@ -383,7 +383,7 @@ def _initialize_randomly(decoder: Decoder, config: PreTrainedConfig, dtype: Any,
     full = Decoder(model, verify=False)
     values = full.state_dict()
     for name, parameter in decoder.state_dict().items():
-        if decoder.is_of_layer_loss(name):
+        if name.partition(".")[0] in decoder.layer_losses:
             continue
         # the last stage of a pipeline has its own copy of a tied head
         source = values[full.embedding_name if full.tied and name == HEAD_WEIGHT else name]

@@ -24,7 +24,7 @@ from torch import Tensor
 from stillhouse.data import Documents, MicroBatch
 from stillhouse.data.media import MediaInputs
 from stillhouse.dry_run import replaceable
-from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import TEACHER, OutputHead, Signals
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, TeacherHead, TeacherHidden, watchdog

@@ -17,8 +17,7 @@ from kit.teacher_gradients import named_gradients
 
 from stillhouse.models import Decoder
 from stillhouse.models.pretrained import auto_class
-from stillhouse.models.processor_targets import Targets
-from stillhouse.models.processors import cross_entropy
+from stillhouse.models.processors import Targets, cross_entropy
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 
 IMAGE_TEXT = ("llava_onevision", "internvl", "qwen3_vl")

@@ -41,7 +41,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from stillhouse.engine.loss import StepLoss
 from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.models import processors
-from stillhouse.models.processor_targets import DistillTargets, Targets
+from stillhouse.models.processors import DistillTargets, Targets
 from stillhouse.objective import TEACHER
 from stillhouse.tools.parity import worst
 

@@ -34,8 +34,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from stillhouse.megatron.processor import MegatronProcessor
-from stillhouse.models.processor_targets import Targets
-from stillhouse.models.processors import cross_entropy, hidden_states
+from stillhouse.models.processors import Targets, cross_entropy, hidden_states
 from stillhouse.tools.parity import worst
 
 PAGE = Path(__file__).parents[2] / "docs" / "upstream" / "hybrid_hook.md"

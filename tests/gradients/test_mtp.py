@@ -16,8 +16,7 @@ from torch import Tensor
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder
-from stillhouse.models.processor_targets import DistillTargets
-from stillhouse.models.processors import hidden_states
+from stillhouse.models.processors import DistillTargets, hidden_states
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.spec import parse_objective
 from stillhouse.objective.tile import chunks

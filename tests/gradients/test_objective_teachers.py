@@ -33,7 +33,7 @@ from kit.processor_cases import OpenHeads
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import (
     CrossEntropy,
     DenseLogits,

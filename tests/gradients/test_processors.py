@@ -32,9 +32,11 @@ from transformers import PreTrainedModel
 
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models import Decoder, OutputProcessor
-from stillhouse.models.processor_targets import DistillTargets, PolicyTargets, Targets
 from stillhouse.models.processors import (
+    DistillTargets,
     LogProbs,
+    PolicyTargets,
+    Targets,
     by_depth,
     cross_entropy,
     full_vocab,

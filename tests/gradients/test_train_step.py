@@ -18,7 +18,7 @@ from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.loops.session import Session
 from stillhouse.models import Decoder
-from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signal
 from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.parallel import single_process_runner

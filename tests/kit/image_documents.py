@@ -21,7 +21,7 @@ from stillhouse.data import Documents, LoadOptions, load_documents, load_tokeniz
 from stillhouse.images.load_processor import load_processor
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.models import Decoder
-from stillhouse.models.processor_targets import Targets
+from stillhouse.models.processors import Targets
 
 SIZES = [(12, 8), (20, 16), (9, 30)]
 FOUR = {"role": "assistant", "content": [{"type": "text", "text": "four"}]}

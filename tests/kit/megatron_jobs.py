@@ -42,7 +42,7 @@ from torch.distributed.tensor import distribute_tensor
 from stillhouse.engine.loss import StepLoss
 from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.models import processors
-from stillhouse.models.processor_targets import DistillTargets, Targets
+from stillhouse.models.processors import DistillTargets, Targets
 from stillhouse.objective import TEACHER, FullVocab, ObjectiveOutput, OutputHead, TopK
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective

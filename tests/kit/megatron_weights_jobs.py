@@ -29,7 +29,7 @@ from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.megatron.rows import context_positions
 from stillhouse.megatron.weights import Place, WeightTable, gather, require_full_coverage, weight_table
 from stillhouse.models import Decoder
-from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, temporary_groups

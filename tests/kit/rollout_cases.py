@@ -13,7 +13,7 @@ from kit.objective_cases import Leaves, T, V, generator, make_full, make_labels,
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import TEACHER, Correction, FullVocab, ObjectiveOutput, OutputHead, Signal, Signals
 from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.metrics import SAMPLING as SAMPLING_NUMBER

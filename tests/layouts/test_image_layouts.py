@@ -24,8 +24,8 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.images.prepare import staged_models
 from stillhouse.images.proof import WholeModel, prove_image_model
-from stillhouse.images.staged_models import staged_models
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.dtensors import gathered_tensor

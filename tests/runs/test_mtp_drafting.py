@@ -16,7 +16,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models import Decoder, mtp, processor_targets, processors
+from stillhouse.models import Decoder, mtp, processors
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective
@@ -93,7 +93,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "mtp.md").read_text()
     training, drafting = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    imported = vars(mtp) | vars(processors) | vars(processor_targets)
+    imported = vars(mtp) | vars(processors)
     imported |= {"parse_objective": parse_objective, "AutoModelForCausalLM": AutoModelForCausalLM}
     imported |= {"StepLoss": StepLoss, "TEACHER": TEACHER}
     names: dict[str, Any] = {"main": make().main, "teacher": Decoder(build("llama")), "tokens_of_the_step": 20}

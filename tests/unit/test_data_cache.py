@@ -114,7 +114,7 @@ def test_the_code_of_registered_readers_and_media_is_in_the_key(tmp_path: Path) 
         with installed(site):
             keys.append(entry_key([], tokenizer, {}))
     assert len({*keys, entry_key([], tokenizer, {})}) == 3
-    assert {path.parent.name for path in token_cache._code_of("stillhouse.images.add_on")} == {"images"}
+    assert {path.parent.name for path in token_cache._code_of("stillhouse.images")} == {"images"}
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "targets.bin", "offsets.bin", "sources.arrow", "manifest.json"])

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from stillhouse.data import PackedSequences, make_micro_batch
 from stillhouse.data.packing import similar_fit
 from stillhouse.document_lengths import DocumentLengths
-from stillhouse.models.document_rows import JoinedRow, UnpackedRows
+from stillhouse.models.document_packing import JoinedRow, UnpackedRows
 
 POSITIONS_BS = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
 IS_PADDING_BS = torch.tensor([[0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 0, 0]]).bool()

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.models import Decoder, prove_decoder
 from stillhouse.models.mtp import MultiTokenDecoder, add_mtp
-from stillhouse.models.processor_targets import Targets
-from stillhouse.models.processors import cross_entropy
+from stillhouse.models.processors import Targets, cross_entropy
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -15,7 +15,7 @@ from PIL import Image
 
 from stillhouse.data import DataReport
 from stillhouse.data.media_files import MediaFile
-from stillhouse.images.add_on import SHOWN
+from stillhouse.images import SHOWN
 from stillhouse.images.decode import thumbnail
 from stillhouse.report import curves
 from stillhouse.report.page import ASSETS, write_report

@@ -13,8 +13,7 @@ from kit.objective_cases import generator
 from kit.processor_cases import LABELS_BS, LABELS_T, POSITIONS_BS, SOME_T, B, S, T, at_depth
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models.processor_targets import DistillTargets, PolicyTargets, Targets
-from stillhouse.models.processors import cross_entropy, selected_log_probs
+from stillhouse.models.processors import DistillTargets, PolicyTargets, Targets, cross_entropy, selected_log_probs
 from stillhouse.objective import TEACHER, DenseLogits
 from stillhouse.objective.spec import parse_objective
 

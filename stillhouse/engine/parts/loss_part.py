@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stillhouse.config import ObjectiveConfig, StudentConfig, TeacherConfig
 from stillhouse.models import Decoder
-from stillhouse.models.processor_targets import DistillTargets
+from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import DistributedStudent

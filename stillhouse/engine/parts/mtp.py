@@ -22,8 +22,7 @@ from stillhouse.engine.parts.loss_part import LossPart, LossSections
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder
 from stillhouse.models.families import ModelFacts
-from stillhouse.models.processor_targets import DistillTargets
-from stillhouse.models.processors import full_vocab
+from stillhouse.models.processors import DistillTargets, full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
 from stillhouse.objective.formulas import total_variation
 from stillhouse.objective.metrics import CHUNK_TOKENS

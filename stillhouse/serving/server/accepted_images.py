@@ -25,7 +25,7 @@ from stillhouse.images.decode import MAX_PIXELS, require_pillow, require_size
 from stillhouse.images.proof import document_positions
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
-from stillhouse.models.vision_language import placeholder_ids
+from stillhouse.models.families import placeholder_ids
 from stillhouse.serving.image_support import ImageSupport, positions_hash, processor_hash
 from stillhouse.serving.server.gate import refused
 from stillhouse.signals.scorer import proven_media_inputs
