@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from stillhouse.data.media_files import MediaFile
     from stillhouse.models import Decoder
 
-#: the name under which this add-on is registered
-NAME = "images"
 #: files of which a model with a processor has one
 _FILES = ("processor_config.json", "preprocessor_config.json")
 _MORE_FILES = ("video_preprocessor_config.json",)
@@ -71,11 +69,12 @@ class Images:
     def find_processor(
         self, name_or_path: str, tokenizer: "PreTrainedTokenizerBase", *, revision: str | None = None, **options: Any
     ) -> "MediaProcessor | None":
-        if not processor_files(name_or_path, revision):
+        """The processor of a folder or a hub id; None if it has none. options: see `ImageProcessor`."""
+        if not (files := processor_files(name_or_path, revision)):
             return None
         from stillhouse.images.processor import ImageProcessor
 
-        return ImageProcessor.find(name_or_path, tokenizer, revision=revision, **options)
+        return ImageProcessor(name_or_path, files, tokenizer, revision=revision, **options)
 
     def shown(self, files: "Sequence[MediaFile]") -> dict[str, Any]:
         from stillhouse.images.decode import thumbnail

@@ -27,7 +27,6 @@ from stillhouse.data.media_files import MediaFile, MediaFiles
 from stillhouse.data.record import DataError, ProcessorError, RecordError
 from stillhouse.data.render.tokenizers import tokenizer_fingerprint
 from stillhouse.hashing import file_hash, json_hash
-from stillhouse.images import NAME, processor_files
 from stillhouse.images.decode import IsolatedDecoder, open_image, require_pillow
 from stillhouse.images.load_processor import load_processor
 from stillhouse.libraries import reading
@@ -57,7 +56,7 @@ class ImageProcessor:
     tokenizer's chat template was replaced by another one.
     """
 
-    kind = NAME
+    kind = "images"
 
     def __init__(
         self,
@@ -74,14 +73,6 @@ class ImageProcessor:
         self.files: Sequence[Path] = files
         self._options = revision, trust_remote_code
         self._template_is_set = template_is_set
-
-    @classmethod
-    def find(
-        cls, name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, revision: str | None = None, **options: Any
-    ) -> "ImageProcessor | None":
-        """The processor of a folder or a hub id; None if it has none. options: see the constructor."""
-        files = processor_files(name_or_path, revision)
-        return cls(name_or_path, files, tokenizer, revision=revision, **options) if files else None
 
     def identity(self) -> list[Any]:
         """Everything that determines the tokens and pixels of an image beside the versions of libraries."""

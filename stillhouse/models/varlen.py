@@ -129,8 +129,9 @@ def attend(
     # without this option, torch's kernel takes fewer heads of keys as it does with it
     if "enable_gqa" in _OPTIONS:
         options["enable_gqa"] = query_THD.shape[1] != key_TGD.shape[1]
-    places: Any = (cu_seqlens_M, cu_seqlens_M, longest, longest)
-    return varlen_attn(query_THD, key_TGD, value_TGD, *places, **options)
+    places = (cu_seqlens_M, cu_seqlens_M, longest, longest)
+    output_THD: Any = varlen_attn(query_THD, key_TGD, value_TGD, *places, **options)
+    return output_THD
 
 
 def attention(

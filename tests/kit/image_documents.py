@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stillhouse.data import Documents, LoadOptions, load_documents, load_tokenizer
+from stillhouse.images import IMAGES
 from stillhouse.images.load_processor import load_processor
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.models import Decoder
@@ -61,7 +62,7 @@ class Student:
     def __init__(self, family: str, folder: Path, **options: Any):
         write_processor(family, folder)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(str(folder))
-        processor = ImageProcessor.find(str(folder), self.tokenizer, **options)
+        processor = IMAGES.find_processor(str(folder), self.tokenizer, **options)
         assert processor is not None
         self.processor: ImageProcessor = processor
 

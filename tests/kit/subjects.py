@@ -51,7 +51,7 @@ from stillhouse.data import (
 )
 from stillhouse.data.media import MediaInputs
 from stillhouse.data.render import chat_template
-from stillhouse.images.processor import ImageProcessor
+from stillhouse.images import IMAGES
 from stillhouse.models import (
     Decoder,
     add_lora,
@@ -282,7 +282,7 @@ def images(folder: Path) -> Load:
     """Damaged files of images, and damaged records with images in all forms."""
     write_processor("qwen3_vl", folder)
     tokenizer = load_tokenizer(str(folder))
-    processor = ImageProcessor.find(str(folder), tokenizer, most_pixels=500)
+    processor = IMAGES.find_processor(str(folder), tokenizer, most_pixels=500)
     assert processor is not None
     given = folder / "given"
     given.mkdir()

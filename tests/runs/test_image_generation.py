@@ -29,8 +29,8 @@ from stillhouse.config import ConfigError
 from stillhouse.data import PackedMicroBatches
 from stillhouse.data.media_files import MediaFile
 from stillhouse.data.render.tokenizers import load_tokenizer
+from stillhouse.images import IMAGES
 from stillhouse.images.decode import open_image, thumbnail
-from stillhouse.images.processor import ImageProcessor
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.models import Decoder
 from stillhouse.models.vision_language import read_token_inputs
@@ -64,7 +64,7 @@ def test_a_batch_of_prompts_with_images_has_the_tokens_of_plain_generate_for_eac
 ) -> None:
     folder = write_image_model(family, tmp_path / "student")
     decoder = Decoder.from_pretrained(folder, dtype="float32", multimodal=True)
-    processor = ImageProcessor.find(str(folder), load_tokenizer(str(folder)))
+    processor = IMAGES.find_processor(str(folder), load_tokenizer(str(folder)))
     assert processor is not None
     check_generation(decoder, CPU, processor)
     generator = Generator(decoder, Sampling(NEW, temperature=0.0), CPU, processor=processor)
@@ -104,7 +104,7 @@ def as_inverted(image: MediaFile) -> MediaFile:
 def test_a_prompt_that_ends_with_an_image_is_refused(tmp_path: Path) -> None:
     folder = write_image_model("qwen3_vl", tmp_path / "student")
     decoder = Decoder.from_pretrained(folder, dtype="float32", multimodal=True)
-    processor = ImageProcessor.find(str(folder), load_tokenizer(str(folder)))
+    processor = IMAGES.find_processor(str(folder), load_tokenizer(str(folder)))
     assert processor is not None
     images = processor.example_prompts()[1][1]
     ids = processor.expand(f"what is {processor.processor.image_token}", images, special=True).ids

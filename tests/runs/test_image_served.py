@@ -27,6 +27,7 @@ from stillhouse.config import ConfigError
 from stillhouse.data import DataError
 from stillhouse.data.media import MediaTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
+from stillhouse.images import IMAGES
 from stillhouse.images.decode import open_image, pixel_count
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.serving.image_support import ImageSupport, require_accepted
@@ -202,7 +203,7 @@ def test_a_model_without_a_processor_is_no_server_of_images(folder: Path, tmp_pa
 
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> ImageProcessor:
-    processor = ImageProcessor.find(str(folder / "teacher"), load_tokenizer(str(folder / "teacher")))
+    processor = IMAGES.find_processor(str(folder / "teacher"), load_tokenizer(str(folder / "teacher")))
     assert processor is not None
     return processor
 

@@ -19,6 +19,7 @@ from kit.serving import Server
 
 from stillhouse.data.media import MediaTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
+from stillhouse.images import IMAGES
 from stillhouse.images.processor import ImageProcessor
 from stillhouse.serving.wire import SAFETENSORS, encode_prompt
 
@@ -74,7 +75,6 @@ def test_a_served_teacher_writes_what_it_writes_in_the_job(tmp_path: Path) -> No
 
 def ignore_images() -> None:
     """The tower gets the same picture for every prompt, after the server has proven its model."""
-    from stillhouse.images.processor import ImageProcessor
     from stillhouse.serving.server import generation
 
     tensors, decode = ImageProcessor.prompt_tensors, generation.decode_prompt
@@ -119,7 +119,7 @@ def test_a_server_that_cannot_read_the_prompts_is_refused(folder: Path, tmp_path
 
 @pytest.fixture(scope="module")
 def prompt(folder: Path) -> tuple[np.ndarray, MediaTensors]:
-    processor = ImageProcessor.find(str(folder / "student"), load_tokenizer(str(folder / "student")))
+    processor = IMAGES.find_processor(str(folder / "student"), load_tokenizer(str(folder / "student")))
     assert processor is not None
     ids, images = processor.example_prompts()[1]
     return ids, processor.read_files(images, ids)

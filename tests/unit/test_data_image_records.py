@@ -32,9 +32,8 @@ from PIL import Image
 
 from stillhouse.data import DataError, LoadOptions, load_documents
 from stillhouse.data.record import RecordError
-from stillhouse.images import decode
+from stillhouse.images import IMAGES, decode
 from stillhouse.images.decode import IsolatedDecoder, open_image
-from stillhouse.images.processor import ImageProcessor
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +301,7 @@ def test_images_need_a_student_with_a_processor(qwen: Student, pictures: Path, t
             DataError, match=r"train.jsonl:1: the record has images, but .* has no processor for images"
         ):
             load_documents(path, qwen.tokenizer, LoadOptions(64, on_error=on_error))
-    assert ImageProcessor.find(str(pictures), qwen.tokenizer) is None
+    assert IMAGES.find_processor(str(pictures), qwen.tokenizer) is None
 
 
 def test_a_text_with_a_placeholder_and_without_an_image_is_refused(qwen: Student, pictures: Path) -> None:
@@ -320,7 +319,7 @@ def test_a_processor_with_another_tokenizer_or_template_is_refused(pictures: Pat
     student.tokenizer.chat_template = "other"
     with pytest.raises(ValueError, match=r"have different chat templates: set data\.chat_template"):
         student.processor.processor  # noqa: B018
-    other = ImageProcessor.find(str(folder), image_tokenizer("qwen3_vl"))
+    other = IMAGES.find_processor(str(folder), image_tokenizer("qwen3_vl"))
     assert other is not None
     with pytest.raises(ValueError, match="has another tokenizer than the model"):
         other.processor  # noqa: B018

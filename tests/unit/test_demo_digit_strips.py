@@ -11,8 +11,8 @@ from kit.image_models import write_image_model
 from PIL import Image as Pictures
 
 from stillhouse.data import LoadOptions, load_documents, load_tokenizer
+from stillhouse.images import IMAGES
 from stillhouse.images.digits_demo import QUESTION, SIDE, answer, parquet_file, record, strip
-from stillhouse.images.processor import ImageProcessor
 from stillhouse.tasks import RandomNumbers, exact_match, is_held_out
 
 
@@ -57,7 +57,7 @@ def test_a_seed_gives_the_same_bytes_and_no_problem_is_in_both_splits() -> None:
 def test_the_file_is_training_data(tmp_path: Path) -> None:
     folder = write_image_model("qwen3_vl", tmp_path / "model")
     tokenizer = load_tokenizer(str(folder))
-    processor = ImageProcessor.find(str(folder), tokenizer)
+    processor = IMAGES.find_processor(str(folder), tokenizer)
     documents = load_documents(written(tmp_path), tokenizer, LoadOptions(200), processor=processor)
     assert len(documents) == 30
     assert documents.media is not None
