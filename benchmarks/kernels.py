@@ -31,7 +31,7 @@ from stillhouse.objective.tile.kernels import (
 )
 from stillhouse.objective.tile.logits_provider import work_tile
 from stillhouse.objective.tile.pointwise import gradient, normalized_sums, raw_sums
-from stillhouse.objective.tile.tile_plan import PointwisePlan, StudentSoftmax, TeacherSoftmax, TileIndex
+from stillhouse.objective.tile.tile_plan import PointwisePlan
 
 REPEATS = 9
 
@@ -64,8 +64,8 @@ def main() -> None:
 def measure_sweeps(divergence: Divergence, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure each sweep of a divergence with one dense teacher, with the compiled code and with the kernels."""
     device, shape = torch.device(arguments.device), (arguments.rows, arguments.vocabulary)
-    pairs = ((divergence, TeacherSoftmax(0), StudentSoftmax(0)),)
-    plan = PointwisePlan(tiles=2, temperatures=(1.0,), teachers=((TileIndex(1), 1.0),), pairs=pairs)
+    pairs = ((divergence, 0, 0),)
+    plan = PointwisePlan(tiles=2, temperatures=(1.0,), teachers=((1, 1.0),), pairs=pairs)
     tiles_CV = [work_tile(*shape, torch.float32, device).normal_() for _ in range(2)]
     operand_CV = work_tile(*shape, torch.bfloat16, device)
     normalizers_CX = torch.rand(arguments.rows, len(plan.normalizers), device=device)

@@ -225,7 +225,7 @@ def counted_rows(models: Models, spec: ObjectiveSpec) -> int:
     exact signals (`common_vocabulary`).
     """
     rows = [models.student.vocabulary_rows]
-    if spec.has_divergence:
+    if any(part.divergence is not None for part in spec.parts):
         rows += [teacher.vocabulary_rows for teacher in models.teachers.values()]
         rows += [store.vocabulary for store in models.stores.values() if store.signal.is_exact and store.vocabulary]
     return min(rows)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, Sides, sides
-from stillhouse.objective.numerics import difference, row_max
+from stillhouse.objective.numerics import difference, finite, row_max
 from stillhouse.objective.parameters import AcceptanceParameters
 
 
@@ -67,7 +67,7 @@ class NegativeLogAcceptance(AcceptanceParameters, Divergence):
         """Only for all outcomes of a row: from q·h of the sign with less probability, so that nothing cancels."""
         _, log_rate = _shares(pair)
         part = (pair.log_q - log_rate).exp()
-        above, below = _above(pair, part), _below(pair, part)
+        above, below = _where_positive(pair.ratio, part), _where_positive(-pair.ratio, part)
         is_below_more = below.sum(-1, keepdim=True) > above.sum(-1, keepdim=True)
         return _without_teacher(torch.where(is_below_more, above, -below), pair.log_p)
 
@@ -78,46 +78,42 @@ class NegativeLogAcceptance(AcceptanceParameters, Divergence):
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         pair = sides(log_p, log_q)
         _, log_rate = _shares(pair)
-        return _without_teacher(-_below(pair, (log_q - log_rate).exp()), log_p)
+        return _without_teacher(-_where_positive(-pair.ratio, (log_q - log_rate).exp()), log_p)
 
 
 def piece_sums(pair: Sides) -> PieceSums:
-    """Return the sums over the last dim of one piece."""
     log_least = torch.minimum(pair.log_p, pair.log_q)
     largest = row_max(log_least)
-    reference = torch.where(largest == -math.inf, 0.0, largest)
+    reference = finite(largest)
     return PieceSums(
         largest[..., 0],
         (log_least - reference).exp().sum(-1),
-        _below(pair, (pair.log_q - reference).exp()).sum(-1),
-        _above(pair, pair.q).sum(-1),
+        _where_positive(-pair.ratio, (pair.log_q - reference).exp()).sum(-1),
+        _where_positive(pair.ratio, pair.q).sum(-1),
         0.5 * difference(pair.p, pair.q, pair.ratio).abs().sum(-1),
     )
 
 
 def acceptance_statistics(sums: PieceSums) -> Acceptance:
-    """Return the numbers over all pieces. sums: [R, …] each, of R pieces."""
-    largest = sums.largest.amax(0)
-    reference = torch.where(largest == -math.inf, 0.0, largest)
+    """sums: of R pieces, [R, …] each."""
+    reference = finite(sums.largest.amax(0))
     scale = (sums.largest - reference).exp()
     accepted = (scale * sums.accepted).sum(0)
     log_rate = reference + accepted.log()
-    return Acceptance(
-        log_rate, _value(log_rate, sums.distance.sum(0)), (scale * sums.below).sum(0) / accepted, sums.above.sum(0)
-    )
+    value, below = _value(log_rate, sums.distance.sum(0)), (scale * sums.below).sum(0) / accepted
+    return Acceptance(log_rate, value, below, sums.above.sum(0))
 
 
 def gradient_of_acceptance(pair: Sides, log_rate: Tensor, above: Tensor, below: Tensor) -> Tensor:
     """Return ∂D/∂z · τ, elementwise. log_rate, above, below: the numbers of `Acceptance` for each row, [rows, 1]."""
     scaled_below = below * (pair.log_q - log_rate).exp()
-    return _above(pair, above * pair.q) - _below(pair, scaled_below)
+    return _where_positive(pair.ratio, above * pair.q) - _where_positive(-pair.ratio, scaled_below)
 
 
 def _shares(pair: Sides) -> tuple[Tensor, Tensor]:
     """Return min(p, q) / A, and log A with a last dim of 1."""
     log_least = torch.minimum(pair.log_p, pair.log_q)
-    largest = row_max(log_least).detach()
-    reference = torch.where(largest == -math.inf, 0.0, largest)
+    reference = finite(row_max(log_least).detach())
     least = (log_least - reference).exp()
     accepted = least.sum(-1, keepdim=True)
     return least / accepted, reference + accepted.log()
@@ -139,10 +135,6 @@ def _without_teacher(quantity: Tensor, log_p: Tensor) -> Tensor:
     return quantity.masked_fill(row_max(log_p) == -math.inf, 0.0)
 
 
-def _above(pair: Sides, quantity: Tensor) -> Tensor:
-    """The quantity where q > p, half of it where q = p, and else 0."""
-    return torch.where(pair.ratio > 0, quantity, torch.where(pair.ratio < 0, 0.0, 0.5 * quantity))
-
-
-def _below(pair: Sides, quantity: Tensor) -> Tensor:
-    return torch.where(pair.ratio < 0, quantity, torch.where(pair.ratio > 0, 0.0, 0.5 * quantity))
+def _where_positive(ratio: Tensor, quantity: Tensor) -> Tensor:
+    """The quantity where the ratio is positive, half of it where the ratio is 0, and else 0."""
+    return torch.where(ratio > 0, quantity, torch.where(ratio < 0, 0.0, 0.5 * quantity))

@@ -44,16 +44,15 @@ class SpanSignal(Signal):
     continuation_weights_T: Tensor
 
     def __post_init__(self) -> None:
-        weights = {name: getattr(self, name) for name in ("first_weights_T", "continuation_weights_T")}
-        check_per_token(self.first.tokens, **weights)
+        names = ("first_weights_T", "continuation_weights_T")
+        check_per_token(self.first.tokens, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, eq=False)
 class Continuation(SampledTerm):
     """−log q(label) at a temperature that divides the student's logits, for the later tokens of spans.
 
-    Its metric is not called cross-entropy, because it is a part of the divergence. A row with a negative label has no
-    value. `scale_by_temperature_squared` and `label`: as in `Distill`.
+    Its metric is not called cross-entropy, because it is a part of the divergence. The options are as in `Distill`.
     """
 
     labels_T: Tensor
@@ -93,10 +92,7 @@ class SortedTopK(Signal):
 
 @dataclass(frozen=True, eq=False)
 class SortedL1(SignalTerm):
-    """Σ_b |p_(b) − q_(b)| over the sorted outcomes, at a temperature that divides the student's logits.
-
-    `scale_by_temperature_squared` multiplies by τ², as in `Distill`.
-    """
+    """Σ_b |p_(b) − q_(b)| over the sorted outcomes, at a temperature that divides the student's logits."""
 
     signal: SortedTopK
     scale: float = 1.0

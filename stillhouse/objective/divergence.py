@@ -23,10 +23,11 @@ Autograd can differentiate all functions; `reference.py` uses that, and the test
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from stillhouse.objective.numerics import excess, expect, log_ratio
@@ -43,8 +44,8 @@ class Pivot(NamedTuple):
 class Sides(NamedTuple):
     """The probabilities of teacher and student for a set of outcomes, elementwise.
 
-    ratio: log(q/p). It may have more correct digits than the difference log_q − log_p. It may be NaN where p = q = 0:
-        use it only in products with a probability (`expect`).
+    ratio: log(q/p). It may have more correct digits than log_q − log_p, and be NaN where p = q = 0: use it only in
+        products with a probability (`expect`).
     pivot: an outcome whose h is subtracted from every h by those divergences whose h is large where p and q are close
         and near 1. Over complete distributions this does not change the gradient, whichever outcome is the pivot.
     """
@@ -55,10 +56,6 @@ class Sides(NamedTuple):
     q: Tensor
     ratio: Tensor
     pivot: Pivot | None
-
-    def is_pivot(self) -> Tensor:
-        assert self.pivot is not None
-        return (self.log_q == self.pivot.log_q) & (self.ratio == self.pivot.ratio)
 
 
 def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivot | None = None) -> Sides:
@@ -135,20 +132,16 @@ class WeightedSum(Divergence):
             require_weight(weight, part)
 
     def balanced(self, pair: Sides) -> Tensor:
-        return self._sum(part.balanced(pair) for _, part in self.parts)
+        return reduce(torch.add, (weight * part.balanced(pair) for weight, part in self.parts))
 
     def balanced_slope(self, pair: Sides) -> Tensor:
-        return self._sum(part.balanced_slope(pair) for _, part in self.parts)
+        return reduce(torch.add, (weight * part.balanced_slope(pair) for weight, part in self.parts))
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        return self._sum(part.value(log_p, log_q) for _, part in self.parts)
+        return reduce(torch.add, (weight * part.value(log_p, log_q) for weight, part in self.parts))
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        return self._sum(part.weighted_slope(log_p, log_q) for _, part in self.parts)
-
-    def _sum(self, quantities: Iterable[Tensor]) -> Tensor:
-        first, *rest = (weight * quantity for (weight, _), quantity in zip(self.parts, quantities, strict=True))
-        return sum(rest, start=first)
+        return reduce(torch.add, (weight * part.weighted_slope(log_p, log_q) for weight, part in self.parts))
 
     def __str__(self) -> str:
         return " + ".join(str(part) if weight == 1 else f"{shortest(weight)}*{part}" for weight, part in self.parts)

@@ -6,12 +6,11 @@
 
 The names are those of divergences (`parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss`, `entropy` (an
 entropy bonus has a negative coefficient) and `uld` (`cross_tokenizer.py`). All divergences of the sum become one
-term, so that they share one pass over the tile; the term's name in metrics is the divergences' expression.
+term, whose name in metrics is the divergences' expression.
 
 Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
 `policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `parameters.py`. There, cross-entropy and
-z-loss count at the other tokens. Divergences and the entropy count at all tokens and need no importance correction:
-they are exact for any token.
+z-loss count at the other tokens. Divergences and the entropy are exact for any token, so they count at all tokens.
 
 Python's own parser reads the text. Only sums, products with a number, names, and calls with literal arguments are
 accepted; nothing is evaluated. An argument is a number, or a word for the arguments that take one, such as k3.
@@ -93,10 +92,9 @@ def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summa
             f"cannot read {text!r}: expected a sum such as '0.3*cross_entropy + 0.7*jsd(0.5)'"
         ) from error
     nodes = _summands(tree.body, 1.0)
-    places = [_place(node, text) if len(nodes) > 1 else "" for node, _ in nodes]
     return [
-        replace(_summand(node, sign, text, take_words), place=place)
-        for (node, sign), place in zip(nodes, places, strict=True)
+        replace(_summand(node, sign, text, take_words), place=_place(node, text) if len(nodes) > 1 else "")
+        for node, sign in nodes
     ]
 
 
@@ -192,18 +190,16 @@ def _summand(node: ast.expr, sign: float, text: str, take_words: Words) -> Summa
         return Summand(sign * coefficient, node.id)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         words = take_words.get(node.func.id, ())
+        pairs = [(str(keyword.arg), keyword.value) for keyword in node.keywords]
         keywords = tuple(
-            (str(keyword.arg), _argument(keyword.value, text, is_word=keyword.arg in words))
-            for keyword in node.keywords
+            (name, _word(value, text) if name in words else _literal(value, text)) for name, value in pairs
         )
-        arguments = tuple(_argument(argument, text, is_word="*" in words) for argument in node.args)
+        arguments = tuple(_word(value, text) if "*" in words else _literal(value, text) for value in node.args)
         return Summand(sign * coefficient, node.func.id, arguments, keywords)
     raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected number*name or number*name(arguments)")
 
 
-def _argument(node: ast.expr, text: str, *, is_word: bool) -> float | bool | str:
-    if not is_word:
-        return _literal(node, text)
+def _word(node: ast.expr, text: str) -> str:
     if isinstance(node, ast.Name):
         return node.id
     raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a word, without quotation marks")
@@ -214,9 +210,9 @@ def _literal(node: ast.expr, text: str) -> float | bool:
         value = ast.literal_eval(node)
     except (ValueError, TypeError):
         value = None
-    if not isinstance(value, int | float):
-        raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a number")
-    return value
+    if isinstance(value, int | float):
+        return value
+    raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a number")
 
 
 def _cross_entropy(label_smoothing: float = 0.0) -> dict[str, Any]:

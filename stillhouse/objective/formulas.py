@@ -1,12 +1,12 @@
 """The divergences, one class each, and the table of their names.
 
 E(a, b) = a log(a/b) + b − a. p, q, f, h and the constant c are those of `divergence.py`. In the docstrings here,
-f* = f + c (q − p). Alpha-beta is in `alpha_beta_family.py`, −log of the
-accepted share of drafts in `acceptance_rate.py`.
+f* = f + c (q − p), and r = log(q/p). −log of the accepted share of drafts is in `acceptance_rate.py`.
 
 Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898).
 """
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,22 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
-from stillhouse.objective.alpha_beta_family import AlphaBeta
 from stillhouse.objective.divergence import Divergence, KullbackLeibler, Sides, sides
 from stillhouse.objective.expression import Summand, parse_sum, unknown_name
-from stillhouse.objective.numerics import difference, excess, expect, interpolation, interpolation_logs, log_ratio
+from stillhouse.objective.numerics import (
+    NEAR,
+    difference,
+    excess,
+    expect,
+    interpolation,
+    interpolation_logs,
+    log_ratio,
+    polynomial,
+    terms,
+)
 from stillhouse.objective.parameters import (
     PARAMETERS,
+    AlphaBetaParameters,
     ForwardKLParameters,
     JensenShannonParameters,
     ReverseKLParameters,
@@ -142,6 +152,81 @@ class TotalVariation(TotalVariationParameters, Divergence):
         """½ q (sign(q − p) − the pivot's sign), so that the result is 0 and not ±½ at the argmax."""
         sign = torch.sign(pair.ratio)
         return 0.5 * expect(pair.q, sign if pair.pivot is None else sign - torch.sign(pair.pivot.ratio))
+
+
+@dataclass(frozen=True)
+class AlphaBeta(AlphaBetaParameters, Divergence):
+    """The alpha-beta divergence. c = 0. (ABKD, arXiv 2505.04560; Cichocki, Cruces and Amari, Entropy 2011, 13, 134)
+
+        α, β, α + β ≠ 0    Σ (α/(α+β) p^(α+β) + β/(α+β) q^(α+β) − p^α q^β) / (αβ)
+        α = 0              Σ (p^β − q^β − β q^β log(p/q)) / β²
+        β = 0              Σ (q^α − p^α − α p^α log(q/p)) / α²
+        α + β = 0          Σ ((p/q)^α − 1 − α log(p/q)) / α²
+        α = β = 0          ½ Σ log²(q/p)
+
+    (1, 0) is forward KL, (0, 1) reverse KL (ABKD, equation 3). It is an f-divergence only for α + β = 1; for other
+    sums, merging outcomes may increase it. A negative exponent raises ValueError, because one probability of zero
+    would make the divergence infinite. Only α + β = 0 allows a negative exponent: the divergence is then finite if
+    all logits are finite and (p/q)^α does not overflow. Near a limiting case (α = 0, β = 0 or α + β = 0), the result
+    loses digits: use the limit itself.
+    """
+
+    def balanced(self, pair: Sides) -> Tensor:
+        """In the general case p^(α+β) (β (e^((α+β)r) − 1 − (α+β)r) − (α+β) (e^(βr) − 1 − βr)) / (αβ(α+β)).
+
+        Where p and q are close, this is computed as a power series in r that begins with r². The terms cancel least
+        if p^(α+β) is factored out for α ≥ β, and q^(α+β) otherwise.
+        """
+        alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
+        if alpha == beta == 0:
+            return 0.5 * self._ratio(pair).square()
+        if total == 0:
+            # clamp log(p/q) = inf to the largest finite number: e^t − 1 − t is then inf and not inf − inf = NaN
+            t = (-alpha * self._ratio(pair)).clamp(max=torch.finfo(pair.ratio.dtype).max)
+            return excess(torch.ones_like(t), t.exp(), t) / alpha**2
+        is_one = total == 1 and alpha and beta
+        power_p, power_q = (pair.p, pair.q) if is_one else (_power(pair.log_p, total), _power(pair.log_q, total))
+        if alpha == 0:
+            return excess(power_q, power_p, -beta * pair.ratio) / beta**2
+        if beta == 0:
+            return excess(power_p, power_q, alpha * pair.ratio) / alpha**2
+        far = alpha / total * power_p + beta / total * power_q - torch.exp(alpha * pair.log_p + beta * pair.log_q)
+        near = (total * pair.ratio).abs() < NEAR
+        small = pair.ratio.clamp(-NEAR / total, NEAR / total)
+        outer, t, inner = (power_p, small, beta) if alpha >= beta else (power_q, -small, alpha)
+        series = [inner * (total ** (n - 1) - inner ** (n - 1)) / math.factorial(n) for n in range(2, terms(t) + 1)]
+        close = outer * t * t * polynomial(series, t)
+        return torch.where(near, close, far) / (alpha * beta)
+
+    def balanced_slope(self, pair: Sides) -> Tensor:
+        """q·h with h = q^(α+β−1) (1 − (p/q)^α) / α; for α + β > 1, q·(h − the pivot's h).
+
+        Without this subtraction, the slope of an outcome with a probability near 1 would outweigh all other slopes.
+        """
+        alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
+        if total == 0:
+            ratio = self._ratio(pair)
+            return -torch.expm1(-alpha * ratio) / alpha if alpha else ratio
+        if alpha == 0:
+            slope = expect(_power(pair.log_q, beta), pair.ratio)
+        else:
+            # with β·log q, 0·log 0 would be NaN for β = 0
+            log_product = alpha * pair.log_p + beta * pair.log_q if beta else alpha * pair.log_p
+            power_q = pair.q if total == 1 else _power(pair.log_q, total)
+            slope = difference(log_product.exp(), power_q, alpha * pair.ratio) / alpha
+        if total <= 1 or pair.pivot is None:
+            return slope
+        factor = -torch.expm1(-alpha * pair.pivot.ratio) / alpha if alpha else pair.pivot.ratio
+        is_pivot = (pair.log_q == pair.pivot.log_q) & (pair.ratio == pair.pivot.ratio)
+        return torch.where(is_pivot, 0.0, slope - pair.q * (_power(pair.pivot.log_q, total - 1) * factor))
+
+    def _ratio(self, pair: Sides) -> Tensor:
+        """log(q/p); 0 where p = q = 0."""
+        return pair.ratio.masked_fill((pair.log_p == -math.inf) & (pair.log_q == -math.inf), 0.0)
+
+
+def _power(log_probability: Tensor, exponent: float) -> Tensor:
+    return torch.exp(exponent * log_probability)
 
 
 #: the divergences by their names in expressions; `parameters.py` has the parameters of the same names

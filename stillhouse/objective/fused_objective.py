@@ -6,26 +6,36 @@ head. All of this happens in forward, so backward only multiplies by the incomin
 twice. Over vocabulary shards, each rank does this for its own rows, and an all-gather per chunk (or two, for some
 divergences) collects every rank's sums for each token, while the next chunk's products run.
 
+The inputs are checked first; each failure is a ValueError. The values of a tensor are checked only on a CPU: on a
+GPU, the check would have to wait.
+
 T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 # torch.compile must not trace the pass. `_disable_dynamo` is torch.compiler.disable without its imports (1 s)
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 
 from stillhouse.objective.head import OutputHead
-from stillhouse.objective.input_checks import Leaves, check_leaves, check_pass, first_leaf
-from stillhouse.objective.metrics import CHUNK_TOKENS, Totals
-from stillhouse.objective.terms import Term
+from stillhouse.objective.metrics import CHUNK_TOKENS
+from stillhouse.objective.signals import check_per_token
+from stillhouse.objective.terms import Term, require_terms
 from stillhouse.objective.tile.chunks import run_chunks
 from stillhouse.objective.tile.logits_provider import HeadLogits, LogitsProvider, TensorLogits
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
+
+#: the tensors of a pass that receive a gradient, by their names in error messages. The first tensor, hidden states or
+#: logits, has one row per token
+Leaves: TypeAlias = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class ObjectiveOutput:
     `metrics`: detached sums over tokens of each term's value and statistics. Each token counts with its weight in the
         term (the objective's weight times the term's own). The sums are not multiplied by the term's scale and not
         divided by the normalizer. The keys depend only on the terms, not on the rows; docs/objective.md lists them.
-    The metric `chunk_tokens` is not a sum: it is the largest number of rows of a tile.
+        Only `chunk_tokens` is not a sum: it is the largest number of rows of a tile.
     `per_token`: detached [T], each term's unweighted value under the term's name; 0 where the token's weight is 0.
     """
 
@@ -112,15 +122,7 @@ def routed_objective(
             f"hidden_TD of shape {tuple(hidden_TD.shape)}: expected [tokens, {head.weight_VD.shape[1]}] for this head"
         )
 
-    def passes() -> Iterator[tuple[LogitsProvider, Sequence[Term], Tensor | None]]:
-        gradients = None
-        for index, terms in groups:
-            check_pass(leaves, terms, weights_T, normalizer, index, chunk_tokens)
-            provider = HeadLogits(hidden_TD, head, terms, gradients)
-            gradients = provider.gradients
-            yield provider, terms, index
-
-    return _objective(passes(), leaves, weights_T, normalizer, chunk_tokens)
+    return _objective(partial(HeadLogits, hidden_TD, head), leaves, groups, weights_T, normalizer, chunk_tokens)
 
 
 @_disable_dynamo
@@ -142,22 +144,24 @@ def logits_objective(
         raise ValueError(f"logits_TV of shape {tuple(logits_TV.shape)}: expected [tokens, vocabulary]")
     if shard is not None:
         check_shard(shard, logits_TV.shape[1])
-    check_pass(leaves, terms, weights_T, normalizer, None, None)
-    provider = TensorLogits(logits_TV, shard, terms)
-    return _objective([(provider, terms, None)], leaves, weights_T, normalizer, None)
+    return _objective(partial(TensorLogits, logits_TV, shard), leaves, [(None, terms)], weights_T, normalizer, None)
 
 
 def _objective(
-    passes: Iterable[tuple[LogitsProvider, Sequence[Term], Tensor | None]],
+    provide: Callable[[Sequence[Term], list[Tensor | None] | None], LogitsProvider],
     leaves: Leaves,
+    groups: Iterable[tuple[Tensor | None, Sequence[Term]]],
     weights_T: Tensor | None,
     normalizer: float | Tensor,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    """passes: for each group, the provider of the logits, the terms and the rows (None: all rows)."""
-    tokens = len(first_leaf(leaves)[1])
-    totals: Totals | None = None
-    for provider, terms, index in passes:
+    """provide: returns the provider of logits for the terms, which adds to the gradients (None: to new ones)."""
+    tokens = len(_first_leaf(leaves)[1])
+    totals, gradients = None, None
+    for index, terms in groups:
+        _check_pass(leaves, terms, weights_T, normalizer, index, chunk_tokens)
+        provider = provide(terms, gradients)
+        gradients = provider.gradients
         if index is None and weights_T is not None and weights_T.device.type == "cpu":
             index = weights_T.nonzero()[:, 0]
         if index is not None and provider.device.type == "cuda" and index.device.type == "cpu":
@@ -231,3 +235,111 @@ class _Attach(torch.autograd.Function):
         if is_summed and scaled[0] is not None:
             scaled[0] = reduce_hidden_grad(scaled[0], ctx.shard).to(ctx.dtypes[0])
         return (None, None, None, None, *scaled)
+
+
+def check_leaves(leaves: Leaves) -> None:
+    """Require that all leaves are on one device and have no forward-mode tangent."""
+    for name, tensor in leaves.items():
+        if tensor is None:
+            continue
+        check_device(name, tensor, *_first_leaf(leaves))
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(
+                f"{name} carries a forward-mode tangent (torch.func.jvp): expected none, since an objective's "
+                "gradients are computed in reverse mode only; use torch.autograd.grad or backward"
+            )
+
+
+def check_device(name: str, tensor: Tensor, first: str, leaf: Tensor) -> None:
+    """Require that the tensor has data and is on the device of `leaf`. first: the name of `leaf`."""
+    _check_has_data(name, tensor)
+    if tensor.device != leaf.device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, {first} on {leaf.device}: expected both on one device; move it with "
+            f".to({str(leaf.device)!r})"
+        )
+
+
+def _check_pass(
+    leaves: Leaves,
+    terms: Sequence[Term],
+    weights_T: Tensor | None,
+    normalizer: float | Tensor,
+    valid_index: Tensor | None,
+    chunk_tokens: int | None,
+) -> None:
+    """Raise ValueError for invalid arguments of `linear_objective`."""
+    first, leaf = _first_leaf(leaves)
+    require_terms(terms)
+    if not terms:
+        raise ValueError("no terms: expected at least one of CrossEntropy, Distill, Entropy")
+    tokens = len(leaf)
+    for at, term in enumerate(terms):
+        if term.tokens not in (None, tokens):
+            raise ValueError(
+                f"terms[{at}] ({term.name}) has {term.tokens} tokens, the student {tokens}; expected one row per "
+                "token on all sides"
+            )
+        for name, tensor in _tensors(f"terms[{at}]", term):
+            check_device(name, tensor, first, leaf)
+    weights = {"weights_T": weights_T} | {f"terms[{at}].weights_T": term.weights_T for at, term in enumerate(terms)}
+    check_per_token(tokens, **weights)
+    constants = weights | {"normalizer": normalizer if isinstance(normalizer, Tensor) else None}
+    for name, constant in constants.items():
+        if constant is None:
+            continue
+        _check_has_data(name, constant)
+        if constant.requires_grad:
+            raise ValueError(f"{name} requires grad: expected a constant; detach it")
+        if name != "normalizer" and constant.device.type == "cpu" and not constant.isfinite().all():
+            raise ValueError(f"{name} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
+    if valid_index is not None:
+        _check_index(valid_index, tokens)
+    is_on_device = isinstance(normalizer, Tensor) and normalizer.device.type != "cpu"
+    if not is_on_device and not 0 < float(normalizer) < math.inf:
+        raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
+
+
+def _check_index(valid_index: Tensor, tokens: int) -> None:
+    if valid_index.dim() != 1 or valid_index.dtype != torch.int64:
+        raise ValueError(
+            f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row numbers, "
+            "one dim of int64 (a mask's are mask.nonzero()[:, 0])"
+        )
+    _check_has_data("valid_index", valid_index)
+    if valid_index.device.type != "cpu" or not len(valid_index):
+        return
+    first, last = int(valid_index.min()), int(valid_index.max())
+    if first < 0 or last >= tokens:
+        raise ValueError(f"valid_index holds rows {first} to {last}: expected rows from 0 to {tokens - 1}")
+    # a repeated row would count twice in the loss and the head's gradient, but once in the hidden states' gradient
+    if repeated := len(valid_index) - len(valid_index.unique()):
+        raise ValueError(f"valid_index holds {repeated} of its {len(valid_index)} rows again: expected each row once")
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a term, its signals and their heads, with their names."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(f"{name}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for at, element in enumerate(value):
+            yield from _tensors(f"{name}[{at}]", element)
+
+
+def _check_has_data(name: str, tensor: Tensor) -> None:
+    if tensor.device.type == "meta":
+        raise ValueError(
+            f"{name} is on the meta device, which holds no numbers: expected a tensor with its data (load the "
+            "weights of a model that was built on meta before the first pass)"
+        )
+
+
+def _first_leaf(leaves: Leaves) -> tuple[str, Tensor]:
+    name, tensor = next(iter(leaves.items()))
+    assert tensor is not None
+    return name, tensor

@@ -38,9 +38,8 @@ class OutputHead:
             raise ValueError(f"head weight of shape {tuple(self.weight_VD.shape)}: expected [vocabulary, width]")
         rows = self.weight_VD.shape[0]
         if self.bias is not None and self.bias.shape != (rows,):
-            raise ValueError(
-                f"head bias of shape {tuple(self.bias.shape)}: expected ({rows},), one per row of the weight"
-            )
+            shape = tuple(self.bias.shape)
+            raise ValueError(f"head bias of shape {shape}: expected ({rows},), one per row of the weight")
         if self.shard is not None:
             check_shard(self.shard, rows)
         elif self.vocab_size is not None and self.vocab_size > rows:
@@ -98,33 +97,35 @@ ALIGNED = 8
 class Projection:
     """A head prepared for one pass over the tokens: real rows only, weights in the dtype of the matrix products.
 
-    `shard`: the student's shard, whose rows this rank needs. A teacher's head may be sharded differently (`rows_of`).
-
     Logits are at least float32. On a GPU, half-precision operands keep their dtype, since matrix products accumulate
     in float32; on a CPU, the weight is converted to float32 once, here.
+
+    shard: the student's shard, whose rows this rank needs. A teacher's head may be sharded differently (`rows_of`).
+    gradient_dtype: the dtype of the gradient of logits in matrix products.
     """
 
     def __init__(
         self, head: OutputHead, vocabulary: int, operand_dtype: torch.dtype, shard: VocabShard | None = None
     ):
         weight_VD = rows_of(head.weight_VD, head.shard, shard, vocabulary).detach()
+        self.scale, self.softcap, self.bias = head.scale, head.softcap, None
         self.compute_dtype = torch.promote_types(operand_dtype, torch.float32)
         self.operand_dtype = operand_dtype if weight_VD.is_cuda else self.compute_dtype
+        # the gradient of a logit can be 1e-8, which underflows in float16 but not in bfloat16
+        self.gradient_dtype = torch.float32 if self.operand_dtype == torch.float16 else self.operand_dtype
         self.weight_VD = weight_VD.to(self.operand_dtype)
-        self.bias = None
         if head.bias is not None:
             self.bias = rows_of(head.bias, head.shard, shard, vocabulary).detach().to(self.compute_dtype)
-        self.scale, self.softcap = head.scale, head.softcap
 
     def logits(self, hidden_CD: Tensor, out_CV: Tensor | None = None) -> Tensor:
         """Return the logits [C, V] of hidden states [C, D] in the compute dtype, written to `out_CV` if given."""
-        shape = len(hidden_CD), len(self.weight_VD)
+        shape = _, vocabulary = len(hidden_CD), len(self.weight_VD)
         logits_CV = hidden_CD.new_empty(shape, dtype=self.compute_dtype) if out_CV is None else out_CV
         hidden_CD = hidden_CD.to(self.operand_dtype)
         panels = self._aligned_panels()
         if not self.weight_VD.is_cuda:
-            rows, size = len(self.weight_VD), PANEL_ROWS * torch.get_num_threads()
-            panels = [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+            size = PANEL_ROWS * torch.get_num_threads()
+            panels = [slice(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
         for panel in panels:
             self._matmul(hidden_CD, self.weight_VD[panel].t(), logits_CV[:, panel])
         if self.bias is not None:
@@ -134,12 +135,6 @@ class Projection:
         if self.softcap is not None:
             logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_CV
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The dtype of the gradient of logits in matrix products."""
-        # the gradient of a logit can be 1e-8, which underflows in float16 but not in bfloat16
-        return torch.float32 if self.operand_dtype == torch.float16 else self.operand_dtype
 
     def hidden_grad(self, operand_CV: Tensor, out_CD: Tensor | None = None) -> Tensor:
         """Return the gradient of hidden states in the compute dtype, written to `out_CD` if given."""

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stillhouse.objective.fused_objective import linear_objective, logits_objective
+from stillhouse.objective.fused_objective import check_device, check_leaves, linear_objective, logits_objective
 from stillhouse.objective.head import OutputHead
-from stillhouse.objective.input_checks import check_device, check_leaves
-from stillhouse.objective.sampled_terms import LogProb, check_sampled_tokens
-from stillhouse.objective.signals import DenseLogits, FullVocab, Mixture, Signal, SparseSignal, check_temperature
+from stillhouse.objective.sampled_terms import LogProb
+from stillhouse.objective.signals import DenseLogits, FullVocab, Mixture, Signal, SparseSignal
 from stillhouse.objective.terms import Entropy
 from stillhouse.objective.vocab import VocabShard
 
@@ -37,8 +36,6 @@ def linear_log_probs(
     """
     check_leaves({"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias})
     check_device("labels_T", labels_T, "hidden_TD", hidden_TD)
-    check_sampled_tokens(labels_T)
-    check_temperature(temperature)
     return _LogProbs.apply(hidden_TD, head.weight_VD, head.bias, head, labels_T, temperature)
 
 
@@ -98,21 +95,19 @@ def teacher_log_probs(
     signal: `FullVocab`, `DenseLogits`, `Mixture`, or a `TopK` or `Chosen` whose ids include the label.
     vocabulary: the number of tokens with a probability (`common_vocabulary`); None: all tokens of the teacher.
     shard: the student's shard; needed if `DenseLogits` have only this rank's columns.
-    valid_index: the rows to compute; must include all rows with a label. None: on a CPU, the rows with a label are
-        computed; on a GPU, all rows.
+    valid_index: the rows to compute; must include all rows with a label. None: as in `linear_objective`.
 
     Collectives: one all-gather per chunk for each `FullVocab` with a sharded head, also in a `Mixture`, and for each
     `DenseLogits` with only this rank's columns. All ranks get the same numbers.
 
     Raises ValueError for other signals, for a sparse signal at another temperature, and if a label is not among a
-    sparse signal's ids. This last check synchronises with a GPU.
+    sparse signal's ids, which synchronises with a GPU.
     """
-    check_sampled_tokens(labels_T)
-    check_temperature(temperature)
+    terms = [LogProb(labels_T, temperature)]
     if signal.tokens != len(labels_T):
         raise ValueError(f"a signal of {signal.tokens} tokens with {len(labels_T)} labels: expected one for each row")
     signal.require_temperature(temperature)
-    terms, weights_T = [LogProb(labels_T, temperature)], (labels_T >= 0).float()
+    weights_T = (labels_T >= 0).float()
     match signal:
         case FullVocab():
             head = signal.head if vocabulary is None else replace(signal.head, vocab_size=vocabulary)
@@ -151,13 +146,11 @@ def _real_columns(
                 "padded columns off, or set vocab_size on the head"
             )
         return logits_TV, None
-    rows = shard.stop - shard.start
-    start, stop = shard.within(shard.rows if vocabulary is None else vocabulary)
+    rows, vocabulary = shard.stop - shard.start, shard.rows if vocabulary is None else vocabulary
+    start, stop = shard.within(vocabulary)
     if columns not in (rows, stop - start):
-        raise ValueError(
-            f"teacher logits over {columns} tokens: expected those of this rank, {rows}, or of all ranks, "
-            f"{shard.rows if vocabulary is None else vocabulary}"
-        )
+        expected = f"those of this rank, {rows}, or of all ranks, {vocabulary}"
+        raise ValueError(f"teacher logits over {columns} tokens: expected {expected}")
     return pad(logits_TV[:, : stop - start], (0, rows - (stop - start)), value=-torch.inf), shard
 
 

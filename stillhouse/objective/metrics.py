@@ -43,10 +43,9 @@ def unique_names(terms: Sequence[Term]) -> list[str]:
 class StatisticKeys:
     """The keys of the terms' statistics. The second term of a class gets the suffix "#2" or the next free number.
 
-    If a term has a label, the label follows the names of its statistics, and only terms with this label are numbered
-    together. The student's entropy does not depend on the teacher: if some distillation term has a label, and all
-    distillation terms have the same temperature and no `weights_T`, then only the first of them reports the student's
-    entropy, without a label. The keys depend only on the terms and their order.
+    A term's label follows the names of its statistics, and only terms with this label are numbered together. If some
+    distillation term has a label, and all of them have the same temperature and no `weights_T`, then only the first
+    of them reports the student's entropy, which does not depend on the teacher, without a label.
     """
 
     def __init__(self, terms: Sequence[Term], names: Sequence[str]):
@@ -62,7 +61,7 @@ class StatisticKeys:
         #: the distillation terms that share one value of the student's entropy; empty if every term reports its own
         self.share_entropy = list(distilled) if one_entropy and is_labelled else []
 
-    def of(self, position: int, name: str) -> str | None:
+    def key(self, position: int, name: str) -> str | None:
         """Return the key of the statistic `name` of the term at `position`; None: an earlier term reports it."""
         label = self.labels[position]
         if name == "student_entropy" and position in self.share_entropy:
@@ -115,13 +114,11 @@ class Totals:
             # a row of weight 0 adds 0, even if its value is NaN
             value_C = result.value_C.masked_fill(weights_C == 0, 0.0)
             self.per_token[name][tile.rows] = value_C
-            value = self._weighted_sum(value_C, weights_C)
+            value = (value_C.to(self.loss.dtype) * weights_C).sum()
             self.sums[name] += value
             if term.scale:  # a term of scale 0 is only reported; its value may be infinite
                 self.loss += term.scale * value
             for statistic, values_C in (result.statistics | result.parts).items():
-                if key := self.keys.of(position, statistic):
-                    self.sums[key] += self._weighted_sum(values_C, weights_C)
-
-    def _weighted_sum(self, values_C: Tensor, weights_C: Tensor) -> Tensor:
-        return (values_C.masked_fill(weights_C == 0, 0.0).to(self.loss.dtype) * weights_C).sum()
+                if key := self.keys.key(position, statistic):
+                    values_C = values_C.masked_fill(weights_C == 0, 0.0)
+                    self.sums[key] += (values_C.to(self.loss.dtype) * weights_C).sum()

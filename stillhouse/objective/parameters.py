@@ -42,11 +42,10 @@ class Parameters(ABC):
 
     def __str__(self) -> str:
         """The expression that `parse_divergence` turns into this divergence."""
-        values = [(field, getattr(self, field.name)) for field in fields(self)]
         shown = [
             shortest(value) if field.default is MISSING else f"{field.name}={type(field.default)(value)}"
-            for field, value in values
-            if value != field.default
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
         ]
         return f"{self.definition.name}({', '.join(shown)})" if shown else self.definition.name
 
@@ -173,15 +172,14 @@ PARAMETERS: DivergenceKinds = {
 
 
 def require_weight(weight: float, part: Parameters) -> None:
-    """Raise ValueError unless the weight of a divergence in a sum is a positive number."""
+    """Require that the weight of a divergence in a sum is a positive number."""
     if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
         raise ValueError(f"weight {weight} of {part}: expected a positive number")
 
 
 def shortest(number: float) -> str:
     """Return a short text that reads back as the same number; 1.0 becomes "1"."""
-    short = f"{number:g}"
-    return short if float(short) == number else repr(number)
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 
 Surrogate = Literal["clip", "cispo", "corrected"]
@@ -266,10 +264,7 @@ def policy_fields(
 ) -> dict[str, Any]:
     """Return the fields of `ObjectiveSpec` for these arguments of policy_gradient in an expression."""
     if teacher_kl is not None and (isinstance(teacher_kl, bool) or not 0 < teacher_kl < math.inf):
-        raise ValueError(
-            f"policy_gradient(teacher_kl={teacher_kl}): expected a positive number; leave teacher_kl out for rewards "
-            "alone"
-        )
+        raise _refused("teacher_kl", teacher_kl, "a positive number; leave teacher_kl out for rewards alone")
     policy = PolicySettings(clip_low, clip_high, dual_clip, surrogate, ratio, kl_scale)
     return {"policy": policy, "teacher_kl": teacher_kl or 0.0}
 

@@ -43,7 +43,10 @@ def dense_objective(
         raise ValueError("a head over several ranks: expected one that holds all rows: gather them for the reference")
     vocabulary = common_vocabulary(heads)
     dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
-    weights_T = _weights(weights_T, valid_index, hidden_TD.detach().to(dtype))
+    if weights_T is None:
+        weights_T = hidden_TD.new_full((len(hidden_TD),), 1.0 if valid_index is None else 0.0)
+        weights_T = weights_T if valid_index is None else weights_T.index_fill(0, valid_index, 1.0)
+    weights_T = weights_T.to(dtype)
     counted = [term.counted(slice(None), weights_T) for term in terms]
     # a row that no term counts may contain NaN, and 0·NaN would make the head's gradient NaN
     hidden_TD = torch.where(torch.stack(counted).any(0)[:, None], hidden_TD, 0)
@@ -55,20 +58,12 @@ def dense_objective(
         attached_TV = torch.where(counted_T[:, None], logits_TV, logits_TV.detach())
         value_T = _value(term, attached_TV, vocabulary)
         value_T = torch.where(term_weights_T == 0, torch.zeros_like(value_T), value_T)
-        total = (term_weights_T * torch.where(term_weights_T == 0, torch.zeros_like(value_T), value_T)).sum()
+        total = (term_weights_T * value_T).sum()
         if term.scale:  # a term of scale 0 is only reported; its value may be infinite
             loss = loss + term.scale * total
         metrics[name] = total.detach()
         per_token[name] = value_T.detach()
     return ObjectiveOutput(loss / normalizer, metrics, per_token)
-
-
-def _weights(weights_T: Tensor | None, valid_index: Tensor | None, hidden_TD: Tensor) -> Tensor:
-    if weights_T is not None:
-        return weights_T.to(hidden_TD.dtype)
-    if valid_index is not None:
-        return hidden_TD.new_zeros(len(hidden_TD)).index_fill(0, valid_index, 1.0)
-    return hidden_TD.new_ones(len(hidden_TD))
 
 
 def _logits(hidden: Tensor, head: OutputHead, vocabulary: int, dtype: torch.dtype) -> Tensor:

@@ -24,9 +24,9 @@ from torch import Tensor
 from stillhouse.objective.expression import check_estimator
 from stillhouse.objective.numerics import expect
 from stillhouse.objective.parameters import Surrogate
-from stillhouse.objective.row_temperatures import OnTile, RowTemperatures, Temperatures, distinct_temperatures
+from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures, distinct_temperatures, select_rows
 from stillhouse.objective.signals import check_temperature
-from stillhouse.objective.terms import LabelTerm, check_labels, check_scale, labelled
+from stillhouse.objective.terms import LabelTerm, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import TilePlan
 
@@ -35,11 +35,11 @@ CorrectionKind = Literal["none", "truncated", "masked"]
 
 @dataclass(frozen=True)
 class Correction:
-    """Importance weights for tokens whose probability has changed since they were sampled, from their ratios ρ.
+    """Constant importance weights for tokens whose probability has changed since they were sampled.
 
     kind: "truncated" is min(ρ, limit), truncated importance sampling (TIS, Yao et al. 2025). "masked" is ρ if
         1/limit ≤ ρ ≤ limit, otherwise 0: IcePop (Ring-1T, arXiv:2510.18855). With "none", every weight is 1.
-    limit: a number above 1. The weights are constants: no gradient flows through them.
+    limit: a number above 1.
     """
 
     kind: CorrectionKind = "none"
@@ -67,10 +67,7 @@ NO_CORRECTION = Correction()
 
 
 class SampledTerm(LabelTerm):
-    """A term with the value φ(log q) at the labels.
-
-    row_temperatures: the temperature of each row, in place of `temperature`.
-    """
+    """A term with the value φ(log q) at the labels. row_temperatures: each row's, in place of `temperature`."""
 
     row_temperatures: RowTemperatures | None = None
 
@@ -83,21 +80,23 @@ class SampledTerm(LabelTerm):
             plan.softmax(value)
         plan.logits_at(self.labels_T)
 
-    def log_probs(self, tile: Tile) -> Tensor:
-        return OnTile(tile, self.temperatures).log_probs(self.labels_T)
-
     @abstractmethod
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return φ, φ' and further statistics for the metrics, [C] each."""
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        label_C, has_label_C, log_q_C = self.read_labels(tile)
+        label_C = tile.take(self.labels_T)
+        has_label_C = label_C >= 0
+        log_q_C = _log_probs(tile, self.labels_T, self.temperatures).masked_fill(~has_label_C, 0.0)
         value_C, slope_C, statistics = self.of(tile, log_q_C)
         if tile.needs_gradient and self.scale:
+            values, number_C = distinct_temperatures(self.temperatures), _numbers(tile, self.temperatures)
+            divided = [weights_C * has_label_C / value for value in values]
             # a row of weight 0 may contain any values, and its slope may be infinite
-            on_tile = OnTile(tile, self.temperatures)
-            weighted_C = expect(on_tile.divided(weights_C * has_label_C), slope_C)
-            on_tile.add_probability(-weighted_C)
+            weighted_C = expect(select_rows(divided, number_C), slope_C)
+            for number, value in enumerate(values):
+                here_C = -weighted_C if number_C is None else (-weighted_C).masked_fill(number_C != number, 0.0)
+                tile.add_probability(value, here_C)
             tile.add_at(label_C[:, None], weighted_C[:, None])
         statistics = {name: values_C.masked_fill(~has_label_C, 0.0) for name, values_C in statistics.items()}
         return TermResult(value_C.masked_fill(~has_label_C, 0.0), statistics)
@@ -112,10 +111,9 @@ class SampledKL(SampledTerm):
     is the reverse KL. For tokens that another policy sampled, these statements need a correction.
 
     teacher_log_probs_T: log p(y) at the term's temperature.
-    correction: multiplies each value by a constant weight, computed from ρ = q(y) / q_old(y). This needs
-        old_log_probs_T: log q_old(y) at `sampling_temperature`, of all rows or of each row (None: the term's
-        temperature). The correction adds the statistics `ratio`, which is ρ, and `clipped`, which is 1 where the
-        limit changed the weight.
+    correction: weights each value by ρ = q(y) / q_old(y), and needs old_log_probs_T: log q_old(y) at
+        `sampling_temperature`, of all rows or of each row (None: the term's temperature). It adds the statistics
+        `ratio`, which is ρ, and `clipped`, which is 1 where the limit changed the weight.
     `label`: as in `Distill`.
     """
 
@@ -145,6 +143,10 @@ class SampledKL(SampledTerm):
             check_temperature(value)
 
     @property
+    def _sampling_temperature(self) -> Temperatures:
+        return self.temperature if self.sampling_temperature is None else self.sampling_temperature
+
+    @property
     def descends(self) -> str:
         """The divergence whose gradient equals the expected on-policy gradient of the estimator."""
         return "reverse_kl" if self.estimator == "k2" else "forward_kl"
@@ -161,19 +163,15 @@ class SampledKL(SampledTerm):
 
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         r_C = tile.take(self.teacher_log_probs_T).to(log_q_C.dtype) - log_q_C
-        value_C, slope_C = (r_C.square() / 2, -r_C) if self.estimator == "k2" else k3(r_C)
+        value_C, slope_C = (r_C.square() / 2, -r_C) if self.estimator == "k2" else _k3(r_C)
         if self.correction.kind == "none":
             return value_C, slope_C, {}
         assert self.old_log_probs_T is not None
-        sampled_log_q_C = OnTile(tile, self._sampling_temperature).log_probs(self.labels_T)
+        sampled_log_q_C = _log_probs(tile, self.labels_T, self._sampling_temperature)
         ratio_C = (sampled_log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).exp()
         weight_C, is_limited_C = self.correction.weights(ratio_C)
         statistics = {"ratio": ratio_C, "clipped": is_limited_C.to(log_q_C.dtype)}
         return expect(weight_C, value_C), expect(weight_C, slope_C), statistics
-
-    @property
-    def _sampling_temperature(self) -> Temperatures:
-        return self.temperature if self.sampling_temperature is None else self.sampling_temperature
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,9 +188,8 @@ class PolicyGradient(SampledTerm):
         eq. 5). For c > 1 + clip_high, the value equals −min(min(ρ, δ)·A, clip(ρ)·A) with δ = c: the two-sided
         clipping of INTELLECT-2 (arXiv:2505.07291), and `delta` of TRL.
     surrogate: "clip" is the formula above. "cispo" is value = −clip(ρ)·A·log q(y) with a constant clip(ρ): every
-        token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5; that paper has no lower
-        bound, that is, clip_low=1). "corrected" is value = −w·A·log q(y), where w is the constant weight of
-        `correction`, 1 by default; clip_low and clip_high have no effect.
+        token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5, which have clip_low=1).
+        "corrected" is value = −w·A·log q(y) without clipping, where w is the constant weight of `correction`.
     sequence_ratios_T: constant ratios that take the place of ρ, such as those of whole sequences (`sequence_ratios`);
         None: each token's own. The derivative of −ρA is −ρA·∂log q(y) as before: GSPO-token (Zheng et al. 2025,
         arXiv:2507.18071, eqs. 13 to 17), which is GSPO if all tokens of a sequence have one advantage and weight.
@@ -200,7 +197,7 @@ class PolicyGradient(SampledTerm):
     The penalty is that of GRPO; its on-policy gradient is the gradient of KL(ref‖q). For KL(q‖ref), use kl_scale=0
     and add SampledKL(…, "k2") with the reference as the teacher. To use distillation as a reward, set
     advantages_T = log p − log q, with the teacher's probability p. All log-probabilities are at the term's
-    temperature. Advantages and old log-probabilities are constants.
+    temperature.
 
     Statistics: `ratio` is ρ. `clipped` is 1 where clipping has set the surrogate's gradient to 0; with "cispo", where
     ρ was clipped; with "corrected", where the limit changed the weight. `reference_kl` is e^r − 1 − r.
@@ -267,7 +264,7 @@ class PolicyGradient(SampledTerm):
         statistics = {"ratio": ratio_C, "clipped": is_clipped_C.to(log_q_C.dtype)}
         if self.reference_log_probs_T is not None:
             r_C = tile.take(self.reference_log_probs_T).to(log_q_C.dtype) - log_q_C
-            statistics["reference_kl"], penalty_slope_C = k3(r_C)
+            statistics["reference_kl"], penalty_slope_C = _k3(r_C)
             if self.kl_scale:
                 value_C = value_C + self.kl_scale * statistics["reference_kl"]
                 slope_C = slope_C + self.kl_scale * penalty_slope_C
@@ -334,14 +331,23 @@ class LogProb(SampledTerm):
         return log_q_C, torch.ones_like(log_q_C), {}
 
 
-def k3(r_C: Tensor) -> tuple[Tensor, Tensor]:
+def _log_probs(tile: Tile, labels_T: Tensor, temperatures: Temperatures) -> Tensor:
+    """Return log q of the labels at the temperatures of the rows, [C]."""
+    log_probs = [tile.log_probs_at(labels_T, value)[:, 0] for value in distinct_temperatures(temperatures)]
+    return select_rows(log_probs, _numbers(tile, temperatures))
+
+
+def _numbers(tile: Tile, temperatures: Temperatures) -> Tensor | None:
+    return tile.take(temperatures.number_T) if isinstance(temperatures, RowTemperatures) else None
+
+
+def _k3(r_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return e^r − 1 − r and its derivative with respect to log q, where r = log p − log q."""
     return torch.expm1(r_C) - r_C, -torch.expm1(r_C)
 
 
 def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor | None) -> None:
-    """Require valid labels, and constant tensors in `per_token` that are finite at every label; None is skipped."""
-    check_labels(labels_T)
+    """Require constant tensors that are finite at every label; None is skipped."""
     for name, values_T in per_token.items():
         if values_T is None:
             continue

@@ -17,6 +17,7 @@ T tokens.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +40,7 @@ DATASET, STUDENT, TEACHER = ORIGINS = ("dataset", "student", "teacher")
 
 
 def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return, for each origin, a mask of its rows, [T] bool.
-
-    per_token: the tensors of a batch of rollouts. Without them, all rows are of the dataset.
-    """
+    """Return a mask of each origin's rows, [T] bool. Without the tensors of rollouts, all are the dataset's."""
     if IS_SAMPLED not in per_token:
         none_T = torch.zeros_like(labels_T, dtype=torch.bool)
         return {DATASET: ~none_T, STUDENT: none_T, TEACHER: none_T}
@@ -58,11 +56,10 @@ def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str,
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """per_token: the tensors of `metrics.py`, [T] each.
-    document_T: the document of each row.
-    hidden_TD: the student's hidden states, for `sequence_ratios`.
+    """per_token: the tensors of `metrics.py`, [T] each. document_T: the document of each row.
     valid_index: the rows that count; None: all rows.
-    teacher_heads: the heads of all teachers of the batch. Probabilities are over the tokens that all heads have.
+    teacher_heads: of all teachers of the batch. Probabilities are over the tokens that all heads have.
+    hidden_TD: the student's hidden states, for `sequence_ratios`.
     """
 
     labels_T: Tensor
@@ -106,20 +103,14 @@ class SampledTokens:
         return self.require(name).masked_fill(~self.is_sampled_T, 0.0)
 
     def log_probs(self, signals: Sequence[Signal], temperatures: Temperatures) -> Tensor:
-        """Return the teacher's log p of the sampled tokens, 0 elsewhere.
-
-        signals: the teacher's signal for each of `distinct_temperatures`.
-        """
+        """Return the teacher's log p of the sampled tokens, 0 elsewhere. signals: at each of the temperatures."""
         student = self.student
+        options: dict[str, Any] = {"valid_index": self.valid_index}
+        if student is not None:
+            options |= {"vocabulary": common_vocabulary([student, *self.teacher_heads]), "shard": student.shard}
+        labels_T = self.labels_T.masked_fill(~self.is_sampled_T, -1)
         by_temperature = [
-            teacher_log_probs(
-                signal,
-                self.labels_T.masked_fill(~self.is_sampled_T, -1),
-                temperature,
-                vocabulary=None if student is None else common_vocabulary([student, *self.teacher_heads]),
-                shard=None if student is None else student.shard,
-                valid_index=self.valid_index,
-            )
+            teacher_log_probs(signal, labels_T, temperature, **options)
             for signal, temperature in zip(signals, distinct_temperatures(temperatures), strict=True)
         ]
         number_T = temperatures.number_T if isinstance(temperatures, RowTemperatures) else None
@@ -138,8 +129,7 @@ class SampledTokens:
     def sequence_ratios(self, temperatures: Temperatures) -> Tensor:
         """Return `sequence_ratios` of the student's present and old log-probabilities of the sampled tokens, [T].
 
-        This projects the hidden states once more, without a gradient. Over a sharded head, each chunk takes one
-        all-gather. temperatures: the sampling temperatures.
+        This projects the hidden states once more. Over a sharded head, each chunk takes one all-gather.
         """
         if self.hidden_TD is None or self.student is None or self.document_T is None:
             raise ValueError(
@@ -159,10 +149,9 @@ class SampledTokens:
 
 
 def sequence_ratios(log_ratio_T: Tensor, document_T: Tensor, is_counted_T: Tensor) -> Tensor:
-    """Return, at each row, the geometric mean of the ratios of the counted rows of its document, [T].
+    """Return, at each row, the geometric mean of the ratios of its document's counted rows, or 1 if there are none.
 
-    log_ratio_T: log q(y) − log q_old(y) of each row. is_counted_T: a mask of the sampled tokens. Rows of a document
-    without a counted row get 1. A document ends where the number in document_T changes.
+    log_ratio_T: log q(y) − log q_old(y). A document ends where the number in document_T changes.
     (Zheng et al. 2025, arXiv:2507.18071, eq. 7)
     """
     log_ratio_T = log_ratio_T.masked_fill(~is_counted_T, 0.0)
@@ -180,7 +169,7 @@ def discounted_sum(values_T: Tensor, document_T: Tensor, discount: float) -> Ten
     """Return Σ_{u ≥ t} discount^(u−t) · values_u over the rows u of t's document, for each row t.
 
     A document ends where the number in document_T changes. The sums are built by doubling: after step k, each row has
-    the sum over its next 2^k rows. This takes log2(T) steps. A formula with quotients of powers would overflow.
+    the sum over its next 2^k rows. A formula with quotients of powers would overflow.
     """
     if document_T.shape != values_T.shape or values_T.dim() != 1:
         raise ValueError(

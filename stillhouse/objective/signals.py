@@ -39,13 +39,14 @@ TAIL_FLOOR = torch.finfo(torch.float32).eps
 @dataclass(frozen=True, eq=False)
 class Signal:
     """A teacher's output for T tokens, without gradients. In a subclass, which is a dataclass, every field that is a
-    tensor or a signal has one row per token, and the first field is such a field.
+    tensor, a signal or a tuple of them has one row per token, and the first field is such a field.
     """
 
     @property
     def tokens(self) -> int:
         """T, the number of rows."""
         first = getattr(self, fields(self)[0].name)
+        first = first[0] if isinstance(first, tuple) else first
         # with `len`, torch.compile would make the number a constant
         return first.tokens if isinstance(first, Signal) else first.shape[0]
 
@@ -71,10 +72,7 @@ class Signal:
         return []
 
     def opened(self, student: OutputHead) -> AbstractContextManager["Signal"]:
-        """A context that yields the signal with its output head. The head may be freed when the context ends.
-
-        student: the student's head.
-        """
+        """A context that yields the signal with its output head, which may be freed when the context ends."""
         return nullcontext(self)
 
 
@@ -114,11 +112,10 @@ class StudentHidden(Signal):
 
 @dataclass(frozen=True, eq=False)
 class RoutedSignal(Signal):
-    """The signal of a teacher that scores only some of the T tokens.
+    """The signal of a teacher that scores only the rows `index`, int64; no row belongs to two teachers.
 
-    signal: has T rows, also for tokens that another teacher scores. It is opened only while this teacher's rows are
-    computed, so that only one teacher's head at a time is in memory. index: the rows that this teacher scores, int64;
-    no row belongs to two teachers.
+    `signal` has T rows. It is opened only while this teacher's rows are computed, so that only one teacher's head at
+    a time is in memory.
     """
 
     signal: Signal
@@ -146,8 +143,7 @@ class Mixture(Signal):
     A pass stores p as one tile of logits τ·log p, whose softmax at τ is p. So terms treat a mixture like any other
     dense teacher. p is exact: every member is normalized over the whole vocabulary before it is added.
 
-    signals: `FullVocab` or `DenseLogits`, all over the same tokens.
-    weights: a positive number for each signal; they are divided by their sum.
+    signals: `FullVocab` or `DenseLogits` over the same tokens. weights: positive numbers, divided by their sum.
     """
 
     signals: Sequence[Signal]
@@ -165,15 +161,12 @@ class Mixture(Signal):
                 "more, and one weight for each"
             )
         for at, signal in enumerate(self.signals):
-            if isinstance(signal, Mixture):
-                raise ValueError(
-                    f"signals[{at}] is a Mixture: expected FullVocab or DenseLogits; give that mixture's own signals "
-                    "instead, with its weight multiplied into theirs"
-                )
             if not isinstance(signal, FullVocab | DenseLogits):
+                advice = "which give every token's probability; give another signal a term of its own"
+                if isinstance(signal, Mixture):
+                    advice = "such as that mixture's own signals, with its weight multiplied into theirs"
                 raise ValueError(
-                    f"signals[{at}] is of type {type(signal).__name__}: expected FullVocab or DenseLogits, which "
-                    "give every token's probability; give another signal a term of its own"
+                    f"signals[{at}] is of type {type(signal).__name__}: expected FullVocab or DenseLogits, {advice}"
                 )
             if signal.tokens != self.tokens:
                 raise ValueError(
@@ -183,10 +176,6 @@ class Mixture(Signal):
         for at, weight in enumerate(self.weights):
             if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(f"weights[{at}]={weight}: expected a positive number; leave out signals of weight 0")
-
-    @property
-    def tokens(self) -> int:
-        return self.signals[0].tokens
 
     @property
     def log_weights(self) -> list[float]:
@@ -206,10 +195,9 @@ class SparseSignal(Signal):
     """K ids per token with the teacher's log-probabilities over the whole vocabulary.
 
     An id that is negative or beyond the vocabulary is an absent entry. If an id is repeated, its first entry counts.
-    `tail_log_prob_T`: the log of the teacher's mass outside the ids. None: the mass is computed as 1 − Σp with the
-    floor `TAIL_FLOOR`. In float32, 1 − Σp is zero or negative for a third of peaked rows, so pass the mass if you
-    can.
-    `temperature`: the temperature of the log-probabilities; None: the term's temperature.
+    `tail_log_prob_T`: the log of the teacher's mass outside the ids. None: 1 − Σp with the floor `TAIL_FLOOR`. In
+    float32, 1 − Σp is zero or negative for a third of peaked rows, so pass the mass if you can.
+    `temperature`: that of the log-probabilities; None: the term's.
     """
 
     ids_TK: Tensor
@@ -237,9 +225,9 @@ class Chosen(SparseSignal):
 class Sampled(Signal):
     """Sampled ids with importance weights: they give an unbiased estimate of the gradient of forward KL.
 
-    Random sampling distillation (arXiv 2503.16870): ids are sampled from a proposal r, and each has a weight in
-    proportion to p/r. Σ_m weight·[id = v] estimates p_v, so the value estimates a cross-entropy: forward KL plus the
-    teacher's entropy. An id that is negative or beyond the vocabulary is an absent entry; a repeated id counts again.
+    Random sampling distillation (arXiv 2503.16870): ids are sampled from a proposal r, with weights in proportion to
+    p/r. Σ_m weight·[id = v] estimates p_v, so the value estimates a cross-entropy: forward KL plus the teacher's
+    entropy. An id that is negative or beyond the vocabulary is an absent entry; a repeated id counts again.
     """
 
     ids_TM: Tensor
@@ -293,11 +281,9 @@ def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
 def teacher_tail(signal: SparseSignal, log_p_TK: Tensor, student_tail_T: Tensor) -> Tensor:
     """Return the log of the teacher's mass outside the ids, [T].
 
-    A computed mass has the floor `TAIL_FLOOR`, because float32 rounding may lose it. It is 0 where the student has no
-    mass outside the ids (K = V).
+    A computed mass has the floor `TAIL_FLOOR`, and is 0 where the student has no mass outside the ids (K = V).
     """
     if signal.tail_log_prob_T is not None:
         return signal.tail_log_prob_T.to(log_p_TK.dtype)
-    mass_T = log_p_TK.exp().sum(1)
-    computed_T = torch.log1p(-mass_T.clamp(max=1 - TAIL_FLOOR))
+    computed_T = torch.log1p(-log_p_TK.exp().sum(1).clamp(max=1 - TAIL_FLOOR))
     return computed_T.masked_fill(student_tail_T == -math.inf, -math.inf)

@@ -7,6 +7,7 @@ p is the teacher's probability, q the student's, D the divergence; f and h as in
 """
 
 import math
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -54,10 +55,10 @@ def sparse(
     values, slope_CB = over_outcomes(divergence, log_p_CB, log_q_CB, is_complete=signal.tail != "drop")
     if tile.needs_gradient:
         _add_sparse_gradient(tile, signal, temperature, slope_CB, log_q_CB, weights_C)
-    first, *rest = (weight * value_C for (weight, _), value_C in zip(weighted_parts(divergence), values, strict=True))
-    names = [str(part) for _, part in weighted_parts(divergence)]
-    parts = dict(zip(names, values, strict=True)) if isinstance(divergence, WeightedSum) else {}
-    return TermResult(sum(rest, start=first), statistics, parts)
+    summands = list(zip(weighted_parts(divergence), values, strict=True))
+    value_C = reduce(torch.add, (weight * part_C for (weight, _), part_C in summands))
+    parts = {str(part): part_C for (_, part), part_C in summands} if isinstance(divergence, WeightedSum) else {}
+    return TermResult(value_C, statistics, parts)
 
 
 def over_outcomes(

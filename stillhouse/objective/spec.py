@@ -39,21 +39,16 @@ class TeacherShare:
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """The objective of a run, without the data of a batch.
+    """The objective of a run, without the data of a batch. Coefficients are None where a term is absent.
 
     teachers: the settings of several teachers, by name. is_mixture: there is one divergence from the weighted sum of
-    the teachers' probabilities, instead of one divergence from each teacher.
-
-    sampled_kl, estimator: the coefficient of `SampledKL`, and "k2" or "k3".
-    policy_gradient, policy: the coefficient and the settings of `PolicyGradient`.
+        the teachers' probabilities, instead of one divergence from each teacher.
     teacher_kl: teacher_kl · (log p(y) − log q_old(y)), the k1 estimator of reverse KL, is added to the advantage. p
         and q_old are at the sampling temperature, whatever the temperatures of divergences.
     discount: γ in 0 … 1: the log-ratios of later tokens are also added to a token's advantage (`sampled_tokens.py`).
-        0: only the token's own log-ratio.
-    correction: the importance correction of sampled_kl, and of policy_gradient with the surrogate "corrected".
-    sampling_temperature: the temperature at which the student samples tokens.
-    sampling_temperatures: if tokens of a batch are sampled at different temperatures, these temperatures, in place of
-        `sampling_temperature`; `per_token[SAMPLING]` has the number of each row's temperature.
+    correction: of sampled_kl, and of policy_gradient with the surrogate "corrected".
+    sampling_temperature: the temperature at which the student samples tokens. sampling_temperatures: in its place, if
+        tokens of a batch are sampled at several ones; `per_token[SAMPLING]` has the number of each row's temperature.
     by_origin: the objective of each origin (`sampled_tokens.py`), in place of the coefficients above; all other
         settings are the same in all of them. Rows of an origin that is absent have no loss.
     """
@@ -98,10 +93,6 @@ class ObjectiveSpec:
     def parts(self) -> "list[ObjectiveSpec]":
         """The objectives of all origins, or only this objective."""
         return list(self.by_origin.values()) or [self]
-
-    @property
-    def has_divergence(self) -> bool:
-        return any(part.divergence is not None for part in self.parts)
 
     @property
     def needs_teacher(self) -> bool:
@@ -162,14 +153,12 @@ class ObjectiveSpec:
     ) -> list[Term]:
         """Return the terms for one batch.
 
-        signals: the signals of all teachers that score rows of the batch, by teacher name; empty without teachers.
-        per_token: the tensors of `metrics.py` for a batch of rollouts. If they include `OLD_LOG_PROBS`, the terms
-            include a `LogRatio`.
+        signals: of all teachers that score rows of the batch, by teacher name; empty without teachers.
+        per_token: the tensors of `metrics.py` for a batch of rollouts. `OLD_LOG_PROBS` among them adds a `LogRatio`.
         document_T: the document of each row, needed for a discount and for ratio=sequence.
         valid_index: the rows that count; None: all rows. The sampled terms read only these rows of a signal.
         student: the student's head; needed if it is sharded, if its vocabulary is smaller than a teacher's, and for
-            ratio=sequence.
-        hidden_TD: the student's hidden states, needed for ratio=sequence.
+            ratio=sequence, which also needs `hidden_TD`, the student's hidden states.
 
         Raises ValueError if a signal is missing, or belongs to a teacher that the objective does not name.
         """
@@ -183,10 +172,10 @@ class ObjectiveSpec:
             terms.append(LogRatio(labels_T, old_T, weights_T=tokens.weights_T, **temperatures))
         return terms
 
-    def _terms_by_origin(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
-        """Return the terms of all origins for one pass: their weights are 0 at rows of other origins."""
-        terms: list[Term] = []
-        masks = origin_masks(tokens.labels_T, tokens.per_token)
+    def _terms(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
+        """The terms of an objective by origin have the weight 0 at rows of other origins."""
+        labels_T, terms = tokens.labels_T, list[Term]()
+        masks = origin_masks(labels_T, tokens.per_token) if self.by_origin else {}
         for origin, part in self.by_origin.items():
             for term in part._terms(tokens, signals):
                 mask_T = masks[origin]
@@ -194,12 +183,8 @@ class ObjectiveSpec:
                 # terms at sampled tokens keep their names, because only the student's completions have such terms
                 label: Any = {} if isinstance(term, SampledTerm) else {"label": origin}
                 terms.append(replace(term, weights_T=weights_T, **label))  # type: ignore[type-var]
-        return terms
-
-    def _terms(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
         if self.by_origin:
-            return self._terms_by_origin(tokens, signals)
-        labels_T, terms = tokens.labels_T, list[Term]()
+            return terms
         if self.cross_entropy is not None:
             # the term's scale also multiplies z-loss, but in the expression z-loss has its own coefficient
             settings = (self.cross_entropy, self.label_smoothing, self.z_loss / self.cross_entropy)
@@ -217,16 +202,28 @@ class ObjectiveSpec:
         if self.entropy is not None:
             terms.append(Entropy(self.entropy, self.temperature))
         if self.sampled_kl is not None:
-            terms += self._sampled_kl_terms(self.sampled_kl, tokens, signals)
+            old_T = None if self.correction.kind == "none" else tokens.at_sampled(OLD_LOG_PROBS)
+            terms += [
+                SampledKL(
+                    labels_T,
+                    tokens.log_probs([signal], temperature),
+                    self.estimator,
+                    self.sampled_kl * weight,
+                    temperature,
+                    weights_T=tokens.weights_T,
+                    correction=self.correction,
+                    old_log_probs_T=old_T,
+                    sampling_temperature=None if old_T is None else self._temperatures(tokens),
+                    label=label,
+                )
+                for label, signal, weight, temperature in self._shares(signals, self.temperature)
+            ]
         if self.policy_gradient is not None:
             terms.append(self._policy_gradient_term(self.policy_gradient, tokens, signals))
         return terms
 
     def _require_signals(self, signals: Signals, tokens: int) -> None:
-        """Raise ValueError for signals that the terms cannot use.
-
-        Without a mixture, a teacher's signal may be absent: a batch may have no rows that are routed to this teacher.
-        """
+        """Without a mixture, a teacher's signal may be absent: a batch may have no rows that are routed to it."""
         if not self.needs_teacher:
             return
         if not signals:
@@ -244,10 +241,7 @@ class ObjectiveSpec:
             )
 
     def _shares(self, signals: Signals, temperature: float) -> list[tuple[str | None, Signal, float, float]]:
-        """Return the label, signal, weight and temperature of each distribution that the student is compared with.
-
-        temperature: the temperature for teachers without their own.
-        """
+        """Return the label, signal, weight and temperature of each distribution that the student is compared with."""
         if not self.teachers:
             return [(None, signal, 1.0, temperature) for signal in signals.values()]
         shares = [self.teachers[name] for name in signals]
@@ -274,24 +268,6 @@ class ObjectiveSpec:
             terms.append(Distill(signal.first, divergence, scale, *settings, weights_T=first_T, label=label))
             terms.append(Continuation(labels_T, total, *settings, weights_T=later_T, label=label))
         return terms
-
-    def _sampled_kl_terms(self, scale: float, tokens: SampledTokens, signals: Signals) -> list[Term]:
-        old_T = None if self.correction.kind == "none" else tokens.at_sampled(OLD_LOG_PROBS)
-        return [
-            SampledKL(
-                tokens.labels_T,
-                tokens.log_probs([signal], temperature),
-                self.estimator,
-                scale * weight,
-                temperature,
-                weights_T=tokens.weights_T,
-                correction=self.correction,
-                old_log_probs_T=old_T,
-                sampling_temperature=None if old_T is None else self._temperatures(tokens),
-                label=label,
-            )
-            for label, signal, weight, temperature in self._shares(signals, self.temperature)
-        ]
 
     def _policy_gradient_term(self, scale: float, tokens: SampledTokens, signals: Signals) -> PolicyGradient:
         """The term has the sampling temperature, because the policy is the distribution of the sampled tokens."""

@@ -73,17 +73,9 @@ class Term(ABC):
         """The term's teacher signals."""
         return []
 
-    def has_value(self, rows: RowIndex) -> Tensor | None:
-        """Return a mask of the rows for which the term has a value, [C]; None: all rows."""
-        return None
-
     def counted(self, rows: RowIndex, weights_C: Tensor) -> Tensor:
         """Return a mask of the rows with a value and with non-zero weights in the objective and the term, [C]."""
-        counted_C = weights_C != 0
-        if self.weights_T is not None:
-            counted_C = counted_C & (self.weights_T[rows] != 0)
-        has_value_C = self.has_value(rows)
-        return counted_C if has_value_C is None else counted_C & has_value_C
+        return weights_C != 0 if self.weights_T is None else (weights_C != 0) & (self.weights_T[rows] != 0)
 
 
 class LabelTerm(Term):
@@ -91,12 +83,19 @@ class LabelTerm(Term):
 
     labels_T: Tensor
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        labels_T = self.labels_T
+        if labels_T.dim() != 1 or labels_T.dtype not in (torch.int32, torch.int64):
+            shape_and_type = f"shape {tuple(labels_T.shape)} and dtype {labels_T.dtype}"
+            raise ValueError(f"labels_T of {shape_and_type}: expected one id per token, [tokens] of int32 or int64")
+
     @property
     def tokens(self) -> int:
         return len(self.labels_T)
 
-    def has_value(self, rows: RowIndex) -> Tensor:
-        return self.labels_T[rows] >= 0
+    def counted(self, rows: RowIndex, weights_C: Tensor) -> Tensor:
+        return super().counted(rows, weights_C) & (self.labels_T[rows] >= 0)
 
     def request(self, plan: TilePlan) -> None:
         plan.softmax(self.temperature)
@@ -109,16 +108,6 @@ class LabelTerm(Term):
                 f"labels_T holds {int(label_C.max())}: expected labels below {tile.vocabulary}, the size of the "
                 "vocabulary, or a negative one where there is nothing to predict"
             )
-
-    def read_labels(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the labels, a mask of rows with a label, and log q of the labels (0 without a label), [C] each."""
-        label_C = tile.take(self.labels_T)
-        has_label_C = label_C >= 0
-        return label_C, has_label_C, self.log_probs(tile).masked_fill(~has_label_C, 0.0)
-
-    def log_probs(self, tile: Tile) -> Tensor:
-        """Return log q of the labels, [C]; undefined without a label."""
-        return tile.log_probs_at(self.labels_T, self.temperature)[:, 0]
 
 
 class SignalTerm(Term):
@@ -136,12 +125,10 @@ class SignalTerm(Term):
 
 @dataclass(frozen=True, eq=False)
 class CrossEntropy(LabelTerm):
-    """−log q(label), with label smoothing and z-loss.
+    """(1 − ε)(−log q_y) + ε·mean_v(−log q_v) + z_loss·(log Σ e^logits)² for ε = label_smoothing and the label y.
 
-    value = (1 − ε)(−log q_y) + ε·mean_v(−log q_v) + z_loss·(log Σ e^logits)²,   ε = label_smoothing
-
-    Row t predicts labels_T[t]; the code that makes the batch shifts the labels. A row with a negative label has no
-    value. With smoothing or z-loss, the plain −log q_y is also reported; with z-loss, also the z-loss summand.
+    Row t predicts labels_T[t]; the code that makes the batch shifts the labels. With smoothing or z-loss, the plain
+    −log q_y is also reported; with z-loss, also the z-loss summand.
     """
 
     labels_T: Tensor
@@ -158,7 +145,6 @@ class CrossEntropy(LabelTerm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_labels(self.labels_T)
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing={self.label_smoothing}: expected 0 ≤ label_smoothing < 1")
         if not 0.0 <= self.z_loss < math.inf:
@@ -170,8 +156,9 @@ class CrossEntropy(LabelTerm):
             plan.uniform()
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        label_C, has_label_C, log_q_C = self.read_labels(tile)
-        value_C = -log_q_C
+        label_C = tile.take(self.labels_T)
+        has_label_C = label_C >= 0
+        value_C = -tile.log_probs_at(self.labels_T, self.temperature)[:, 0].masked_fill(~has_label_C, 0.0)
         parts = {"negative_log_likelihood": value_C} if self.label_smoothing or self.z_loss else {}
         if self.label_smoothing:
             value_C = (1 - self.label_smoothing) * value_C - self.label_smoothing * tile.mean_log_prob()
@@ -195,8 +182,8 @@ class Distill(SignalTerm):
     """A divergence between the teacher of `signal` and the student, at a temperature that divides both logits.
 
     For a sum of divergences, the metrics also have each divergence's value, times τ² with
-    `scale_by_temperature_squared`, but without its coefficient. `label`: distinguishes the term from others in
-    metrics, for example by the teacher's name; "/label" is appended to the names of the term and its statistics.
+    `scale_by_temperature_squared`, but without its coefficient. `label`, for example the teacher's name, is appended
+    to the names of the term and its statistics, after a slash.
     """
 
     signal: Signal
@@ -330,12 +317,6 @@ def _require_divergence(divergence: object) -> None:
 def labelled(name: str, label: str | None) -> str:
     """Return the name of a value or statistic of a term with this label."""
     return name if label is None else f"{name}/{label}"
-
-
-def check_labels(labels_T: Tensor) -> None:
-    if labels_T.dim() != 1 or labels_T.dtype not in (torch.int32, torch.int64):
-        shape_and_type = f"shape {tuple(labels_T.shape)} and dtype {labels_T.dtype}"
-        raise ValueError(f"labels_T of {shape_and_type}: expected one id per token, [tokens] of int32 or int64")
 
 
 def check_scale(scale: float) -> None:

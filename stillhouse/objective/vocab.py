@@ -57,10 +57,8 @@ class VocabShard:
     @cached_property
     def borders(self) -> tuple[Range, ...]:
         """(start, stop) of every rank of the group. The first access runs a collective."""
-        device = torch.device("cpu")
-        if not self.is_alone and str(dist.get_backend(self.group)) == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-        border = torch.tensor([self.start, self.stop], device=device)
+        is_on_gpu = not self.is_alone and str(dist.get_backend(self.group)) == "nccl"
+        border = torch.tensor([self.start, self.stop], device="cuda" if is_on_gpu else "cpu")
         borders = tuple((start, stop) for start, stop in AsyncAllGather(border, self).wait().tolist())
         held = sorted(border for border in borders if border[0] < border[1])
         expected_start = 0
@@ -90,7 +88,7 @@ class VocabShard:
 
 
 def check_shard(shard: VocabShard, rows: int) -> None:
-    """Raise ValueError if the shard's range does not have `rows` rows, the number of rows on this rank."""
+    """Require that the shard's range has `rows` rows, the number of rows on this rank."""
     if shard.stop - shard.start != rows:
         raise ValueError(
             f"VocabShard({shard.start}, {shard.stop}) with {rows} rows: expected {shard.stop - shard.start}"
@@ -139,13 +137,16 @@ def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | Non
             f"a teacher head of rows {shard.start}:{shard.stop} over {len(shard.borders)} ranks, a student head that "
             "has all rows here: expected the student's head sharded over the same ranks, or the teacher's gathered"
         )
-    if _ranks(shard) != _ranks(student):
+    assert shard.group is not None
+    assert student.group is not None
+    teacher_ranks, student_ranks = map(dist.get_process_group_ranks, (shard.group, student.group))
+    if teacher_ranks != student_ranks:
         raise ValueError(
-            f"a teacher head over ranks {_ranks(shard)}, a student head over ranks {_ranks(student)}: expected the "
+            f"a teacher head over ranks {teacher_ranks}, a student head over ranks {student_ranks}: expected the "
             "same process group for both"
         )
     wanted = [(min(start, vocabulary), min(stop, vocabulary)) for start, stop in student.borders]
-    if all(_contains(held, want) for held, want in zip(shard.borders, wanted, strict=True)):
+    if all(_overlap(want, held) == want for held, want in zip(shard.borders, wanted, strict=True)):
         start, stop = student.within(vocabulary)
         return rows_VX[start - shard.start : stop - shard.start] if start < stop else rows_VX[:0]
     # keyed by the tensor itself, not by its address, so that all ranks hit or miss the cache in the same pass
@@ -177,15 +178,6 @@ def _resharded(rows_VX: Tensor, shard: VocabShard, wanted: list[Range]) -> Tenso
 def _overlap(one: Range, other: Range) -> Range:
     start = min(max(one[0], other[0]), one[1])
     return start, max(start, min(one[1], other[1]))
-
-
-def _contains(outer: Range, inner: Range) -> bool:
-    return inner[0] >= inner[1] or (outer[0] <= inner[0] and inner[1] <= outer[1])
-
-
-def _ranks(shard: VocabShard) -> list[int]:
-    assert shard.group is not None
-    return dist.get_process_group_ranks(shard.group)
 
 
 @dataclass(frozen=True)
@@ -243,9 +235,7 @@ def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor
 def largest(values_CV: Tensor, k: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """Return the K largest values of each row over all ranks and their ids, in descending order, [C, K] each."""
     ranks_RCX = AsyncAllGather(torch.cat(local_top_k(values_CV, k, shard), 1), shard).wait()
-    values_RCK, ids_RCK = ranks_RCX.chunk(2, 2)
-    values_CK, ids_CK, _ = merged_top_k(values_RCK, ids_RCK, k)
-    return values_CK, ids_CK
+    return merged_top_k(*ranks_RCX.chunk(2, 2), k)[:2]
 
 
 def local_top_k(values_CV: Tensor, k: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:

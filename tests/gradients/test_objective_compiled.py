@@ -53,7 +53,7 @@ from stillhouse.objective import (
     parse_divergence,
     reverse_kl,
 )
-from stillhouse.objective.tile import compiled, local_sums
+from stillhouse.objective.tile import compiled, sweeps
 from stillhouse.objective.tile.logits_provider import HeadLogits
 
 #: an odd size, just above the smallest one that is compiled
@@ -251,7 +251,7 @@ def test_compiles_once_for_a_plan(plan: str, monkeypatch: pytest.MonkeyPatch) ->
         run(linear_objective, leaves_of(), terms(), chunk_tokens=12)  # the last chunk has one row
         run(linear_objective, leaves_of(), terms(), weights_T=torch.rand(T, generator=generator(0)), normalizer=3.0)
         run(linear_objective, leaves_of(), terms(), valid_index=torch.tensor([7, 3, 30]))
-        monkeypatch.setattr(local_sums, "BLOCK_BYTES", 5 * V * 4)
+        monkeypatch.setattr(sweeps, "BLOCK_BYTES", 5 * V * 4)
         run(linear_objective, leaves_of(), terms())
     assert counters["stats"]["unique_graphs"] == before
 

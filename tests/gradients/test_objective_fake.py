@@ -30,7 +30,7 @@ from stillhouse.objective import (
 from stillhouse.objective.tile import compiled, kernels
 from stillhouse.objective.tile.kernels import SUMS
 from stillhouse.objective.tile.statistics import statistics
-from stillhouse.objective.tile.tile_plan import PointwisePlan, StudentSoftmax, TeacherSoftmax, TileIndex
+from stillhouse.objective.tile.tile_plan import PointwisePlan
 from stillhouse.plan.fake_cuda import ANSWERS, call_as_one_kernel, fake_kernel
 
 T, V, D, E = 20, 5 * SUMS[0] + 8, 16, 24
@@ -97,16 +97,16 @@ def test_a_compiled_function_is_one_launch() -> None:
 
 def test_the_statistics_are_one_launch() -> None:
     """It allocates every number per row that the function returns."""
-    pairs = ((forward_kl(), TeacherSoftmax(0), StudentSoftmax(0)),)
-    plan = PointwisePlan(tiles=2, temperatures=(1.0,), teachers=((TileIndex(1), 1.0),), pairs=pairs)
+    pairs = ((forward_kl(), 0, 0),)
+    plan = PointwisePlan(tiles=2, temperatures=(1.0,), teachers=((1, 1.0),), pairs=pairs)
     real = statistics(plan, torch.zeros(1, T, len(plan.raw_sums)))
     with dry_run(ANSWERS), FakeTensorMode(), Launches() as recorded:
         known = call_as_one_kernel(statistics, plan, torch.empty(1, T, len(plan.raw_sums)), [])
     assert known.values[0].shape == real.values[0].shape == (T,)
     assert known.values[0].device.type == "cpu"
     assert len(known.references) == len(real.references) == 2
-    # references, log masses, entropies, both_top, mass_ratio, value and slope
-    assert recorded.kernels == [("statistics", T * len(plan.raw_sums) * 4, T * 10 * 4)]
+    # five normalizers, references, log masses, entropies, both_top, mass_ratio, value and slope
+    assert recorded.kernels == [("statistics", T * len(plan.raw_sums) * 4, T * 15 * 4)]
 
 
 #: what allocates or shows memory, but starts no kernel

@@ -39,7 +39,7 @@ from stillhouse.objective.tile.kernels import SUMS, has_kernels
 from stillhouse.objective.tile.logits_provider import HeadLogits
 from stillhouse.objective.tile.pointwise import raw_sums
 from stillhouse.objective.tile.statistics import merged, statistics
-from stillhouse.objective.tile.tile_plan import PointwisePlan, StudentSoftmax, TeacherSoftmax, TileIndex
+from stillhouse.objective.tile.tile_plan import PointwisePlan
 
 #: the logarithm of a Jensen–Shannon divergence's sums alone has 25
 MOST_INSTRUCTIONS = {
@@ -54,12 +54,12 @@ PIECE = SUMS[0]
 
 
 def plan_of(*divergences: Divergence, temperature: float = 1.0, **others: Any) -> PointwisePlan:
-    pairs = tuple((divergence, TeacherSoftmax(0), StudentSoftmax(0)) for divergence in divergences)
-    teachers = ((TileIndex(1), temperature),)
+    pairs = tuple((divergence, 0, 0) for divergence in divergences)
+    teachers = ((1, temperature),)
     return PointwisePlan(tiles=2, temperatures=(temperature,), teachers=teachers, pairs=pairs, **others)
 
 
-EVERYTHING = {"uniform": True, "entropic": (StudentSoftmax(0),), "softcap": 30.0, "scale": 0.5}
+EVERYTHING = {"uniform": True, "entropic": (0,), "softcap": 30.0, "scale": 0.5}
 PLANS = {
     "forward_kl": plan_of(forward_kl()),
     "reverse_kl": plan_of(reverse_kl(), temperature=1.5),
@@ -74,8 +74,8 @@ WITHOUT_KERNELS = {
     "another divergence": plan_of(total_variation()),
     "two of a kind": plan_of(jsd(0.5), jsd(0.4)),
     "nearly one-sided": plan_of(jsd(0.01)),
-    "two teachers": PointwisePlan(tiles=3, temperatures=(1.0,), teachers=((TileIndex(1), 1.0), (TileIndex(2), 1.0))),
-    "tokens outside ids": PointwisePlan(temperatures=(1.0,), buckets=(StudentSoftmax(0),)),
+    "two teachers": PointwisePlan(tiles=3, temperatures=(1.0,), teachers=((1, 1.0), (2, 1.0))),
+    "tokens outside ids": PointwisePlan(temperatures=(1.0,), buckets=(0,)),
 }
 
 
@@ -107,10 +107,10 @@ def test_a_logit_that_is_not_a_number_is_seen(tile: int) -> None:
     tiles_CV = kernels.hard_tiles(2, PIECE + 5, CPU)
     tiles_CV[tile][3, PIECE + 1] = torch.nan
     known = statistics(plan, kernels.kernel_raw_sums(plan, tiles_CV)[None])
-    normalized_CX = kernels.kernel_normalized_sums(plan, tiles_CV, known.normalizers())
+    normalized_CX = kernels.kernel_normalized_sums(plan, tiles_CV, known.normalizers_CX)
     numbers_CX = torch.ones(len(normalized_CX), len(plan.coefficients))
-    kernels.kernel_gradient(plan, tiles_CV, torch.cat([known.normalizers(), numbers_CX], 1))
-    for numbers_CX in (known.values[plan.indexed_pairs[1][0]][:, None], normalized_CX, tiles_CV[0]):
+    kernels.kernel_gradient(plan, tiles_CV, torch.cat([known.normalizers_CX, numbers_CX], 1))
+    for numbers_CX in (known.values[1][:, None], normalized_CX, tiles_CV[0]):
         assert numbers_CX[3].isnan().any()
         assert not numbers_CX[[0, 4, 5, 6]].isnan().any()
 

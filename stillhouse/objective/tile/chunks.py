@@ -2,7 +2,8 @@
 
 On a GPU, the statistics, terms and sums of a chunk would be hundreds of small kernels. So they run as two compiled
 functions: `row_masks` and `finish_rows`. Both run the terms' own Python code, once, on symbolic tensors and on terms
-that are rebuilt from a `TermLayout`. So they are compiled once for all micro-batches with equal layouts.
+that are rebuilt from a `TermLayout`: the terms of a pass without their tensors. So they are compiled once for all
+micro-batches with equal layouts.
 
 C rows of a chunk of T tokens, K sums, N terms, R ranks, X numbers of a row.
 """
@@ -10,17 +11,19 @@ C rows of a chunk of T tokens, K sums, N terms, R ranks, X numbers of a row.
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stillhouse.objective.head import ALIGNED
 from stillhouse.objective.metrics import Totals
-from stillhouse.objective.signals import RowIndex
+from stillhouse.objective.row_temperatures import RowTemperatures
+from stillhouse.objective.signals import RowIndex, Signal
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.compiled import ROW_DEVICES, traced
 from stillhouse.objective.tile.logits_provider import LogitsProvider
-from stillhouse.objective.tile.term_layout import TermLayout, requested_plan, term_layout
 from stillhouse.objective.tile.tile import Tile
 from stillhouse.objective.tile.tile_plan import TilePlan
 from stillhouse.objective.vocab import VocabShard
@@ -49,11 +52,11 @@ def tile_rows(provider: LogitsProvider, tokens: int) -> int:
     # over shards, every rank must get the same number
     columns = provider.vocabulary if provider.shard is None else provider.shard.most_rows
     rows = min(most, max(fewest, TILE_BYTES[device] // (columns * provider.dtype.itemsize)))
-    if device == "cpu" or not tokens:
-        return math.ceil(tokens / math.ceil(tokens / rows)) if tokens else rows
+    if not tokens:
+        return rows
     # compiled functions copy inputs whose address is not a multiple of 16 bytes
-    rows = rows // ALIGNED * ALIGNED
-    return math.ceil(tokens / math.ceil(tokens / rows) / ALIGNED) * ALIGNED
+    unit = 1 if device == "cpu" else ALIGNED
+    return math.ceil(tokens / math.ceil(tokens / (rows // unit * unit)) / unit) * unit
 
 
 def run_chunks(
@@ -87,8 +90,7 @@ def run_chunks(
             weights_C = weights_T[rows]
             seen_C, counted_C = masks(terms, rows, weights_C)
         else:
-            weights_C, taken = work.taken(number * size, (number + 1) * size)
-            seen_C, counted_C = work.masks(weights_C, taken)
+            weights_C, taken, seen_C, counted_C = work.start(slice(number * size, (number + 1) * size))
         tiles_CV = provider.tiles(rows, seen_C, plan.signals, number % (in_flight + 1))
         options = provider.vocabulary, provider.shard, provider.needs_gradient
         tile = Tile(plan, rows, weights_C, counted_C, tiles_CV, *options, taken)
@@ -134,14 +136,11 @@ class ChunkWork:
         self._sums_K: Tensor | None = None
         self._values_NT = torch.empty(0)
 
-    def taken(self, first: int, last: int) -> tuple[Tensor, dict[Tensor, Tensor]]:
-        """Return the weights, and the rows of each tensor of the terms, of one chunk of the rows."""
-        weights_C, *tensors = (tensor[first:last] for tensor in self._tensors)
-        return weights_C, dict(zip(self._per_token, tensors, strict=True))
-
-    def masks(self, weights_C: Tensor, taken: dict[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        seen_C, *counted = traced(row_masks, self._layout, [weights_C, *taken.values()], [])
-        return seen_C, (counted or [seen_C])[0]
+    def start(self, chunk: slice) -> tuple[Tensor, dict[Tensor, Tensor], Tensor, Tensor]:
+        """Return the weights, the rows of each tensor of the terms, and the `masks` of these of the pass's rows."""
+        tensors = [tensor[chunk] for tensor in self._tensors]
+        seen_C, *counted = traced(row_masks, self._layout, tensors, [])
+        return tensors[0], dict(zip(self._per_token, tensors[1:], strict=True)), seen_C, (counted or [seen_C])[0]
 
     def finish(self, tile: Tile) -> None:
         """Add the terms' values on a chunk to the sums, and their gradient to the tile."""
@@ -179,13 +178,13 @@ def masks(terms: Sequence[Term], rows: RowIndex, weights_C: Tensor) -> tuple[Ten
     return seen_C, seen_C if all(term.scale for term in terms) else counted_C
 
 
-def row_masks(layout: TermLayout, weights_C: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def row_masks(layout: "TermLayout", weights_C: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return `masks`, without the second one if both are equal."""
     seen_C, counted_C = masks(layout.build(tensors), slice(None), weights_C)
     return (seen_C,) if counted_C is seen_C else (seen_C, counted_C)
 
 
-def finish_rows(layout: TermLayout, gathered_CRX: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def finish_rows(layout: "TermLayout", gathered_CRX: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the sums [K], of which the first is the loss, and the terms' values [N, C].
 
     With gradients, further the normalizers and coefficients [C, X], and the tensors of `Tile.gradient_at_ids`.
@@ -208,3 +207,113 @@ def finish_rows(layout: TermLayout, gathered_CRX: Tensor, *tensors: Tensor) -> t
         return stacked
     rows_CX = tile.gradient_rows()
     return *stacked, rows_CX, *tile.gradient_at_ids(rows_CX, layout.rounded)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a tensor in the list of tensors. shape: of one row."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Object:
+    """A term, a signal or temperatures. number: the same object has the same number wherever it is used."""
+
+    number: int
+    kind: type
+    fields: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class TermLayout:
+    """What the code of a pass's terms depends on. Equal layouts compute the same of their tensors.
+
+    tensors, tiles: the number of the terms' tensors, and of tiles.
+    first: the first id of the vocabulary on this rank. dtype: of the logits. rounded: of the gradient of the logits.
+    keys: of the sums that `chunks.finish_rows` returns, which it sets.
+    """
+
+    terms: tuple[_Object, ...]
+    tensors: int
+    tiles: int
+    scale: float
+    softcap: float | None
+    vocabulary: int
+    first: int
+    needs_gradient: bool
+    dtype: torch.dtype
+    rounded: torch.dtype
+    keys: list[str] = field(default_factory=list, compare=False)
+
+    def build(self, tensors: Sequence[Tensor]) -> list[Term]:
+        """Return the terms with these tensors."""
+        built: dict[int, Any] = {}
+        return [_with_tensors(term, tensors, built) for term in self.terms]
+
+
+#: the first of all equal layouts, for which functions were compiled
+_LAYOUTS: dict[TermLayout, TermLayout] = {}
+
+
+def term_layout(terms: Sequence[Term], plan: TilePlan, provider: LogitsProvider) -> tuple[TermLayout, list[Tensor]]:
+    """Return the layout of the terms and their tensors, which have one row per token."""
+    numbers: dict[int, int] = {}
+    slots: dict[Tensor, int] = {}  # a tensor as a key is compared by identity
+    buffer_0V = provider.rounded_buffer(0)
+    layout = TermLayout(
+        tuple(_described(term, plan, numbers, slots) for term in terms),
+        len(slots),
+        plan.pointwise.tiles,
+        provider.scale,
+        provider.softcap,
+        provider.vocabulary,
+        provider.start,
+        provider.needs_gradient,
+        provider.dtype,
+        provider.dtype if buffer_0V is None else buffer_0V.dtype,
+    )
+    return _LAYOUTS.setdefault(layout, layout), list(slots)
+
+
+# functions that call themselves are not within others, where they would hold tensors until the garbage collector runs
+def _with_tensors(entry: Any, tensors: Sequence[Tensor], built: dict[int, Any]) -> Any:
+    """Return an entry of a layout with its tensors. built: the objects by number."""
+    if isinstance(entry, _Slot):
+        return tensors[entry.number]
+    if isinstance(entry, tuple):
+        return tuple(_with_tensors(member, tensors, built) for member in entry)
+    if not isinstance(entry, _Object):
+        return entry
+    if entry.number not in built:
+        # the checks of __post_init__ were made for the whole pass
+        made: Any = object.__new__(entry.kind)
+        built[entry.number] = made
+        for name, value in entry.fields:
+            object.__setattr__(made, name, _with_tensors(value, tensors, built))
+    return built[entry.number]
+
+
+def _described(value: Any, plan: TilePlan, numbers: dict[int, int], slots: dict[Tensor, int]) -> Any:
+    if isinstance(value, Tensor):
+        return _Slot(slots.setdefault(value, len(slots)), tuple(value.shape[1:]), value.dtype)
+    if isinstance(value, tuple):
+        return tuple(_described(member, plan, numbers, slots) for member in value)
+    if not isinstance(value, Term | Signal | RowTemperatures):
+        return value
+    number = numbers.setdefault(id(value), len(numbers))
+    if isinstance(value, Signal) and value in plan.signals:  # terms read a dense signal's tile, and not its tensors
+        return _Object(number, Signal, ())
+    entries = [(name, _described(entry, plan, numbers, slots)) for name, entry in vars(value).items()]
+    return _Object(number, type(value), tuple(entries))
+
+
+def requested_plan(terms: Sequence[Term], scale: float, softcap: float | None) -> TilePlan:
+    """Return the plan of all quantities that the terms request."""
+    plan = TilePlan(scale, softcap)
+    for term in terms:
+        term.request(plan)
+    plan.close()
+    return plan

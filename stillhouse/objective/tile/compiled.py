@@ -108,10 +108,9 @@ def as_one_kernel(function: Callable[..., Any], plan: Any, *arguments: Any, part
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What torch raises if it cannot compile. Importing it takes seconds."""
+    """What torch raises if it cannot compile, or write its cache. Importing it takes seconds."""
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-    # OSError: the cache is not writable
     return torch._dynamo.exc.TorchDynamoException, ConstraintViolationError, OSError
 
 

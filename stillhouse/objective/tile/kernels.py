@@ -92,18 +92,15 @@ def _say(plan: PointwisePlan, kernels: str) -> None:
 def _is_supported(plan: PointwisePlan) -> bool:
     """One temperature, at most one dense teacher, and at most one divergence of each kind that has a kernel."""
     temperatures = {*plan.temperatures, *(temperature for _, temperature in plan.teachers)}
-    kinds = [type(divergence) for divergence, _, _ in plan.pairs]
+    kinds = {type(divergence) for divergence, _, _ in plan.pairs}
     has_one_teacher = plan.tiles <= 2 and len(plan.teachers) == plan.tiles - 1 and not plan.buckets
+    betas = [divergence.beta for divergence, _, _ in plan.pairs if isinstance(divergence, JensenShannon)]
     return (
         has_one_teacher
         and len(temperatures) == 1
-        and len(set(kinds)) == len(kinds)
-        and all(
-            SERIES_BETA[0] <= divergence.beta <= SERIES_BETA[1]
-            if isinstance(divergence, JensenShannon)
-            else isinstance(divergence, ForwardKL | ReverseKL)
-            for divergence, _, _ in plan.pairs
-        )
+        and len(kinds) == len(plan.pairs)
+        and kinds <= {ForwardKL, ReverseKL, JensenShannon}
+        and all(SERIES_BETA[0] <= beta <= SERIES_BETA[1] for beta in betas)
     )
 
 
@@ -120,9 +117,7 @@ def merged_pieces(plan: PointwisePlan, pieces_BPX: Tensor) -> Tensor:
 def kernel_piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     """Return the raw sums of all pieces, [P, B, X]."""
     student_BV, teacher_BV = tiles_BV[0], tiles_BV[-1]
-    rows, columns = student_BV.shape
-    block, warps = SUMS
-    names = plan.raw_sums
+    (rows, columns), (block, warps), names = student_BV.shape, SUMS, plan.raw_sums
     pieces = -(-columns // block)
     sums_PBX = student_BV.new_empty(pieces, rows, len(names))
     renormalizable = {type(kl): names.index(("excess", at)) for at, kl in plan.renormalizable.items()}
@@ -160,11 +155,9 @@ def kernel_piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor
 def kernel_normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
     """`pointwise.normalized_sums`, [B, 2]."""
     student_BV, teacher_BV = tiles_BV
-    rows, columns = student_BV.shape
-    block, warps = SUMS
+    (rows, columns), (block, warps) = student_BV.shape, SUMS
     pieces = -(-columns // block)
     sums_PB2 = student_BV.new_empty(pieces, rows, 2)
-    (jsd,) = [divergence for divergence, _, _ in plan.pairs if isinstance(divergence, JensenShannon)]
     launch(
         "normalized_sums_kernel",
         (pieces, rows),
@@ -181,7 +174,7 @@ def kernel_normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], norm
         normalizers_BX.stride(0),
         plan.temperatures[0],
         IS_UNIT=plan.temperatures[0] == 1.0,
-        **_jsd_constants(jsd),
+        **_jsd_constants(plan),
         BLOCK=block,
         num_warps=warps,
     )
@@ -198,8 +191,7 @@ def kernel_gradient(
     block, warps = GRADIENT
     names = [*plan.normalizers, *plan.coefficients]
     slopes = {type(pair[0]): names.index(("slope", at)) for at, pair in enumerate(plan.pairs)}
-    jsd = next((pair[0] for pair in plan.pairs if isinstance(pair[0], JensenShannon)), JensenShannon(0.5))
-    constants = _jsd_constants(jsd)
+    constants = _jsd_constants(plan)
     del constants["WEIGHT_P"]
     launch(
         "gradient_kernel",
@@ -249,7 +241,8 @@ def _index(names: Sequence[Any], name: Any) -> int:
     return names.index(name) if name in names else -1
 
 
-def _jsd_constants(jsd: JensenShannon) -> dict[str, Any]:
+def _jsd_constants(plan: PointwisePlan) -> dict[str, Any]:
+    jsd = next((pair[0] for pair in plan.pairs if isinstance(pair[0], JensenShannon)), JensenShannon(0.5))
     weight_p, weight_q = jsd.weights()
     series = log_one_plus_series(1 - jsd.beta, SERIES_TERMS[torch.float32])
     return {"BETA": jsd.beta, "WEIGHT_P": weight_p, "WEIGHT_Q": weight_q, "SERIES": tuple(series)}
@@ -281,7 +274,7 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
     exact = statistics(plan, raw_sums(plan, exact_tiles_BV)[None])
     if not _is_as_exact(_numbers(fused), _numbers(plain), _numbers(exact)):
         return "the sums of the kernels differ from those of the plain functions"
-    normalizers_BX = plain.normalizers()
+    normalizers_BX = plain.normalizers_CX
     if plan.two_sweep:
         results = (
             kernel_normalized_sums(plan, tiles_BV, normalizers_BX),

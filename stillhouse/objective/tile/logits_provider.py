@@ -13,10 +13,9 @@ from torch import Tensor
 from stillhouse.objective.head import ALIGNED, OutputHead, Projection, common_vocabulary, operand_dtype
 from stillhouse.objective.signals import DenseLogits, FullVocab, Mixture, RowIndex, Signal
 from stillhouse.objective.terms import Term
-from stillhouse.objective.tile.compiled import pointwise
-from stillhouse.objective.tile.local_sums import local_sums, row_blocks
 from stillhouse.objective.tile.pointwise import log_mean
 from stillhouse.objective.tile.statistics import statistics
+from stillhouse.objective.tile.sweeps import by_blocks, sweep_raw_sums
 from stillhouse.objective.tile.tile_plan import STUDENT, PointwisePlan
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
@@ -36,10 +35,11 @@ class LogitsProvider:
         teacher_heads = {id(head): head for term in terms for signal in term.signals() for head in signal.heads()}
         #: the size of the whole vocabulary, over all ranks
         self.vocabulary = common_vocabulary([*heads, *teacher_heads.values()], logit_columns)
-        self.shard = shard
         self.start, self.stop = (0, self.vocabulary) if shard is None else shard.within(self.vocabulary)
-        self.dtype = dtype
-        self.gradients = gradients
+        #: V, the number of vocabulary rows on this rank
+        self.columns = self.stop - self.start
+        self.shard, self.dtype, self.gradients = shard, dtype, gradients
+        self.needs_gradient = any(gradient is not None for gradient in gradients)
         self._teachers: dict[int, Projection] = {}
         self._buffers: dict[Hashable, Tensor] = {}
 
@@ -47,26 +47,16 @@ class LogitsProvider:
     softcap: float | None
     device: torch.device
 
-    @property
-    def columns(self) -> int:
-        """V, the number of vocabulary rows on this rank."""
-        return self.stop - self.start
-
-    @property
-    def needs_gradient(self) -> bool:
-        return any(gradient is not None for gradient in self.gradients)
-
     def tiles(self, rows: RowIndex, seen_C: Tensor, signals: Iterable[Signal], buffer: int) -> list[Tensor]:
         """Return the logits [C, V] of the student and of dense teachers, in buffers that the pass may overwrite.
 
         seen_C: false for a row that no term reads. `buffer`: the number of the set of buffers; chunks that are under
         way at the same time use different sets.
         """
-        teachers = (
-            self._teacher_logits(signal.rows(rows), self._buffer((place, buffer), len(seen_C)))
-            for place, signal in enumerate(signals, start=1)
-        )
-        return [self.student_logits(rows, seen_C, self._buffer((0, buffer), len(seen_C))), *teachers]
+        tiles = [self.student_logits(rows, seen_C, self._buffer((0, buffer), len(seen_C)))]
+        for place, signal in enumerate(signals, start=1):
+            tiles.append(self._teacher_logits(signal.rows(rows), self._buffer((place, buffer), len(seen_C))))
+        return tiles
 
     def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:
         raise NotImplementedError
@@ -151,7 +141,7 @@ def add_members(
     Over several ranks, one all-gather exchanges the sums of all these members.
     """
     plan = PointwisePlan(temperatures=(temperature,))
-    local_CX = torch.cat([local_sums(plan, [member_CV]) for member_CV in members_CV], 1)
+    local_CX = torch.cat([sweep_raw_sums(plan, [member_CV]) for member_CV in members_CV], 1)
     gathered_RCX = AsyncAllGather(local_CX, shard).wait()
     columns = []
     for raw_RCX, log_weight in zip(gathered_RCX.split(len(plan.raw_sums), 2), log_weights, strict=True):
@@ -162,10 +152,7 @@ def add_members(
         # the total is added as one more tile; it is already normalized
         tiles_CV = [total_CV, *tiles_CV]
         columns = [torch.zeros_like(columns[0])] * 2 + columns
-    rows_CX = torch.stack(columns, 1)
-    plan = replace(plan, tiles=len(tiles_CV))
-    for block in row_blocks(total_CV):
-        pointwise(log_mean, plan, [tile_CV[block] for tile_CV in tiles_CV], rows_CX[block])
+    by_blocks(log_mean, replace(plan, tiles=len(tiles_CV)), tiles_CV, torch.stack(columns, 1))
 
 
 class HeadLogits(LogitsProvider):
@@ -224,13 +211,19 @@ class TensorLogits(LogitsProvider):
 
     scale, softcap = 1.0, None
 
-    def __init__(self, logits_TV: Tensor, shard: VocabShard | None, terms: Sequence[Term]):
+    def __init__(
+        self,
+        logits_TV: Tensor,
+        shard: VocabShard | None,
+        terms: Sequence[Term],
+        gradients: list[Tensor | None] | None = None,
+    ):
         self.device = logits_TV.device
         rows = logits_TV.shape[1] if shard is None else shard.rows
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
         # in float16, gradients below 6e-8 would become 0 before they are multiplied by the loss scale
         kept_dtype = torch.float32 if logits_TV.dtype == torch.float16 else logits_TV.dtype
-        super().__init__([], terms, shard, dtype, [zero_gradient(logits_TV, kept_dtype)], rows)
+        super().__init__([], terms, shard, dtype, gradients or [zero_gradient(logits_TV, kept_dtype)], rows)
         self.logits_TV = logits_TV.detach()[:, : self.columns]
 
     def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:

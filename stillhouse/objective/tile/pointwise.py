@@ -21,7 +21,6 @@ registers.
 B rows of a block, V vocabulary on this rank, X statistics of a row, in the plan's order.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -30,14 +29,7 @@ from torch import Tensor
 from stillhouse.objective.acceptance_rate import gradient_of_acceptance, piece_sums
 from stillhouse.objective.divergence import Pivot, Sides, sides
 from stillhouse.objective.numerics import difference, expect, row_max
-from stillhouse.objective.tile.tile_plan import (
-    STUDENT,
-    Column,
-    Columns,
-    PointwisePlan,
-    StudentSoftmax,
-    TeacherSoftmax,
-)
+from stillhouse.objective.tile.tile_plan import STUDENT, Columns, PointwisePlan
 
 
 def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
@@ -80,7 +72,7 @@ def normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers
 
     Tiles [B, P, V] of P pieces and normalizers [B, 1, X] give [B, P, X].
     """
-    rows = _named(plan.normalizers, normalizers_BX)
+    rows = dict(zip(plan.normalizers, normalizers_BX.split(1, -1), strict=True))
     both = _sides(plan, tiles_BV, rows)
     columns: list[Tensor] = []
     for at in plan.two_sweep:
@@ -88,8 +80,8 @@ def normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers
         pair = both[teacher, student]
         if at in plan.acceptances:
             columns += piece_sums(pair)
-            continue
-        columns += [divergence.balanced(pair).sum(-1), divergence.balanced_slope(pair).sum(-1)]
+        else:
+            columns += [divergence.balanced(pair).sum(-1), divergence.balanced_slope(pair).sum(-1)]
     return torch.stack(columns, -1)
 
 
@@ -106,12 +98,12 @@ def gradient(
     `plan.coefficients`. A row with `counted` = 0 may contain any values, and its gradient is 0. outside_BV: a mask
     for each bucket, true at tokens outside the bucket's signal ids; None: true everywhere.
     """
-    rows = _named([*plan.normalizers, *plan.coefficients], rows_BX)
+    rows = dict(zip([*plan.normalizers, *plan.coefficients], rows_BX.split(1, -1), strict=True))
     logits_BV = tiles_BV[0]
-    log_qs = [_student_gaps(plan, at, tiles_BV, rows) - rows["student_log_mass", at] for at in plan.students]
     both = _sides(plan, tiles_BV, rows)
     grad_BV = torch.zeros_like(logits_BV)
-    for at, log_q_BV in enumerate(log_qs):
+    for at, temperature in enumerate(plan.temperatures):
+        log_q_BV = _cooled(logits_BV - rows["reference", STUDENT], temperature) - rows["student_log_mass", at]
         q_BV = log_q_BV.exp()
         grad_BV = grad_BV + rows["probability", at] * q_BV
         if at in plan.entropic:
@@ -163,14 +155,12 @@ def _softmax_sums(log_BV: Tensor, is_largest_BV: Tensor) -> tuple[Tensor, Tensor
     return torch.where(is_largest_BV, 0.0, mass_BV).sum(-1), expect(mass_BV, log_BV).sum(-1)
 
 
-def _sides(
-    plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows: Columns
-) -> dict[tuple[TeacherSoftmax, StudentSoftmax], Sides]:
+def _sides(plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows: Columns) -> dict[tuple[int, int], Sides]:
     both = {}
     for at, (teacher, student) in enumerate(plan.couples):
         tile, temperature = plan.teachers[teacher]
         gap_p_BV = _cooled(tiles_BV[tile] - rows["reference", tile], temperature)
-        gap_q_BV = _student_gaps(plan, student, tiles_BV, rows)
+        gap_q_BV = _cooled(tiles_BV[STUDENT] - rows["reference", STUDENT], plan.temperatures[student])
         ratio_B1 = rows["mass_ratio", at]
         both[teacher, student] = sides(
             gap_p_BV - rows["teacher_log_mass", teacher],
@@ -180,20 +170,6 @@ def _sides(
             Pivot(-rows["student_log_mass", student], -ratio_B1),
         )
     return both
-
-
-def _student_gaps(plan: PointwisePlan, softmax: StudentSoftmax, tiles_BV: Sequence[Tensor], rows: Columns) -> Tensor:
-    return _cooled(tiles_BV[0] - rows["reference", STUDENT], plan.temperatures[softmax])
-
-
-def _named(columns: list[Column], columns_BX: Tensor) -> Columns:
-    """The columns [B, 1] by their keys."""
-    return dict(zip(columns, columns_BX.split(1, -1), strict=True))
-
-
-def finite(reference: Tensor) -> Tensor:
-    """Replace a reference of −inf (a row without mass) by 0, so that it can be subtracted."""
-    return torch.where(reference == -math.inf, 0.0, reference)
 
 
 def _cooled(gap: Tensor, temperature: float) -> Tensor:

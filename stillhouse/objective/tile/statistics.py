@@ -10,30 +10,24 @@ l = (logit − reference) / temperature.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stillhouse.objective.acceptance_rate import Acceptance, PieceSums, acceptance_statistics
 from stillhouse.objective.divergence import KullbackLeibler
-from stillhouse.objective.numerics import excess, expect, log_sum_exp
-from stillhouse.objective.tile.pointwise import finite
-from stillhouse.objective.tile.tile_plan import (
-    STUDENT,
-    Columns,
-    PairIndex,
-    PointwisePlan,
-    StudentSoftmax,
-    TeacherSoftmax,
-)
+from stillhouse.objective.numerics import excess, expect, finite, log_sum_exp
+from stillhouse.objective.tile.tile_plan import STUDENT, Columns, PointwisePlan
 
 
 @dataclass
 class RowStatistics:
     """Numbers of every row of a chunk, over the whole vocabulary; [C] each, in the order of the plan's indices.
 
+    normalizers_CX: the columns of `plan.normalizers`, [C, X].
     references: the largest logit of each tile.
     student_log_mass, teacher_log_mass: log Σe^l of each softmax.
     student_entropy, teacher_entropy: in nats.
@@ -42,40 +36,35 @@ class RowStatistics:
     outside_reference, outside_log_mass: the student's largest logit and log Σe^l over the tokens outside each
         bucket's ids (finite if there is no such token).
     tail: the student's log-probability of all tokens outside each bucket's ids together.
-    mean_log_prob: the mean over the vocabulary of log q.
-    vocabulary: the number of tokens of the vocabulary.
+    vocabulary, mean_log_prob: the number of tokens of the vocabulary, and the mean over them of log q.
     values, slopes: Σf and Σq·h of each pair, balanced (`divergence.py`).
     acceptances: of the pairs in `plan.acceptances`.
     """
 
+    normalizers_CX: Tensor
     references: list[Tensor]
     student_log_mass: list[Tensor]
     student_entropy: list[Tensor]
     teacher_log_mass: list[Tensor]
     teacher_entropy: list[Tensor]
+    mass_ratio: list[Tensor]
     both_top: list[Tensor]
-    mass_ratio: list[Tensor] = field(default_factory=list)
-    outside_reference: list[Tensor] = field(default_factory=list)
-    outside_log_mass: list[Tensor] = field(default_factory=list)
-    tail: list[Tensor] = field(default_factory=list)
-    mean_log_prob: Tensor | None = None
-    vocabulary: Tensor | None = None
-    values: dict[PairIndex, Tensor] = field(default_factory=dict)
-    slopes: dict[PairIndex, Tensor] = field(default_factory=dict)
-    acceptances: dict[PairIndex, Acceptance] = field(default_factory=dict)
-
-    def normalizers(self) -> Tensor:
-        """Return the columns of `plan.normalizers`, [C, X]."""
-        return torch.stack([*self.references, *self.student_log_mass, *self.teacher_log_mass, *self.mass_ratio], 1)
+    outside_reference: list[Tensor]
+    outside_log_mass: list[Tensor]
+    tail: list[Tensor]
+    vocabulary: Tensor | None
+    mean_log_prob: Tensor | None
+    values: dict[int, Tensor]
+    slopes: dict[int, Tensor]
+    acceptances: dict[int, Acceptance]
 
     def add_normalized(self, plan: PointwisePlan, sums_RCX: Tensor) -> None:
         """Add the results of `pointwise.normalized_sums` of all pieces."""
         columns = iter(sums_RCX.unbind(2))
         for at in plan.two_sweep:
             if at in plan.acceptances:
-                self.acceptances[at] = acceptance = acceptance_statistics(
-                    PieceSums(*islice(columns, len(PieceSums._fields)))
-                )
+                sums = PieceSums(*islice(columns, len(PieceSums._fields)))
+                self.acceptances[at] = acceptance = acceptance_statistics(sums)
                 # the gradient has no further part in proportion to q
                 self.values[at], self.slopes[at] = acceptance.value, torch.zeros_like(acceptance.value)
             else:
@@ -86,148 +75,97 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
     """raw_RCX: `pointwise.raw_sums` of every piece.
     outside_RC2: for each bucket, the largest logit and Σe^l over the tokens outside the bucket's ids.
     """
-    pieces = _Pieces.of(plan, raw_RCX)
-    raw, students, teachers = pieces.raw, pieces.students, pieces.teachers
-    result = RowStatistics(
-        pieces.references,
-        [softmax.log_mass() for softmax in students],
-        [softmax.entropy() for softmax in students],
-        [softmax.log_mass() for softmax in teachers],
-        [softmax.entropy() for softmax in teachers],
-        both_top=[pieces.both_top(tile) for tile in range(1, plan.tiles)],
-    )
+    pieces = _pieces(plan, raw_RCX)
+    raw, references = pieces.raw, pieces.references
+    log_masses = [softmax.log_mass_C for softmax in pieces.students]
+    teacher_log_masses = [softmax.log_mass_C for softmax in pieces.teachers]
+    ratios = [_mass_ratio(couple) for couple in pieces.couples.values()]
+    outside_references, outside_log_masses, tails = [], [], []
     for softmax, sums_RC2 in zip(plan.buckets, outside_RC2, strict=True):
-        _add_outside(plan, softmax, sums_RC2, result)
-    couples = pieces.couples(plan)
-    result.mass_ratio += [couple.mass_ratio() for couple in couples.values()]
+        temperature = plan.temperatures[softmax]
+        largest_RC, mass_RC = sums_RC2.unbind(2)
+        reference_C = finite(largest_RC.amax(0))
+        mass_C = ((_shift(largest_RC, reference_C) / temperature).exp() * mass_RC).sum(0)
+        gap_C = (reference_C - references[STUDENT]) / temperature
+        tails.append(gap_C + mass_C.log() - log_masses[softmax])
+        outside_references.append(reference_C)
+        outside_log_masses.append(torch.where(mass_C == 0, 0.0, mass_C.log()))
+    values, slopes = {}, {}
     for at, divergence in plan.renormalizable.items():
-        couple = couples[plan.pairs[at][1:]].directed(divergence)
-        result.values[at] = value_C = couple.divergence(raw["excess", at], raw["log_ratio", at])
+        couple = pieces.directed(plan, at, divergence)
+        mass_C, ratio_C = couple.a.mass_C, _mass_ratio(couple)
+        excess_C, log_ratio_C = (sum_C / mass_C for sum_C in couple.shifted(raw["excess", at], raw["log_ratio", at]))
+        close_C = excess_C - excess(torch.ones_like(ratio_C), ratio_C.exp(), ratio_C)
+        values[at] = torch.where(ratio_C.abs() <= 1, close_C, ratio_C - log_ratio_C)
         # Σ(q − p) is 0; Σq·log(q/p) is reverse KL
-        result.slopes[at] = value_C if divergence.student_first else torch.zeros_like(value_C)
+        slopes[at] = values[at] if divergence.student_first else torch.zeros_like(values[at])
+    vocabulary_C = mean_C = None
     if plan.uniform:
-        result.vocabulary = raw["count", 0].sum(0)
+        vocabulary_C = raw["count", 0].sum(0)
         total_C = (raw["logits_sum", 0] + pieces.shifts[STUDENT] * raw["count", 0]).sum(0)
-        result.mean_log_prob = total_C / result.vocabulary - result.student_log_mass[plan.temperatures.index(1.0)]
-    return result
+        mean_C = total_C / vocabulary_C - log_masses[plan.temperatures.index(1.0)]
+    return RowStatistics(
+        torch.stack([*references, *log_masses, *teacher_log_masses, *ratios], 1),
+        references,
+        log_masses,
+        [softmax.log_mass_C - softmax.mean_C / softmax.mass_C for softmax in pieces.students],
+        teacher_log_masses,
+        [softmax.log_mass_C - softmax.mean_C / softmax.mass_C for softmax in pieces.teachers],
+        ratios,
+        pieces.both_top,
+        outside_references,
+        outside_log_masses,
+        tails,
+        vocabulary_C,
+        mean_C,
+        values,
+        slopes,
+        {},
+    )
 
 
 def merged(plan: PointwisePlan, raw_RCX: Tensor) -> Tensor:
     """Return the raw sums of several pieces as those of one piece, [C, X]."""
-    pieces = _Pieces.of(plan, raw_RCX)
-    sums: Columns = {("reference", tile): pieces.raw["reference", tile].amax(0) for tile in range(plan.tiles)}
-    sums |= {("both_top", tile): pieces.both_top(tile) for tile in range(1, plan.tiles)}
+    pieces = _pieces(plan, raw_RCX)
+    raw = pieces.raw
+    sums: Columns = {("reference", tile): raw["reference", tile].amax(0) for tile in range(plan.tiles)}
+    sums |= {("both_top", tile): both_C for tile, both_C in enumerate(pieces.both_top, start=1)}
     for at, softmax in enumerate(pieces.students):
-        sums["student_others", at], sums["student_mean", at] = softmax.global_others(), softmax.global_mean()
+        sums["student_others", at], sums["student_mean", at] = softmax.others_C, softmax.mean_C
     for at, softmax in enumerate(pieces.teachers):
-        sums["teacher_others", at], sums["teacher_mean", at] = softmax.global_others(), softmax.global_mean()
+        sums["teacher_others", at], sums["teacher_mean", at] = softmax.others_C, softmax.mean_C
     for tile in range(plan.tiles):
-        holds_largest_RC = pieces.shifts[tile] == 0
-        sums["largest", tile] = torch.where(holds_largest_RC, pieces.raw["largest", tile], 0.0).sum(0)
-    couples = pieces.couples(plan)
-    sums |= {("mass_gap", at): couple.global_gap() for at, couple in enumerate(couples.values())}
+        sums["largest", tile] = torch.where(pieces.shifts[tile] == 0, raw["largest", tile], 0.0).sum(0)
+    sums |= {("mass_gap", at): couple.gap_C for at, couple in enumerate(pieces.couples.values())}
     for at, divergence in plan.renormalizable.items():
-        couple = couples[plan.pairs[at][1:]].directed(divergence)
-        log_ratio_RC = pieces.raw["log_ratio", at]
-        sums["excess", at] = couple.global_excess(pieces.raw["excess", at], log_ratio_RC)
-        sums["log_ratio", at] = couple.global_log_ratio(log_ratio_RC)
+        couple = pieces.directed(plan, at, divergence)
+        sums["excess", at], sums["log_ratio", at] = couple.shifted(raw["excess", at], raw["log_ratio", at])
     if plan.uniform:
-        count_RC = pieces.raw["count", 0]
-        sums["logits_sum", 0] = (pieces.raw["logits_sum", 0] + pieces.shifts[STUDENT] * count_RC).sum(0)
+        count_RC = raw["count", 0]
+        sums["logits_sum", 0] = (raw["logits_sum", 0] + pieces.shifts[STUDENT] * count_RC).sum(0)
         sums["count", 0] = count_RC.sum(0)
     return torch.stack([sums[column] for column in plan.raw_sums], 1)
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """The raw sums of all pieces by their names, [R, C] each, and the shifts to common references.
+class _Softmax(NamedTuple):
+    """The sums of one softmax: of each piece before it is shifted, and of all pieces after it.
 
-    references: the largest logit of each tile over all pieces, [C]; 0 in a row without mass.
-    shifts: of each tile, from each piece's reference to the common one.
+    shift_RC: the shift of each piece's l. mass_RC, mass_C: Σe^l. others_C: Σe^l over the e^l that are not 1.
+    mean_C: Σe^l·l.
     """
 
-    raw: Columns
-    references: list[Tensor]
-    shifts: list[Tensor]
-    students: "list[_Softmax]"
-    teachers: "list[_Softmax]"
-
-    @classmethod
-    def of(cls, plan: PointwisePlan, raw_RCX: Tensor) -> "_Pieces":
-        raw = dict(zip(plan.raw_sums, raw_RCX.unbind(2), strict=True))
-        largest = [raw["reference", tile] for tile in range(plan.tiles)]
-        references = [finite(largest_RC.amax(0)) for largest_RC in largest]
-        shifts = [_shift(largest_RC, top_C) for largest_RC, top_C in zip(largest, references, strict=True)]
-        students = [
-            _Softmax(
-                raw["largest", STUDENT], raw["student_others", at], raw["student_mean", at], shifts[0] / temperature
-            )
-            for at, temperature in enumerate(plan.temperatures)
-        ]
-        teachers = [
-            _Softmax(
-                raw["largest", tile], raw["teacher_others", at], raw["teacher_mean", at], shifts[tile] / temperature
-            )
-            for at, (tile, temperature) in enumerate(plan.teachers)
-        ]
-        return cls(raw, references, shifts, students, teachers)
-
-    def both_top(self, tile: int) -> Tensor:
-        """1 where the largest logits of the tile and of the student are in the same column, [C]."""
-        is_top_RC = [self.raw["reference", at] == self.references[at] for at in (STUDENT, tile)]
-        return (self.raw["both_top", tile] * is_top_RC[0] * is_top_RC[1]).amax(0)
-
-    def couples(self, plan: PointwisePlan) -> "dict[tuple[TeacherSoftmax, StudentSoftmax], _Couple]":
-        return {
-            (teacher, student): _Couple(self.teachers[teacher], self.students[student], self.raw["mass_gap", at])
-            for at, (teacher, student) in enumerate(plan.couples)
-        }
+    shift_RC: Tensor
+    mass_RC: Tensor
+    mass_C: Tensor
+    others_C: Tensor
+    mean_C: Tensor
+    log_mass_C: Tensor
 
 
-@dataclass(frozen=True)
-class _Softmax:
-    """Sums of the pieces of one softmax, and the shift of each piece's l that is not yet applied, [R, C] each.
-
-    largest: the number of e^l that are 1. others: Σe^l over the other e^l. mean: Σe^l·l.
-    """
-
-    largest: Tensor
-    others: Tensor
-    mean: Tensor
-    shift: Tensor
-
-    @property
-    def mass(self) -> Tensor:
-        """Σe^l of each piece, not shifted."""
-        return self.largest + self.others
-
-    @property
-    def global_mass(self) -> Tensor:
-        """Σe^l over all pieces, shifted, [C]."""
-        return (self.shift.exp() * self.mass).sum(0)
-
-    def log_mass(self) -> Tensor:
-        """log Σe^l, [C]."""
-        largest_C = torch.where(self.shift == 0, self.largest, 0.0).sum(0)
-        return log_sum_exp(largest_C, self.global_others())
-
-    def global_others(self) -> Tensor:
-        """Σe^l over all pieces without those that are 1 after the shift, [C]."""
-        return torch.where(self.shift == 0, self.others, self.shift.exp() * self.mass).sum(0)
-
-    def global_mean(self) -> Tensor:
-        """Σe^l·l over all pieces, shifted, [C]."""
-        return (self.shift.exp() * (self.mean + self.shift * self.mass)).sum(0)
-
-    def entropy(self) -> Tensor:
-        return self.log_mass() - self.global_mean() / self.global_mass
-
-
-@dataclass(frozen=True)
-class _Couple:
+class _Couple(NamedTuple):
     """Two softmaxes that a divergence compares; a and b are their unnormalized e^l, t = log(b/a).
 
-    first: the softmax of a. second: that of b. mass_gap: Σ(b − a) of each piece, not shifted, [R, C].
+    gap_RC, gap_C: Σ(b − a) of each piece before it is shifted, and of all pieces after it.
 
     The shifts s_a and s_b turn a into a·e^s_a and b into b·e^s_b, so c = s_b − s_a is added to t. Where |c| ≤ 1,
 
@@ -235,61 +173,89 @@ class _Couple:
         Σ a(e^t−1−t)   → e^s_a (Σ a(e^t−1−t) + (e^c − 1) Σ(b − a) + (e^c − 1 − c) Σa)
     """
 
-    first: _Softmax
-    second: _Softmax
-    mass_gap: Tensor
+    a: _Softmax
+    b: _Softmax
+    gap_RC: Tensor
+    gap_C: Tensor
 
-    def directed(self, divergence: KullbackLeibler) -> "_Couple":
-        """Return the couple with the a and b of the divergence, which is KL(a‖b)."""
-        return _Couple(self.second, self.first, -self.mass_gap) if divergence.student_first else self
-
-    def mass_ratio(self) -> Tensor:
-        """log(Σb / Σa) over all pieces, [C]."""
-        change_C = self.global_gap() / self.first.global_mass
-        return torch.where(
-            change_C.abs() < 0.5, torch.log1p(change_C), self.second.log_mass() - self.first.log_mass()
-        )
-
-    def divergence(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
-        """KL(a‖b) of the normalized a and b, [C], from Σ a(e^t − 1 − t) and Σ a·t of each piece."""
-        mass_C, ratio_C = self.first.global_mass, self.mass_ratio()
-        excess_C = self.global_excess(excess_RC, log_ratio_RC) / mass_C
-        mean_C = self.global_log_ratio(log_ratio_RC) / mass_C
-        close_C = excess_C - excess(torch.ones_like(ratio_C), ratio_C.exp(), ratio_C)
-        return torch.where(ratio_C.abs() <= 1, close_C, ratio_C - mean_C)
-
-    @property
-    def _shift(self) -> Tensor:
-        return self.second.shift - self.first.shift
-
-    def global_gap(self) -> Tensor:
-        mass_a_RC, mass_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
-        close_RC = mass_a_RC * (self.mass_gap + torch.expm1(c_RC.clamp(-1, 1)) * self.second.mass)
-        far_RC = mass_b_RC * self.second.mass - mass_a_RC * self.first.mass
-        return torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0)
-
-    def global_log_ratio(self, log_ratio_RC: Tensor) -> Tensor:
-        return expect(self.first.shift.exp(), log_ratio_RC + self._shift * self.first.mass).sum(0)
-
-    def global_excess(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
-        mass_a_RC, mass_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
+    def shifted(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Σ a(e^t − 1 − t) and Σ a·t of all pieces, [C] each."""
+        scale_RC, c_RC = self.a.shift_RC.exp(), self.b.shift_RC - self.a.shift_RC
         small_RC = c_RC.clamp(-1, 1)
         grown_RC, second_order_RC = torch.expm1(small_RC), excess(torch.ones_like(c_RC), small_RC.exp(), small_RC)
-        close_RC = expect(mass_a_RC, excess_RC + grown_RC * self.mass_gap + second_order_RC * self.first.mass)
-        mean_RC = log_ratio_RC + (1 + c_RC) * self.first.mass
-        far_RC = mass_b_RC * self.second.mass - expect(mass_a_RC, mean_RC)
-        return torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0)
+        close_RC = expect(scale_RC, excess_RC + grown_RC * self.gap_RC + second_order_RC * self.a.mass_RC)
+        mean_RC = log_ratio_RC + (1 + c_RC) * self.a.mass_RC
+        far_RC = self.b.shift_RC.exp() * self.b.mass_RC - expect(scale_RC, mean_RC)
+        excess_C = torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0)
+        return excess_C, expect(scale_RC, log_ratio_RC + c_RC * self.a.mass_RC).sum(0)
 
 
-def _add_outside(plan: PointwisePlan, softmax: StudentSoftmax, sums_RC2: Tensor, result: RowStatistics) -> None:
-    temperature = plan.temperatures[softmax]
-    largest_RC, mass_RC = sums_RC2.unbind(2)
-    reference_C = finite(largest_RC.amax(0))
-    mass_C = ((_shift(largest_RC, reference_C) / temperature).exp() * mass_RC).sum(0)
-    gap_C = (reference_C - result.references[0]) / temperature
-    result.tail.append(gap_C + mass_C.log() - result.student_log_mass[softmax])
-    result.outside_reference.append(reference_C)
-    result.outside_log_mass.append(torch.where(mass_C == 0, 0.0, mass_C.log()))
+class _Pieces(NamedTuple):
+    """The raw sums of all pieces by their names, [R, C] each, and the sums of all pieces together.
+
+    references: the largest logit of each tile over all pieces, [C]; 0 in a row without mass.
+    shifts: of each tile, from each piece's reference to the common one.
+    both_top: for each dense teacher, 1 where its largest logit and the student's are in the same column, [C].
+    """
+
+    raw: Columns
+    references: list[Tensor]
+    shifts: list[Tensor]
+    students: list[_Softmax]
+    teachers: list[_Softmax]
+    both_top: list[Tensor]
+    couples: dict[tuple[int, int], _Couple]
+
+    def directed(self, plan: PointwisePlan, at: int, divergence: KullbackLeibler) -> _Couple:
+        """Return the couple with the a and b of the divergence KL(a‖b) of a pair."""
+        couple = self.couples[plan.pairs[at][1:]]
+        return _couple(couple.b, couple.a, -couple.gap_RC) if divergence.student_first else couple
+
+
+def _pieces(plan: PointwisePlan, raw_RCX: Tensor) -> _Pieces:
+    raw = dict(zip(plan.raw_sums, raw_RCX.unbind(2), strict=True))
+    largest = [raw["reference", tile] for tile in range(plan.tiles)]
+    references = [finite(largest_RC.amax(0)) for largest_RC in largest]
+    shifts = [_shift(largest_RC, top_C) for largest_RC, top_C in zip(largest, references, strict=True)]
+    students = [
+        _softmax(raw["largest", STUDENT], raw["student_others", at], raw["student_mean", at], shifts[0] / temperature)
+        for at, temperature in enumerate(plan.temperatures)
+    ]
+    teachers = [
+        _softmax(raw["largest", tile], raw["teacher_others", at], raw["teacher_mean", at], shifts[tile] / temperature)
+        for at, (tile, temperature) in enumerate(plan.teachers)
+    ]
+    both_top = []
+    for tile in range(1, plan.tiles):
+        student_top_RC, teacher_top_RC = (largest[at] == references[at] for at in (STUDENT, tile))
+        both_top.append((raw["both_top", tile] * student_top_RC * teacher_top_RC).amax(0))
+    couples = {
+        (teacher, student): _couple(teachers[teacher], students[student], raw["mass_gap", at])
+        for at, (teacher, student) in enumerate(plan.couples)
+    }
+    return _Pieces(raw, references, shifts, students, teachers, both_top, couples)
+
+
+def _softmax(largest_RC: Tensor, others_RC: Tensor, mean_RC: Tensor, shift_RC: Tensor) -> _Softmax:
+    """largest_RC: the number of e^l that are 1. others_RC: Σe^l over the other e^l. mean_RC: Σe^l·l."""
+    mass_RC, scale_RC = largest_RC + others_RC, shift_RC.exp()
+    others_C = torch.where(shift_RC == 0, others_RC, scale_RC * mass_RC).sum(0)
+    mean_C = (scale_RC * (mean_RC + shift_RC * mass_RC)).sum(0)
+    log_mass_C = log_sum_exp(torch.where(shift_RC == 0, largest_RC, 0.0).sum(0), others_C)
+    return _Softmax(shift_RC, mass_RC, (scale_RC * mass_RC).sum(0), others_C, mean_C, log_mass_C)
+
+
+def _couple(a: _Softmax, b: _Softmax, gap_RC: Tensor) -> _Couple:
+    scale_RC, c_RC = a.shift_RC.exp(), b.shift_RC - a.shift_RC
+    close_RC = scale_RC * (gap_RC + torch.expm1(c_RC.clamp(-1, 1)) * b.mass_RC)
+    far_RC = b.shift_RC.exp() * b.mass_RC - scale_RC * a.mass_RC
+    return _Couple(a, b, gap_RC, torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0))
+
+
+def _mass_ratio(couple: _Couple) -> Tensor:
+    """log(Σb / Σa) over all pieces, [C]."""
+    change_C = couple.gap_C / couple.a.mass_C
+    return torch.where(change_C.abs() < 0.5, torch.log1p(change_C), couple.b.log_mass_C - couple.a.log_mass_C)
 
 
 def _shift(largest_RC: Tensor, reference_C: Tensor) -> Tensor:

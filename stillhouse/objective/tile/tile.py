@@ -23,12 +23,19 @@ from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.signals import RowIndex, Signal, SparseSignal
-from stillhouse.objective.tile.compiled import ROW_DEVICES, pointwise, run_rows
-from stillhouse.objective.tile.kernels import has_kernels, kernel_gradient, kernel_normalized_sums, kernel_piece_sums
-from stillhouse.objective.tile.local_sums import columns_of, local_sums, normalizers, row_blocks, sums_and_logits
-from stillhouse.objective.tile.pointwise import before_head, gradient, normalized_sums
+from stillhouse.objective.tile.compiled import ROW_DEVICES, run_rows
+from stillhouse.objective.tile.kernels import has_kernels, kernel_piece_sums
+from stillhouse.objective.tile.pointwise import before_head, gradient
 from stillhouse.objective.tile.statistics import RowStatistics, statistics
-from stillhouse.objective.tile.tile_plan import STUDENT, Column, PointwisePlan, StudentSoftmax, TilePlan
+from stillhouse.objective.tile.sweeps import (
+    columns_of,
+    normalizers,
+    sums_and_logits,
+    sweep_gradient,
+    sweep_normalized_sums,
+    sweep_raw_sums,
+)
+from stillhouse.objective.tile.tile_plan import STUDENT, Column, PointwisePlan, TilePlan
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard, local_top_k, merged_top_k
 
 #: ids per row up to which all pairs of ids are compared, to find those that occur several times
@@ -51,11 +58,11 @@ class TermResult:
 class Tile:
     """The logits [C, V] of the student and of dense teachers (at least float32), and later the student's gradient.
 
-    weights_C: the objective's weights.
-    taken: the chunk's rows of tensors over all tokens.
-    counted_C: the rows that at least one term of the loss counts. Other rows may contain any values; they get no
-        gradient.
+    weights_C: the objective's weights. taken: the chunk's rows of tensors over all tokens.
+    counted_C: the rows that a term of the loss counts. Other rows may contain any values and get no gradient.
     """
+
+    _statistics: RowStatistics | None = None
 
     def __init__(
         self,
@@ -77,7 +84,6 @@ class Tile:
         self._first = 0 if shard is None else shard.within(vocabulary)[0]
         self._coefficients: dict[Column, Tensor] = {}
         self._added: list[tuple[Tensor, Tensor]] = []
-        self._statistics: RowStatistics | None = None
         self._rows_CX: Tensor | None = None
         self._at_ids: Sequence[Tensor] = ()
 
@@ -89,7 +95,18 @@ class Tile:
     # the steps of a chunk
 
     def start(self) -> None:
-        sums = [self._sums_and_logits()]
+        ids = [ids_C[:, None] if ids_C.dim() == 1 else ids_C for ids_C in map(self.take, self._plan.ids)]
+        has_pieces = has_kernels(self._pointwise, self.tiles_CV)
+        if has_pieces:
+            sums_PCX = kernel_piece_sums(self._pointwise, self.tiles_CV)
+        else:
+            sums_PCX = sweep_raw_sums(self._pointwise, self.tiles_CV)[None]
+        sums = [sums_PCX[0]]
+        if ids or has_pieces:
+            # the rows are the first dim of every tensor of a compiled function
+            arguments = sums_PCX.transpose(0, 1), self.logits_CV, ids
+            plan_and_first = self._pointwise, self._first
+            sums = [run_rows(sums_and_logits, plan_and_first, *arguments, partly=[self.logits_CV])]
         sums += [self._outside_sums(*bucket) for bucket in self._plan.buckets]
         if self._plan.ranks:
             sums += local_top_k(self.logits_CV, self._plan.ranks, self._shard)
@@ -106,8 +123,9 @@ class Tile:
             normalizers_CX = run_rows(normalizers, self._pointwise, *pieces)
         else:
             self._statistics = statistics(self._pointwise, raw_RCX, outside)
-            normalizers_CX = self._statistics.normalizers()
-        return [gathered_RCX, AsyncAllGather(self._normalized_sums(normalizers_CX), self._shard).wait()]
+            normalizers_CX = self._statistics.normalizers_CX
+        sums_CX = sweep_normalized_sums(self._pointwise, self.tiles_CV, normalizers_CX)
+        return [gathered_RCX, AsyncAllGather(sums_CX, self._shard).wait()]
 
     def read(self, gathered_RCX: Tensor, normalized_RCX: Tensor | None = None) -> None:
         """Compute the statistics that terms read, from the sums of all ranks."""
@@ -125,48 +143,47 @@ class Tile:
     def gradient(self, rounded_CV: Tensor | None = None) -> Tensor:
         """Return the gradient [C, V]. It overwrites `rounded_CV`, whose dtype may be shorter, or else the logits."""
         logits_CV = self.logits_CV
+        result_CV = logits_CV if rounded_CV is None else rounded_CV
         if logits_CV.shape[1] == 0:
-            return logits_CV if rounded_CV is None else rounded_CV
+            return result_CV
         rows_CX = self.gradient_rows() if self._rows_CX is None else self._rows_CX
         if self._at_ids:
-            result_CV = logits_CV if rounded_CV is None else rounded_CV
-            self._sweep_gradient(rows_CX, rounded_CV)
+            sweep_gradient(self._pointwise, self.tiles_CV, rows_CX, rounded_CV)
             return result_CV.scatter_(1, *self._at_ids)
         # the values at ids are summed in the logits' dtype, in the tile of the logits, and rounded once
         at_ids = [] if rounded_CV is None else [(ids, self._gradient_in(ids, rows_CX)) for ids, _ in self._added]
         # write the gradient of tokens outside all buckets' ids to all columns, then overwrite the columns of the ids
         corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._plan.buckets]
-        self._sweep_gradient(rows_CX, rounded_CV)
+        sweep_gradient(self._pointwise, self.tiles_CV, rows_CX, rounded_CV)
         for places_CK, values_CK in (*at_ids, *corrected):
             logits_CV.scatter_(1, places_CK, values_CK)
         for local_CN, values_CN in self._added:
             logits_CV.scatter_add_(1, local_CN, values_CN)
-        if rounded_CV is None:
-            return logits_CV
-        for places_CK, _ in (*at_ids, *corrected):
-            rounded_CV.scatter_(1, places_CK, logits_CV.gather(1, places_CK).to(rounded_CV.dtype))
-        return rounded_CV
+        if rounded_CV is not None:
+            for places_CK, _ in (*at_ids, *corrected):
+                rounded_CV.scatter_(1, places_CK, logits_CV.gather(1, places_CK).to(rounded_CV.dtype))
+        return result_CV
 
     # the gradient as tensors, for `chunks.finish_rows`
 
     def gradient_rows(self) -> Tensor:
         """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""
-        zero_C = torch.zeros_like(self._row_statistics.references[0])
+        rows = self._row_statistics
+        zero_C = torch.zeros_like(rows.references[0])
         columns = self._coefficients | {("counted", 0): self.counted_C.to(zero_C.dtype)}
         for at in range(len(self._plan.buckets)):
-            columns["outside_reference", at] = self._row_statistics.outside_reference[at]
-            columns["outside_log_mass", at] = self._row_statistics.outside_log_mass[at]
-        for at, acceptance in self._row_statistics.acceptances.items():
+            columns["outside_reference", at] = rows.outside_reference[at]
+            columns["outside_log_mass", at] = rows.outside_log_mass[at]
+        for at, acceptance in rows.acceptances.items():
             columns["log_acceptance", at] = acceptance.log_rate
             columns["above", at], columns["below", at] = acceptance.above, acceptance.below
         coefficients = [columns.get(column, zero_C) for column in self._pointwise.coefficients]
-        return torch.cat([self._row_statistics.normalizers(), torch.stack(coefficients, 1)], 1)
+        return torch.cat([rows.normalizers_CX, torch.stack(coefficients, 1)], 1)
 
     def gradient_at_ids(self, rows_CX: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Return the gradient at the ids of `add_at` for `set_gradient`.
+        """Return the gradient at the ids of `add_at`: [columns, gradients], [C, N] each.
 
-        It is [columns, gradients], [C, N] each, or, with buckets or many ids, the columns and values of every
-        `add_at`, which are added to the gradient later.
+        With buckets or many ids, return the columns and values of every `add_at`, which are added later.
         """
         if self._plan.buckets or sum(ids.shape[1] for ids, _ in self._added) > MOST_IDS:
             return [tensor for pair in self._added for tensor in pair]
@@ -179,7 +196,7 @@ class Tile:
         return [columns_CN, (self._gradient_in(columns_CN, rows_CX) + values_CN).to(dtype)]
 
     def set_gradient(self, rows_CX: Tensor, *at_ids: Tensor) -> None:
-        """Set the results of `gradient_rows` and `gradient_at_ids`, which another tile of the same chunk returned."""
+        """Set the `gradient_rows` and `gradient_at_ids` that another tile of the same chunk returned."""
         self._rows_CX = rows_CX
         if self._plan.buckets or sum(columns_CN.shape[1] for columns_CN in at_ids[::2]) > MOST_IDS:
             self._added = list(zip(at_ids[::2], at_ids[1::2], strict=True))
@@ -194,7 +211,8 @@ class Tile:
 
     def log_normalizer(self, temperature: float) -> Tensor:
         """log Σ e^(logit / τ), [C]."""
-        return self._row_statistics.references[0] / temperature + self._log_mass(temperature)
+        log_mass_C = self._row_statistics.student_log_mass[self._plan.softmax(temperature)]
+        return self._row_statistics.references[0] / temperature + log_mass_C
 
     def entropy(self, temperature: float) -> Tensor:
         """The student's entropy in nats, [C]."""
@@ -207,8 +225,7 @@ class Tile:
 
     def log_probs_at(self, ids: Tensor, temperature: float) -> Tensor:
         """log q at the chunk's ids, [C, N]; −inf for an id outside the vocabulary. ids: over all tokens, [T(, N)]."""
-        gap_CN = self._entries[self._plan.logits_at(ids)] - self._row_statistics.references[0][:, None]
-        return gap_CN / temperature - self._log_mass(temperature)[:, None]
+        return self._log_probs(self._entries[self._plan.logits_at(ids)], temperature)
 
     def is_argmax(self, ids: Tensor) -> Tensor:
         """True where the id has the student's highest probability, [C, N]."""
@@ -219,8 +236,7 @@ class Tile:
         if ranks > self._plan.ranks:
             raise LookupError(f"the top {ranks} tokens: no term has requested them")
         logits_CK, ids_CK = (top_CK[:, :ranks] for top_CK in self._top_k)
-        gap_CK = logits_CK - self._row_statistics.references[0][:, None]
-        return ids_CK, gap_CK / temperature - self._log_mass(temperature)[:, None]
+        return ids_CK, self._log_probs(logits_CK, temperature)
 
     def divergence(self, divergence: Divergence, signal: Signal, temperature: float) -> tuple[Tensor, Tensor]:
         """Σf and Σq·h of a divergence (not a weighted sum of several), [C] each; f and h as in `divergence.py`."""
@@ -277,39 +293,21 @@ class Tile:
 
     # this rank's part
 
-    def _outside_sums(self, signal: SparseSignal, softmax: StudentSoftmax) -> Tensor:
+    def _outside_sums(self, signal: SparseSignal, softmax: int) -> Tensor:
         """Return the largest logit and Σe^l outside the signal's ids, [C, 2].
 
         The logits at the ids are set to −inf for the sum and then restored. Subtracting the sum over the ids from the
         sum over all tokens would lose all digits in rows where the ids hold nearly all of the mass.
         """
-        plan = PointwisePlan(temperatures=(self._pointwise.temperatures[softmax],))
+        plan, logits_CV = PointwisePlan(temperatures=(self._pointwise.temperatures[softmax],)), self.logits_CV
         places_CK, held_C1 = self._places(signal)
-        if self.logits_CV.shape[1] == 0:
-            return self._reference_and_mass(plan)
-        kept_CK = self.logits_CV.gather(1, places_CK)
-        self.logits_CV.scatter_(1, places_CK, torch.where(held_C1, -math.inf, kept_CK))
-        sums_C2 = self._reference_and_mass(plan)
-        self.logits_CV.scatter_(1, places_CK, kept_CK)
-        return sums_C2
-
-    def _reference_and_mass(self, plan: PointwisePlan) -> Tensor:
-        """Return the largest logit and Σe^l for a plan of one softmax, [C, 2]."""
-        sums = dict(zip(plan.raw_sums, local_sums(plan, [self.logits_CV]).unbind(1), strict=True))
+        if logits_CV.shape[1]:
+            kept_CK = logits_CV.gather(1, places_CK)
+            logits_CV.scatter_(1, places_CK, torch.where(held_C1, -math.inf, kept_CK))
+        sums = dict(zip(plan.raw_sums, sweep_raw_sums(plan, [logits_CV]).unbind(1), strict=True))
+        if logits_CV.shape[1]:
+            logits_CV.scatter_(1, places_CK, kept_CK)
         return torch.stack([sums["reference", STUDENT], sums["largest", STUDENT] + sums["student_others", 0]], 1)
-
-    def _sums_and_logits(self) -> Tensor:
-        """Return the raw sums and the student's logits at the plan's ids, over this rank's part, [C, X]."""
-        ids = [ids_C[:, None] if ids_C.dim() == 1 else ids_C for ids_C in map(self.take, self._plan.ids)]
-        if has_kernels(self._pointwise, self.tiles_CV):
-            sums_PCX = kernel_piece_sums(self._pointwise, self.tiles_CV)
-        else:
-            sums_PCX = local_sums(self._pointwise, self.tiles_CV)[None]
-            if not ids:
-                return sums_PCX[0]
-        # the rows are the first dim of every tensor of a compiled function
-        arguments = sums_PCX.transpose(0, 1), self.logits_CV, ids
-        return run_rows(sums_and_logits, (self._pointwise, self._first), *arguments, partly=[self.logits_CV])
 
     def _split(self, gathered_RCX: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return the raw sums, the sums outside the ids of each bucket, and the logits at ids and top tokens."""
@@ -319,24 +317,6 @@ class Tile:
         raw_RCX, *rest = gathered_RCX.split(widths, 2)
         ids, buckets = len(self._plan.ids), len(self._plan.buckets)
         return raw_RCX, rest[ids : ids + buckets], rest[:ids] + rest[ids + buckets :]
-
-    def _sweep_gradient(self, rows_CX: Tensor, rounded_CV: Tensor | None) -> None:
-        if has_kernels(self._pointwise, self.tiles_CV):
-            kernel_gradient(self._pointwise, self.tiles_CV, rows_CX, rounded_CV)
-            return
-        for block in row_blocks(self.logits_CV):
-            out = [] if rounded_CV is None else [rounded_CV[block]]
-            tiles_CV = [tile_CV[block] for tile_CV in self.tiles_CV]
-            pointwise(gradient, self._pointwise, tiles_CV, rows_CX[block], *out)
-
-    def _normalized_sums(self, normalizers_CX: Tensor) -> Tensor:
-        if has_kernels(self._pointwise, self.tiles_CV):
-            return kernel_normalized_sums(self._pointwise, self.tiles_CV, normalizers_CX)
-        sums = []
-        for block in row_blocks(self.logits_CV):
-            tiles_CV = [tile_CV[block] for tile_CV in self.tiles_CV]
-            sums.append(pointwise(normalized_sums, self._pointwise, tiles_CV, normalizers_CX[block]))
-        return torch.cat(sums)
 
     def _places(self, signal: SparseSignal) -> tuple[Tensor, Tensor]:
         """Return the columns [C, K] of the signal's ids on this rank, and a mask of rows that have such ids, [C, 1].
@@ -367,8 +347,9 @@ class Tile:
         gradient(self._pointwise, tiles_CK, rows_CX, outside_BV=outside_CK)
         return tiles_CK[0]
 
-    def _log_mass(self, temperature: float) -> Tensor:
-        return self._row_statistics.student_log_mass[self._plan.softmax(temperature)]
+    def _log_probs(self, logits_CN: Tensor, temperature: float) -> Tensor:
+        gap_CN = logits_CN - self._row_statistics.references[0][:, None]
+        return gap_CN / temperature - self._row_statistics.student_log_mass[self._plan.softmax(temperature)][:, None]
 
     def _add(self, column: Column, coefficient_C: Tensor) -> None:
         self._coefficients[column] = self._coefficients.get(column, 0.0) + coefficient_C

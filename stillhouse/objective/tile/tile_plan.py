@@ -10,7 +10,7 @@ C rows of a chunk of T tokens, N ids per token, X columns. q is the student's pr
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal, NewType, TypeAlias, TypeVar, cast
+from typing import Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -18,15 +18,8 @@ from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
 from stillhouse.objective.divergence import Divergence, KullbackLeibler
 from stillhouse.objective.signals import Signal, SparseSignal
 
-TileIndex = NewType("TileIndex", int)
-StudentSoftmax = NewType("StudentSoftmax", int)
-TeacherSoftmax = NewType("TeacherSoftmax", int)
-PairIndex = NewType("PairIndex", int)
-BucketIndex = NewType("BucketIndex", int)
-IdsIndex = NewType("IdsIndex", int)
-
 #: the index of the student's tile; the other tiles are the logits of dense teachers
-STUDENT = TileIndex(0)
+STUDENT = 0
 
 SumName: TypeAlias = (
     Literal["largest", "both_top", "student_others", "student_mean", "teacher_others", "teacher_mean"]
@@ -49,7 +42,7 @@ class PointwisePlan:
 
     temperatures: the temperature of each softmax of the student.
     teachers: (tile, temperature) of each softmax of a dense teacher.
-    pairs: the divergences between a teacher's and a student's softmax; no divergence is a weighted sum.
+    pairs: (divergence, teacher's softmax, student's softmax); no divergence is a weighted sum.
     buckets: for each sparse signal that needs sums over the tokens outside its ids, the student's softmax.
     entropic: the student's softmaxes for which the gradient of the entropy is needed.
     uniform: whether the mean of log q over the vocabulary is needed (at temperature 1).
@@ -58,44 +51,33 @@ class PointwisePlan:
 
     tiles: int = 1
     temperatures: tuple[float, ...] = ()
-    teachers: tuple[tuple[TileIndex, float], ...] = ()
-    pairs: tuple[tuple[Divergence, TeacherSoftmax, StudentSoftmax], ...] = ()
-    buckets: tuple[StudentSoftmax, ...] = ()
-    entropic: tuple[StudentSoftmax, ...] = ()
+    teachers: tuple[tuple[int, float], ...] = ()
+    pairs: tuple[tuple[Divergence, int, int], ...] = ()
+    buckets: tuple[int, ...] = ()
+    entropic: tuple[int, ...] = ()
     uniform: bool = False
     scale: float = 1.0
     softcap: float | None = None
 
     @property
-    def couples(self) -> list[tuple[TeacherSoftmax, StudentSoftmax]]:
-        """The distinct pairs (teacher softmax, student softmax) that divergences compare."""
+    def couples(self) -> list[tuple[int, int]]:
+        """The distinct pairs (teacher's softmax, student's softmax) that divergences compare."""
         return list(dict.fromkeys((teacher, student) for _, teacher, student in self.pairs))
 
-    # torch.compile traces the two casts below, and cannot trace a call of a NewType
+    @property
+    def renormalizable(self) -> dict[int, KullbackLeibler]:
+        """The pairs whose sums are computed in the normalizers' sweep and normalized afterwards, by their index."""
+        return {at: kl for at, (kl, _, _) in enumerate(self.pairs) if isinstance(kl, KullbackLeibler)}
 
     @property
-    def students(self) -> list[StudentSoftmax]:
-        """The indices of the student's softmaxes in `temperatures`."""
-        return [cast("StudentSoftmax", at) for at in range(len(self.temperatures))]
-
-    @property
-    def indexed_pairs(self) -> list[tuple[PairIndex, tuple[Divergence, TeacherSoftmax, StudentSoftmax]]]:
-        return [(cast("PairIndex", at), pair) for at, pair in enumerate(self.pairs)]
-
-    @property
-    def renormalizable(self) -> dict[PairIndex, KullbackLeibler]:
-        """The pairs whose sums are computed in the normalizers' sweep and normalized afterwards."""
-        return {at: kl for at, (kl, _, _) in self.indexed_pairs if isinstance(kl, KullbackLeibler)}
-
-    @property
-    def two_sweep(self) -> list[PairIndex]:
+    def two_sweep(self) -> list[int]:
         """The pairs that need both normalizers first, and therefore a second sweep over the logits."""
-        return [at for at, _ in self.indexed_pairs if at not in self.renormalizable]
+        return [at for at in range(len(self.pairs)) if at not in self.renormalizable]
 
     @property
-    def acceptances(self) -> list[PairIndex]:
+    def acceptances(self) -> list[int]:
         """The pairs of `two_sweep` whose divergence is the logarithm of a sum (`acceptance_rate.py`)."""
-        return [at for at, (kind, _, _) in self.indexed_pairs if isinstance(kind, NegativeLogAcceptance)]
+        return [at for at, (kind, _, _) in enumerate(self.pairs) if isinstance(kind, NegativeLogAcceptance)]
 
     @property
     def raw_sums(self) -> list[Column]:
@@ -116,13 +98,11 @@ class PointwisePlan:
 
     @property
     def normalizers(self) -> list[Column]:
-        """The columns of `RowStatistics.normalizers`, which turn logits into log-probabilities."""
-        return [
-            *(("reference", tile) for tile in range(self.tiles)),
-            *(("student_log_mass", at) for at in range(len(self.temperatures))),
-            *(("teacher_log_mass", at) for at in range(len(self.teachers))),
-            *(("mass_ratio", at) for at in range(len(self.couples))),
-        ]
+        """The columns of `RowStatistics.normalizers_CX`, which turn logits into log-probabilities."""
+        columns: list[Column] = [("reference", tile) for tile in range(self.tiles)]
+        columns += [("student_log_mass", at) for at in range(len(self.temperatures))]
+        columns += [("teacher_log_mass", at) for at in range(len(self.teachers))]
+        return columns + [("mass_ratio", at) for at in range(len(self.couples))]
 
     @property
     def coefficients(self) -> list[Column]:
@@ -145,37 +125,32 @@ class TilePlan:
 
     After `close`, the methods only look up an index: they raise LookupError for a quantity that was not requested.
 
+    pointwise: the plan of the pointwise functions, after `close`.
     signals: the dense signals, in the order of their tiles.
     buckets: each sparse signal that needs sums over the tokens outside its ids, with the student's softmax.
     ids: the ids, [T] or [T, N], for which logits are needed.
     ranks: the number of the student's top tokens that are needed.
     """
 
+    pointwise: PointwisePlan
+
     def __init__(self, scale: float = 1.0, softcap: float | None = None):
         self._scale, self._softcap = scale, softcap
         self._temperatures: dict[float, int] = {}
-        self._entropic: dict[StudentSoftmax, int] = {}
-        self._uniform = False
-        self._teachers: dict[tuple[TileIndex, float], int] = {}
-        self._pairs: dict[tuple[Divergence, TeacherSoftmax, StudentSoftmax], int] = {}
-        self._pointwise: PointwisePlan | None = None
+        self._entropic: dict[int, int] = {}
+        self._uniform = self._is_closed = False
+        self._teachers: dict[tuple[int, float], int] = {}
+        self._pairs: dict[tuple[Divergence, int, int], int] = {}
         self.signals: dict[Signal, int] = {}
-        self.buckets: dict[tuple[SparseSignal, StudentSoftmax], int] = {}
+        self.buckets: dict[tuple[SparseSignal, int], int] = {}
         self.ids: dict[Tensor, int] = {}  # a tensor as a key is compared by identity
         self.ranks = 0
 
-    @property
-    def pointwise(self) -> PointwisePlan:
-        """The plan of the pointwise functions; only after `close`."""
-        assert self._pointwise is not None
-        return self._pointwise
-
-    def softmax(self, temperature: float) -> StudentSoftmax:
+    def softmax(self, temperature: float) -> int:
         """The student's softmax at a temperature."""
-        name = f"the student's softmax at temperature {temperature}"
-        return StudentSoftmax(self._index(self._temperatures, temperature, name))
+        return self._index(self._temperatures, temperature, f"the student's softmax at temperature {temperature}")
 
-    def entropy(self, temperature: float) -> StudentSoftmax:
+    def entropy(self, temperature: float) -> int:
         """Request the student's softmax at a temperature, and the gradient of its entropy."""
         softmax = self.softmax(temperature)
         self._index(self._entropic, softmax, f"the gradient of the entropy at temperature {temperature}")
@@ -186,29 +161,27 @@ class TilePlan:
         self.softmax(1.0)
         self._uniform = True
 
-    def tile(self, signal: Signal) -> TileIndex:
+    def tile(self, signal: Signal) -> int:
         """The tile of a dense signal; terms with the same signal share one tile."""
-        return TileIndex(self._index(self.signals, signal, "this teacher signal") + 1)
+        return self._index(self.signals, signal, "this teacher signal") + 1
 
-    def teacher(self, signal: Signal, temperature: float) -> TeacherSoftmax:
+    def teacher(self, signal: Signal, temperature: float) -> int:
         """A dense teacher's softmax at a temperature."""
         softmax = (self.tile(signal), temperature)
-        name = f"the teacher's softmax at temperature {temperature}"
-        return TeacherSoftmax(self._index(self._teachers, softmax, name))
+        return self._index(self._teachers, softmax, f"the teacher's softmax at temperature {temperature}")
 
-    def pair(self, divergence: Divergence, signal: Signal, temperature: float) -> PairIndex:
+    def pair(self, divergence: Divergence, signal: Signal, temperature: float) -> int:
         """A divergence between a dense teacher and the student; it must not be a weighted sum."""
         pair = (divergence, self.teacher(signal, temperature), self.softmax(temperature))
-        return PairIndex(self._index(self._pairs, pair, f"{divergence} at temperature {temperature}"))
+        return self._index(self._pairs, pair, f"{divergence} at temperature {temperature}")
 
-    def outside(self, signal: SparseSignal, temperature: float) -> BucketIndex:
+    def outside(self, signal: SparseSignal, temperature: float) -> int:
         """The student's probabilities outside a sparse signal's ids."""
-        bucket = (signal, self.softmax(temperature))
-        return BucketIndex(self._index(self.buckets, bucket, "the student's mass outside these ids"))
+        return self._index(self.buckets, (signal, self.softmax(temperature)), "the student's mass outside these ids")
 
-    def logits_at(self, ids: Tensor) -> IdsIndex:
+    def logits_at(self, ids: Tensor) -> int:
         """The student's logits at some ids, [T] or [T, N]."""
-        return IdsIndex(self._index(self.ids, ids, "the logits at these ids"))
+        return self._index(self.ids, ids, "the logits at these ids")
 
     def top_k(self, ranks: int) -> None:
         """Request the student's `ranks` top tokens."""
@@ -216,7 +189,8 @@ class TilePlan:
 
     def close(self) -> None:
         """Allow no further requests."""
-        self._pointwise = PointwisePlan(
+        self._is_closed = True
+        self.pointwise = PointwisePlan(
             1 + len(self.signals),
             tuple(self._temperatures),
             tuple(self._teachers),
@@ -229,6 +203,6 @@ class TilePlan:
         )
 
     def _index(self, requested: dict[T, int], key: T, name: str) -> int:
-        if self._pointwise is not None and key not in requested:
+        if self._is_closed and key not in requested:
             raise LookupError(f"{name}: no term has requested it; expected a request for it in Term.request")
         return requested.setdefault(key, len(requested))
