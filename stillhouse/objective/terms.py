@@ -127,8 +127,8 @@ class SignalTerm(Term):
 class CrossEntropy(LabelTerm):
     """(1 − ε)(−log q_y) + ε·mean_v(−log q_v) + z_loss·(log Σ e^logits)² for ε = label_smoothing and the label y.
 
-    Row t predicts labels_T[t]; the code that makes the batch shifts the labels. With smoothing or z-loss, the plain
-    −log q_y is also reported; with z-loss, also the z-loss summand.
+    Row t predicts labels_T[t]: the code that makes the batch shifts the labels. A row with a negative label has no
+    value. With smoothing or z-loss, the plain −log q_y is also reported; with z-loss, also the z-loss summand.
     """
 
     labels_T: Tensor
