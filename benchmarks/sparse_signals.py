@@ -27,8 +27,7 @@ from stillhouse.config import RunConfig
 from stillhouse.data import MicroBatch, PackedSequences
 from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.models import Decoder
-from stillhouse.run.run import distill
-from stillhouse.run.session import prepare
+from stillhouse.run.run import distill, prepare
 from stillhouse.tools.demo.corpus import collect_split, write_jsonl
 from stillhouse.tools.demo.student import TEACHER, save_new_student
 from stillhouse.tools.write_cache import write_cache

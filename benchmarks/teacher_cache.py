@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
 from stillhouse.loops.session import Session
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 from stillhouse.signals import RequestedSteps
 from stillhouse.tools.write_cache import write_cache
 

@@ -43,8 +43,7 @@ from benchmarks.training_runs import LOSS, run_config, values_of
 from stillhouse.config import RunConfig
 from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.models import Decoder
-from stillhouse.run.run import distill
-from stillhouse.run.session import prepare
+from stillhouse.run.run import distill, prepare
 from stillhouse.tools.demo.corpus import collect_split
 from stillhouse.tools.demo.student import TEACHER as DEMO_TEACHER
 from stillhouse.tools.demo.student import save_new_student

@@ -1,4 +1,4 @@
-"""A run that is ready to start, as five records that the loops work with. `run/session.py` builds them."""
+"""A run that is ready to start, as five records that the loops work with. `run/run.py` builds them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
+from stillhouse.config import RunConfig, TeacherConfig
 from stillhouse.data import DataReport, Documents, PackedSequences, StepMicroBatches
 from stillhouse.data.media import MediaInputs
 from stillhouse.dry_run import dry_run
@@ -194,7 +194,7 @@ class _PlannedModels(ModelSources):
         return self._sharded_student()
 
     def whole_teacher(self, section: str) -> ModelSource:
-        source = self.teacher(section)
+        source = self.sharded(section)
 
         def build() -> Decoder:
             decoder = source.build()
@@ -204,17 +204,10 @@ class _PlannedModels(ModelSources):
 
         return replace(source, build=build, load_weights=None)
 
-    def _source(
-        self,
-        section: str,
-        name: str,
-        model: StudentConfig | TeacherConfig,
-        device: torch.device | None,
-        offload: bool,
-        autocast: torch.dtype | None = None,
-        weights_folder: str | None = "",
+    def sharded(
+        self, section: str, device: torch.device | None = None, *, offload: bool = False, **options: Any
     ) -> ModelSource:
-        source = super()._source(section, name, model, device, offload, autocast, weights_folder)
+        source = super().sharded(section, device, offload=offload, **options)
         purpose = STUDENT if section == "student" else TEACHER
         # a module cannot replace its fake tensors, because their mode refers to them; meta tensors have no such mode
         load = partial(self._allocate, purpose, device or self.mesh.device, offload)

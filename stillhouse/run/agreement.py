@@ -27,27 +27,23 @@ def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[
     the version on rank 0.
     """
     compared = {key: value for key, value in values.items() if key != "device"}  # a rank may name its own GPU
-    if different := _difference(compared, ranks):
-        key, rank, first, other = different
+    if different := _differences(compared, ranks):
+        key, rank, first, other = different[0]
         raise ConfigError(
             key,
             f"rank 0 has {first!r} and rank {rank} has {other!r}: every rank must be started with the same command "
             "and the same file",
         )
-    versions = library_versions()
-    first, *others = ranks.gather(versions)
     return [
-        f"rank {rank} runs {name} {other[name]} and rank 0 runs {name} {first[name]}: their results may differ"
-        for rank, other in enumerate(others, start=1)
-        for name in versions
-        if other[name] != first[name]
+        f"rank {rank} runs {name} {other} and rank 0 runs {name} {first}: their results may differ"
+        for name, rank, first, other in _differences(library_versions(), ranks)
     ]
 
 
 def require_same_sources(hashes: Mapping[str, str], ranks: Ranks) -> None:
     """Raise ValueError on all ranks if the hashes of their data, tokenizers or model files differ."""
-    if different := _difference(hashes, ranks):
-        name, rank, first, other = different
+    if different := _differences(hashes, ranks):
+        name, rank, first, other = different[0]
         raise ValueError(
             f"{name}: rank {rank} and rank 0 read different files under the same name (hashes {other[:12]} and "
             f"{first[:12]}): every machine needs the same files"
@@ -58,24 +54,18 @@ def require_shared_folder(folder: Path, ranks: Ranks) -> None:
     """Raise ValueError on all ranks unless each rank sees the files that the other ranks create in the folder."""
     if ranks.size == 1:
         return
-    rank, token = ranks.rank, ranks.from_first(uuid.uuid4().hex)
-
-    def probe(rank: int) -> Path:
-        return folder / f".{token}-{rank}{UNFINISHED}"
-
+    token = ranks.from_first(uuid.uuid4().hex)
+    probes = [folder / f".{token}-{rank}{UNFINISHED}" for rank in range(ranks.size)]
     created = not folder.exists()
     with explained_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe(rank).touch()  # an empty file, which even a full disk can take
+        probes[ranks.rank].touch()  # an empty file, which even a full disk can take
     hosts = ranks.gather(socket.gethostname())
-    unseen = set(range(len(hosts)))
     end = time.monotonic() + _SECONDS_TO_SEE
-    while unseen and time.monotonic() < end:
-        unseen = {other for other in unseen if not probe(other).exists()}
-        if unseen:
-            time.sleep(0.1)
-    findings = ranks.gather(sorted(unseen))
-    probe(rank).unlink()
+    while (unseen := [rank for rank, probe in enumerate(probes) if not probe.exists()]) and time.monotonic() < end:
+        time.sleep(0.1)
+    findings = ranks.gather(unseen)
+    probes[ranks.rank].unlink()
     if not any(findings):
         return
     if created and not any(folder.iterdir()):
@@ -87,11 +77,12 @@ def require_shared_folder(folder: Path, ranks: Ranks) -> None:
     )
 
 
-def _difference(values: Mapping[str, Any], ranks: Ranks) -> tuple[str, int, Any, Any] | None:
-    """The first key whose value differs between a rank and rank 0: (key, rank, rank 0's value, the rank's value)."""
+def _differences(values: Mapping[str, Any], ranks: Ranks) -> list[tuple[str, int, Any, Any]]:
+    """The keys whose values differ between a rank and rank 0: (key, rank, rank 0's value, the rank's value)."""
     first, *others = ranks.gather(dict(values))
-    for key in first | values:
-        for rank, other in enumerate(others, start=1):
-            if other.get(key) != first.get(key):
-                return key, rank, first.get(key), other.get(key)
-    return None
+    return [
+        (key, rank, first.get(key), other.get(key))
+        for key in first | values
+        for rank, other in enumerate(others, start=1)
+        if other.get(key) != first.get(key)
+    ]

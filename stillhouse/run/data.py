@@ -1,7 +1,7 @@
 """Loads the tokenizers and the data of a run, before the models, and compares the teachers' tokenizers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import (
     ConfigError,
     DataConfig,
-    ObjectiveConfig,
     RolloutConfig,
     RunConfig,
     StudentConfig,
     TeacherConfig,
-    TeachersConfig,
     as_config_error,
 )
 from stillhouse.config.model_folder import require_model_folder, require_template
@@ -76,10 +74,19 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     source_tools = _proven_tools(config.rollouts, config.rollout_key, tokenizer, processor)
     with as_config_error("student.model"):
         end_ids = read_end_ids(student.model, student.revision, trust_remote_code=student.trust_remote_code)
-    tools = tool_schemas(config.rollout)
-    splits = _Loader(
-        data, config.objective, config.teachers, tokenizer, processor, readers, fits_teachers, tools, end_ids
-    ).splits(config.rollouts, source_tools)
+    options = LoadOptions(
+        max_tokens=data.max_tokens,
+        tokens=config.objective.tokens,
+        on_error=data.on_error,
+        columns=() if route is None else (route,),
+        allowed={} if route is None else {route: list(config.several)},
+        prefixes={name: teacher.prefix for name, teacher in config.several.items() if teacher.prefix},
+        reader=route,
+        fits_teachers=fits_teachers,
+        tools=tool_schemas(config.rollout),
+        end_ids=end_ids,
+    )
+    splits = _Loader(data, options, tokenizer, processor, readers).splits(config.rollouts, source_tools)
     train, held_out = splits["train"], splits.get("eval")
     hashes = {which: documents.fingerprint() for which, documents in splits.items()}
     media_inputs, processors = None, dict[str, str]()
@@ -98,33 +105,23 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     # packed rows have gaps for what teachers in this job read; with rollouts, weights are shares of the prompts
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
     weights = [source.weight for source in data.weighted_sources] if config.rollout is None else []
-    options: dict[str, Any] = {"max_tokens": data.max_tokens, "seed": config.seed, "gaps": gaps}
-    options |= {"together": route, "media_inputs": media_inputs}
-    packed_train = PackedSequences(train, shuffle=True, weights=weights or None, **options)
-    packed_eval = None if held_out is None else PackedSequences(held_out, shuffle=False, **options)
+    settings: dict[str, Any] = {"max_tokens": data.max_tokens, "seed": config.seed, "gaps": gaps}
+    settings |= {"together": route, "media_inputs": media_inputs}
+    packed_train = PackedSequences(train, shuffle=True, weights=weights or None, **settings)
+    packed_eval = None if held_out is None else PackedSequences(held_out, shuffle=False, **settings)
     media = processor, readers if media_inputs is not None else {}, processors
     return Data(tokenizer, packed_train, packed_eval, hashes, warnings, splits.get("dataset"), *media)
 
 
 @dataclass(frozen=True)
 class _Loader:
-    """Loads documents.
-
-    processor: the student's processor of media; None if the student reads no media.
-    readers: how teachers in this job read media, by their names. fits_teachers: see `LoadOptions`.
-    tools: the schemas of the tools with which conversations of data.eval are written; those of the section rollout.
-    end_ids: the student's own end-of-sequence ids, beside that of the tokenizer.
-    """
+    """Loads documents. options: those of documents of data.eval. The other fields: see `load_documents`."""
 
     data: DataConfig
-    objective: ObjectiveConfig
-    teachers: TeachersConfig | None
+    options: LoadOptions
     tokenizer: PreTrainedTokenizerBase
     processor: MediaProcessor | None
     readers: Mapping[str, TeacherMedia]
-    fits_teachers: bool
-    tools: ToolSchemas
-    end_ids: Sequence[int]
 
     def splits(self, rollouts: Sequence[RolloutConfig], tools: Sequence[ToolSchemas]) -> dict[str, Documents]:
         """The documents by split: train, eval if there are held-out ones, dataset if rollouts take a share from it.
@@ -139,10 +136,10 @@ class _Loader:
         train = self._train([(*source, rollout) for source, rollout in zip(sources, rollouts or none, strict=True)])
         splits = {"train": train}
         if isinstance(share, dict):
-            sets = {name: self._load(f"data.eval.{name}", source, self.tools) for name, source in share.items()}
+            sets = {name: self._load(f"data.eval.{name}", source, self.options) for name, source in share.items()}
             splits["eval"] = Documents.joined(sets)
         elif isinstance(share, str):
-            splits["eval"] = self._load("data.eval", share, self.tools)
+            splits["eval"] = self._load("data.eval", share, self.options)
         elif share:
             documents = train
             if rollouts:
@@ -160,48 +157,38 @@ class _Loader:
         if used:
             dataset = self._train([(*source, None) for source in used])
             splits["dataset"] = _split(dataset, share)[0] if isinstance(share, float) and share else dataset
-        route = None if self.teachers is None else self.teachers.route
-        if self.teachers is not None and route is not None:
+        for route, names in self.options.allowed.items():
             named = splits["train"].columns[route]
-            if unused := [name for name in self.teachers.named if name not in named]:
+            if unused := [name for name in names if name not in named]:
                 problem = f"no document of data.train has {unused[0]!r} in its column '{route}'"
                 raise ConfigError(f"teachers.{unused[0]}", problem)
         return {which: splits[which] for which in ("train", "dataset", "eval") if which in splits}
 
     def _train(self, sources: Sequence[tuple[str, ToolSchemas, RolloutConfig | None]]) -> Documents:
         """The documents of sources of data.train; with the section rollout, prompts with their records."""
-        loaded = {path: self._load("data.train", path, tools, rollout) for path, tools, rollout in sources}
+        loaded: dict[str, Documents] = {}
+        for path, tools, rollout in sources:
+            options = replace(self.options, tools=tools)
+            if rollout is not None:
+                room = options.max_tokens - rollout.max_new_tokens
+                options = replace(options, max_tokens=room, prompts=True, keep_records=True)
+            loaded[path] = documents = self._load("data.train", path, options)
+            has_replies = rollout is not None and rollout.reply_role is not None
+            if rollout is not None and has_replies and not are_conversations(documents.records[0], self.tokenizer):
+                raise ConfigError(
+                    "rollout.reply",
+                    f"got {rollout.reply}, but the prompts of {path} are strings: expected raw, or conversations "
+                    "('messages', or 'prompt' as a list of messages)",
+                )
         return Documents.joined(loaded) if self.data.weighted_sources else next(iter(loaded.values()))
 
-    def _load(self, key: str, source: str, tools: ToolSchemas, rollout: RolloutConfig | None = None) -> Documents:
-        data, route = self.data, None if self.teachers is None else self.teachers.route
-        named = {} if self.teachers is None else self.teachers.named
-        options = LoadOptions(
-            max_tokens=data.max_tokens - (0 if rollout is None else rollout.max_new_tokens),
-            tokens=self.objective.tokens,
-            on_error=data.on_error,
-            columns=() if route is None else (route,),
-            allowed={} if route is None else {route: list(named)},
-            prefixes={name: teacher.prefix for name, teacher in named.items() if teacher.prefix},
-            reader=route,
-            prompts=rollout is not None,
-            keep_records=rollout is not None,
-            fits_teachers=self.fits_teachers,
-            tools=tools,
-            end_ids=self.end_ids,
-        )
-        cache = user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache)
+    def _load(self, key: str, source: str, options: LoadOptions) -> Documents:
+        folder = self.data.cache
+        cache = user_folder() if folder == "auto" else None if folder is None else Path(folder)
         try:
-            documents = load_documents(source, self.tokenizer, options, cache, self.processor, self.readers)
+            return load_documents(source, self.tokenizer, options, cache, self.processor, self.readers)
         except NoSourceError as error:
             raise ConfigError(key, str(error)) from error
-        if rollout is not None and rollout.reply_role and not are_conversations(documents.records[0], self.tokenizer):
-            raise ConfigError(
-                "rollout.reply",
-                f"got {rollout.reply}, but the prompts of {source} are strings: expected raw, or conversations "
-                "('messages', or 'prompt' as a list of messages)",
-            )
-        return documents
 
 
 def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:
@@ -253,15 +240,10 @@ def _media_processor(
     template_is_set: bool,
 ) -> MediaProcessor | None:
     """A model's processor of media; None if it has none. template_is_set: whether another chat template is used."""
+    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    options |= {"most_pixels": data.image_pixels, "template_is_set": template_is_set}
     with as_config_error(f"{section}.model"):
-        return find_media_processor(
-            str(model.model),
-            tokenizer,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            most_pixels=data.image_pixels,
-            template_is_set=template_is_set,
-        )
+        return find_media_processor(str(model.model), tokenizer, **options)
 
 
 def _media_inputs(

@@ -23,8 +23,6 @@ from stillhouse.user_code.function_files import require_in_file
 Check = Callable[[Any], object]
 #: the most seconds to reach a server
 _SECONDS = 5.0
-
-
 #: what a command needs, besides models
 Need = Literal["data", "run", "servers"]
 
@@ -49,17 +47,14 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
     if "data" in needs:
         sources = [item.source for item in data.weighted_sources] or [str(data.train)]
         checks += [("data.train", require_source, source) for source in sources]
-        sets = (
-            {f"data.eval.{name}": source for name, source in data.eval.items()} if isinstance(data.eval, dict) else {}
-        )
-        sets |= {"data.eval": data.eval} if isinstance(data.eval, str) else {}
-        checks += [(key, require_source, source) for key, source in sets.items()]
+        checks += [(f"data.eval.{name}", require_source, source) for name, source in data.eval_sets.items()]
+        checks += [("data.eval", require_source, data.eval)] if isinstance(data.eval, str) else []
         checks += [] if prompts is None else [("eval.prompts.data", require_source, prompts.data)]
         if data.chat_template is not None:
             checks.append(("data.chat_template", require_template, data.chat_template))
-        checks += [("eval.callbacks", _require_function, path) for path in config.eval.callbacks]
-        checks += [(key, _require_function, part.name) for key, part in rewards if part.is_function]
-        checks += [(key, _require_function, path) for key, path in rollout_keys]
+        functions = [("eval.callbacks", path) for path in config.eval.callbacks]
+        functions += [(key, part.name) for key, part in rewards if part.is_function]
+        checks += [(key, _require_function, path) for key, path in functions + rollout_keys]
     if "run" in needs:
         checks.append(("out", require_writable, config.out))
         checks.append(("parallel", config.parallel.degrees, int(os.environ.get("WORLD_SIZE", "1"))))
@@ -68,9 +63,12 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
         urls["rollout.url"] = [] if config.rollout is None else config.rollout.urls
         checks += [(key, _require_server, url) for key, addresses in urls.items() for url in addresses]
         checks += [(key, _require_server, part.name) for key, part in rewards if part.is_server]
-    caches = {f"{key}.cache": teacher.cache for key, teacher in teachers.items() if teacher.cache and "data" in needs}
-    lost = {key: folder for key, folder in caches.items() if not os.path.isdir(folder)}
-    mistakes = [ConfigError(key, f"got {folder}, but there is no such folder") for key, folder in lost.items()]
+    caches = [(f"{key}.cache", teacher.cache) for key, teacher in teachers.items() if teacher.cache]
+    mistakes = [
+        ConfigError(key, f"got {folder}, but there is no such folder")
+        for key, folder in caches
+        if "data" in needs and not os.path.isdir(folder)
+    ]
     for key, check, value in dict.fromkeys(checks):  # several sources of prompts may have one reward
         try:
             with as_config_error(key):

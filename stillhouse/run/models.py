@@ -58,10 +58,9 @@ class ModelSources:
     teachers: the sections of all teachers, by their keys
     parts: the losses in addition to the objective; each prepares the student
     mesh: the processes over which each model is distributed
-    seed: the seed of new weights
-    offload: whether the weights of distributed models are in host memory between uses (`parallel.offload`)
+    seed: of new weights
+    offload: `parallel.offload`. packing: `data.packing`
     recompute: whether the student uses activation checkpointing
-    packing: `data.packing`
     autocast: the dtype of the student's activations under autocast; None: the dtype of its weights
     multimodal: whether the models read media beside text
     without_noise: whether the student is trained without dropout and routers' noise
@@ -103,33 +102,59 @@ class ModelSources:
             without_noise=self.without_noise,
         )
 
-    def teacher(self, section: str, device: torch.device | None = None, *, offload: bool = False) -> ModelSource:
-        """The source of a teacher. Each process reads its own shard from the teacher's files.
-
-        section: the key of the teacher's section
-        device: the device of the weights; None: the run's device
-        offload: whether the weights are in host memory between uses
-        """
-        return self._source(section, str(self.teachers[section].model), self.teachers[section], device, offload)
-
     def whole_teacher(self, section: str) -> ModelSource:
         """The source of a teacher that this process loads without sharding, with transformers."""
-        teacher, options = self.teachers[section], (self.mesh.device, self.packing)
-        load = partial(load_model, section, str(teacher.model), teacher, *options, multimodal=self.multimodal)
+        options = self.mesh.device, self.packing, None, self.multimodal
+        load = partial(load_model, section, self.teachers[section], *options)
         return ModelSource(load, name=section, is_proven=True)
 
-    def head_of_store(self, section: str, store: SignalStore, device: torch.device | None = None) -> ModelSource:
-        """The source of the output head of the teacher whose hidden states a store has."""
-        assert store.teacher_folder is not None
-        return self._source(section, str(store.teacher_folder), self.teachers[section], device, self.offload)
+    def sharded(
+        self,
+        section: str,
+        device: torch.device | None = None,
+        *,
+        offload: bool = False,
+        folder: Path | None = None,
+        autocast: torch.dtype | None = None,
+        weights: str | None = "",
+    ) -> ModelSource:
+        """The source of a model of which each process reads its own shard from the model's files.
+
+        section: the key of the model's section. folder: other files than those of the section, such as a store's
+        device: the device of the weights; None: the run's device
+        offload: whether the weights are in host memory between uses
+        autocast: of the model's forward. weights: see `empty_decoder`
+        """
+        model = self.student if section == "student" else self.teachers[section]
+        if model.trust_remote_code:
+            raise ConfigError(
+                f"{section}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
+            )
+        path, device = local_folder(str(folder or model.model), model.revision), device or self.mesh.device
+
+        def load(decoder: Decoder) -> None:
+            load_weights(decoder, path, device, offload=offload)
+            self._draw(decoder)
+            check_finite_weights(decoder, section)
+
+        build = partial(
+            empty_decoder,
+            path,
+            dtype=model.dtype,
+            attention=model.attention,
+            packing=self.packing,
+            multimodal=self.multimodal,
+            activations=activations_for(model.attention, device, autocast),
+            weights=weights,
+        )
+        return ModelSource(build, load, offload=offload, name=section)
 
     def _whole_student(self) -> ModelSource:
         student = self.student
 
         def build() -> Decoder:
             if student.init is None:
-                options = self.mesh.device, self.packing, self.autocast, self.multimodal
-                return load_model("student", student.model, student, *options)
+                return load_model("student", student, self.mesh.device, self.packing, self.autocast, self.multimodal)
             source = self._sharded_student()
             empty = source.build()
             assert source.load_weights is not None
@@ -149,56 +174,22 @@ class ModelSources:
 
     def _sharded_student(self) -> ModelSource:
         """The source of this process's shard of the student. The weights are from files or from `student.init`."""
-        student, teacher = self.student, self.teachers.get("teacher")
-        folder = "" if student.init is None else _initial_folder(student, teacher)
-        source = self._source("student", student.model, student, None, self.offload, self.autocast, folder)
-        if student.init is None:
-            return source
-        read = _initial_weights(student, teacher, self.seed)
+        init, folder = self.student.init, ""
+        options = {"offload": self.offload, "autocast": self.autocast}
+        if init is None:
+            return self.sharded("student", **options)
+        teacher = self.teachers["teacher"] if init.source == "teacher" else None
+        folder = None if teacher is None else local_folder(str(teacher.model), teacher.revision)
+        source = self.sharded("student", **options, weights=folder)
+        read = _initial_weights(self.student, init, folder, self.seed)
 
-        def weights(decoder: Decoder) -> None:
+        def load(decoder: Decoder) -> None:
             allocate(decoder, self.mesh.device, offload=self.offload)
             read(decoder)
             self._draw(decoder)
             check_finite_weights(decoder, "student")
 
-        return replace(source, load_weights=weights)
-
-    def _source(
-        self,
-        section: str,
-        name: str,
-        model: StudentConfig | TeacherConfig,
-        device: torch.device | None,
-        offload: bool,
-        autocast: torch.dtype | None = None,
-        weights_folder: str | None = "",
-    ) -> ModelSource:
-        """section: the key of the model's section. name: the model's hub id or folder. autocast: of its forward.
-        weights_folder: see `empty_decoder`.
-        """
-        if model.trust_remote_code:
-            raise ConfigError(
-                f"{section}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
-            )
-        folder = local_folder(name, model.revision)
-
-        def weights(decoder: Decoder) -> None:
-            load_weights(decoder, folder, device or self.mesh.device, offload=offload)
-            self._draw(decoder)
-            check_finite_weights(decoder, section)
-
-        build = partial(
-            empty_decoder,
-            folder,
-            dtype=model.dtype,
-            attention=model.attention,
-            packing=self.packing,
-            multimodal=self.multimodal,
-            activations=activations_for(model.attention, device or self.mesh.device, autocast),
-            weights=weights_folder,
-        )
-        return ModelSource(build, weights, offload=offload, name=section)
+        return replace(source, load_weights=load)
 
     def _draw(self, decoder: Decoder) -> None:
         """Initialize the weights that are not in files: those of LoRA, of losses inside layers, of new MTP layers."""
@@ -233,10 +224,17 @@ def model_fingerprints(
 ) -> dict[str, str]:
     """Fingerprints of the student and of the teachers, by the keys of their sections.
 
-    A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store. A
-    teacher that is the student itself has no fingerprint. seed: of the student's initial weights
+    A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store; with
+    `student.init`, the student's is also of the teacher's files, or of the seed of its initial weights. A teacher
+    that is the student itself has no fingerprint.
     """
-    fingerprints = {"student": _student_fingerprint(student, teachers.get("teacher"), seed)}
+    file_hash, init = source_fingerprint(student.model, student.revision), student.init
+    fingerprints = {"student": quantized_identity(file_hash, student.quantize)}
+    if init is not None:
+        start: str | int = seed
+        if init.source == "teacher":
+            start = source_fingerprint(str(teachers["teacher"].model), teachers["teacher"].revision)
+        fingerprints["student"] = json_hash([file_hash, init.source, init.layers, start])
     for section, teacher in teachers.items():
         if section in stores:
             fingerprints[section] = stores[section].identity
@@ -257,23 +255,8 @@ def source_fingerprint(name: str, revision: str | None) -> str:
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
 
 
-def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> str:
-    """A hash of the student's files and of its quantization; with `student.init`, also of the teacher's files or the
-    seed.
-    """
-    file_hash, init = source_fingerprint(student.model, student.revision), student.init
-    if init is None:
-        return quantized_identity(file_hash, student.quantize)
-    start: str | int = seed
-    if init.source == "teacher":
-        assert teacher is not None
-        start = source_fingerprint(str(teacher.model), teacher.revision)
-    return json_hash([file_hash, init.source, init.layers, start])
-
-
 def load_model(
     which: str,
-    name: str,
     model: StudentConfig | TeacherConfig,
     device: torch.device,
     packing: str = AUTO,
@@ -287,7 +270,7 @@ def load_model(
     """
     try:
         decoder = Decoder.from_pretrained(
-            name,
+            str(model.model),
             revision=model.revision,
             dtype=model.dtype,
             attention=model.attention,
@@ -305,27 +288,17 @@ def load_model(
     return decoder
 
 
-def _initial_folder(student: StudentConfig, teacher: TeacherConfig | None) -> str | None:
-    """Return the folder from which a student with `student.init` gets its weights; None if they are random."""
-    assert student.init is not None
-    if student.init.source == "random":
-        return None
-    assert teacher is not None
-    assert teacher.model is not None
-    return local_folder(teacher.model, teacher.revision)
-
-
-def _initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> Callable[[Decoder], None]:
+def _initial_weights(
+    student: StudentConfig, init: StudentInitConfig, folder: str | None, seed: int
+) -> Callable[[Decoder], None]:
     """Return a function that writes the initial weights into the allocated tensors of a student, under any layout.
 
-    seed: the seed of random weights. Raises ConfigError if the teacher's layers do not fit the student.
+    folder: that of the teacher; None: the weights are random, with this seed.
+    Raises ConfigError if the teacher's layers do not fit the student.
     """
-    init, config = student.init, read_configuration(local_folder(student.model, student.revision))
-    assert init is not None
-    teacher_folder = _initial_folder(student, teacher)
-    if teacher_folder is None:
+    config = read_configuration(local_folder(student.model, student.revision))
+    if folder is None:
         return partial(_initialize_randomly, config=config, dtype=parse_dtype(student.dtype), seed=seed)
-    folder = teacher_folder
     layers = _fitting_layers(init, text_config(config), text_config(read_configuration(folder)))
 
     def read(decoder: Decoder) -> None:
@@ -334,11 +307,8 @@ def _initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed
         name = next(name for name, module in decoder.backbone.named_modules() if module is numbered)
         prefix = f"{decoder.backbone_name}.{name}."
         number = re.compile(rf"(?<=^{re.escape(prefix)})\d+(?=\.)")
-
-        def in_teacher(name: str) -> str:
-            """Replace the layer's number in the name of a student's tensor by that of the teacher's layer."""
-            return number.sub(lambda match: str(layers[int(match[0])]), name)
-
+        # the student's layer in the name of its tensor becomes the teacher's
+        in_teacher = partial(number.sub, lambda match: str(layers[int(match[0])]))
         read_weights(decoder, folder, renamed=in_teacher)
 
     return read

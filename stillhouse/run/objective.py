@@ -49,10 +49,12 @@ class RunObjective:
             self._require_uld(spec)
         else:
             spec = ObjectiveSpec.from_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
-        self._parts(spec)  # raises ConfigError
-        if self.teachers is not None:
-            spec = replace(spec, teachers=_shares(self.teachers), is_mixture=self.teachers.sum == "distributions")
-            if spec.policy.kl_scale and self.teachers.route is None and not spec.is_mixture:
+        if (teachers := self.teachers) is not None:
+            # without a route, the weights are normalised to the sum 1
+            total = sum(teacher.weight for teacher in teachers.named.values()) if teachers.route is None else 1.0
+            shares = {name: TeacherShare(one.weight / total, one.temperature) for name, one in teachers.named.items()}
+            spec = replace(spec, teachers=shares, is_mixture=teachers.sum == "distributions")
+            if spec.policy.kl_scale and teachers.route is None and not spec.is_mixture:
                 raise ConfigError(
                     "objective.loss",
                     f"got '{objective.loss}' with a divergence from each of several teachers: the penalty kl_scale "
@@ -68,15 +70,8 @@ class RunObjective:
             raise ConfigError(
                 "teacher", f"{key} '{objective.losses[key]}' needs a teacher: set teacher.model{reference}"
             )
+        self._parts(spec)  # raises ConfigError
         return spec
-
-    def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
-        """Parse one expression, and check it against the section `rollout`."""
-        temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
-        spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
-        if key.startswith(BY_ORIGIN):
-            _require_terms_of(key, loss, spec)
-        return self._on_rollouts(key, loss, spec)
 
     @property
     def parts(self) -> list[LossPart]:
@@ -148,11 +143,14 @@ class RunObjective:
                 f"0.5*cross_entropy + 0.5*uld, or {key}=gold",
             )
 
-    def _on_rollouts(self, key: str, loss: str, spec: ObjectiveSpec) -> ObjectiveSpec:
-        """Add the rollouts' correction, discount and sampling temperature. Raises ConfigError on conflicts.
-
-        key, loss: of the expression, which is the run's, or that of one origin.
+    def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
+        """Parse the expression of the run, or of one origin, and add the rollouts' correction, discount and sampling
+        temperature. Raises ConfigError if it contradicts the section `rollout`.
         """
+        temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
+        spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
+        if key.startswith(BY_ORIGIN):
+            _require_terms_of(key, loss, spec)
         by_student = bool(self.rollouts) and self.rollouts[0].writer == "student"
         if spec.needs_rollouts and not by_student:
             raise ConfigError(key, f"got '{loss}', which needs the student's own completions: set rollout")
@@ -216,20 +214,11 @@ def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
         raise ConfigError(key, f"got '{loss}': expected it without uld, which rollouts do not have")
 
 
-def _shares(teachers: TeachersConfig) -> dict[str, TeacherShare]:
-    """The share of each teacher in the objective. Without a route, the weights are normalised to the sum 1."""
-    total = sum(teacher.weight for teacher in teachers.named.values()) if teachers.route is None else 1.0
-    return {
-        name: TeacherShare(teacher.weight / total, teacher.temperature) for name, teacher in teachers.named.items()
-    }
-
-
 def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
     """Describe the tokens over which a teacher's divergence is computed."""
     if store is None or store.signal.is_exact:
         return "over the full vocabulary"
-    tail = f" (tail: {teacher.tail})" if store.signal.has_tail else ""
-    return f"over {store.signal} of the teacher{tail}"
+    return f"over {store.signal} of the teacher" + f" (tail: {teacher.tail})" * store.signal.has_tail
 
 
 def _several_in_words(teachers: TeachersConfig, spec: ObjectiveSpec, stores: Mapping[str, SignalStore]) -> str:
@@ -237,12 +226,10 @@ def _several_in_words(teachers: TeachersConfig, spec: ObjectiveSpec, stores: Map
     for name, teacher in teachers.named.items():
         share, store = spec.teachers[name], stores.get(f"teachers.{name}")
         source = teacher.source_in_words if store is None else store.name
-        details = [_over(teacher, store)]
-        if teacher.prefix is not None:
-            details.append("behind a prefix")
+        details = _over(teacher, store) + ", behind a prefix" * (teacher.prefix is not None)
         if share.temperature is not None:
-            details.append(f"temperature {share.temperature:g}")
+            details += f", temperature {share.temperature:g}"
         factor = "" if share.weight == 1 else f"{share.weight:.3g} × "
-        parts.append(f"{factor}{name}: {source} ({', '.join(details)})")
+        parts.append(f"{factor}{name}: {source} ({details})")
     how = f"one by column '{teachers.route}'" if teachers.route else f"sum of {teachers.sum}"
     return f"{how} of {'; '.join(parts)}"

@@ -14,7 +14,6 @@ from stillhouse.config.engines import GROUP, capabilities
 from stillhouse.config.read_config import dotted_values
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.engine_kind import EngineKind
-from stillhouse.loops.session import Data
 from stillhouse.models import ProofError
 from stillhouse.objective import use_kernels
 from stillhouse.parallel import (
@@ -31,10 +30,9 @@ from stillhouse.parallel import (
 )
 from stillhouse.registry import load
 from stillhouse.run.agreement import require_same_configuration
-from stillhouse.run.data import load_run_data
 from stillhouse.run.models import ModelSources, model_fingerprints
 from stillhouse.run.objective import RunObjective
-from stillhouse.run.teachers import TeacherSources, require_signals, teacher_of_stages
+from stillhouse.run.teachers import TeacherSources, teacher_of_stages
 from stillhouse.signals import SignalSource, SignalStore, WeightAverage
 
 
@@ -55,15 +53,13 @@ class RunSetup:
         sections = config.objective, config.student, config.teacher, config.teachers
         self.objective = RunObjective(*sections, config.rollouts, config.rollout_key)
 
+        #: the dtype of the student's matrix products; None: the dtype of its weights
+        self._autocast = torch.bfloat16 if config.train.precision == "bf16" else None
+
     @cached_property
     def device(self) -> torch.device:
         """The device of this process. Raises ConfigError if this machine does not have it."""
         return device_of(self.config.device)
-
-    @property
-    def _autocast(self) -> torch.dtype | None:
-        """The dtype of the student's matrix products; None: the dtype of its weights."""
-        return torch.bfloat16 if self.config.train.precision == "bf16" else None
 
     @cached_property
     def stores(self) -> dict[str, SignalStore]:
@@ -77,21 +73,28 @@ class RunSetup:
     @cached_property
     def layout(self) -> Layout:
         """The layout of the student. Raises ConfigError if it is impossible with the job's number of processes."""
-        train, layout = self.config.train, configured_layout(self.config.parallel, process_count())
-        residual_dtype = None if train.residual_dtype is None else torch.bfloat16
-        changed = replace(layout, residual_dtype=residual_dtype, compile=train.compile)
-        return replace(changed, autocast=self._autocast, recompute=train.activation_checkpointing)
+        train = self.config.train
+        return replace(
+            configured_layout(self.config.parallel, process_count()),
+            residual_dtype=None if train.residual_dtype is None else torch.bfloat16,
+            compile=train.compile,
+            autocast=self._autocast,
+            recompute=train.activation_checkpointing,
+        )
 
     @cached_property
     def own_layouts(self) -> dict[str, Layout]:
         """The layouts of the teachers with the key `parallel`, by the keys of their sections."""
-        layouts: dict[str, Layout] = {}
-        for section, teacher in self.teachers.items():
-            if teacher.parallel is not None:
-                layout = configured_layout(teacher.parallel, process_count(), f"{section}.parallel")
-                offload = self.config.parallel.offload or teacher.offload
-                layouts[section] = replace(layout, offload=offload, compile=self.config.train.compile)
-        return layouts
+        parallel, processes, compiles = self.config.parallel, process_count(), self.config.train.compile
+        return {
+            section: replace(
+                configured_layout(teacher.parallel, processes, f"{section}.parallel"),
+                offload=parallel.offload or teacher.offload,
+                compile=compiles,
+            )
+            for section, teacher in self.teachers.items()
+            if teacher.parallel is not None
+        }
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -109,14 +112,6 @@ class RunSetup:
         ranks = Ranks.all_of_job(device)
         self.warnings = require_same_configuration(self.values, ranks)
         return ranks
-
-    def load_data(self, *, fits_teachers: bool = True) -> Data:
-        """Load the tokenizers and the data; see `load_run_data`."""
-        return load_run_data(self.config, self.stores, fits_teachers=fits_teachers)
-
-    def require_signals(self, data: Data) -> None:
-        """Raise ConfigError if a signal store does not fit the data or the objective."""
-        require_signals(self.stores, self.teachers, self.objective, data, self.ranks)
 
     def model_hashes(self) -> dict[str, str]:
         """Fingerprints of the student and of each teacher; see `model_fingerprints`."""
@@ -169,18 +164,8 @@ class RunSetup:
             parts=[part.distributed(student) for part in self.objective.parts],
             average=average,
         )
-        sources = TeacherSources(
-            models,
-            student,
-            engine.autocast,
-            average,
-            self.stores,
-            config.teacher,
-            config.teachers,
-            self.own_layouts,
-            separate,
-        )
-        signals = sources.source()
+        teachers = config.teacher, config.teachers, self.own_layouts, separate
+        signals = TeacherSources(models, student, engine.autocast, average, self.stores, *teachers).source()
         if mesh.ranks.size > 1:
             # ranks with different tokens need different dropout masks; tensor-parallel ranks need the same mask
             torch.manual_seed(config.seed + mesh.ranks.rank - mesh.coordinate("tensor"))
@@ -195,9 +180,7 @@ def with_precision(config: RunConfig) -> RunConfig:
     if config.train.precision != "auto":
         return config
     precision = best_precision(device_of(config.device))
-    resolved = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
-    check_rules(resolved)
-    return resolved
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def device_of(name: str) -> torch.device:
@@ -211,10 +194,14 @@ def configured_layout(parallel: ParallelConfig, processes: int, key: str = "para
 
     Raises ConfigError for an impossible layout (see `ParallelConfig.degrees`).
     """
-    degrees = Degrees(**parallel.degrees(processes, key))
-    gather_dtype = None if parallel.gather_dtype is None else torch.bfloat16
-    layout = Layout(degrees, parallel.schedule, gather_dtype, parallel.offload)
-    return replace(layout, sequence=parallel.sequence, options=parallel.settings)
+    return Layout(
+        Degrees(**parallel.degrees(processes, key)),
+        parallel.schedule,
+        None if parallel.gather_dtype is None else torch.bfloat16,
+        parallel.offload,
+        sequence=parallel.sequence,
+        options=parallel.settings,
+    )
 
 
 def require_sharing(layout: Layout, device: torch.device) -> None:

@@ -68,7 +68,7 @@ def open_cross_tokenizer(
         teacher.model,
         teacher_fingerprint(teacher),
         SignalSpec("top_k", "float32", teacher.top_k, objective.temperature_of(teacher), with_label=True),
-        partial(load_model, section, teacher.model, teacher),
+        partial(load_model, section, teacher),
         batch_tokens,
     )
     with as_config_error(f"{section}.cross_tokenizer"):
@@ -146,8 +146,7 @@ def _documents_of(section: str, route: str | None, documents: Documents) -> Docu
     """The documents that a teacher scores, with its prefix. route: the column that names the teacher of a document"""
     name = section.partition(".")[2]
     if route is not None:
-        numbers = [number for number, value in enumerate(documents.columns[route]) if value == name]
-        documents = documents.select(numbers)
+        documents = documents.select([row for row, value in enumerate(documents.columns[route]) if value == name])
     return documents.as_read_by(name)
 
 
@@ -162,13 +161,14 @@ def teacher_of_stages(
     None: no model of the teacher is needed in the student's stages.
     """
     if store is not None:
-        return models.head_of_store("teacher", store) if store.signal.is_exact else None
+        options = {"offload": models.offload, "folder": store.teacher_folder}
+        return models.sharded("teacher", **options) if store.signal.is_exact else None
     if teacher is None or not teacher.source_kind.runs_model or models.teacher_is_base:
         return None
     if layout.degrees.processes == 1 and not head_only:
         return models.whole_teacher("teacher")
     waits = not head_only and teacher.offload
-    return models.teacher("teacher", offload=layout.offload or waits)
+    return models.sharded("teacher", offload=layout.offload or waits)
 
 
 @dataclass(frozen=True)
@@ -256,16 +256,13 @@ class TeacherSources:
         decoders: dict[str, Decoder] = {}
         has_values = True
         for name, teacher in teachers.named.items() if runner.has_last_stage else ():
-            section = f"teachers.{name}"
-            store = self.stores.get(section)
-            if store is not None and store.signal.is_exact:
-                source = self.models.head_of_store(section, store, device)
-            elif store is None and teacher.source_kind.runs_model and name not in unsplit:
-                source = self.models.teacher(section, device, offload=self.models.offload)
-            else:
-                continue
-            decoders[name] = load_head(source, runner.layout, runner.mesh)
-            has_values = source.has_values
+            store = self.stores.get(section := f"teachers.{name}")
+            runs_here = teacher.source_kind.runs_model and name not in unsplit
+            if runs_here if store is None else store.signal.is_exact:
+                folder = None if store is None else store.teacher_folder
+                source = self.models.sharded(section, device, offload=self.models.offload, folder=folder)
+                decoders[name] = load_head(source, runner.layout, runner.mesh)
+                has_values = source.has_values
         if has_values:
             prove_heads(runner.mesh, {f"teachers.{name}": decoder for name, decoder in decoders.items()})
         if is_sharded:
@@ -281,11 +278,11 @@ class TeacherSources:
         if section == "teacher":
             if separate is None:
                 return InStageTeacher(runner)
-            source, layout = self.models.teacher(section, offload=separate.offload), separate
+            source, layout = self.models.sharded(section, offload=separate.offload), separate
             if teacher.parallel is None:
                 key, separate = "teacher.offload", None
         else:
-            source = self.models.teacher(section, offload=self.models.offload or teacher.offload)
+            source = self.models.sharded(section, offload=self.models.offload or teacher.offload)
             compiles = runner.layout.compile
             separate = None if runner.ranks.size == 1 else self.own_layouts.get(section)
             if separate is None and runner.layout.degrees.expert > 1 and not dispatched_experts(source.build()):

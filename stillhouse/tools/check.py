@@ -36,7 +36,7 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
 from stillhouse.parallel import is_first
-from stillhouse.run.session import data_reports, prepare, steps_in_words
+from stillhouse.run.run import data_reports, prepare, steps_in_words
 from stillhouse.tools.check_prompts import function_rows, in_brackets, prompt_rows, sample_rows
 
 #: the number of characters of the sample document that are shown

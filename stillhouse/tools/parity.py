@@ -34,8 +34,9 @@ from stillhouse.rollout.documents import StepPacker
 from stillhouse.rollout.engines import InJobEngine
 from stillhouse.rollout.plan import RolloutSchedule
 from stillhouse.rollout.user_functions import CompletionCalls
+from stillhouse.run.data import load_run_data
 from stillhouse.run.preflight import require_adapters, require_attention
-from stillhouse.run.session import prompt_sources
+from stillhouse.run.run import prompt_sources
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import NoTeacher, SignalSource
 
@@ -124,7 +125,7 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
     require_adapters(config.student)
     device, processes = setup.device, process_count()
     require_attention(config.student, setup.teachers, device)
-    data = setup.load_data()
+    data = load_run_data(config, setup.stores)
     connect_processes(device, config.train.timeout)
     one_process = Mesh(Degrees(), device, single_process=True)
     multimodal = data.has_media

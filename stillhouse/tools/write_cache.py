@@ -42,8 +42,10 @@ from stillhouse.output.disk import (
 from stillhouse.output.folder import folder_lock, is_leftover, library_versions
 from stillhouse.parallel import ONE_PROCESS, Ranks, is_first, process_count, process_rank, wait_for_all, watchdog
 from stillhouse.run.agreement import require_shared_folder
+from stillhouse.run.data import load_run_data
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup
+from stillhouse.run.teachers import require_signals
 from stillhouse.signals import LocalModelStore, SignalStore
 from stillhouse.signals.cache_files import (
     CACHE_KEY,
@@ -90,7 +92,7 @@ def write_cache(
     is_served = config.teacher is not None and "signal" in config.teacher.source_kind.options
     teacher_config = None if is_served else _teacher_in_job(setup)
     # the documents must be those of a run from the cache, which does not know what the teacher reads
-    data = setup.load_data(fits_teachers=False)
+    data = load_run_data(config, setup.stores, fits_teachers=False)
     entries = list(cache_documents(data))
     if teacher_config is None:
         store, teacher = _served_teacher(setup, data)
@@ -186,7 +188,7 @@ def _local_teacher(
         assert teacher_inputs is not None, "only a routed teacher reads no media"
         processor = teacher_inputs.processor
     options = setup.ranks.device, setup.config.data.packing, None, processor is not None
-    decoder = load_model("teacher", name, config, *options)
+    decoder = load_model("teacher", config, *options)
     if kind == "hidden":
         saved_dtype = str(decoder.config.dtype).removeprefix("torch.")
         spec = SignalSpec("hidden", dtype or saved_dtype, with_label=with_label)
@@ -221,7 +223,7 @@ def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
 def _served_teacher(setup: RunSetup, data: Data) -> tuple[SignalStore, CacheTeacher]:
     """The teacher and its servers after their proof. Raises ConfigError for signals that cannot be cached."""
     store = setup.stores["teacher"]
-    setup.require_signals(data)
+    require_signals(setup.stores, setup.teachers, setup.objective, data, setup.ranks)
     if store.teacher_folder is None or store.vocabulary is None:
         raise ConfigError("teacher.model", "is missing: a cache has a copy of the teacher's tokenizer")
     if store.signal.kind == "chosen":

@@ -10,7 +10,7 @@ from kit.two_tokenizers import GOLD, ULD, tokenizer, write_model, write_pair
 from safetensors.torch import load_file, save_file
 
 from stillhouse.config import ConfigError
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from stillhouse.config import load_config
 from stillhouse.models import Decoder
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 
 #: the pair with sdpa, of a run whose configuration names it
 SDPA = ("falcon_h1", "zamba2")

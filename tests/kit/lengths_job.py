@@ -12,7 +12,7 @@ from kit.varlen_reference import use_reference
 from safetensors.torch import save_file
 
 from stillhouse.config import load_config
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 
 use_reference()
 for folder in map(Path, sys.argv[1:]):

@@ -36,7 +36,7 @@ from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.loops.session import Session
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import WRITER
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 
 LOSSES = ("loss/total_nats_per_token", "train/gradient_norm", "train/agreement", "tokens", "train/learning_rate")
 

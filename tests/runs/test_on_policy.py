@@ -25,8 +25,7 @@ from safetensors.torch import load_file
 from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.config import ConfigError
 from stillhouse.config.read_config import dotted_values
-from stillhouse.run.run import distill
-from stillhouse.run.session import prepare
+from stillhouse.run.run import distill, prepare
 
 HOOKS = """
 def length(prompt, completion, record):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, MixtralConfig, Pers
 from stillhouse.config import ConfigError
 from stillhouse.models import evaluating
 from stillhouse.models.forward_modes import noise_of, remove_noise
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,

@@ -11,8 +11,7 @@ from kit.ranks import run_ranks
 from kit.tensors import assert_equal_tensors
 
 from stillhouse.config import ConfigError, RunConfig
-from stillhouse.run.run import distill
-from stillhouse.run.session import prepare
+from stillhouse.run.run import distill, prepare
 
 DISTILLM = {"dataset": "skew_forward_kl(0.1)", "student": "skew_reverse_kl(0.1)"}
 

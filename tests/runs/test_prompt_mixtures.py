@@ -24,8 +24,7 @@ from stillhouse.config import ConfigError, RunConfig
 from stillhouse.loops.rollouts import open_rollout
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import MonotonicClock, WorkTimeline
-from stillhouse.run.run import distill
-from stillhouse.run.session import prepare
+from stillhouse.run.run import distill, prepare
 
 HOOKS = """
 def length(prompt, completion, record):

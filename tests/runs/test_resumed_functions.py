@@ -18,7 +18,7 @@ from kit.signal_hooks import signal_at
 
 from stillhouse.config import ConfigError
 from stillhouse.output.progress import read_state, write_state
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 from stillhouse.user_code.function_state import FunctionStates, has_state, state_text
 from stillhouse.user_code.functions import REWARD, UserFunction, UserFunctionError, load_function
 

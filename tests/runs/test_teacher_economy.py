@@ -27,7 +27,7 @@ from stillhouse.parallel import Degrees, Layout
 from stillhouse.parallel.host_memory import WaitingWeights
 from stillhouse.run import preflight
 from stillhouse.run.preflight import require_models_fit
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 from stillhouse.signals import SignalCache
 from stillhouse.tools.write_cache import write_cache
 

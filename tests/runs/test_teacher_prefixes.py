@@ -24,7 +24,7 @@ from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.loops.session import Session
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import ShardedMicroBatches
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 
 PREFIX = "You know the answer: {answer}. "
 SYSTEM = {"role": "system", "content": "Be brief."}

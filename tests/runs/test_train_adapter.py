@@ -28,7 +28,7 @@ from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.loops.session import Session
 from stillhouse.output.folder import RunFolder
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 
 LORA: dict[str, Any] = {"student.adapter": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2}
 OWN_BASE = {"objective.loss": "0.3*cross_entropy + 0.7*reverse_kl"}

@@ -32,7 +32,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.objective.spec import parse_objective
 from stillhouse.output.progress import Progress
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 from stillhouse.run.setup import RunSetup
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")

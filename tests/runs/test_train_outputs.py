@@ -18,7 +18,7 @@ from stillhouse.config import load_config
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import RunLog
 from stillhouse.output.progress import Progress
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 from stillhouse.tools.check import print_check
 
 COMMON_KEYS = {"step", "tokens", "seconds"}

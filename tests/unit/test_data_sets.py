@@ -16,7 +16,7 @@ from stillhouse.config import ConfigError
 from stillhouse.data import Documents, LoadOptions, PackedSequences, load_documents
 from stillhouse.loops.session import Session
 from stillhouse.output.progress import folder_name
-from stillhouse.run.session import data_reports, prepare
+from stillhouse.run.run import data_reports, prepare
 from stillhouse.tools.write_cache import write_cache
 
 #: of three sources, and their records

@@ -9,8 +9,7 @@ from kit.runs import write_run
 from stillhouse.config import ConfigError
 from stillhouse.parallel import best_precision, choose_device
 from stillhouse.run.preflight import require_attention
-from stillhouse.run.session import prepare
-from stillhouse.run.setup import with_precision
+from stillhouse.run.run import prepare
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_the_settled_precision_is_the_runs(tmp_path: Path) -> None:
     assert session.schedule.train_config.precision == "fp32"
     assert session.models.engine.autocast is None
     with pytest.raises(ConfigError, match=r"parallel\.gather_dtype: got bfloat16 with train\.precision=fp32"):
-        with_precision(write_run(tmp_path, **{"train.precision": "auto", "parallel.gather_dtype": "bfloat16"}))
+        prepare(write_run(tmp_path, **{"train.precision": "auto", "parallel.gather_dtype": "bfloat16"}))
 
 
 def test_flash_attention_needs_a_gpu_and_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

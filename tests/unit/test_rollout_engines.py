@@ -37,7 +37,7 @@ from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.parallel import single_process_runner
 from stillhouse.rollout.publish import publish
 from stillhouse.rollout.records import GenerationRequest, Sampling
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.client.sglang import SglangApi

@@ -19,7 +19,7 @@ from kit.runs import ROOT, run, save_model, write_texts
 from kit.toy_tokenizer import toy_tokenizer
 from transformers import AutoModelForCausalLM
 
-from stillhouse.run.session import prepare
+from stillhouse.run.run import prepare
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,7 @@ from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.parallel import single_process_runner
 from stillhouse.registry import load
-from stillhouse.run.run import distill
-from stillhouse.run.session import prepare
+from stillhouse.run.run import distill, prepare
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.demo.student import LEARNING_RATE, TEACHER, text_settings, write_text_run
 
