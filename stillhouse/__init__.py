@@ -10,21 +10,13 @@ __version__ = "0.1.0"
 
 #: the modules of the names below; those of all other ones are in `stillhouse.objective`
 _MODULES = {
-    "Decoder": "stillhouse.models",
-    "DistillTargets": "stillhouse.models.processors",
-    "LoadOptions": "stillhouse.data",
-    "OutputProcessor": "stillhouse.models",
-    "PolicyTargets": "stillhouse.models.processors",
     "StepLoss": "stillhouse.engine.loss",
-    "Targets": "stillhouse.models.processors",
-    "check_same_tokenizer": "stillhouse.data",
-    "cross_entropy": "stillhouse.models.processors",
     "load_config": "stillhouse.config",
-    "load_documents": "stillhouse.data",
-    "load_tokenizer": "stillhouse.data",
     "parse_objective": "stillhouse.objective.spec",
-    "policy_gradient": "stillhouse.models.processors",
-    "selected_log_probs": "stillhouse.models.processors",
+    **dict.fromkeys(("LoadOptions", "check_same_tokenizer", "load_documents", "load_tokenizer"), "stillhouse.data"),
+    **dict.fromkeys(("Decoder", "OutputProcessor"), "stillhouse.models"),
+    **dict.fromkeys(("DistillTargets", "PolicyTargets", "Targets"), "stillhouse.models.processors"),
+    **dict.fromkeys(("cross_entropy", "policy_gradient", "selected_log_probs"), "stillhouse.models.processors"),
 }
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from stillhouse.process_exit import end_process, print_line
+from stillhouse.process import end_process, print_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: in a process that torchrun started, signals within so many seconds count as one signal: SLURM's `scancel` and
@@ -94,7 +94,7 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
     before = {number: signal.getsignal(number) for number in SIGNALS}
     handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
     _listener = _Listener(message)
-    descriptor = signal.set_wakeup_fd(_listener.descriptor, warn_on_full_buffer=False)
+    descriptor = signal.set_wakeup_fd(_listener.wakeup.fileno(), warn_on_full_buffer=False)
     for number in handled:
         signal.signal(number, _listener.arrive)  # only a signal with a Python handler is written to the descriptor
     # `_YIELD` lets the thread that reads the signals run
@@ -161,7 +161,7 @@ def surviving_lost_reader() -> Iterator[None]:
         yield
     except OSError as error:
         is_lost = error.errno in (errno.EPIPE, errno.EIO)
-        if not is_lost or _listener is None or not _listener.arrives_within(SECONDS_OF_LOST_READER):
+        if not is_lost or _listener is None or not _listener.noted.wait(SECONDS_OF_LOST_READER):
             raise
 
 
@@ -176,22 +176,18 @@ class _Listener:
     def __init__(self, message: Callable[[int], str]):
         self.finishing: str | None = None
         self._received, self._received_at = 0, 0.0
-        self._arrived, self._noted = False, threading.Event()
+        self._arrived, self.noted = False, threading.Event()  # noted: whether a signal was received
         self._function: str | None = None  # the user's function that is running
         self._late = ""  # a line about the running function that may have to be printed
         self._entered_at = self._spent = 0.0  # spent: seconds in earlier functions since the signal
         self._is_interrupted = False  # whether the running (or last) function was interrupted
         self._message = message
-        self._inbox, self._wakeup = socket.socketpair()
-        self._wakeup.setblocking(False)
+        self._inbox, self.wakeup = socket.socketpair()
+        self.wakeup.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._inbox, select.POLLIN)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
-
-    @property
-    def descriptor(self) -> int:
-        return self._wakeup.fileno()
 
     def arrive(self, *_: object) -> None:
         """The signal handler. The main thread calls it as soon as the thread executes Python code."""
@@ -204,12 +200,8 @@ class _Listener:
         listener's thread has read the signal.
         """
         if self._arrived:
-            self._noted.wait()
+            self.noted.wait()
         return self._received
-
-    def arrives_within(self, seconds: float) -> bool:
-        """Whether a signal was received, or arrives within so many seconds."""
-        return self._noted.wait(seconds)
 
     def enter(self, function: str, late: str) -> None:
         """Record that a function of the user begins. Raises OverdueError if no time is left.
@@ -240,8 +232,8 @@ class _Listener:
 
     def close(self) -> None:
         # closing is not enough: a forked process may still have this socket open, so that the thread would wait
-        self._wakeup.shutdown(socket.SHUT_RDWR)
-        self._wakeup.close()
+        self.wakeup.shutdown(socket.SHUT_RDWR)
+        self.wakeup.close()
         self._thread.join()
         self._inbox.close()
 
@@ -306,7 +298,7 @@ class _Listener:
             name = signal.Signals(number).name
             running = "" if function is None else f"; {function} is running"
             print_line(f"{name}: finishing {finishing}; a second signal ends the run at once{running}")
-        self._noted.set()
+        self.noted.set()
 
 
 def _set_timer(seconds: float) -> None:

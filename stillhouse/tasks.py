@@ -108,12 +108,9 @@ def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> floa
     The completion of a record with `messages` is the text of the last one. White space around the two texts is
     ignored.
     """
-    answer = record["completion"] if "completion" in record else _text(record["messages"][-1]["content"])
-    return float(completion.strip() == answer.strip())
-
-
-def _text(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    answer = record["completion"] if "completion" in record else record["messages"][-1]["content"]
+    text = answer if isinstance(answer, str) else "".join(part["text"] for part in answer)
+    return float(completion.strip() == text.strip())
 
 
 class RandomNumbers:

@@ -24,7 +24,7 @@ from stillhouse.cli.arguments import OPTIONS, takes_configuration
 from stillhouse.display import message as brief
 from stillhouse.display import print_escaped
 from stillhouse.preemption import Preempted, handling
-from stillhouse.process_exit import end_with_launcher, end_without_threads, error_line
+from stillhouse.process import end_with_launcher, end_without_threads, error_line
 
 FAILED, USAGE = 1, 2
 COMMANDS = "stillhouse.commands"
@@ -36,6 +36,11 @@ OUT_OF_MEMORY = (
     "train.activation_checkpointing=true; `stillhouse check` shows the peak memory of one step"
 )
 LOST_CONTACT = "lost contact with another rank, which has ended or hangs and may have printed an error of its own"
+#: what some commands do if they are given again after an interruption
+_EFFECTS = {
+    "distill": "continues from the run's last checkpoint, or from the start if there is none yet",
+    "cache": "continues with the first shard that is not complete",
+}
 #: other tools' names of our commands
 _OTHER_NAMES = dict.fromkeys(("train", "run", "sft", "gkd"), "distill") | {"eval": "evaluate", "vllm-serve": "serve"}
 
@@ -63,7 +68,7 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
 
     def stopped(number: int) -> str:
         how = "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
-        return f"{how}; {_same_command(arguments)} {_effect_of_repeating(arguments)}"
+        return f"{how}; {_same_command(arguments)}"
 
     with handling(stopped, ends_process=ends_process):
         return _run(arguments)
@@ -77,7 +82,7 @@ def _run(arguments: Sequence[str]) -> int:
     except Preempted as stop:
         if os.environ.get("RANK", "0") == "0":
             effect = "starts the run again" if stop.checkpoint is None else "continues from it"
-            print_escaped(f"{stop}; {_same_command(arguments)} {effect}", err=True)
+            print_escaped(f"{stop}; {_same_command(arguments, effect)}", err=True)
         return 128 + stop.number
     except (ValueError, OSError) as error:
         from stillhouse.config import ConfigError, MissingKeyError
@@ -96,8 +101,7 @@ def _run(arguments: Sequence[str]) -> int:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error)):
             what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source location and advice
-            again = f"{_same_command(arguments)} {_effect_of_repeating(arguments)}"
-            return _report(error, f"{LOST_CONTACT} ({what}); {again}", FAILED)
+            return _report(error, f"{LOST_CONTACT} ({what}); {_same_command(arguments)}", FAILED)
         raise
     return 0
 
@@ -156,18 +160,11 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     return message
 
 
-def _effect_of_repeating(arguments: Sequence[str]) -> str:
-    if arguments[:1] == ["distill"]:
-        return "continues from the run's last checkpoint, or from the start if there is none yet"
-    if arguments[:1] == ["cache"]:
-        return "continues with the first shard that is not complete"
-    return "starts again"
-
-
-def _same_command(arguments: Sequence[str]) -> str:
-    if "RANK" in os.environ:  # torchrun's command line is not available here
-        return "the same command"
-    return f"`{shlex.join(['stillhouse', *arguments])}`"
+def _same_command(arguments: Sequence[str], effect: str = "") -> str:
+    """The command, and the effect of giving it again. effect: ""; that of a command that was interrupted."""
+    # torchrun's command line is not available here
+    command = "the same command" if "RANK" in os.environ else f"`{shlex.join(['stillhouse', *arguments])}`"
+    return f"{command} {effect or _EFFECTS.get(next(iter(arguments), ''), 'starts again')}"
 
 
 def _report(error: Exception, message: str, code: int) -> int:
@@ -176,18 +173,13 @@ def _report(error: Exception, message: str, code: int) -> int:
     if os.environ.get("RANK", "0") != "0":
         # if rank 0 has the same error, rank 0 prints it first, and torchrun ends the other ranks before they print
         time.sleep(SECONDS_FOR_FIRST)
-    print_escaped(error_line(brief(message)), err=True)
-    _tell_torchrun(error_line(brief(message)), code)
-    return code
-
-
-def _tell_torchrun(line: str, code: int) -> None:
-    """Write the error to the file that torchrun reads, so that torchrun's summary ends with `line`."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:
+    line = error_line(brief(message))
+    print_escaped(line, err=True)
+    if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # torchrun's summary then ends with the line
         extra = {"timestamp": str(int(time.time()))}
         content = {"message": {"message": line, "errorCode": code, "extraInfo": extra}}
         partial = Path(f"{path}.partial")  # torchrun fails if it reads an incomplete file
         with suppress(OSError):  # the line has already been printed
             partial.write_text(json.dumps(content), encoding="utf-8")
             os.replace(partial, path)
+    return code

@@ -27,9 +27,6 @@ OPTIONS = {
 EXAMPLE = "--teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
 #: suffixes of data files; such a file is never a configuration
 _OF_DATA = (".jsonl", ".csv", ".parquet", ".gz", ".zst", ".arrow", ".txt")
-#: suffixes of configurations
-_OF_CONFIGURATIONS = (".yaml", ".yml")
-
 #: libraries that transformers and peft import if they are installed
 _NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
@@ -60,32 +57,28 @@ def load_arguments(
     if not arguments and not options:
         name = click.get_current_context().info_name
         raise misused(f"a configuration file or options are needed, for example\n  stillhouse {name} {EXAMPLE}")
+    overrides = [argument for argument in arguments if is_override(argument)]
     files = [argument for argument in arguments if not is_override(argument)]
+    file = files[0] if files else None
     if any(argument.startswith("=") for argument in arguments):
         raise misused("an override has no spaces: train.learning_rate=2e-5")
     if len(files) > 1:
         raise misused(f"got {len(files)} configuration files, expected one: {', '.join(files)}")
-    if files and Path(files[0]).suffix in _OF_DATA:
-        raise misused(f"{files[0]} is data, not a configuration: write --data {files[0]}")
-    if files and not Path(files[0]).exists():
-        if Path(files[0]).suffix in _OF_CONFIGURATIONS or "/" in files[0]:
-            raise misused(f"the file {files[0]} does not exist: expected a YAML file")
-        raise misused(f"{files[0]!r} is neither a file nor an override: expected a YAML file or key=value")
+    if file is not None and Path(file).suffix in _OF_DATA:
+        raise misused(f"{file} is data, not a configuration: write --data {file}")
+    if file is not None and not Path(file).exists():
+        if Path(file).suffix in (".yaml", ".yml") or "/" in file:
+            raise misused(f"the file {file} does not exist: expected a YAML file")
+        raise misused(f"{file!r} is neither a file nor an override: expected a YAML file or key=value")
     from stillhouse.config import load_config
-
-    overrides = [argument for argument in arguments if is_override(argument)]
-    config = load_config(files[0] if files else None, overrides, settings=settings_layer(options))
     from stillhouse.run.local_checks import check_local
 
+    config = load_config(file, overrides, settings=settings_layer(options))
     is_complete = "run" in needs and os.path.isdir(os.path.join(config.out, "model"))  # it needs nothing
+    sections = {"student": config.student, **config.teacher_sections}
+    models = {f"{key}.model": (model.model, model.revision) for key, model in sections.items() if model.model}
     if not is_complete:
         check_local(config, needs)
-    sections = {"student": config.student, **config.teacher_sections}
-    models = {
-        f"{key}.model": (section.model, section.revision)
-        for key, section in sections.items()
-        if section.model is not None
-    }
     settle_offline([*(name for name, _ in models.values()), config.data.chat_template])
     if not is_complete:
         require_on_hub(models)
@@ -108,13 +101,12 @@ def settings_layer(options: dict[str, str]) -> dict[str, Any]:
     """The options as a layer of the configuration. Values are text; the value of `--eval` may also be a number."""
     settings: dict[str, Any] = {}
     for key, (flag, *_) in OPTIONS.items():
-        name = flag.removeprefix("--")
-        if name in options:
+        value: str | float | None = options.get(flag.removeprefix("--"))
+        if value is not None:
             section, _, field = key.rpartition(".")
-            target = settings.setdefault(section, {}) if section else settings
-            target[field] = options[name]
             with suppress(ValueError):
-                target[field] = float(options[name]) if name == "eval" else options[name]
+                value = float(value) if flag == "--eval" else value
+            (settings.setdefault(section, {}) if section else settings)[field] = value
     return settings
 
 

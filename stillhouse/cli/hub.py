@@ -72,10 +72,8 @@ def require_on_hub(models: Mapping[str, tuple[str, str | None]]) -> None:
     refusals: tuple[type[Exception], ...] = RepositoryNotFoundError, RevisionNotFoundError
     expected = "the hub has no such model, or gives it only with a token (HF_TOKEN)"
     if constants.HF_HUB_OFFLINE:
-        refusals, expected = (
-            (LocalEntryNotFoundError,),
-            "no such model was downloaded before, and the hub is not asked",
-        )
+        refusals = (LocalEntryNotFoundError,)
+        expected = "no such model was downloaded before, and the hub is not asked"
     for key, (name, revision) in on_hub.items():
         if isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
             continue

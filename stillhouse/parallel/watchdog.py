@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store
 
-from stillhouse.process_exit import end_process, error_line
+from stillhouse.process import end_process, error_line
 
 #: the number of heartbeats of a rank within `seconds`, and the longest interval between two heartbeats
 BEATS, MAX_SECONDS_BETWEEN = 10, 15.0

@@ -21,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 from stillhouse.display import first_line
-from stillhouse.memory_limit import limit_memory
+from stillhouse.process import limit_memory
 from stillhouse.user_code.episodes import answer_of, episode_of
 from stillhouse.user_code.messages import SECONDS_BETWEEN_LOOKS, Messages
 

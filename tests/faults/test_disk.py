@@ -139,35 +139,25 @@ def fill_at(step: int, disk: str) -> None:
     at_step(step, lambda: fill(Path(disk)), before=True)
 
 
-def move_at(step: int, out: str, to: str) -> None:
-    at_step(step, lambda: os.rename(out, to), before=True)
+def break_at(step: int, fault: str, out: str) -> None:
+    def fail() -> None:
+        if fault == "moved":
+            os.rename(out, Path(out).with_name("moved"))
+        elif fault == "removed":
+            shutil.rmtree(out)
+        else:
+            os.chmod(out, 0o555)
+            if os.geteuid() == 0:  # as a user whose permissions are checked
+                os.seteuid(65534)
 
-
-def remove_at(step: int, out: str) -> None:
-    at_step(step, lambda: shutil.rmtree(out), before=True)
-
-
-def protect_at(step: int, out: str) -> None:
-    """Run as a user whose permissions are checked (not root)."""
-
-    def protect() -> None:
-        os.chmod(out, 0o555)
-        if os.geteuid() == 0:
-            os.seteuid(65534)
-
-    at_step(step, protect, before=True)
+    at_step(step, fail, before=True)
 
 
 @pytest.mark.parametrize("fault", ["moved", "removed", "read-only"])
 def test_a_folder_that_is_gone_stops_the_run_at_the_next_write(tmp_path: Path, fault: str) -> None:
     write_run(tmp_path, **{"checkpoint.every": 2, "train.steps": 1000, "eval.every": 0})
     out = tmp_path / "out"
-    hook, arguments = {
-        "moved": (move_at, (5, str(out), str(tmp_path / "moved"))),
-        "removed": (remove_at, (5, str(out))),
-        "read-only": (protect_at, (5, str(out))),
-    }[fault]
-    failed = Command("distill", tmp_path / "run.yaml", hook=hook, hook_arguments=arguments)
+    failed = Command("distill", tmp_path / "run.yaml", hook=break_at, hook_arguments=(5, fault, str(out)))
     assert failed.wait() == 1
     reason = os.strerror(errno.EACCES if fault == "read-only" else errno.ENOENT)
     assert failed.err.startswith(f"error: {out}/metrics.jsonl cannot be written: {reason}; ")
@@ -221,9 +211,8 @@ def test_a_disk_that_is_full_at_any_file_of_published_weights(tmp_path: Path, di
 def test_a_full_disk_under_published_weights(tmp_path: Path, disk: Path, layout: str) -> None:
     """Under pipeline parallelism each rank writes a file, and one of them fails first: both must end."""
     processes = int(layout[-1])
-    write_on_policy_run(
-        tmp_path, **{"rollout.weights": str(disk), "rollout.engine": "stillhouse", "rollout.url": "http://x"}
-    )
+    settings = {"rollout.weights": str(disk), "rollout.engine": "stillhouse", "rollout.url": "http://x"}
+    write_on_policy_run(tmp_path, **settings)
     subprocess.run(["mount", "-o", f"remount,size={PUBLISHED}", str(disk)], check=True)
     with Server(tmp_path / "student", "--generate") as server:
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}", f"parallel.{layout}")

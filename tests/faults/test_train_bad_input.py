@@ -44,12 +44,6 @@ def test_check_fails_as_the_run_would(here: Path) -> None:
     assert error == fails(here, f"data.train={here}/nowhere.jsonl", code=USAGE)
 
 
-def test_best_by_a_metric_that_does_not_exist(here: Path) -> None:
-    changes = ["objective.loss=cross_entropy", "teacher=null", "checkpoint.best=eval/forward_kl"]
-    assert fails(here, *changes, code=USAGE).startswith("checkpoint.best: got eval/forward_kl with data.eval=")
-    run("check", here / "run.yaml", *changes, "data.eval=0")
-
-
 def put(value: float, name: str) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         model.get_parameter(name).view(-1)[5] = value
@@ -75,12 +69,8 @@ def test_more_tokens_than_the_model_has_positions(here: Path) -> None:
     with pytest.raises(ConfigError, match=r"^data\.max_tokens: student has learned positions for 128 tokens: expect"):
         session_of(here, **{"student.model": str(model)}, **more)
     # one document per row has no more tokens than a document, although a micro-batch of such rows has
-    rows = {
-        "data.max_tokens": 128,
-        "data.packing": "rows",
-        "train.micro_batch_tokens": 512,
-        "train.tokens_per_step": 1024,
-    }
+    rows = {"data.max_tokens": 128, "data.packing": "rows"}
+    rows |= {"train.micro_batch_tokens": 512, "train.tokens_per_step": 1024}
     assert session_of(here, **{"student.model": str(model)}, **rows).data.train.max_tokens > 128
 
 
@@ -131,21 +121,6 @@ def test_an_empty_folder_is_fine(here: Path) -> None:
     run("distill", here / "run.yaml", "train.steps=1")
 
 
-def test_ctrl_c_prints_the_command_that_continues_the_run(here: Path) -> None:
-    arguments = ["distill", str(here / "run.yaml"), "train.steps=60", "checkpoint.every=5"]
-    command = Command(*arguments)
-    wait_for(lambda: (here / "out" / "checkpoints" / "step-00000005").exists())
-    command.send(signal.SIGINT)
-    assert command.wait() == 130
-    assert "Traceback" not in command.err
-    assert "stopped by SIGINT after step " in command.err  # the run writes a checkpoint when it is stopped
-    assert f"; `stillhouse {' '.join(arguments)}` continues from it" in command.err
-    assert not (here / "out" / "model").exists()
-    again = run(*arguments)
-    assert "resuming from" in again.out
-    assert metrics(here / "out")[-1]["step"] == 60
-
-
 @pytest.mark.slow
 def test_the_installed_module_does_it_too(here: Path) -> None:
     """This test starts the module in a new process, as a shell does. Libraries print nothing."""
@@ -190,8 +165,7 @@ def test_out_of_memory_names_the_key_to_lower(here: Path, monkeypatch: pytest.Mo
 
 
 def test_held_out_documents_that_are_trained_on_are_a_warning(here: Path) -> None:
-    same = run(
-        "distill", here / "run.yaml", "train.steps=1", f"data.eval={here / 'train.jsonl'}", f"out={here / 'same'}"
-    )
+    overrides = "train.steps=1", f"data.eval={here / 'train.jsonl'}", f"out={here / 'same'}"
+    same = run("distill", here / "run.yaml", *overrides)
     assert "held-out documents are also in the training data" in same.out
     assert "also in the training data" not in run("distill", here / "run.yaml", "train.steps=1").out

@@ -97,12 +97,8 @@ class Hub(BaseHTTPRequestHandler):
         is_there = (owner, name, revision, file) == ("a", "b", "main", "config.json")
         self.send_response(200 if is_there else 404)
         code = "RevisionNotFound" if (owner, name) == ("a", "b") else "RepoNotFound"
-        for header, value in {
-            "X-Error-Code": code,
-            "X-Repo-Commit": "0" * 40,
-            "ETag": '"1"',
-            "Content-Length": "2",
-        }.items():
+        headers = {"X-Error-Code": code, "X-Repo-Commit": "0" * 40, "ETag": '"1"', "Content-Length": "2"}
+        for header, value in headers.items():
             self.send_header(header, value)
         self.end_headers()
         if self.command == "GET":

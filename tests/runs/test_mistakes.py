@@ -65,14 +65,8 @@ def in_process(
 ) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command. is_fresh: in a process that has imported nothing yet."""
     if is_fresh:
-        done = subprocess.run(
-            [sys.executable, "-m", "stillhouse", *arguments],
-            cwd=place,
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        command_line, variables = [sys.executable, "-m", "stillhouse", *arguments], os.environ | environment
+        done = subprocess.run(command_line, cwd=place, env=variables, capture_output=True, text=True, timeout=120)
         return done.returncode, done.stdout, done.stderr
     command = Command(*arguments, hook=os.chdir, hook_arguments=(place,), environment=environment)
     return command.wait(120), command.out, command.err
@@ -80,11 +74,7 @@ def in_process(
 
 @pytest.mark.parametrize("mistake", CASES)
 def test_a_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
-    for source in folder.iterdir():
-        if source.is_dir():
-            shutil.copytree(source, tmp_path / source.name)
-        else:
-            shutil.copy(source, tmp_path)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for name, content in mistake.get("files", {}).items():
         path = tmp_path / name
         if content is None:

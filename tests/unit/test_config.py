@@ -26,6 +26,10 @@ MEANINGS: list[tuple[str, list[str], dict[str, Any]]] = [
     (EXAMPLE, [], {"data.eval": 0.02, "data.max_tokens": 4096, "train.learning_rate": 2e-5, "train.epochs": 1.0}),
     (EXAMPLE, [], {"objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)", "train.steps": None, "eval.every": 100}),
     (EXAMPLE, [], {"checkpoint.keep": 2, "track": ["tensorboard"]}),
+    (
+        *("", ["teacher=null", "objective.loss=cross_entropy", "checkpoint.best=eval/forward_kl", "data.eval=0"]),
+        {"checkpoint.best": "eval/forward_kl"},
+    ),
     # null
     *(("", [f"train.clip={null}"], {"train.clip": None}) for null in ("null", "~", "")),
     ("teacher: {model: t}", ["teacher=null"], {"teacher": None}),

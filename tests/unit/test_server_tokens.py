@@ -11,7 +11,7 @@ from kit.stub_servers import Fault, body, hostile_server, raw
 from stillhouse.config import ConfigError, RolloutConfig, TeacherConfig
 from stillhouse.config.servers import TOKEN_VARIABLE, ServerError, server_token
 from stillhouse.parallel.processes import log_rank0
-from stillhouse.process_exit import print_line
+from stillhouse.process import print_line
 from stillhouse.rollout import Completion, Sample
 from stillhouse.rollout.user_functions import CompletionCalls
 from stillhouse.serving.client.pool import ServerPool

@@ -87,14 +87,8 @@ def test_a_version_of_the_site_is_kept_beside_the_others(site: Path) -> None:
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # mike runs mkdocs
     mike = [sys.executable, "-c", "from mike.driver import main; main()"]
     for version in ("0.1", "0.2"):
-        deployed = subprocess.run(
-            [*mike, "deploy", "--update-aliases", version, "latest"],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [*mike, "deploy", "--update-aliases", version, "latest"]
+        deployed = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         assert deployed.returncode == 0, deployed.stderr
     shown = subprocess.run([*git, "show", "gh-pages:versions.json"], cwd=folder, capture_output=True, check=True)
     versions = {entry["version"]: entry["aliases"] for entry in json.loads(shown.stdout)}

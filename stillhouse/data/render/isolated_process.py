@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from stillhouse.memory_limit import limit_memory
+from stillhouse.process import limit_memory
 from stillhouse.user_code.messages import Messages
 
 #: how many times its limit of processor time a call may wait for its answer

@@ -1,6 +1,7 @@
-"""Ends a process without waiting for its main thread or for torchrun, and formats its error line."""
+"""This process: its error line, its end without waiting for other threads or for torchrun, a limit of its memory."""
 
 import os
+import resource
 import sys
 import threading
 import time
@@ -92,3 +93,16 @@ def _watch_launcher(launcher: int) -> None:
     else:
         time.sleep(2 * SECONDS_BETWEEN_LOOKS)
     end_process(1, line)
+
+
+def limit_memory(more: int) -> None:
+    """Limit data and stack to their present size and `more` bytes (only on Linux); more is a MemoryError."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            pages = int(statm.read().split()[5])  # data and stack
+    except OSError:
+        return
+    limit = pages * resource.getpagesize() + more
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
