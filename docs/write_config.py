@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stillhouse.config.other_tools import PEERS, peer_entries
+from stillhouse.config.explain_errors import PEERS, peer_entries
 from stillhouse.config.run_section import RunConfig
 from stillhouse.config.schema import ANY_NAME, accepted_values, item_section, named_sections, section_of, yaml_value
 from stillhouse.config.section import Section

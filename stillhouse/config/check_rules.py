@@ -7,7 +7,7 @@ from itertools import chain, product
 from stillhouse.config.engines import GROUP as ENGINES
 from stillhouse.config.errors import ConfigError, listed
 from stillhouse.config.evaluation_section import EvalPromptsConfig
-from stillhouse.config.other_tools import loss_hint
+from stillhouse.config.explain_errors import loss_hint
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.rollout_section import RolloutConfig
 from stillhouse.config.rule import FIELDS, NAMED, Rule, excludes, needs

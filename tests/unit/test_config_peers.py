@@ -14,8 +14,7 @@ from ruamel.yaml import YAML
 from docs.write_config import with_names
 from stillhouse.cli import cli
 from stillhouse.config import RunConfig, load_config, override_hint
-from stillhouse.config.explain_errors import nearest
-from stillhouse.config.other_tools import PEERS, loss_hint, peer_entries, peer_hint, peer_table
+from stillhouse.config.explain_errors import PEERS, loss_hint, nearest, peer_entries, peer_hint, peer_table
 from stillhouse.config.schema import value_fields
 from stillhouse.user_code.functions import REWARD, checked_reward, load_function
 
