@@ -10,23 +10,7 @@ from stillhouse.signals.signal_source import NoTeacher, PendingSignals, ReadySig
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.signal_store import ChosenTeacher, SignalsLostError, SignalStore, StoredTeacher
 
-__all__ = [
-    "ChosenTeacher",
-    "CrossTokenizerStore",
-    "InStageTeacher",
-    "LocalModelStore",
-    "NoTeacher",
-    "PendingSignals",
-    "ReadySignals",
-    "RequestedSteps",
-    "SelfTeacher",
-    "SeparateTeacher",
-    "SeveralTeachers",
-    "SignalCache",
-    "SignalSource",
-    "SignalSpec",
-    "SignalStore",
-    "SignalsLostError",
-    "StoredTeacher",
-    "WeightAverage",
-]
+__all__ = ["ChosenTeacher", "CrossTokenizerStore", "InStageTeacher", "LocalModelStore", "NoTeacher"]
+__all__ += ["PendingSignals", "ReadySignals", "RequestedSteps", "SelfTeacher", "SeparateTeacher", "SeveralTeachers"]
+__all__ += ["SignalCache", "SignalSource", "SignalSpec", "SignalStore", "SignalsLostError", "StoredTeacher"]
+__all__ += ["WeightAverage"]
