@@ -141,12 +141,6 @@ class Ranks:
             raise _decoded(answers[rank][0], kinds) from (failure if rank == self.rank else None)
         results[:] = [result for _, rank_results in answers for result in rank_results]
 
-    def gather_results(self, function: Callable[[], Any], *kinds: type[BaseException]) -> list[Any]:
-        """Call a function on every process and return all results, by rank. Errors are raised as in `all_raise`."""
-        with self.all_raise(*kinds) as results:
-            results.append(function())
-        return results
-
     @contextmanager
     def shared(self, *kinds: type[BaseException]) -> Iterator["Shared"]:
         """Give all processes the value that the first one has at the end of the block, or raise its error on all of

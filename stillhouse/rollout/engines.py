@@ -5,9 +5,8 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import torch
@@ -137,19 +136,13 @@ class InJobEngine:
             self.generator.check(requests)
             batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
             receiver = early if box is None or early is not None else _FirstRank(self._messages, box)
-
-            def generate_share() -> list[Any]:
-                pairs: list[Any] = []
+            others = len(requests) - sum(map(len, batches))
+            receives = None if box is None or early is None else self._messages.received(box, others, early.put)
+            with receives or nullcontext(), self._ranks.all_raise(ValueError) as pairs:
                 for batch in batches:
                     completions = self.generator.batch([requests[at] for at in batch], self.version, early=receiver)
                     pairs += [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
-                return pairs
-
-            others = len(requests) - sum(map(len, batches))
-            receives = None if box is None or early is None else self._messages.received(box, others, early.put)
-            with receives or nullcontext():
-                pairs_of_ranks = self._ranks.gather_results(generate_share, ValueError)
-            by_number = dict(chain.from_iterable(pairs_of_ranks))
+            by_number = dict(pairs)
             completions = [Completion.from_json(by_number[at]) for at in range(len(requests))]
         if inbox is not None:
             for request, completion in zip(requests, completions, strict=True):
