@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -62,12 +61,8 @@ class DataReport:
         records = len({_PIECE.sub("", source) for source in sources})
         return replace(self, documents=len(sources), records=records, tokens=tokens, target_tokens=int(target_tokens))
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON types."""
-        return asdict(self)
-
     def summary(self) -> str:
-        """One line for the log, without the counts that are zero."""
+        """One line for the log."""
         parts = [
             (True, f"{documents_in_words(self.records, self.documents)}, {self.tokens:,} tokens"),
             (self.target_tokens, f"{self.target_tokens:,} to predict"),
@@ -133,18 +128,18 @@ class TextFindings:
 
     def add(self, rendered: Rendered, where: str) -> None:
         """where: `file:line` of the record."""
-        found = dict(rendered.lost)
+        findings = dict(rendered.lost)
         body, prompt = rendered.body, rendered.prompt
         if MARK in prompt + body and (rendered.encoded is None or not rendered.encoded.media):
-            found["mark"] = ""
+            findings["mark"] = ""
         if self._targets == "none":
             has_space = (body or prompt).endswith(" ")
         else:
             has_space = prompt.endswith(" ") or any(body[begin - 1] == " " for begin, _ in rendered.spans if begin)
         if has_space:
-            found["space"] = ""
-        self._counts.update(found.keys())
-        for kind, what in found.items():
+            findings["space"] = ""
+        for kind, what in findings.items():
+            self._counts[kind] += 1
             self._first.setdefault(kind, (where, what))
 
     def add_ends(self, encoded: Encoded, kept: int, end: str) -> None:
@@ -154,7 +149,7 @@ class TextFindings:
         self.trained_ends.update(ids_T[np.isin(ids_T, ends)].tolist())
 
     def warnings(self, source: str) -> list[str]:
-        lines = []
+        lines, first = [], dict(self._first)
         if self._targets != "none" and self._end_ids and not self.trained_ends:
             ends = self._tokenizer.convert_ids_to_tokens(self._end_ids)
             lines.append(
@@ -162,12 +157,13 @@ class TextFindings:
                 "learn to stop (the chat template ends turns without a special token, its {% generation %} blocks "
                 "leave it out, or the limit cuts every document)"
             )
-        for kind in [kind for kind in _WARNINGS if kind in self._first]:
-            if kind == "space":
-                whole, space, letter = tokenize(self._tokenizer, ["a a", "a ", "a"], special=False)
-                if whole == space + letter:  # the tokenizer does not join spaces
-                    continue
-            where, what = self._first[kind]
-            text = _WARNINGS[kind].replace("{what}", what)
-            lines.append(f"{where}: {text} (such records: {self._counts[kind]:,})")
+        if "space" in first:
+            joined, space, letter = tokenize(self._tokenizer, ["a a", "a ", "a"], special=False)
+            if joined == space + letter:  # the tokenizer does not join spaces
+                del first["space"]
+        for kind, text in _WARNINGS.items():
+            if kind in first:
+                where, what = first[kind]
+                count = self._counts[kind]
+                lines.append(f"{where}: {text.replace('{what}', what)} (such records: {count:,})")
         return lines

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -53,15 +53,13 @@ class LoadOptions:
 
     max_tokens: the most tokens of a document with its longest prefix.
     tokens: which tokens are targets if a record has a prompt or several roles.
-    on_error: "raise" raises an error for an invalid record; "skip" skips and counts it.
+    on_error: "skip" skips and counts an invalid record.
     columns: the names of additional columns to keep; every record must have them.
     allowed: for some of these columns, the allowed values.
     prefixes: for each teacher, the template of the prefix that this teacher reads (see `PrefixTemplate`).
-    reader: the column (one of `columns`) with the name of the only teacher that reads the document. The document
-        gets only this teacher's prefix.
+    reader: the column (one of `columns`) with the name of the only teacher that reads the document and its prefix.
     prompts: read only the part before the completion (see `record_forms.py`). Such a document has no targets. If it
         is too long, the record is invalid.
-    keep_records: keep the records in `Documents.records`.
     tools: the JSON schemas of the tools that the model of a run may call. Conversations are written with them, or
         with those of their column `tools`, which must be among them.
     fits_teachers: whether `max_tokens` is the limit for what teachers read, too, if their tokens of media are more.
@@ -102,7 +100,7 @@ def load_documents(
 ) -> Documents:
     """Read and tokenize a dataset. source: as in `read_records`.
 
-    processor: that of the student, for media; None if the student has none.
+    processor: that of the student, for media.
     teachers: how teachers in this job read media, by their names; all others read them as the student.
     cache: a folder of tokenized datasets, which are memory-mapped (`token_cache.py`). It has no effect for a hub id,
         a slow tokenizer, or `keep_records`.
@@ -130,8 +128,7 @@ def load_documents(
     return cached_documents(cache, lambda: local_files(source) or [], key, load)
 
 
-@dataclass(frozen=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A record that is not tokenized yet. values: those of the kept columns. prefixes: one text per teacher. media:
     what teachers read in place of the student's tokens of media, by their names.
     """
@@ -143,13 +140,6 @@ class _Waiting:
     prefixes: list[str]
     media: dict[str, list[Substitution]]
     record: dict[str, Any] | None
-
-    @property
-    def characters(self) -> int:
-        encoded = self.rendered.encoded
-        media_bytes = 0 if encoded is None else sum(len(file.data or b"") for file in encoded.media)
-        texts = (self.rendered.prompt, self.rendered.body, *self.prefixes)
-        return sum(map(len, texts)) + media_bytes // _BYTES_PER_CHARACTER
 
 
 class _Loader:
@@ -171,7 +161,7 @@ class _Loader:
         self.template: Template | None = None
         self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
-        self.characters = 0  # the total length of the waiting records
+        self.characters = 0  # of the waiting records
         self.end_ids = {*options.end_ids, *([] if (eos := tokenizer.eos_token_id) is None else [eos])}
         self.findings = TextFindings(tokenizer, options.targets, self.end_ids)
 
@@ -182,41 +172,43 @@ class _Loader:
             return
         try:
             template = self.template or self._template_for(record)
-            waiting = self._rendered(self._converted(record), template, record.fields)
+            waiting = self._rendered(record, template)
         except (TemplateLimitError, ProcessorError) as error:
             raise DataError(record.where, str(error)) from error
         except (RecordError, RecursionError) as error:
             self._reject(record.where, first_line(error), error)
             return
-        if self.waiting and self.characters + waiting.characters > MAX_CHARACTERS:
+        rendered, media = waiting.rendered, () if waiting.rendered.encoded is None else waiting.rendered.encoded.media
+        characters = sum(map(len, (rendered.prompt, rendered.body, *waiting.prefixes)))
+        characters += sum(len(file.data or b"") for file in media) // _BYTES_PER_CHARACTER
+        if self.characters + characters > MAX_CHARACTERS:
             self._encode(template)
         self.waiting.append(waiting)
-        self.characters += waiting.characters
+        self.characters += characters
         if len(self.waiting) == _BATCH:
             self._encode(template)
 
     def finish(self) -> Documents:
         if self.template is not None:
             self._encode(self.template)
-        if not self.writer.sources:
+        if self.template is None or not self.writer.sources:
             raise ValueError(self.report.why_empty(self.options.max_tokens))
         tokens_N, targets_N = self.writer.arrays()
         report = self.report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
         report.trained_ends = sorted(self.findings.trained_ends)
         report.warnings.extend(self.findings.warnings(report.source))
-        if self.template is not None:
-            report.warnings.extend(f"{report.source}: {line}" for line in self.template.warnings())
+        report.warnings.extend(f"{report.source}: {line}" for line in self.template.warnings())
         return self.writer.documents(report, self.options.columns, self.prefix_templates, self.teachers)
 
     def _template_for(self, first: Record) -> Template:
-        """Choose the template and the conversion of columns by the first record. Raises RecordError for an error of
-        this record, and DataError for an error that concerns all records, which on_error="skip" does not skip.
+        """Choose the template and the conversion of columns. Raises RecordError for an error of the record, and
+        DataError for an error that concerns all records, which on_error="skip" does not skip.
         """
         targets = self.options.targets
         tools = None if self.options.tools is None else list(self.options.tools)
         try:
             self.foreign = foreign_columns(first.fields, self.tokenizer, prompts=targets == "none")
-            fields = self._converted(first).fields
+            fields = self._converted(first)
             self.template = template_for(fields, self.tokenizer, targets, self.processor, tools, self.end_ids)
         except RecordError:
             raise
@@ -225,15 +217,13 @@ class _Loader:
         self.report.form = "" if self.foreign is None else self.foreign.words
         return self.template
 
-    def _converted(self, record: Record) -> Record:
-        """The record in Stillhouse's columns, with the bytes of its media."""
-        return with_media(
-            record if self.foreign is None else replace(record, fields=self.foreign.convert(record.fields))
-        )
+    def _converted(self, record: Record) -> dict[str, Any]:
+        """The fields of a record in Stillhouse's columns, with the bytes of its media."""
+        fields = record.fields if self.foreign is None else self.foreign.convert(record.fields)
+        return with_media(replace(record, fields=fields)).fields
 
-    def _rendered(self, record: Record, template: Template, own_fields: dict[str, Any]) -> _Waiting:
-        """own_fields: those of the record as it is in the source."""
-        fields, options = record.fields, self.options
+    def _rendered(self, record: Record, template: Template) -> _Waiting:
+        fields, options = self._converted(record), self.options
         rendered = template.render(fields)
         self.findings.add(rendered, record.where)
         # the key is the first 64 bits of the sha256 of the used columns. A file counts as its bytes, not as its path
@@ -266,7 +256,7 @@ class _Loader:
             values,
             prefixes,
             media,
-            own_fields if options.keep_records else None,
+            record.fields if options.keep_records else None,
         )
 
     def _reject(self, where: str, problem: str, cause: Exception | None = None) -> None:
@@ -278,12 +268,13 @@ class _Loader:
             self.report.reasons.append(str(error))
 
     def _encode(self, template: Template) -> None:
-        if self.waiting:
-            self._encode_together(template, self.waiting)
+        self._encode_together(template, self.waiting)
         self.waiting.clear()
         self.characters = 0
 
     def _encode_together(self, template: Template, records: Sequence[_Waiting]) -> None:
+        if not records:
+            return
         try:
             batch = template.encode([record.rendered for record in records])
             by_teacher = [
@@ -333,22 +324,20 @@ class _Loader:
             self.writer.add(piece, source, waiting.key, waiting.values, by_teacher, waiting.record)
 
     def _problem(self, encoded: Encoded, gains: dict[str, int], room: int) -> str:
-        """The error of a document; "" if there is none. gains: how many tokens more each teacher reads. room: how
-        many tokens fit beside the most of them.
+        """The error of a document. gains: how many tokens more each teacher reads. room: how many tokens fit beside
+        the most of them.
         """
         most = self.options.max_tokens
         if room < 2:
-            name = max(gains, key=gains.__getitem__)
-            what = (
-                f"the prefix of teacher {name!r} has" if not encoded.media else "what a teacher reads beside it has"
-            )
+            prefix = f"the prefix of teacher {max(gains, key=gains.__getitem__)!r}"
+            what = "what a teacher reads beside it has" if encoded.media else f"{prefix} has"
             return (
                 f"{what} {most - room:,} tokens, which leaves fewer than 2 of the {most:,} of max_tokens for the "
                 "document: expected a shorter prefix, smaller images or a larger max_tokens"
             )
-        if encoded.media_end > room:
+        if (media_end := max((stop for _, stop in encoded.media_spans), default=0)) > room:
             return (
-                f"its images end at token {encoded.media_end:,}, and the document would be cut at {room:,}: "
+                f"its images end at token {media_end:,}, and the document would be cut at {room:,}: "
                 "expected all images of a document before the cut; raise data.max_tokens, lower data.image_pixels, "
                 "or give fewer images"
             )

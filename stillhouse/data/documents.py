@@ -32,8 +32,7 @@ class Documents:
     keys_D: uint64, a hash of the record's content. All pieces of a text have the same hash.
     sources: `file:line` of each document.
     columns: additional columns of the records, one value per document.
-    substitutions: what a teacher reads in place of parts of the documents, by the teacher's name; "" is the name of
-        a single teacher.
+    substitutions: by the teacher's name; "" is the name of a single teacher.
     records: the record of each document; empty if records are not kept.
     per_token: additional numbers per token, [N] float32.
     weights_N: float32, the weights of the targets, above 0; None: all weights are 1.
@@ -59,7 +58,7 @@ class Documents:
 
     @classmethod
     def joined(cls, parts: Mapping[str, "Documents"]) -> "Documents":
-        """Concatenate the documents of several sets. parts: the documents by the name of their set."""
+        """Concatenate the documents of several sets, by the names of the sets."""
         sets = list(parts.values())
         return replace(
             cls.concatenated(sets, DataReport.total([documents.report for documents in sets])),
@@ -72,6 +71,7 @@ class Documents:
         """Concatenate documents with the same columns and the same arrays per token."""
         first, weights = parts[0], [part.weights_N for part in parts if part.weights_N is not None]
         assert len(weights) in (0, len(parts))
+        media = [part.media or MediaFiles.none(len(part)) for part in parts]
         return cls(
             np.concatenate([part.tokens_N for part in parts]),
             np.concatenate([part.targets_N for part in parts]),
@@ -87,9 +87,7 @@ class Documents:
             [record for part in parts for record in part.records] if all(part.records for part in parts) else (),
             {name: np.concatenate([part.per_token[name] for part in parts]) for name in first.per_token},
             np.concatenate(weights) if weights else None,
-            media=MediaFiles.joined([part.media or MediaFiles.none(len(part)) for part in parts])
-            if any(part.media for part in parts)
-            else None,
+            media=MediaFiles.joined(media) if any(part.media for part in parts) else None,
         )
 
     def __len__(self) -> int:
@@ -100,25 +98,21 @@ class Documents:
         """Tokens per document, int64."""
         return np.diff(self.offsets)
 
-    def tokens(self, document: int) -> np.ndarray:
-        """The token ids of one document."""
-        return self.part(self.tokens_N, document)
-
     def part(self, values_N: np.ndarray, document: int) -> np.ndarray:
         """The slice of an array over all tokens that belongs to one document."""
         return values_N[self.offsets[document] : self.offsets[document + 1]]
 
-    def substitutions_of(self, teacher: str) -> Substitutions:
-        """What this teacher reads in place of parts of the documents; maybe nothing."""
-        return self.substitutions.get(teacher) or Substitutions.none(len(self))
-
-    def media_of(self, document: int) -> list[MediaFile]:
-        """The media of one document."""
-        return [] if self.media is None else self.media.of(document)
+    def tokens(self, document: int) -> np.ndarray:
+        return self.part(self.tokens_N, document)
 
     def targets(self, document: int) -> np.ndarray:
-        """Which tokens of one document are targets."""
         return self.part(self.targets_N, document)
+
+    def substitutions_of(self, teacher: str) -> Substitutions:
+        return self.substitutions.get(teacher) or Substitutions.of([()] * len(self))
+
+    def media_of(self, document: int) -> list[MediaFile]:
+        return [] if self.media is None else self.media.of(document)
 
     @property
     def has_media(self) -> bool:
@@ -135,26 +129,22 @@ class Documents:
             counts_D[first : first + len(stops)] = before_N[stops - borders[0]] - before_N[starts - borders[0]]
         return counts_D
 
-    def widths(self, chosen: np.ndarray, teachers: Sequence[str]) -> np.ndarray:
-        """The columns of each chosen document: its gap for these teachers, and its tokens."""
-        by_teacher = [self.substitutions[name].gains_D[chosen] for name in teachers if name in self.substitutions]
+    def widths(self, teachers: Sequence[str], chosen: np.ndarray) -> np.ndarray:
+        """The most tokens of each chosen document that the student or one of these teachers reads, int64."""
+        gains = [self.substitutions[name].gains_D[chosen] for name in teachers if name in self.substitutions]
         lengths = self.offsets[chosen + 1] - self.offsets[chosen]
-        return lengths + np.max([np.zeros(len(chosen), np.int64), *by_teacher], axis=0)
-
-    def gaps_D(self, teachers: Sequence[str]) -> np.ndarray:
-        """The most tokens of each document that one of these teachers reads more than the student, int64; maybe 0."""
-        return self.widths(np.arange(len(self)), teachers) - self.lengths_D
+        return lengths + np.max([np.zeros(len(chosen), np.int64), *gains], axis=0)
 
     def as_read_by(self, teacher: str) -> "Documents":
         """Make this teacher's substitutions. Returns the same documents if the teacher has none."""
         if teacher not in self.substitutions or not len(self):
             return self
-        substitutions = self.substitutions[teacher]
-        tokens = [substitutions.tokens(document, self.tokens(document)) for document in range(len(self))]
-        targets = [np.zeros(len(ids), dtype=bool) for ids in tokens]
-        for document, targets_S in enumerate(targets):
+        substitutions, tokens, targets = self.substitutions[teacher], [], []
+        for document in range(len(self)):
             student_targets = self.targets(document)
-            targets_S[substitutions.places(document, len(student_targets))[student_targets]] = True
+            tokens.append(substitutions.tokens(document, self.tokens(document)))
+            targets.append(np.zeros(len(tokens[-1]), dtype=bool))
+            targets[-1][substitutions.places(document, len(student_targets))[student_targets]] = True
         return replace(
             self,
             tokens_N=np.concatenate(tokens),
@@ -183,7 +173,7 @@ class Documents:
         return digest.hexdigest()
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> "Documents":
-        """The chosen documents in the given order, with new counts in the report."""
+        """The chosen documents in this order, with new counts in the reports."""
         chosen = np.asarray(chosen, dtype=np.int64)
         offsets, index_N = chosen_tokens(self.offsets, chosen)
         set_D = None if self.set_D is None else self.set_D[chosen]
@@ -200,10 +190,7 @@ class Documents:
             {name: values_N[index_N] for name, values_N in self.per_token.items()},
             None if self.weights_N is None else self.weights_N[index_N],
             set_D,
-            {
-                name: self._counted(report, chosen[set_D == number])
-                for number, (name, report) in enumerate(self.reports.items())
-            },
+            {name: self._counted(self.reports[name], chosen[set_D == at]) for at, name in enumerate(self.reports)},
             None if self.media is None else self.media.select(chosen),
         )
 
@@ -216,8 +203,7 @@ class Documents:
         """(train, evaluation): a document is held out if the hash of its content, scaled to 0 … 1, is below `share`.
 
         So the split does not depend on the order of the records or on the tokenizer, and equal documents are in the
-        same part. Each part has at least one document. Raises ValueError if `share` is not in (0, 1), or if all
-        documents are equal.
+        same part. Raises ValueError if `share` is not in (0, 1), or if all documents are equal.
         """
         if not 0 < share < 1:
             raise ValueError(f"the share of documents held out must lie between 0 and 1, got {share}")
@@ -236,14 +222,14 @@ class Documents:
         return train, replace(evaluation, report=report, set_D=None, reports={})
 
     def overlap(self, other: "Documents") -> int:
-        """The number of these documents whose record has the same content as a record of `other`."""
+        """The number of these documents whose record has the content of a record of `other`."""
         return int(np.isin(self.keys_D, other.keys_D).sum())
 
     def check_ids(self, rows: int, which: str, teachers: Sequence[str] = ()) -> None:
         """Raise DataError for the first document with a token id ≥ `rows`, the number of rows of a head.
 
-        which: the model, for the error. teachers: those that are this model, whose substitutions are also checked.
-        Tokens that all of them substitute are not.
+        which: the model, for the error. teachers: those that are this model. Their substitutions are checked, too,
+        and tokens that all of them substitute are not.
         """
         substitutions = {name: self.substitutions[name] for name in teachers if name in self.substitutions}
         is_beyond_N = self.tokens_N >= rows

@@ -40,20 +40,15 @@ AxisPositions = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], Tensor |
 
 
 class MediaTensors(NamedTuple):
-    """The media of a document as its processor returns them.
-
-    tensors: arguments of the model. sizes: the width and height of each picture that the processor got.
-    """
+    """tensors: arguments of the model. sizes: the width and height of each picture that the processor got."""
 
     tensors: Mapping[str, Tensor]
     sizes: Sequence[tuple[int, int]]
 
 
 class Expanded(NamedTuple):
-    """A text with its placeholders expanded.
-
-    offsets: the characters of each token in the expanded text. replaced: for each file, the span of its placeholder
-    in the text and in the expanded text.
+    """A text with its placeholders expanded. offsets: the characters of each token in the expanded text. replaced:
+    for each file, the span of its placeholder in the text and in the expanded text.
     """
 
     ids: list[int]
@@ -64,7 +59,7 @@ class Expanded(NamedTuple):
         """Spans of the text as spans of the expanded text."""
         ends = [span[1] for span, _ in self.replaced]
         gained = [0, *(new[1] - span[1] for span, new in self.replaced)]
-        moved = [[at + gained[bisect_right(ends, at)] for at in span] for span in spans]
+        moved = (tuple(at + gained[bisect_right(ends, at)] for at in span) for span in spans)
         return tuple((begin, end) for begin, end in moved)
 
     def media_spans(self) -> tuple[Span, ...]:
@@ -140,7 +135,7 @@ class MediaProcessor(Protocol):
 
 
 def media_kind(processor: MediaProcessor) -> Any:
-    """The add-on of a processor (see `images/__init__.py`)."""
+    """The add-on of a processor (see `images/add_on.py`)."""
     return load(GROUP, processor.kind)
 
 
@@ -155,15 +150,13 @@ def find_media_processor(
 def with_media(record: Record) -> Record:
     """The record with the bytes of all its files in its messages, as values of parts, without columns of files.
 
-    A record without media is returned unchanged. Raises RecordError for a file that cannot be read, for files without
-    a place in the messages, and for media that no add-on reads.
+    Raises RecordError for a file that cannot be read, for files without a place in the messages, and for media that
+    no add-on reads.
     """
-    fields = record.fields
-    messages = [
-        message for name in _MESSAGE_COLUMNS if isinstance(value := fields.get(name), list) for message in value
-    ]
+    columns = (record.fields.get(name) for name in _MESSAGE_COLUMNS)
+    messages = [message for column in columns if isinstance(column, list) for message in column]
     has_parts = any(isinstance(item, dict) and isinstance(item.get("content"), list) for item in messages)
-    if has_parts or any(name in fields for name in _COLUMNS):
+    if has_parts or any(name in record.fields for name in _COLUMNS):
         for kind in load_all(GROUP).values():
             record = kind.with_files(record)
     return record
@@ -176,7 +169,6 @@ def shown_positions(ids: np.ndarray, processor: MediaProcessor | None) -> np.nda
 
 
 def shown_text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, processor: MediaProcessor | None) -> str:
-    """Decode token ids, with one placeholder for each run of them."""
     return str(tokenizer.decode(ids[shown_positions(ids, processor)].tolist()))
 
 
@@ -187,7 +179,7 @@ def media_end(ids: np.ndarray, processor: MediaProcessor | None) -> int:
 
 
 def shown_media(files: Sequence[MediaFile], processor: MediaProcessor | None) -> dict[str, Any]:
-    """The fields of a record with which a page shows a document's files; empty without files."""
+    """The fields of a record with which a page shows a document's files."""
     return {} if processor is None or not files else media_kind(processor).shown(files)
 
 
@@ -195,9 +187,8 @@ def shown_media(files: Sequence[MediaFile], processor: MediaProcessor | None) ->
 class DocumentMedia:
     """The media of a document, for a model that reads the document by itself.
 
-    identity: a hash of the encoded files and of everything that determines their tensors.
-    read: makes the tensors. Raises DataError if a file has changed.
-    placeholder_ids: the tokens that stand for features.
+    identity: a hash of the encoded files and of everything that determines their tensors. read: makes the tensors;
+    raises DataError if a file has changed. placeholder_ids: the tokens that stand for features.
     """
 
     identity: bytes
@@ -208,7 +199,6 @@ class DocumentMedia:
 class MediaInputs:
     """Makes the inputs of a micro-batch that come from media.
 
-    axis_positions: see `AxisPositions`.
     teachers: the same for each teacher in this job with another processor, by its name; None for a teacher that reads
         no media. All other teachers read what the student reads.
     """
@@ -221,17 +211,11 @@ class MediaInputs:
     ):
         self.processor, self.axis_positions, self.teachers = processor, axis_positions, dict(teachers or {})
 
-    def teacher_inputs(self, name: str) -> "MediaInputs | None":
-        """The inputs of a teacher: these, unless `teachers` has others for it; None if it reads no media."""
-        return self.teachers.get(name, self)
-
     def tensors(
         self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray], *, may_skip: bool = False
     ) -> list[dict[str, Tensor]]:
-        """The tensors of the media of each document. ids_M: the documents as the model reads them.
-
-        may_skip: a document without a placeholder is one that the model, a teacher, does not read. Otherwise, raises
-        DataError for media without placeholders.
+        """The tensors of the media of each document. ids_M: the documents as the model reads them. may_skip: a
+        document without a placeholder is one that the model, a teacher, does not read; otherwise, raises DataError.
         """
         return [
             {}

@@ -22,15 +22,16 @@ _RESTORE = "restore the file, or start again without the entry of data.cache tha
 _SCHEMA = pyarrow.schema(
     [("path", pyarrow.large_string()), ("sha256", pyarrow.binary(32)), ("data", pyarrow.large_binary())]
 )
+#: the columns in the order of the fields of `MediaFile`
+_NAMES = ("sha256", "path", "data")
 
 
 @dataclass(frozen=True)
 class MediaFile:
     """A file, such as an encoded image.
 
+    sha256: of the bytes when the data was loaded. path: None if the bytes are part of the record.
     data: the bytes; None if they are read from `path` when they are used.
-    sha256: the hash of the bytes when the data was loaded.
-    path: the file; None if the bytes are part of the record.
     """
 
     sha256: bytes
@@ -59,24 +60,22 @@ class MediaFile:
         if self.data is not None:
             return self.data
         assert self.path is not None
+        problem = "has other bytes than when the data was loaded and tokenized"
         try:
             data = Path(self.path).read_bytes()
+            if hashlib.sha256(data).digest() == self.sha256:
+                return data
         except OSError as error:
             problem = f"cannot be read ({error.strerror}), but it could when the data was loaded"
-            raise ValueError(f"{self.path}: the image {problem}: {_RESTORE}") from error
-        if hashlib.sha256(data).digest() != self.sha256:
-            problem = "has other bytes than when the data was loaded and tokenized"
-            raise ValueError(f"{self.path}: the image {problem}: {_RESTORE}")
-        return data
+        raise ValueError(f"{self.path}: the image {problem}: {_RESTORE}")
 
 
 @dataclass(frozen=True)
 class MediaFiles:
     """The media of D documents.
 
-    table: columns path, sha256 and data; maybe memory-mapped.
-    rows_I: the row of each one in the table, int64.
-    offsets: [D+1] int64, those of document d are `offsets[d]:offsets[d+1]`.
+    table: columns path, sha256 and data; maybe memory-mapped. rows_I: the row of each file in it, int64.
+    offsets: [D+1] int64, the files of document d are `offsets[d]:offsets[d+1]`.
     """
 
     table: pyarrow.Table
@@ -85,7 +84,7 @@ class MediaFiles:
 
     @classmethod
     def joined(cls, parts: Sequence["MediaFiles"]) -> "MediaFiles":
-        """Concatenate the media of several sets of documents."""
+        """The media of several sets of documents."""
         starts = offsets_of([len(part.table) for part in parts])
         return cls(
             pyarrow.concat_tables([part.table for part in parts]),
@@ -95,21 +94,17 @@ class MediaFiles:
 
     @classmethod
     def none(cls, documents: int) -> "MediaFiles":
-        """No media for this number of documents."""
         return cls(_SCHEMA.empty_table(), np.empty(0, dtype=np.int64), np.zeros(documents + 1, dtype=np.int64))
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> "MediaFiles":
-        """The media of the chosen documents, in the given order."""
+        """The media of the chosen documents, in this order."""
         offsets, index_I = chosen_tokens(self.offsets, chosen)
         return MediaFiles(self.table, self.rows_I[index_I], offsets)
 
     def of(self, document: int) -> list[MediaFile]:
         """The media of one document."""
-        files = []
-        for row in self.rows_I[self.offsets[document] : self.offsets[document + 1]].tolist():
-            path, sha256, data = (self.table.column(name)[row].as_py() for name in _SCHEMA.names)
-            files.append(MediaFile(sha256, path, data))
-        return files
+        rows = self.rows_I[self.offsets[document] : self.offsets[document + 1]].tolist()
+        return [MediaFile(*(self.table.column(name)[row].as_py() for name in _NAMES)) for row in rows]
 
     def hashes(self) -> bytes:
         """The hashes of all media in the order of the documents."""

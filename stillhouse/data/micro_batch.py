@@ -34,8 +34,7 @@ class MicroBatch:
         `mm_token_type_ids` or `token_type_ids` [B, S], which are 0 in padding, and `axis_position_ids` [B, S, A]
         int64, the rotary positions of A axes, which are the text position in padding and in texts.
     media: arguments of a model's forward that belong to the media of all documents, in the order of the documents in
-        the flattened rows, such as `pixel_values` and `image_grid_thw`; empty without media. They have no token dim,
-        so that `select` and `padded` do not change them.
+        the flattened rows, such as `pixel_values`. They have no token dim, so that nothing cuts or pads them.
     labels_T: int64, the token that row t predicts, or -1.
     weights_T: float32, the weight of the label (1 if `Documents.weights_N` is None), or 0 without a label.
     document_T: int64, the document's number in its `Documents`; -1 for padding.
@@ -98,7 +97,7 @@ class MicroBatch:
 
     @property
     def valid_tokens(self) -> int:
-        """The number of rows with a non-zero weight. Reading it does not synchronise with the device."""
+        """The number of rows with a non-zero weight, known without waiting for the device."""
         return len(self.valid_index)
 
     @property
@@ -210,7 +209,6 @@ def take(values_T: Tensor, index_T: Tensor, padding: float = 0) -> Tensor:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested mappings and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -221,7 +219,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _replaced(value: Any, moved: Mapping[int, Tensor]) -> Any:
-    """Return a value of the micro-batch with other tensors. moved: by the `id` of the tensor that it replaces."""
+    """moved: the new tensors, by the `id` of the tensor that they replace."""
     if isinstance(value, Mapping):
         return {name: moved[id(tensor)] for name, tensor in value.items()}
     if isinstance(value, DocumentLengths):
@@ -230,8 +228,8 @@ def _replaced(value: Any, moved: Mapping[int, Tensor]) -> Any:
 
 
 def _copies(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor]:
-    """Return the tensors on a device, by `id`. A CUDA device gets all of them in one copy from pinned memory, for
-    which this process does not wait.
+    """The tensors on a device, by the `id` of the original. A CUDA device gets all of them in one copy from pinned
+    memory, for which this process does not wait.
     """
     by_id = {id(tensor): tensor for tensor in tensors}
     if device.type != "cuda" or not all(tensor.device.type == "cpu" for tensor in by_id.values()):
@@ -275,7 +273,6 @@ class StepMicroBatches(Sequence[MicroBatch]):
 
     @property
     def shapes_BS(self) -> list[tuple[int, int]]:
-        """Rows and columns of each micro-batch."""
         return [micro_batch.shape_BS for micro_batch in self._micro_batches]
 
     @property
@@ -285,7 +282,6 @@ class StepMicroBatches(Sequence[MicroBatch]):
 
     @property
     def targets(self) -> int:
-        """The number of target tokens of the step."""
         return sum(micro_batch.valid_tokens for micro_batch in self._micro_batches)
 
     @property
@@ -307,7 +303,6 @@ class StepMicroBatches(Sequence[MicroBatch]):
         return None
 
     def documents_of(self, number: int) -> list[int]:
-        """The documents of micro-batch `number`."""
         document_T = self[number].document_T
         return document_T[document_T >= 0].unique().tolist()
 

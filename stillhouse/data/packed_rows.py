@@ -40,7 +40,7 @@ def make_micro_batch(
     rows: for each row, the numbers of its documents, in order.
     gaps: names of teachers. Their tokens fit into the columns of a document, too.
     teacher: one of `gaps`, the teacher of the `teacher_inputs`.
-    media_inputs: makes the tensors of media. Only documents without media can be packed without it.
+    media_inputs: only documents without media can be packed without it.
 
     Raises ValueError if there is no row, or a row without a document, and if a file has changed.
     """
@@ -61,10 +61,10 @@ def make_micro_batch(
     per_token = {
         name: places.filled(0, np.float32, row_P, values_N[index_P]) for name, values_N in documents.per_token.items()
     }
-    members = places.document_M.tolist()
-    ids_M = [documents.tokens(member) for member in members]
     inputs, media_M = _packed_inputs(places, ids_N, lengths_M, ids_N[0]), list[dict[str, Tensor]]()
     if media_inputs is not None:
+        members = places.document_M.tolist()
+        ids_M = [documents.tokens(member) for member in members]
         media_M = media_inputs.tensors(documents, members, ids_M)
         inputs |= _media_inputs(places, inputs, ids_M, media_M, media_inputs)
     return MicroBatch(
@@ -86,22 +86,23 @@ def _teacher_tensors(
     media_inputs: MediaInputs | None,
     media_M: Sequence[dict[str, Tensor]],
 ) -> dict[str, Any]:
-    """The fields of a micro-batch for a teacher with substitutions. media_M: those of the student"""
+    """The fields of a micro-batch for a teacher with substitutions. media_M: those of the student."""
     substitutions, members = documents.substitutions_of(teacher), places.document_M.tolist()
     ids_M = [substitutions.tokens(member, documents.tokens(member)) for member in members]
     lengths_M, ids_N = np.asarray([len(ids) for ids in ids_M]), np.concatenate(ids_M)
     inputs = _packed_inputs(places, ids_N, lengths_M, [*ids_N[:1], documents.tokens(members[0])[0]][0])
     media: dict[str, Tensor] = {}
-    if media_inputs is not None and (teacher_media := media_inputs.teacher_inputs(teacher)) is not None:
+    if media_inputs is not None and (teacher_media := media_inputs.teachers.get(teacher, media_inputs)) is not None:
         if teacher_media is not media_inputs:
             media_M = teacher_media.tensors(documents, members, ids_M, may_skip=True)
         media = teacher_media.processor.join(media_M)
         inputs |= _media_inputs(places, inputs, ids_M, media_M, teacher_media)
+    student_M = np.asarray([len(documents.tokens(member)) for member in members])
     shifts_M = []
-    for member, length in zip(members, lengths_M.tolist(), strict=True):
-        row_S = substitutions.rows(member, len(documents.tokens(member)))
-        shifts_M.append(np.where(row_S < 0, 0, row_S - length - np.arange(-len(row_S), 0)))
-    shift_N, student_M = np.concatenate(shifts_M), np.asarray([len(shifts) for shifts in shifts_M])
+    for member, length, student_length in zip(members, lengths_M, student_M, strict=True):
+        row_S = substitutions.rows(member, student_length)
+        shifts_M.append(np.where(row_S < 0, 0, row_S - length - np.arange(-student_length, 0)))
+    shift_N = np.concatenate(shifts_M)
     shift_T = torch.from_numpy(places.filled(0, np.int64, places.rows(student_M), shift_N))
     document_T = places.filled(-1, np.int64, places.rows(lengths_M), np.repeat(places.document_M, lengths_M))
     return {
@@ -114,9 +115,8 @@ def _teacher_tensors(
 
 @dataclass(frozen=True)
 class _Places:
-    """Where M documents end in the flattened rows, row by row and from left to right.
-
-    document_M: the numbers of the documents. stop_M: the row of `MicroBatch` after each document's last row.
+    """Where M documents end in the flattened rows, row by row and from left to right. stop_M: the row of `MicroBatch`
+    after each document's last row.
     """
 
     shape_BS: tuple[int, int]
@@ -126,13 +126,13 @@ class _Places:
     @classmethod
     def of(cls, documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str]) -> "_Places":
         document_M = np.concatenate([np.asarray(members, dtype=np.int64) for members in rows])
-        counts_B, offsets = [len(members) for members in rows], offsets_of(documents.widths(document_M, gaps))
+        counts_B, offsets = [len(members) for members in rows], offsets_of(documents.widths(gaps, document_M))
         columns_M = offsets[1:] - np.repeat(offsets[offsets_of(counts_B)[:-1]], counts_B)
         shape_BS = len(rows), int(columns_M.max())
         return cls(shape_BS, document_M, columns_M + np.repeat(np.arange(len(rows)) * shape_BS[1], counts_B))
 
     def rows(self, lengths_M: np.ndarray) -> np.ndarray:
-        """The row of each token if the documents have these lengths."""
+        """The row of each token of documents with these lengths."""
         offsets = offsets_of(lengths_M)
         return np.arange(offsets[-1]) + np.repeat(self.stop_M - offsets[1:], lengths_M)
 

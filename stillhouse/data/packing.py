@@ -27,15 +27,13 @@ SINGLE = ""
 class PackedSequences:
     """The documents as packed sequences, numbered 0 to len-1.
 
-    max_tokens: capacity of a sequence.
     seed: determines the order of the sequences, and the order in which documents of equal length are packed.
     shuffle: False keeps the order of the documents and of the sequences (for evaluation).
     gaps: names of teachers in this job; what these teachers read fits into the columns of a document, too (see
         `packed_rows.py`). "" is a single teacher, for which all micro-batches have `teacher_inputs`.
     together: the name of a column; documents share a sequence only if they have the same value in this column.
         Documents of different sets never share a sequence.
-    weights: the share of each set in all tokens of a training (`sequence_order.py`). None: every sequence is used
-        once per epoch.
+    weights: the share of each set in all tokens of a training. None: every sequence is used once per epoch.
     by_length: whether a sequence has documents of similar lengths, for models that run one document per padded row.
         With this padding, too, the documents of a sequence have at most `max_tokens` tokens.
     media_inputs: see `make_micro_batch`.
@@ -58,7 +56,7 @@ class PackedSequences:
         by_length: bool = False,
         media_inputs: MediaInputs | None = None,
     ):
-        widths_D = documents.lengths_D + documents.gaps_D(gaps)
+        widths_D = documents.widths(gaps, np.arange(len(documents)))
         if len(widths_D) == 0 or widths_D.max() > max_tokens:
             what = f"{max_tokens} tokens{' with their prefixes' if (widths_D > documents.lengths_D).any() else ''}"
             raise ValueError(
@@ -87,7 +85,7 @@ class PackedSequences:
         self._kinds, self.set_S = kind_D[first_S], set_D[first_S]
         self.widths_S = np.add.reduceat(widths_D[self._members], self._borders[:-1])
         self.tokens_S = np.add.reduceat(documents.lengths_D[self._members], self._borders[:-1])
-        self._weighted_order: np.ndarray | None = None
+        self._weighted_order = np.empty(0, dtype=np.int64)
 
     def sorted_by_length(self, max_tokens: int) -> "PackedSequences":
         """The same documents in sequences of documents of similar lengths, with another capacity."""
@@ -111,7 +109,7 @@ class PackedSequences:
 
     @property
     def filled_share(self) -> float:
-        """The share of the total capacity of the sequences that tokens and gaps fill."""
+        """The share of the capacity of the sequences that tokens and gaps fill."""
         return int(self.widths_D.sum()) / (len(self) * self.max_tokens)
 
     @property
@@ -130,7 +128,6 @@ class PackedSequences:
         return make_micro_batch(self.documents, rows, self.gaps, teacher, self.media_inputs)
 
     def micro_batches(self, rows: Sequence[np.ndarray]) -> "PackedMicroBatches":
-        """One micro-batch for each array of sequence numbers."""
         return PackedMicroBatches(self, rows, self.teacher_with_inputs(SINGLE))
 
     def teacher_with_inputs(self, name: str) -> str | None:
@@ -140,17 +137,14 @@ class PackedSequences:
 
     def order(self, epoch: int) -> np.ndarray:
         """The numbers of the sequences in the order of one epoch."""
-        if not self.shuffle:
-            return np.arange(len(self))
-        return permutation(len(self), self.seed, epoch + 1)
+        return permutation(len(self), self.seed, epoch + 1) if self.shuffle else np.arange(len(self))
 
     def step_sequences(self, step: int, sequences_per_step: int, total: int) -> np.ndarray:
         """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
 
-        With weighted sources, the sequences are those of `weighted_order`. Otherwise every sequence is used once per
-        epoch, and a step may contain the end of one epoch and the beginning of the next. Only the last step may have
-        fewer sequences. Within a step, sequences with the same value in `together` are adjacent. Raises ValueError
-        for a step outside the training.
+        Without weights, every sequence is used once per epoch, and a step may contain the end of one epoch and the
+        beginning of the next. Only the last step may have fewer sequences. Within a step, sequences with the same
+        value in `together` are adjacent. Raises ValueError for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
         if not 0 <= start < stop:
@@ -166,9 +160,9 @@ class PackedSequences:
         return chosen[np.argsort(self._kinds[chosen], kind="stable")]
 
     def weighted_order(self, total: int) -> np.ndarray:
-        """The numbers of the sequences of a training on weighted sources, in training order."""
+        """See `weighted_order` of this module."""
         assert self.weights is not None
-        if self._weighted_order is None or len(self._weighted_order) != total:
+        if len(self._weighted_order) != total:
             self._weighted_order = weighted_order(self.set_S, self.tokens_S, self.weights, total, self.seed)
         return self._weighted_order
 
@@ -216,7 +210,7 @@ class PackedMicroBatches(StepMicroBatches):
         return None if inputs is None else inputs.of(self.sequences.documents, document)
 
     def documents_of(self, number: int) -> list[int]:
-        return self.documents(self.rows[number])
+        return [document for sequence in self.rows[number] for document in self.sequences.members(sequence).tolist()]
 
     def value(self, document: int, column: str) -> Any:
         return self.sequences.documents.columns[column][document]
@@ -226,22 +220,16 @@ class PackedMicroBatches(StepMicroBatches):
         return self if teacher == self.teacher else PackedMicroBatches(self.sequences, self.rows, teacher)
 
     def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-        documents = self.sequences.documents
-        ids, substitutions = documents.tokens(document), documents.substitutions.get(name)
+        ids, substitutions = self.document_tokens(document), self.sequences.documents.substitutions.get(name)
         if substitutions is None:
             return super().teacher_tokens(document, name)
         return substitutions.tokens(document, ids), substitutions.rows(document, len(ids))
-
-    def documents(self, rows: np.ndarray) -> list[int]:
-        """The numbers of the documents of some sequences."""
-        return [document for sequence in rows for document in self.sequences.members(sequence).tolist()]
 
 
 def similar_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
     """Assign lengths to bins of similar lengths: the longest length first, and all next ones until the bin is full.
 
-    A bin is full if its lengths, padded to the longest one, have no room for another one. Returns the bin number of
-    each length, [D] int64.
+    A bin is full if its lengths, padded to the longest one, have no room for another one. Returns the bins, [D].
     """
     bins_D = np.empty(len(lengths_D), dtype=np.int64)
     last, left, longest = -1, 0, 0
@@ -255,8 +243,7 @@ def similar_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
 def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
     """Assign lengths to bins, the longest length first. A length goes into the fullest bin with enough room for it.
 
-    Returns the bin number of each length, [D] int64. Bins are numbered in the order in which they are opened. Takes
-    O(D·log(capacity)).
+    Returns the bins, [D] int64, numbered in the order in which they are opened. Takes O(D·log(capacity)).
     """
     bins_D = np.empty(len(lengths_D), dtype=np.int64)
     # bins by their remaining room; of bins with equal room, the last bin of the list is used first
@@ -288,14 +275,11 @@ def weighted_order(
 ) -> np.ndarray:
     """The numbers of the sequences of a training on `total` sequences, [total] int64.
 
-    A weight is a share of the tokens. A source's share s of the sequences is therefore proportional to its weight
-    divided by the mean number of tokens of its sequences. The k-th sequence of a source (from 0) gets the time
+    A weight, above 0, is a share of the tokens. A source's share s of the sequences is therefore proportional to its
+    weight divided by the mean number of tokens of its sequences. The k-th sequence of a source (from 0) gets the time
     (k + 1/2) / s, and the sequences of all sources are sorted by these times, so that each step has nearly the right
     shares. When all sequences of a source are used, the source begins again in another order. A longer training
     begins with the order of a shorter one. Raises ValueError if a source has no sequence.
-
-    source_S, tokens_S: the source and the number of tokens of each sequence.
-    weights: the weights of the sources, above 0.
     """
     members = [np.flatnonzero(source_S == number) for number in range(len(weights))]
     if empty := [number for number, sequences in enumerate(members) if not len(sequences)]:

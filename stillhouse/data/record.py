@@ -12,14 +12,7 @@ from stillhouse.display import escaped, name_list
 #: the most characters of a record: a tokenizer takes about 200 bytes of memory for each character
 MAX_CHARACTERS = 4_000_000
 
-_JSON_TYPES = {
-    str: "a string",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    list: "a list",
-    dict: "an object",
-}
+_NAMES = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True)
@@ -43,8 +36,7 @@ class DataError(ValueError):
 
     def __init__(self, where: str, reason: str):
         super().__init__(escaped(f"{where}: {reason}", lines=True))
-        self.where = where
-        self.reason = reason
+        self.where, self.reason = where, reason
 
 
 class RecordError(ValueError):
@@ -60,9 +52,8 @@ class TemplateLimitError(ValueError):
 
 
 class TemplateSyntaxError(ValueError):
-    """The chat template is no valid Jinja. This concerns all records, and the message names none.
-
-    problem: the error and its line, as what follows the words "a chat template that".
+    """The chat template is no valid Jinja, which concerns all records. problem: the error and its line, as what
+    follows the words "a chat template that".
     """
 
     def __init__(self, tokenizer: str, problem: str):
@@ -86,7 +77,7 @@ def value_in_words(value: Any) -> str:
     """A value for an error message: its JSON type and, if it is short, the value itself."""
     if value is None:
         return "null"
-    kind = _JSON_TYPES.get(type(value), type(value).__name__)
+    kind = _NAMES.get(type(value), type(value).__name__)
     shown = reprlib.repr(value)
     return f"{kind} ({escaped(shown)})" if len(shown) <= 40 and "..." not in shown else kind
 
@@ -99,7 +90,7 @@ def column_value(fields: Mapping[str, Any], column: str) -> Any:
 
 
 def kept_value(fields: Mapping[str, Any], column: str, allowed: Collection[Any] | None) -> Any:
-    """The value of a column that is kept. allowed: the values that it may have; None for all but null."""
+    """The value of a column that is kept. allowed: its values; None for all but null."""
     value = column_value(fields, column)
     if value is None:  # Parquet stores absent values as null
         raise RecordError(f"column '{column}' is null; expected a value in every record")

@@ -61,24 +61,17 @@ class Substitutions:
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[Substitution]]) -> Self:
-        """Concatenate the substitutions of documents."""
-        every = [substitution for items in documents for substitution in items]
+        every = [item for items in documents for item in items]
         return cls(
-            np.concatenate([np.empty(0, np.int32), *(substitution.ids for substitution in every)]),
-            offsets_of([len(substitution.ids) for substitution in every]),
+            np.concatenate([np.empty(0, np.int32), *(item.ids for item in every)]),
+            offsets_of([len(item.ids) for item in every]),
             np.asarray([(item.start, item.stop) for item in every], dtype=np.int64).reshape(-1, 2),
             offsets_of([len(items) for items in documents]),
         )
 
     @classmethod
-    def none(cls, documents: int) -> Self:
-        """No substitutions in this number of documents."""
-        parts = np.zeros(documents + 1, dtype=np.int64)
-        return cls(np.empty(0, dtype=np.int32), parts[:1], np.empty((0, 2), dtype=np.int64), parts)
-
-    @classmethod
     def joined(cls, parts: Sequence["Substitutions"]) -> Self:
-        """Concatenate the substitutions of several sets of documents."""
+        """The substitutions of several sets of documents."""
         return cls(
             np.concatenate([part.tokens_N for part in parts]),
             offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
@@ -96,11 +89,7 @@ class Substitutions:
     def items(self, document: int) -> list[Substitution]:
         """The substitutions of one document."""
         return [
-            Substitution(
-                int(self.spans_P2[at, 0]),
-                int(self.spans_P2[at, 1]),
-                self.tokens_N[self.offsets[at] : self.offsets[at + 1]],
-            )
+            Substitution(*self.spans_P2[at].tolist(), self.tokens_N[self.offsets[at] : self.offsets[at + 1]])
             for at in range(self.parts[document], self.parts[document + 1])
         ]
 
@@ -138,7 +127,7 @@ class Substitutions:
         return borders.cumsum()[:-1] > 0
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> Self:
-        """The substitutions in the chosen documents, in the given order."""
+        """The substitutions in the chosen documents, in this order."""
         parts, index_P = chosen_tokens(self.parts, chosen)
         offsets, index_N = chosen_tokens(self.offsets, index_P)
         return type(self)(self.tokens_N[index_N], offsets, self.spans_P2[index_P], parts)

@@ -65,13 +65,11 @@ class StoredStrings(Sequence[str]):
         return len(self._strings)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        return self._strings[int(index)].as_py()
+        return self._strings[index].to_pylist() if isinstance(index, slice) else self._strings[int(index)].as_py()
 
 
 def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
-    """The hash that names an entry. The function reads all files. The tokenizer must be a fast tokenizer."""
+    """The hash that names an entry. Reads all files. The tokenizer must be a fast one."""
     groups = ("stillhouse.readers", media.GROUP)
     add_ons = [point for group in groups if load_all(group) for point in registered(group).values()]
     decisive = {
@@ -102,10 +100,10 @@ def _code_of(module: str) -> list[Path]:
 def cached_documents(
     folder: Path, files: Callable[[], Sequence[Path]], key: Callable[[], str], load: Callable[[Path], Documents]
 ) -> Documents:
-    """The documents of an entry. If the entry does not exist, it is written first.
+    """The documents of an entry, which is written first if it does not exist.
 
-    files: lists the source's files. key: see `entry_key`.
-    load: reads the records, and writes the arrays of tokens and targets to the given folder.
+    files: lists the source's files. key: see `entry_key`. load: reads the records, and writes the arrays of tokens
+    and targets to a folder.
 
     Raises ValueError for an entry that differs from its hashes, for a folder that cannot be used, and if the source's
     files change while they are read.
@@ -185,29 +183,33 @@ def _read(path: Path, name: str) -> Documents:
     changed += [file for file, digest in sha256.items() if digest != manifest["sha256"][file]]
     if changed:
         raise ValueError(f"{damaged}: {changed[0]} has other bytes than when it was written")
-    arrays = [TOKENS, TARGETS, "offsets", "keys"]
-    arrays += [f"{part}-{number}" for number in range(len(manifest["substitutions"])) for part in _SUBSTITUTIONS]
-    image_arrays = [_IMAGE_OFFSETS] if manifest["has_images"] else []
-    expected = {SOURCES, *([IMAGES] if image_arrays else ())}
-    expected |= {f"{array}.bin" for array in [*arrays, *image_arrays]}
+    names = [TOKENS, TARGETS, "offsets", "keys"]
+    names += [f"{part}-{number}" for number in range(len(manifest["substitutions"])) for part in _SUBSTITUTIONS]
+    names += [_IMAGE_OFFSETS] if manifest["has_images"] else []
+    expected = {SOURCES, *([IMAGES] if manifest["has_images"] else []), *(f"{array}.bin" for array in names)}
     if lost := expected - sha256.keys():
         raise ValueError(f"{damaged}: {', '.join(sorted(lost))} has no hash in {MANIFEST}")
+    arrays = {}
+    for array in names:
+        file, dtype = path / f"{array}.bin", _DTYPES.get(array.partition("-")[0], np.int64)
+        # an empty file cannot be mapped
+        arrays[array] = np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype=dtype)
     substitutions, media = {}, None
     for number, teacher in enumerate(manifest["substitutions"]):
-        tokens_N, offsets, spans, parts = (_array(path, f"{part}-{number}") for part in _SUBSTITUTIONS)
+        tokens_N, offsets, spans, parts = (arrays[f"{part}-{number}"] for part in _SUBSTITUTIONS)
         substitutions[teacher] = Substitutions(tokens_N, offsets, spans.reshape(-1, 2), parts)
-    if image_arrays:
-        offsets = _array(path, _IMAGE_OFFSETS)
+    if manifest["has_images"]:
+        offsets = arrays[_IMAGE_OFFSETS]
         with reading(damaged):
             table = media_table(path / IMAGES)
         if offsets[-1] != len(table):
             raise ValueError(f"{damaged}: {IMAGES} has {len(table)} images, and {_IMAGE_OFFSETS} has {offsets[-1]}")
         media = MediaFiles(table, np.arange(offsets[-1]), offsets)
     documents = Documents(
-        _array(path, TOKENS),
-        _array(path, TARGETS),
-        _array(path, "offsets"),
-        _array(path, "keys"),
+        arrays[TOKENS],
+        arrays[TARGETS],
+        arrays["offsets"],
+        arrays["keys"],
         StoredStrings(path / SOURCES),
         DataReport(**manifest["report"]),
         manifest["columns"],
@@ -219,13 +221,6 @@ def _read(path: Path, name: str) -> Documents:
     if len(counts) != 1 or not (documents.offsets[-1] == len(documents.tokens_N) == len(documents.targets_N)):
         raise ValueError(f"{damaged}: the numbers of documents and tokens differ between its files")
     return documents
-
-
-def _array(folder: Path, name: str) -> np.ndarray:
-    file, dtype = folder / f"{name}.bin", _DTYPES.get(name.partition("-")[0], np.int64)
-    if not file.stat().st_size:  # an empty file cannot be mapped
-        return np.empty(0, dtype=dtype)
-    return np.memmap(file, dtype=dtype, mode="r")
 
 
 def _states(files: Sequence[Path]) -> dict[str, tuple[int, int, int]]:
@@ -242,7 +237,7 @@ def user_folder() -> Path:
 class DocumentWriter:
     """Collects the documents of one source.
 
-    folder: for the files of tokens, targets and media; None: they stay in memory.
+    folder: for the files of tokens, targets and media. None keeps them in memory.
     """
 
     def __init__(self, folder: Path | None):
@@ -252,11 +247,9 @@ class DocumentWriter:
         self._media = MediaWriter(None if folder is None else folder / IMAGES)
         # one entry per document
         self.sources: list[str] = []
-        self._lengths: list[int] = []
-        self._keys: list[int] = []
-        self._values: list[list[Any]] = []
+        self._lengths, self._keys = list[int](), list[int]()
+        self._values, self._records = list[list[Any]](), list[dict[str, Any]]()
         self._substitutions: list[Mapping[str, list[Substitution]]] = []
-        self._records: list[dict[str, Any]] = []
 
     def add(
         self,
@@ -267,8 +260,8 @@ class DocumentWriter:
         substitutions: Mapping[str, list[Substitution]],
         record: dict[str, Any] | None,
     ) -> None:
-        """Add a document. source: `file:line`. key: of its record's content. values: of the kept columns.
-        substitutions: what teachers read in place of some tokens, by their names. record: to keep; or None.
+        """source: `file:line`. key: of its record's content. values: of the kept columns. substitutions: what
+        teachers read in place of some tokens, by their names. record: to keep.
         """
         for file, array in zip(self._files, (document.ids, document.targets), strict=True):
             file.write(array.tobytes())
@@ -295,12 +288,10 @@ class DocumentWriter:
     def documents(
         self, report: DataReport, columns: Sequence[str], prefixes: Collection[str], teachers: Iterable[str]
     ) -> Documents:
-        """All documents. columns: the names of the kept columns.
-
-        prefixes: the names of teachers with a prefix. teachers: those that may have other tokens of media.
+        """columns: the names of the kept columns. prefixes: the names of teachers with a prefix. teachers: those that
+        may have other tokens of media.
         """
-        values = map(list, zip(*self._values, strict=True))
-        media = self._media.finish()
+        values, media = map(list, zip(*self._values, strict=True)), self._media.finish()
         names = dict.fromkeys([*prefixes, *teachers])
         by_name = {name: [by_teacher.get(name, []) for by_teacher in self._substitutions] for name in names}
         return Documents(

@@ -125,7 +125,7 @@ def with_images_proven(
     teachers = dict(inputs.teachers)
     for section, model in _models(engine, source):
         name, decoder = section.partition(".")[2], model.decoders[0]
-        inputs_of_model = inputs if section == "student" else inputs.teacher_inputs(name)
+        inputs_of_model = inputs if section == "student" else inputs.teachers.get(name, inputs)
         if inputs_of_model is None:  # it reads no images
             continue
         examples = documents

@@ -22,7 +22,7 @@ from stillhouse.config.evaluation_section import is_of_callback
 from stillhouse.data import Documents
 from stillhouse.data.media import MediaProcessor, media_end
 from stillhouse.data.record import RecordError
-from stillhouse.data.render.templates import CompletionTemplate, Rendered
+from stillhouse.data.render.templates import Rendered, StringTemplate
 from stillhouse.loops.held_out import in_shown_order
 from stillhouse.loops.prompt_evaluation import PromptEvaluation, eval_sample
 from stillhouse.loops.rollouts import in_job_engine
@@ -179,7 +179,7 @@ def evaluate_tasks(
 
 def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[GenerationRequest]:
     """Return requests for these texts, tokenized like prompts in training."""
-    template = CompletionTemplate(tokenizer, ("prompt",), "none")
+    template = StringTemplate(tokenizer, ("prompt",), "none")
     prompts = template.encode([Rendered("", prompt=text) for text in texts])
     return [GenerationRequest(number, prompt.ids, seed=number) for number, prompt in enumerate(prompts)]
 

@@ -73,11 +73,11 @@ def _losses(models: Models, micro_batches: ShardedMicroBatches, outputs: Sequenc
 def _gradients(models: Models, packed: PackedMicroBatches) -> list[str]:
     """Run each micro-batch again; for each gradient that is not finite, name the first parameter and the samples."""
     findings = []
-    for rows in packed.rows:
+    for number, rows in enumerate(packed.rows):
         _run_again(models, packed.sequences.micro_batches([rows]))
         bad = models.engine.gradients_not_finite()
         if bad:
-            where = _sources(models, packed.sequences, packed.documents(rows))
+            where = _sources(models, packed.sequences, packed.documents_of(number))
             findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {where}")
     return findings
 

@@ -12,8 +12,8 @@ from stillhouse.checkpoint.resume import require_same_writer
 from stillhouse.config import ConfigError, RolloutConfig, as_config_error
 from stillhouse.config.data_section import source_prefix
 from stillhouse.config.servers import ServerError, server_kinds, server_token
-from stillhouse.data.render.reply_format import ReplyFormat, reply_format
-from stillhouse.data.render.tool_format import ToolFormat, tool_format
+from stillhouse.data.render.reply_format import ReplyFormat
+from stillhouse.data.render.tool_format import ToolFormat
 from stillhouse.loops.session import Data, Models, RolloutPlan, Session
 from stillhouse.loops.weights_on_servers import ServerWatch, WeightsOnServers, probe_prompts
 from stillhouse.models import Decoder, eos_ids
@@ -262,10 +262,10 @@ def require_end_of_turn(
         return
     if (schemas := tool_schemas(rollout)) is not None:
         key, what = "tools", "turns with calls"
-        turn_format: ToolFormat | ReplyFormat = tool_format(data.tokenizer, schemas, data.media_processor)
+        turn_format: ToolFormat | ReplyFormat = ToolFormat(data.tokenizer, schemas, data.media_processor)
     elif (role := rollout.reply_role) is not None:
         key, what = "reply", "turns"
-        turn_format = reply_format(data.tokenizer, role, data.media_processor)
+        turn_format = ReplyFormat(data.tokenizer, role, data.media_processor)
     else:
         return
     if turn_format.marker_id not in eos_ids(data.tokenizer, models.student):

@@ -158,7 +158,7 @@ class StepPacker:
             than `data.max_tokens`, so that some processes would otherwise have no micro-batch.
         """
         gaps = self.prompts.gaps
-        widths_D = documents.lengths_D + documents.gaps_D(gaps)
+        widths_D = documents.widths(gaps, np.arange(len(documents)))
         most_tokens = self.micro_batch_tokens if self.by_length else self.prompts.max_tokens
         capacity = min(most_tokens, max(int(widths_D.max()), math.ceil(widths_D.sum() / parts)))
         packed = PackedSequences(

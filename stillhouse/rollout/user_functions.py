@@ -17,8 +17,8 @@ from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.section import function_hint
 from stillhouse.config.servers import server_token
 from stillhouse.data.media import MediaProcessor
-from stillhouse.data.render.reply_format import generation_prompt, reply_format
-from stillhouse.data.render.tool_format import ToolFormat, tool_format
+from stillhouse.data.render.reply_format import ReplyFormat, generation_prompt
+from stillhouse.data.render.tool_format import ToolFormat
 from stillhouse.display import first_line, name_list
 from stillhouse.parallel import log_rank0
 from stillhouse.rollout.records import Sampling
@@ -218,7 +218,7 @@ class CompletionCalls:
         if tools is not None and schemas is not None:
             paths, have_state = tuple(rollout.tool_paths), tools.have_state
             if paths not in self._tool_formats:
-                self._tool_formats[paths] = tool_format(tokenizer, schemas, processor)
+                self._tool_formats[paths] = ToolFormat(tokenizer, schemas, processor)
             calls = EpisodeCalls(self.functions, TOOLS, " ".join(paths))
             tokens = rollout.tool_tokens
             return ToolReplies(calls, self._tool_formats[paths], tokens, have_state=have_state, warn=warn)
@@ -228,7 +228,7 @@ class CompletionCalls:
         calls = EpisodeCalls(self.functions, ENVIRONMENT, path, is_class)
         if (role := rollout.reply_role) is not None:
             has_stops = bool(rollout.stop)
-            return MessageReplies(calls, reply_format(tokenizer, role, processor), placeholders, has_stops=has_stops)
+            return MessageReplies(calls, ReplyFormat(tokenizer, role, processor), placeholders, has_stops=has_stops)
         prompt = generation_prompt(tokenizer, processor)
         return TextReplies(calls, tokenizer, placeholders, prompt=prompt, warn=warn)
 

@@ -31,9 +31,9 @@ from stillhouse.data.media import MediaInputs, MediaProcessor, find_media_proces
 from stillhouse.data.record import TemplateSyntaxError
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.record_forms import are_conversations
-from stillhouse.data.render.reply_format import reply_format
+from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.teacher_substitutions import PrefixTemplate, TeacherMedia
-from stillhouse.data.render.tool_format import tool_format
+from stillhouse.data.render.tool_format import ToolFormat
 from stillhouse.data.token_cache import user_folder
 from stillhouse.display import first_line
 from stillhouse.hashing import json_hash
@@ -223,11 +223,11 @@ def _proven_tools(
             by_paths[paths] = schemas = tool_schemas(rollout, key)
             if schemas is not None:
                 with as_config_error(key):
-                    tool_format(tokenizer, schemas, processor)
+                    ToolFormat(tokenizer, schemas, processor)
     for number, rollout in enumerate(rollouts):
         if (role := rollout.reply_role) is not None:
             with as_config_error(rollout_key(number, "reply")):
-                reply_format(tokenizer, role, processor)
+                ReplyFormat(tokenizer, role, processor)
     return [by_paths[tuple(rollout.tool_paths)] for rollout in rollouts]
 
 

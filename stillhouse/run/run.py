@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +118,7 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
     if is_first():
         seed = session.schedule.seed
         folder.write_json("environment.json", environment(session.loss.in_words, seed, models.device))
-        folder.write_json("data.json", {split: report.as_dict() for split, report in reports.items()})
+        folder.write_json("data.json", {split: asdict(report) for split, report in reports.items()})
     loop = off_policy if session.rollout is None else on_policy
     progress = loop.train(session, folder, checkpoint)
     with finishing("the final model"):

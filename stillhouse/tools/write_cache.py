@@ -104,7 +104,7 @@ def write_cache(
         teacher = replace(teacher, media=inputs.processor.pixels_identity, teacher_media=teacher_media)
 
     splits = [(split, split.as_read_by(SINGLE)) for split in data_splits(data)]
-    teacher_inputs = None if inputs is None else inputs.teacher_inputs(SINGLE)
+    teacher_inputs = None if inputs is None else inputs.teachers.get(SINGLE, inputs)
 
     def read(places: Sequence[int]) -> list[dict[str, Tensor]]:
         parts = groupby((entries[place] for place in places), key=lambda entry: entry.split)
@@ -184,7 +184,7 @@ def _local_teacher(
     processor = None
     if inputs is not None:
         media_kind(inputs.processor).require_layout(setup, inputs)
-        teacher_inputs = inputs.teacher_inputs(SINGLE)
+        teacher_inputs = inputs.teachers.get(SINGLE, inputs)
         assert teacher_inputs is not None, "only a routed teacher reads no media"
         processor = teacher_inputs.processor
     options = setup.ranks.device, setup.config.data.packing, None, processor is not None

@@ -86,7 +86,7 @@ def test_the_process_of_a_template_ends_with_it(conversations: Path) -> None:
     template.render(json.loads(conversations.read_text().splitlines()[0]))
     process = template.isolated._process
     assert process is not None
-    (pid, *_) = process.end.peek()[2]
+    (pid, *_) = process[1].peek()[2]
     os.kill(pid, 0)
     del process, template
     with pytest.raises(ProcessLookupError):
@@ -104,7 +104,7 @@ def test_a_process_that_is_stopped_is_replaced_or_named() -> None:
     isolated = Isolated(echoed, seconds=0.1, memory_bytes=2**30)
     assert isolated(b"a") == b"a"
     assert isolated._process is not None
-    (pid, *_) = isolated._process.end.peek()[2]
+    (pid, *_) = isolated._process[1].peek()[2]
     os.kill(pid, signal.SIGSTOP)
     assert isolated(b"b" * 10**6) == b"b" * 10**6
     with pytest.raises(ProcessLookupError):

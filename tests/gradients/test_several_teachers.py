@@ -290,7 +290,7 @@ def test_a_prefix_needs_the_columns_of_its_own_documents_alone(folder: Path, tmp
     session = session_with(folder, **named(folder, {}, {"prefix": PREFIXES["code"]}), **settings)
     documents = session.data.train.documents
     is_code = np.array([subject == "code" for subject in documents.columns["subject"]])
-    gaps_D = documents.gaps_D(session.data.train.gaps)
+    gaps_D = session.data.train.widths_D - documents.lengths_D
     assert (gaps_D[is_code] > 0).all()
     assert not gaps_D[~is_code].any()
     session.close()

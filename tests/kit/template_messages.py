@@ -80,17 +80,8 @@ TEMPLATES = {
 def tool_tokenizer(template: str = HERMES, *added: str) -> PreTrainedTokenizerFast:
     """A tokenizer with the special tokens of these templates; its end of sequence is `<|im_end|>`."""
     tokenizer = toy_tokenizer(adds_bos=False, eos_token="<|im_end|>")
-    special = [
-        "<|start|>",
-        "<|end|>",
-        "<|message|>",
-        "<|channel|>",
-        "<|call|>",
-        "<|return|>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-    ]
-    tokenizer.add_special_tokens({"additional_special_tokens": [*special, *added]})
+    special = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>", "[TOOL_CALLS]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special, "[ARGS]", *added]})
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"])
     tokenizer.chat_template = template
     return tokenizer
@@ -251,8 +242,7 @@ def _call(draw: random.Random, texts: list[tuple[str, str]], number: int) -> dic
         arguments = draw.choice([{}, None, "", "{}"])
     elif draw.random() < 0.3:
         arguments = json.dumps(arguments)
-    name = _text(draw, texts, "tool_calls")
-    function = {"name": name, "arguments": arguments}
+    function = {"name": _text(draw, texts, "tool_calls"), "arguments": arguments}
     return {"id": f"{number:09d}", "type": "function", "function": function}
 
 

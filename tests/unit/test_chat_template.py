@@ -99,15 +99,10 @@ def base(folder: Path) -> Path:
 
 @pytest.mark.parametrize("adapter", ["null", "{r: 2, alpha: 4}"])
 def test_a_saved_student_lists_the_token_that_ends_its_turns(base: Path, adapter: str) -> None:
-    distill(base, "out", 1, f"student.adapter={adapter}")
+    adapted = f"student.adapter={adapter}"
+    distill(base, "out", 1, adapted)
     first = base / "out" / "checkpoints" / "step-00000001"
-    run(
-        "distill",
-        base / "run.yaml",
-        f"checkpoint.resume={first}",
-        f"out={base / 'again'}",
-        f"student.adapter={adapter}",
-    )
+    run("distill", base / "run.yaml", f"checkpoint.resume={first}", f"out={base / 'again'}", adapted)
     run("export", base / "out", "--out", base / "exported")
     for made in ("out/model", "again/model", "exported", "out/checkpoints/step-00000001/student"):
         assert ends_of(base / made) == [2, SPECIAL.index("<|im_end|>")], made

@@ -1,6 +1,7 @@
 """Documents: limits and their report, skipped records, empty datasets, the held-out share."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_bad_records_stop_with_file_and_line_or_are_counted(tmp_path: Path) -> N
     assert report.reasons[0].startswith(f"{tmp_path}/train.jsonl:1: not valid JSON")
     assert report.reasons[2].startswith(f"{tmp_path}/train.jsonl:6: expected a JSON object")
     assert "11 skipped, the first: " in report.summary()
-    assert json.loads(json.dumps(report.as_dict()))["skipped"] == 11
+    assert json.loads(json.dumps(asdict(report)))["skipped"] == 11
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from stillhouse.data import Documents
-from stillhouse.data.render.reply_format import reply_format
+from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.tokenizers import is_rendered
-from stillhouse.data.render.tool_format import tool_format
+from stillhouse.data.render.tool_format import ToolFormat
 from stillhouse.models import Decoder, add_end_ids, eos_ids, read_end_ids
 
 USER = {"role": "user", "content": "two and two?"}
@@ -99,10 +99,10 @@ def test_a_reply_follows_the_header_that_ended_the_turn(turn: dict[str, Any]) ->
     reply = USER if turn is FOUR else REPLY
     text = tokenizer.apply_chat_template([USER, turn, reply], tools=[ADD], tokenize=False, add_generation_prompt=True)
     if turn is FOUR:
-        of_turns: Any = reply_format(tokenizer, "user")
+        of_turns: Any = ReplyFormat(tokenizer, "user")
         ids = of_turns.reply_ids(reply["content"])
     else:
-        of_turns = tool_format(tokenizer, [ADD])
+        of_turns = ToolFormat(tokenizer, [ADD])
         ids = of_turns.reply_ids(["add"], [reply["content"]])
     head = text.removesuffix(tokenizer.decode(ids))
     assert head.endswith("four<|user|>" if turn is FOUR else "</tool_call><|observation|>")

@@ -201,11 +201,8 @@ def test_counts_of_a_step_are_those_of_its_micro_batches(lengths: list[int], row
     order = packed.order(0)
     step = packed.micro_batches([order[start : start + rows] for start in range(0, len(packed), rows)])
     as_built = StepMicroBatches(list(step))
-    assert (step.shapes_BS, step.tokens, step.normalizer) == (
-        as_built.shapes_BS,
-        as_built.tokens,
-        as_built.normalizer,
-    )
+    for count in ("shapes_BS", "tokens", "normalizer"):
+        assert getattr(step, count) == getattr(as_built, count)
 
 
 def test_targets_of_many_documents_are_counted_in_parts() -> None:

@@ -217,9 +217,8 @@ def test_every_piece_of_a_long_text_has_the_prefix(tmp_path: Path, adds_bos: boo
         first, *others = (documents.tokens(piece).tolist() for piece in range(3))
         assert read_by(documents, name, 0) == first[:adds_bos] + prefix + first[adds_bos:]
         assert [read_by(documents, name, piece) for piece in (1, 2)] == [prefix + body for body in others]
-    assert documents.gaps_D(["one", "none"]).tolist() == [2] * 3
-    assert documents.gaps_D(["two", "one"]).tolist() == [3] * 3
-    assert documents.gaps_D([]).tolist() == documents.gaps_D(["unknown"]).tolist() == [0] * 3
+    for teachers, gap in ((["one", "none"], 2), (["two", "one"], 3), ([], 0), (["unknown"], 0)):
+        assert (documents.widths(teachers, np.arange(3)) - documents.lengths_D).tolist() == [gap] * 3
 
 
 def test_a_completion_is_cut_where_prefix_and_document_reach_the_limit(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from kit.on_policy_runs import episodic
 from kit.template_messages import HERMES, tool_tokenizer
 from kit.toy_tokenizer import PLAIN_TEMPLATE, TEMPLATES, toy_tokenizer
 
-from stillhouse.data.render.reply_format import generation_prompt, reply_format
+from stillhouse.data.render.reply_format import ReplyFormat, generation_prompt
 from stillhouse.rollout.turns import MessageReplies, SampleTurns, TextReplies, done
 from stillhouse.user_code.functions import UserFunctionError
 
@@ -39,7 +39,7 @@ def conversation(role: str, replies: Sequence[str], system: bool) -> list[dict[s
 )
 def test_replies_have_the_tokens_of_apply_chat_template(template: str, role: Literal["user", "tool"]) -> None:
     tokenizer = tool_tokenizer(template)
-    of_turns, added = reply_format(tokenizer, role), set(tokenizer.get_added_vocab().values())
+    of_turns, added = ReplyFormat(tokenizer, role), set(tokenizer.get_added_vocab().values())
     of_template = [index for index in of_turns.reply_ids("a") if index in added]
     for replies in ([], ["No."]):
         for reply in REPLIES:
@@ -64,10 +64,10 @@ def test_templates_of_families(name: str) -> None:
     added = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>")
     tokenizer = tool_tokenizer(source, *added, "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|user|>")
     if not OF_TRL[name]:
-        assert "Hello" in tokenizer.decode(reply_format(tokenizer, "user").reply_ids("Hello"))
+        assert "Hello" in tokenizer.decode(ReplyFormat(tokenizer, "user").reply_ids("Hello"))
         return
     with pytest.raises(ValueError, match="expected one that writes replies as turns") as raised:
-        reply_format(tokenizer, "user")
+        ReplyFormat(tokenizer, "user")
     assert OF_TRL[name] in str(raised.value)
 
 
@@ -104,10 +104,10 @@ def test_a_template_that_is_not_proven_is_refused(template: str, words: str) -> 
     tokenizer = toy_tokenizer(chat="plain")
     tokenizer.chat_template = template
     if not words:  # a text behind the end marker is part of what follows it
-        assert tokenizer.decode(reply_format(tokenizer, "user").reply_ids("a")).startswith("</s><|im_start|>user")
+        assert tokenizer.decode(ReplyFormat(tokenizer, "user").reply_ids("a")).startswith("</s><|im_start|>user")
         return
     with pytest.raises(ValueError, match=words):
-        reply_format(tokenizer, "user")
+        ReplyFormat(tokenizer, "user")
 
 
 def sample(tokenizer: Any, turn: str, prompt: str = "", replies: Sequence[Any] = ()) -> SampleTurns:
@@ -123,7 +123,7 @@ def test_a_turn_ends_with_the_templates_marker_or_a_text_of_stop() -> None:
         episodes.append(arguments[-1])
         return done("No." if len(episodes) < 3 else None)
 
-    of_turns = reply_format(tokenizer, "user")
+    of_turns = ReplyFormat(tokenizer, "user")
     replies = MessageReplies(episodic(reply), of_turns, [tokenizer.convert_tokens_to_ids("</s>")], has_stops=True)
     without_stops = MessageReplies(episodic(reply), of_turns, has_stops=False)
     assert replies.request(sample(tokenizer, "It is 4.</s>")) is None

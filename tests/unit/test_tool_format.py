@@ -11,7 +11,7 @@ from kit.on_policy_runs import episodic
 from kit.template_messages import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, echo, find, tool_tokenizer
 from transformers.utils import get_json_schema
 
-from stillhouse.data.render.tool_format import UNKNOWN, ToolCall, tool_format
+from stillhouse.data.render.tool_format import UNKNOWN, ToolCall, ToolFormat
 from stillhouse.rollout.turns import SampleTurns, ToolReplies, done
 from stillhouse.user_code.episodes import Episodes, Tools
 from stillhouse.user_code.function_calls import CallLostError
@@ -20,27 +20,17 @@ SCHEMAS = [get_json_schema(add), get_json_schema(find), get_json_schema(echo)]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
 #: the formats of the templates of TRL; those of other names are refused
 OF_TRL = {
-    "glm4moe": "<arg_key> and <arg_value>",
-    "gptoss": "to=functions",
-    "llama3_1": "a JSON object",
-    "llama3_2": "a JSON object",
-    "nemotron_3_nano": "<function=",
-    "qwen2_5": "JSON in <tool_call>",
-    "qwen2_5_vl": "",
-    "qwen3": "JSON in <tool_call>",
-    "qwen3_5_think": "<function=",
-    "qwen3_5_nothink": "<function=",
-    "llama3": "",
-    "cohere": "",
-    "gemma3": "",
-    "phi3": "",
-    "deepseekv3": "",
+    **{"glm4moe": "<arg_key> and <arg_value>", "gptoss": "to=functions"},
+    **dict.fromkeys(["llama3_1", "llama3_2"], "a JSON object"),
+    **dict.fromkeys(["qwen3_5_think", "qwen3_5_nothink", "nemotron_3_nano"], "<function="),
+    **dict.fromkeys(["qwen2_5", "qwen3"], "JSON in <tool_call>"),
+    **dict.fromkeys(["qwen2_5_vl", "llama3", "cohere", "gemma3", "phi3", "deepseekv3"], ""),
 }
 
 
 @pytest.mark.parametrize("title", TEMPLATES)
 def test_a_format_is_proven_by_the_templates_calls(title: str) -> None:
-    tools = tool_format(tool_tokenizer(TEMPLATES[title]), SCHEMAS)
+    tools = ToolFormat(tool_tokenizer(TEMPLATES[title]), SCHEMAS)
     assert tools.title.startswith(title)
     assert tools.has_several == (TEMPLATES[title] not in (LLAMA, HARMONY))
 
@@ -53,10 +43,10 @@ def test_templates_of_families(name: str) -> None:
     added = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<end_of_turn>", "<|end|>")
     tokenizer = tool_tokenizer(source, *added, "<|observation|>")
     if OF_TRL[name]:
-        assert tool_format(tokenizer, SCHEMAS).title.startswith(OF_TRL[name])
+        assert ToolFormat(tokenizer, SCHEMAS).title.startswith(OF_TRL[name])
     else:
         with pytest.raises(ValueError, match=r"^the chat template of '' .*: expected calls of tools that"):
-            tool_format(tokenizer, SCHEMAS)
+            ToolFormat(tokenizer, SCHEMAS)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +78,7 @@ def test_templates_of_families(name: str) -> None:
 )
 def test_a_template_that_is_not_proven_is_refused(template: str, words: str) -> None:
     with pytest.raises(ValueError, match="expected calls of tools that can be parsed") as raised:
-        tool_format(tool_tokenizer(template), SCHEMAS)
+        ToolFormat(tool_tokenizer(template), SCHEMAS)
     assert words in str(raised.value)
 
 
@@ -104,7 +94,7 @@ def test_the_tokenizers_own_response_template_is_used() -> None:
             "content": {"content": "text"},
         },
     }
-    tools = tool_format(tokenizer, SCHEMAS)
+    tools = ToolFormat(tokenizer, SCHEMAS)
     assert tools.title == "the tokenizer's response_template"
     assert tools.calls(CALL.replace("tool_call>", "call>")) == [ToolCall("add", {"a": 2, "b": 2})]
 
@@ -136,7 +126,7 @@ def test_the_tokenizers_own_response_template_is_used() -> None:
     ids=range(11),
 )
 def test_calls_of_a_turn(turn: str, expected: list[ToolCall]) -> None:
-    calls = tool_format(tool_tokenizer(), SCHEMAS).calls(turn)
+    calls = ToolFormat(tool_tokenizer(), SCHEMAS).calls(turn)
     assert [(call.name, call.arguments) for call in calls] == [(call.name, call.arguments) for call in expected]
     for call, of_test in zip(calls, expected, strict=True):
         assert call.problem.startswith(of_test.problem)
@@ -146,13 +136,13 @@ def test_calls_of_a_turn(turn: str, expected: list[ToolCall]) -> None:
 def test_a_model_of_gpt_oss_writes_another_header_than_its_template() -> None:
     thoughts = "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"
     turn = thoughts + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2}'
-    tools = tool_format(tool_tokenizer(HARMONY), SCHEMAS)
+    tools = ToolFormat(tool_tokenizer(HARMONY), SCHEMAS)
     assert tools.calls(turn) == [ToolCall("add", {"a": 2})]
     assert tools.calls('<|channel|>commentary to=functions.add json<|message|>{"a"')[0].problem
 
 
 def test_arguments_in_xml_have_the_types_of_the_schema() -> None:
-    tools = tool_format(tool_tokenizer(XML), SCHEMAS)
+    tools = ToolFormat(tool_tokenizer(XML), SCHEMAS)
     turn = "<tool_call>\n<function=echo>\n<parameter=text>\n 75001\n\n</parameter>\n</function>\n</tool_call>"
     assert tools.calls(turn) == [ToolCall("echo", {"text": " 75001\n"})]
     assert tools.calls(turn.replace("echo", "add").replace("text", "a")) == [ToolCall("add", {"a": 75001})]
@@ -160,7 +150,7 @@ def test_arguments_in_xml_have_the_types_of_the_schema() -> None:
 
 def test_one_call_at_a_time_where_the_template_writes_no_more() -> None:
     call = '{"name": "add", "parameters": {"a": 2}}'
-    tools = tool_format(tool_tokenizer(LLAMA), SCHEMAS)
+    tools = ToolFormat(tool_tokenizer(LLAMA), SCHEMAS)
     assert tools.calls(call) == [ToolCall("add", {"a": 2})]
     assert [bool(made.problem) for made in tools.calls(f"{call} {call}")] in ([True], [False])
 
@@ -186,7 +176,7 @@ def reference(tokenizer: Any, replies: list[str]) -> list[int]:
 
 def test_replies_have_the_tokens_of_apply_chat_template() -> None:
     tokenizer = tool_tokenizer()
-    tools = tool_format(tokenizer, SCHEMAS)
+    tools = ToolFormat(tokenizer, SCHEMAS)
     for replies in (["4.0"], ["  spaces\n", "and"], [""], ["Zürich <b> {x} 日本", "2", "3"]):
         expected = reference(tokenizer, replies)
         assert tools.reply_ids(["add"] * len(replies), replies) == expected
@@ -201,7 +191,7 @@ HOSTILE = (
 
 def test_special_tokens_in_a_reply_are_ordinary_text() -> None:
     tokenizer = tool_tokenizer()
-    tools = tool_format(tokenizer, SCHEMAS)
+    tools = ToolFormat(tokenizer, SCHEMAS)
     added = set(tokenizer.get_added_vocab().values())
     of_template = [index for index in reference(tokenizer, ["a"]) if index in added]
     assert [index for index in reference(tokenizer, [HOSTILE]) if index in added] != of_template
@@ -217,7 +207,7 @@ def replies_of(*paths: str, most: int = 64) -> tuple[ToolReplies, Any]:
     tools, tokenizer = Tools([f"kit.template_messages:{path}" for path in paths]), tool_tokenizer()
     here = Episodes("rollout.tools: test", tools.start)
     schemas = [get_json_schema(described) for described in tools.described.values()]
-    of_tools = tool_format(tokenizer, schemas)
+    of_tools = ToolFormat(tokenizer, schemas)
     options: dict[str, Any] = {"have_state": tools.have_state, "warn": pytest.fail}
     return ToolReplies(episodic(lambda *a: done(here(*a))), of_tools, most, **options), tokenizer
 
@@ -260,7 +250,7 @@ def test_an_error_is_the_reply(call: str, text: str) -> None:
 def test_a_call_that_is_lost_has_a_reply_and_a_warning() -> None:
     tokenizer, lines, answer = tool_tokenizer(), list[str](), Future[Any]()
     answer.set_exception(CallLostError("rollout.tools: kit:add ends its process"))
-    of_tools = tool_format(tokenizer, SCHEMAS)
+    of_tools = ToolFormat(tokenizer, SCHEMAS)
     lost = episodic(lambda *_: answer)
     replies = [ToolReplies(lost, of_tools, 64, have_state=state, warn=lines.append) for state in (False, True)]
     assert reply_to(replies[0], tokenizer, f"{CALL}<|im_end|>").content == ["Error: the tool did not return"]

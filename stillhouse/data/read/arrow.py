@@ -25,20 +25,10 @@ class Parquet(Reader):
     def read(cls, path: Path) -> Iterator[Record]:
         import pyarrow.parquet
 
-        number = 0
         with reading(f"{path}: not a readable Parquet file"):
             file = pyarrow.parquet.ParquetFile(path)
         with file:
-            batches = file.iter_batches(batch_size=_BATCH)
-            while True:
-                with reading(f"{path}: not a readable Parquet file{f' after row {number}' if number else ''}"):
-                    batch = next(batches, None)
-                    rows = [] if batch is None else _rows(batch)
-                if batch is None:
-                    return
-                for fields in rows:
-                    number += 1
-                    yield Record(f"{path}:{number}", fields)
+            yield from _records(f"{path}", "not a readable Parquet file", file.iter_batches(batch_size=_BATCH))
 
 
 def is_saved(folder: Path) -> bool:
@@ -74,7 +64,7 @@ def read_saved(folder: Path) -> Iterator[Record]:
             f"{folder}: contains the splits {name_list(splits)}; name the folder of one split, such as "
             f"{folder / min(splits, key=lambda split: split != 'train')}"
         )
-    return _read_rows(str(folder), next(iter(splits.values())))
+    return _records_of_dataset(str(folder), next(iter(splits.values())))
 
 
 def read_hub(source: str, name: str, configuration: str | None, split: str) -> Iterator[Record]:
@@ -91,31 +81,29 @@ def read_hub(source: str, name: str, configuration: str | None, split: str) -> I
         raise ValueError(
             f"{source}: the hub's dataset cannot be loaded ({name}:configuration@split names a part of it): {error}"
         ) from error
-    return _read_rows(source, dataset)
+    return _records_of_dataset(source, dataset)
 
 
-def _read_rows(name: str, dataset: Any) -> Iterator[Record]:
+def _records_of_dataset(name: str, dataset: Any) -> Iterator[Record]:
     tables = dataset.with_format("arrow").iter(batch_size=_BATCH)  # its images and other features are not decoded
+    return _records(name, "not a readable record", tables)
+
+
+def _records(name: str, problem: str, tables: Iterator[Any]) -> Iterator[Record]:
+    """The rows of tables or batches of Arrow. problem: of a table that cannot be read, for the error."""
     number = 0
     while True:
-        with reading(f"{name}: not a readable record{f' after row {number}' if number else ''}"):
-            table = next(tables, None)
-            rows = [] if table is None else _rows(table)
-        if table is None:
-            return
-        for fields in rows:
+        with reading(f"{name}: {problem}{f' after row {number}' if number else ''}"):
+            if (table := next(tables, None)) is None:
+                return
+            changed = [field for field in table.schema if field.name in _CONVERSATIONS or _has_json(field)]
+            rows: list[dict[str, Any]] = table.to_pylist()
+            for row in rows:
+                for field in changed:
+                    row[field.name] = _as_written(row[field.name], field, drops_null=field.name in _CONVERSATIONS)
+        for row in rows:
             number += 1
-            yield Record(f"{name}:{number}", fields)
-
-
-def _rows(table: Any) -> list[dict[str, Any]]:
-    """The rows of a table or a batch of Arrow."""
-    changed = [field for field in table.schema if field.name in _CONVERSATIONS or _has_json(field)]
-    rows: list[dict[str, Any]] = table.to_pylist()
-    for row in rows:
-        for field in changed:
-            row[field.name] = _as_written(row[field.name], field, drops_null=field.name in _CONVERSATIONS)
-    return rows
+            yield Record(f"{name}:{number}", row)
 
 
 def _as_written(value: Any, field: Any, *, drops_null: bool) -> Any:
@@ -124,7 +112,7 @@ def _as_written(value: Any, field: Any, *, drops_null: bool) -> Any:
         return None
     if _is_json(field):
         return json.loads(value)
-    children = _children(field)
+    children = [field.type.field(number) for number in range(field.type.num_fields)]
     if isinstance(value, dict):
         return {
             child.name: _as_written(value[child.name], child, drops_null=drops_null)
@@ -137,7 +125,7 @@ def _as_written(value: Any, field: Any, *, drops_null: bool) -> Any:
 
 
 def _has_json(field: Any) -> bool:
-    return _is_json(field) or any(map(_has_json, _children(field)))
+    return _is_json(field) or any(_has_json(field.type.field(number)) for number in range(field.type.num_fields))
 
 
 def _is_json(field: Any) -> bool:
@@ -146,8 +134,3 @@ def _is_json(field: Any) -> bool:
         getattr(field.type, "extension_name", "") or (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
     )
     return name == "arrow.json"
-
-
-def _children(field: Any) -> list[Any]:
-    """The fields of an object, or the one of a list's elements."""
-    return [field.type.field(number) for number in range(field.type.num_fields)]

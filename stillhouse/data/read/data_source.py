@@ -49,8 +49,19 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
     path = Path(name)
     if path.is_file():
         return [path]
+    if path.is_dir() and is_saved(path):
+        return saved_files(path)
     if path.is_dir():
-        return saved_files(path) if is_saved(path) else _files_of(path)
+        files = sorted(file for file in path.iterdir() if _is_readable(file))
+        if not files:
+            raise ValueError(
+                f"{path}: neither a saved dataset nor a folder with files ending in {_suffixes()} (subfolders are "
+                f"not searched; a glob such as '{path}/**/*.jsonl' does that)"
+            )
+        twice = next((file for file in files if file.suffix in COMPRESSED and file.with_suffix("") in files), None)
+        if twice is not None:
+            raise ValueError(f"{path} has both {twice.name} and {twice.stem}: expected one of them, or a glob")
+        return require_regular(files)
     if os.path.lexists(path):
         raise NoSourceError(f"{name} is {kind_of(path)}: expected a regular file or a folder")
     if not glob.has_magic(name):
@@ -74,19 +85,6 @@ def _hub_id(name: str) -> tuple[str, str | None, str]:
         share = " (a share is written as a number, such as 0.05)" if name.endswith("%") else ""
         raise NoSourceError(f"no such file or folder: {name}{share}")
     return match["name"], match["config"], match["split"] or "train"
-
-
-def _files_of(folder: Path) -> list[Path]:
-    files = sorted(path for path in folder.iterdir() if _is_readable(path))
-    if not files:
-        raise ValueError(
-            f"{folder}: neither a saved dataset nor a folder with files ending in {_suffixes()} (subfolders are not "
-            f"searched; a glob such as '{folder}/**/*.jsonl' does that)"
-        )
-    twice = next((path for path in files if path.suffix in COMPRESSED and path.with_suffix("") in files), None)
-    if twice is not None:
-        raise ValueError(f"{folder} has both {twice.name} and {twice.stem}: expected one of them, or a glob")
-    return require_regular(files)
 
 
 def _is_readable(path: Path) -> bool:

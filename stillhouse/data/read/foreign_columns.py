@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.read.messages import MASKS, OTHER_ROLES
-from stillhouse.data.record import RecordError, value_in_words
+from stillhouse.data.record import RecordError, string_value, value_in_words
 from stillhouse.display import name_list
 
 Fields = dict[str, Any]
@@ -61,12 +61,9 @@ def foreign_columns(
         return ForeignColumns("ShareGPT columns read as messages", _from_sharegpt)
     if not is_alpaca:
         return None
-    if tokenizer.chat_template:
-        return ForeignColumns(
-            "Alpaca columns read as a user's message and its answer", partial(_from_alpaca, as_chat=True)
-        )
-    words = "Alpaca columns read as prompt and completion, in Alpaca's own template"
-    return ForeignColumns(words, partial(_from_alpaca, as_chat=False))
+    as_chat = bool(tokenizer.chat_template)
+    form = "a user's message and its answer" if as_chat else "prompt and completion, in Alpaca's own template"
+    return ForeignColumns(f"Alpaca columns read as {form}", partial(_from_alpaca, as_chat=as_chat, prompts=prompts))
 
 
 def _from_sharegpt(fields: Fields) -> Fields:
@@ -101,25 +98,17 @@ def _turn(number: int, turn: Any) -> Fields:
 
 
 def _system(fields: Fields) -> list[Fields]:
-    text = fields.get("system") or ""
-    if not isinstance(text, str):
-        raise RecordError(f"'system' must be a string, got {value_in_words(text)}")
+    text = string_value({"system": fields.get("system") or ""}, "system", may_be_empty=True)
     return [{"role": "system", "content": text}] if text else []
 
 
-def _from_alpaca(fields: Fields, *, as_chat: bool) -> Fields:
+def _from_alpaca(fields: Fields, *, as_chat: bool, prompts: bool) -> Fields:
     _require_absent(fields, "conversations", "messages", "prompt", "text")
     if fields.get("history"):
         raise RecordError("'history' is not empty: expected conversations of several turns as 'messages'")
-    values = {"instruction": fields.get("instruction"), "input": fields.get("input") or ""}
-    if "output" in fields:
-        values["output"] = fields["output"]
-    for name, value in values.items():
-        if not isinstance(value, str):
-            raise RecordError(f"'{name}' must be a string, got {value_in_words(value)}")
-        if not value and name != "input":
-            raise RecordError(f"'{name}' is empty")
-    instruction, input_text, output = values["instruction"], values["input"], values.get("output")
+    instruction = string_value(fields, "instruction")
+    input_text = string_value({"input": fields.get("input") or ""}, "input", may_be_empty=True)
+    output = None if prompts and "output" not in fields else string_value(fields, "output")
     system = _system(fields)
     if as_chat:
         question = f"{instruction}\n\n{input_text}" if input_text else instruction

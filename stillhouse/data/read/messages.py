@@ -23,8 +23,6 @@ MASKS = ("weight", "train", "loss")
 OTHER_ROLES = {"human": "user", "gpt": "assistant"}
 #: other names of the assistant. Only turns with the role assistant are targets, whatever a template writes
 _ASSISTANTS = ("ai", "bot", "chatbot", "chatgpt", "model")
-
-
 #: the place of an image in a text
 MARK = "<image>"
 #: keys of an image part that may have its value
@@ -83,9 +81,8 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Arguments of a call, as an object if they are JSON text (the form of OpenAI).
-
-    Some programs write null or an empty text for a call without arguments, where models write an empty object.
+    """Arguments of a call, as an object if they are JSON text (the form of OpenAI). Some programs write null or an
+    empty text for a call without arguments, where models write an empty object.
     """
     if isinstance(arguments, str):
         arguments = parsed_json(arguments) if arguments.strip() else None
@@ -165,9 +162,7 @@ def with_text_appended(message: Message, text: str) -> Message:
 def with_parts(message: Message) -> Message:
     """The message with its content as a list of parts. "" is one part, too: some templates read the first part."""
     content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    return message | {"content": [{"type": "text", "text": content}]}
+    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def with_joined_parts(message: Message) -> Message:
@@ -233,5 +228,4 @@ def _parameters(tool: dict[str, Any]) -> tuple[set[str], set[str]]:
     """The names of a tool's parameters, and of those without a default."""
     parameters = tool["function"].get("parameters")
     parameters = parameters if isinstance(parameters, dict) else {}
-    properties, required = parameters.get("properties") or {}, parameters.get("required") or []
-    return set(properties), set(required)
+    return set(parameters.get("properties") or {}), set(parameters.get("required") or [])

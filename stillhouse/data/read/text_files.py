@@ -6,6 +6,7 @@ JSON Lines is not read by a library, because an error must name the record's lin
 import codecs
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +14,9 @@ from typing import BinaryIO
 from stillhouse.data.read.open_files import DECOMPRESSES, MAX_BYTES, Reader, format_of, open_bytes
 from stillhouse.data.record import DataError, Record, parsed_json, unique_keys, value_in_words
 from stillhouse.display import first_line
+
+#: what `surrogateescape` makes of bytes that are not UTF-8
+_SURROGATES = re.compile("[\udc80-\udcff]")
 
 
 class Json(Reader):
@@ -39,7 +43,7 @@ class Json(Reader):
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file. A line longer than `MAX_BYTES` is cut to its first `MAX_BYTES + 1` bytes."""
+    """A line longer than `MAX_BYTES` is cut to its first `MAX_BYTES + 1` bytes."""
     while line := file.readline(MAX_BYTES + 1):
         rest = line
         while len(rest) > MAX_BYTES and not rest.endswith(b"\n"):
@@ -126,7 +130,7 @@ class Csv(Reader):
                     return
                 if not values:
                     continue
-                damaged = [number for number, value in enumerate(values) if _is_damaged(value)]
+                damaged = [number for number, value in enumerate(values) if _SURROGATES.search(value)]
                 if names is None:
                     twice = next((name for name in values if values.count(name) > 1), None)
                     if twice is not None:
@@ -149,14 +153,10 @@ class Tsv(Csv):
 
 
 def _decoded(file: BinaryIO) -> Iterator[str]:
-    """Lines that end only at a line feed. Bytes that are not UTF-8 become lone surrogates: see `_is_damaged`."""
+    """Lines that end only at a line feed. Bytes that are not UTF-8 become lone surrogates (`_SURROGATES`)."""
     encoding = "utf-8-sig"
     for line in _lines(file):
         if len(line) > MAX_BYTES:
             raise csv.Error(f"a line is longer than {MAX_BYTES:,} bytes; expected shorter records")
         yield line.decode(encoding, "surrogateescape")
         encoding = "utf-8"
-
-
-def _is_damaged(text: str) -> bool:
-    return not text.isascii() and any("\udc80" <= character <= "\udcff" for character in text)

@@ -16,7 +16,7 @@ N bytes of a text, G spans.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,7 +37,7 @@ _BATCH = 512  # documents per call of the tokenizer
 
 
 class AlignedSpan(NamedTuple):
-    """The positions of the student's tokens and of the teacher's tokens that represent the same piece of text."""
+    """The positions of the tokens that represent the same piece of text."""
 
     student: range
     teacher: range
@@ -60,8 +60,8 @@ class AlignedDocument:
 class _Draft:
     """A document that is being translated.
 
-    parts: for each part, the positions of its student tokens, and its text or the teacher's ids for it.
     begins: whether the document begins at the beginning of a text, and not in the middle of a text.
+    parts: for each part, the positions of its student tokens, and its text or the teacher's ids for it.
     behind_space: the positions of the student tokens before which the student's tokenizer puts a space.
     """
 
@@ -72,12 +72,9 @@ class _Draft:
 
 @dataclass
 class _Text:
-    """A text without special tokens.
-
-    ends: the number of bytes up to the end of each student token.
-    first: the number of bytes before `text`, which belong to an incomplete character.
-    is_inner: whether the teacher's tokenizer puts no space before the text.
-    ids: the teacher's token ids.
+    """A text without special tokens. ends: the number of bytes up to the end of each student token. first: the number
+    of bytes before `text`, which belong to an incomplete character. is_inner: whether the teacher's tokenizer puts no
+    space before the text. ids: the teacher's.
     """
 
     text: str
@@ -129,24 +126,21 @@ class Aligner:
         for index, content in self.teacher.bytes_of.items():
             if first_of[index] == ABSENT and content in self.student.id_of:
                 first_of[index] = self.student.id_of[content]
-        texts = {index: text for index, text in self._teacher_texts.items() if first_of[index] == ABSENT}
-        return self._with_first(first_of, texts, inner=True)
+        absent = [index for index in self.teacher.bytes_of if first_of[index] == ABSENT]
+        return self._with_first(first_of, absent, inner=True)
 
     @cached_property
     def first_of_text(self) -> np.ndarray:
-        return self._with_first(self.first_of.copy(), self._teacher_texts, inner=False)
+        return self._with_first(self.first_of.copy(), self.teacher.bytes_of, inner=False)
 
-    @cached_property
-    def _teacher_texts(self) -> dict[int, str]:
-        """The teacher's tokens that consist of whole characters."""
+    def _with_first(self, first_of: np.ndarray, indices: Collection[int], *, inner: bool) -> np.ndarray:
+        """Tokenize the teacher's tokens that consist of whole characters with the student's tokenizer. Set `first_of`
+        of their ids to the first token, or to -1.
+        """
         texts = {}
-        for index, content in self.teacher.bytes_of.items():
+        for index in indices:
             with suppress(UnicodeDecodeError):
-                texts[index] = content.decode()
-        return texts
-
-    def _with_first(self, first_of: np.ndarray, texts: dict[int, str], *, inner: bool) -> np.ndarray:
-        """Tokenize `texts` with the student's tokenizer. Set `first_of` of their ids to the first token, or to -1."""
+                texts[index] = self.teacher.bytes_of[index].decode()
         encoded = self.student.encode(list(texts.values()), inner=inner)
         for (index, text), ids in zip(texts.items(), encoded, strict=True):
             if ids and not self.student.special.keys() & set(ids):
@@ -257,9 +251,7 @@ def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
 
 def _cuts(ends: np.ndarray, borders: np.ndarray, first: int = 0) -> list[int]:
     """For each border, the number of tokens before it. A token without bytes at a border counts as after the border,
-    except at the last border.
-
-    ends: the number of bytes up to the end of each token. first: the number of bytes before the first token.
+    except at the last one. ends: the bytes up to the end of each token. first: the bytes before the first token.
     """
     before = np.where(borders <= first, 0, np.searchsorted(ends, borders) + 1)
     before[borders == (ends[-1] if len(ends) else first)] = len(ends)

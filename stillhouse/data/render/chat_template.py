@@ -40,7 +40,7 @@ from stillhouse.data.record import (
     value_in_words,
 )
 from stillhouse.data.render.conversations import Conversations
-from stillhouse.data.render.isolated_process import Isolated, LimitError, json_function
+from stillhouse.data.render.isolated_process import Isolated, LimitError
 from stillhouse.data.render.templates import ANCHOR, BosFrom, Encoded, Rendered, Span, Targets, Template
 from stillhouse.data.render.tokenizers import encode, is_rendered
 from stillhouse.data.render.written_texts import Lost, is_refused
@@ -63,9 +63,8 @@ class ChatTemplate(Template):
     processor: that of a model that reads media. As transformers does with such a processor, the tokenizer then adds
     its special tokens to a text that the template does not begin with a BOS. If the template only writes contents
     that are lists of parts, all contents become such lists.
-
     tools: those of the run. A record's own tools must be among them.
-    end_ids: the end-of-sequence ids of the student. One of them that begins the next turn ends a turn without marker.
+    end_ids: the end-of-sequence ids of the student (see `Turns`).
     """
 
     extras: tuple[str, ...] = ("tools",)
@@ -93,12 +92,15 @@ class ChatTemplate(Template):
         self._prompt_example: tuple[list[Message], Tools] | None = None
         self._tools_example: tuple[list[Message], Tools, int] | None = None
         # A method of this object would make a reference cycle, which would keep this object and its process alive.
-        answer = Conversations(tokenizer, targets, end_ids).answer
-        self.isolated = Isolated(json_function(answer), seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
+        conversations = Conversations(tokenizer, targets, end_ids)
+        self.isolated = Isolated(
+            lambda request: json.dumps(conversations.answer(*json.loads(request))).encode(),
+            seconds=TEMPLATE_SECONDS,
+            memory_bytes=TEMPLATE_BYTES,
+        )
         self.needs_parts, self.adds_special = False, False
         if processor is not None:
             example: Message = {"role": "user", "content": ANCHOR}
-            # "" if the template refuses the example
             self.needs_parts = ANCHOR not in self._answer([example], None, None)[0]
             form = with_parts(example) if self.needs_parts else example
             self.adds_special = not is_rendered(tokenizer, self._answer([form], None, None)[0])
@@ -109,13 +111,11 @@ class ChatTemplate(Template):
         if self.targets == "none":
             for column in self.columns:
                 column_value(fields, column)
-            messages, first = messages_of(fields, self.columns[0]), 0
+            messages, first = messages_of(fields, name := self.columns[0]), 0
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
             if not messages:
-                name = self.columns[0]
-                got = value_in_words(fields[name])
-                raise RecordError(f"'{name}' has only turns of the assistant, got {got}")
+                raise RecordError(f"'{name}' has only turns of the assistant, got {value_in_words(fields[name])}")
         else:
             by_column = [messages_of(fields, column) for column in self.columns]
             require_targets(by_column[-1], self.columns[-1])
@@ -138,16 +138,13 @@ class ChatTemplate(Template):
         return self._with_media(rendered, media) if media else rendered
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        texts = [record for record in rendered if record.encoded is None]
-        if not texts:
-            return [record.encoded for record in rendered if record.encoded is not None]
-        bodies = [record.body for record in texts]
-        batch = encode(self.tokenizer, bodies, add_special_tokens=self.adds_special, return_offsets_mapping=True)
-        encoded_texts = (
-            _with_targets(ids, offsets, record.spans)
-            for ids, offsets, record in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True)
-        )
-        return [record.encoded or next(encoded_texts) for record in rendered]
+        encoded = [record.encoded for record in rendered]
+        if texts := [number for number, document in enumerate(encoded) if document is None]:
+            bodies = [rendered[number].body for number in texts]
+            batch = encode(self.tokenizer, bodies, add_special_tokens=self.adds_special, return_offsets_mapping=True)
+            for number, ids, offsets in zip(texts, batch["input_ids"], batch["offset_mapping"], strict=True):
+                encoded[number] = _with_targets(ids, offsets, rendered[number].spans)
+        return [document for document in encoded if document is not None]
 
     def warnings(self) -> list[str]:
         lines, name = [], self.tokenizer.name_or_path
@@ -176,7 +173,7 @@ class ChatTemplate(Template):
         return lines
 
     def _text_or_none(self, messages: list[Message], tools: Tools, first: int | None) -> str | None:
-        """The text of a conversation; None if the template refuses it. See `Conversations.answer`."""
+        """None if the template refuses the conversation."""
         try:
             return self._rendered(messages, tools, first)[0].body
         except RecordError:
@@ -184,18 +181,16 @@ class ChatTemplate(Template):
 
     def render_prefix(self, text: str) -> str:
         rendered, lost = self._rendered([{"role": "system", "content": text}], None, None)
-        body = rendered.body
-        # Some templates write the system turn into the user's turn, and drop it without a user's turn.
-        if lost:
+        if lost:  # some templates write the system turn into the user's turn, and drop it without a user's turn
             raise RecordError(
-                f"the chat template writes a system turn with this text alone as {shorten(body, 80)!r}, without "
-                "the text: expected a template that writes it (data.chat_template), or records with strings"
+                f"the chat template writes a system turn with this text alone as {shorten(rendered.body, 80)!r}, "
+                "without the text: expected a template that writes it (data.chat_template), or records with strings"
             )
-        return body
+        return rendered.body
 
     def text(self, messages: list[Message], tools: Tools, *, prompt: bool) -> str:
-        """How the template writes these messages. prompt: whether the generation prompt follows; it needs
-        targets="none". Raises RecordError if the template refuses them.
+        """prompt: whether the generation prompt follows; it needs targets="none". Raises RecordError if the template
+        refuses the messages.
         """
         assert not prompt or self.targets == "none"
         return self._rendered(messages, tools, 0 if prompt else None)[0].body
@@ -216,13 +211,11 @@ class ChatTemplate(Template):
             ]
             if self.needs_parts:
                 messages = [with_parts(message) for message in messages]
-            # "" if the template refuses the call
             texts.append(self._answer(messages, [{"type": "function", "function": function}], None)[0])
         as_object, as_text = texts
         return (ANCHOR not in as_object or str(arguments) in as_object) and json.dumps(arguments) in as_text
 
     def _with_media(self, rendered: Rendered, media: tuple[MediaFile, ...]) -> Rendered:
-        """The record with its tokens. No token of media is a target."""
         if self.processor is None:
             raise ProcessorError(
                 f"the record has images, but {self.tokenizer.name_or_path!r} has no processor for images (no "
@@ -237,14 +230,13 @@ class ChatTemplate(Template):
         return replace(rendered, encoded=replace(encoded, media=media, media_spans=spans))
 
     def _answer(self, messages: list[Message], tools: Tools, first: int | None) -> Any:
-        """See `Conversations.answer`. A value that JSON does not have becomes the text that transformers shows to a
-        chat template in its place; a dict key of such a type raises TypeError.
+        """See `Conversations.answer`; the text is "" if the template refuses the messages. A value that JSON does not
+        have becomes the text that transformers shows to a chat template; a dict key of such a type raises TypeError.
         """
         request = json.dumps([messages, tools, first], default=lambda value: f"<{type(value).__name__}>")
         return json.loads(self.isolated(request.encode()))
 
     def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[Rendered, list[Lost]]:
-        """The conversation as text, and the losses of its texts."""
         if self.needs_parts:
             messages = [with_parts(message) for message in messages]
         if any(message.get("tool_calls") or message.get("function_call") for message in messages):
@@ -261,7 +253,6 @@ class ChatTemplate(Template):
         return rendered, [Lost(*loss) for loss in lost]
 
     def _require_written(self, messages: list[Message], tools: Tools, first: int, lost: list[Lost]) -> None:
-        """Raise RecordError if a target or an instruction is lost."""
         loss = next(filter(is_refused, lost), None)
         if loss is None:
             return
@@ -275,8 +266,8 @@ class ChatTemplate(Template):
         has_calls = any(messages[loss.message].get(key) for key in ("tool_calls", "function_call"))
         written = []
         for other in () if has_calls else ROLES:
-            turn: Message = {"role": other, "content": ANCHOR}
-            turns = [*messages[: loss.message], turn, *messages[loss.message + 1 :]]
+            turns = list(messages)
+            turns[loss.message] = {"role": other, "content": ANCHOR}
             if ANCHOR in (self._text_or_none(turns, tools, None) or ""):
                 written.append(other)
         if written and role not in written:
@@ -291,7 +282,6 @@ class ChatTemplate(Template):
         )
 
     def _name_of(self, loss: Lost, first: int) -> str:
-        """The name of a lost text: the number of its message is that within its column."""
         is_last = loss.message >= first and self.targets != "none"
         column, number = self.columns[-1 if is_last else 0], loss.message + 1 - (first if is_last else 0)
         return f"{loss.what} of message {number} of '{column}'"
@@ -311,11 +301,10 @@ def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) 
 def _without_media(messages: list[Message]) -> tuple[list[Message], tuple[MediaFile, ...]]:
     """The messages whose parts with media have no values, as chat templates read them, and the values."""
     media: list[MediaFile] = []
-    bare = []
-    for message in messages:
+    bare = list(messages)
+    for number, message in enumerate(messages):
         if isinstance(content := message.get("content"), list):
             media += [part[part["type"]] for part in content if part["type"] != "text"]
             parts = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
-            message = message | {"content": parts}
-        bare.append(message)
+            bare[number] = message | {"content": parts}
     return bare, tuple(media)

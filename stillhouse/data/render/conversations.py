@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
+from operator import itemgetter
 from textwrap import shorten
 from typing import Any
 
@@ -156,7 +157,7 @@ class Turns:
         return [*self.messages[: count - 1], with_text_appended(self.messages[count - 1], ANCHOR)]
 
     def _behind(self, messages: list[Message], prompt: bool = False) -> str | None:
-        """The text after the first anchor of these messages; None if the template has dropped it."""
+        """The text after the first anchor; None if the template has dropped it."""
         _, anchor, behind = self.text(messages, prompt).partition(ANCHOR)
         return behind if anchor else None
 
@@ -184,9 +185,8 @@ class Turns:
 class Conversations:
     """Renders conversations with a tokenizer's chat template.
 
-    targets: "all": all characters are targets, not only those of the assistant. "none": the text ends with the
-        generation prompt.
-    end_ids: the end-of-sequence ids of the model. One of them that begins the next turn ends a turn without marker.
+    targets: with "all", the characters of all roles are targets; with "none", the text ends with the generation
+        prompt. end_ids: the end-of-sequence ids of the model (see `Turns`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets, end_ids: Collection[int] = ()):
@@ -205,8 +205,8 @@ class Conversations:
         first: None if the messages are the beginning of a longer conversation, without targets and generation prompt.
         """
         try:
-            body, spans, end, lost = self._in_a_form(messages, tools, first)
-            require_length(len(body), "the text that the chat template renders")
+            answer = self._in_a_form(messages, tools, first)
+            require_length(len(answer[0]), "the text that the chat template renders")
         except ValueError as error:
             cause = error.__cause__
             if not isinstance(cause, TemplateSyntaxError):
@@ -215,7 +215,7 @@ class Conversations:
             line = lines[cause.lineno - 1].strip() if 0 < cause.lineno <= len(lines) else ""
             shown = f" ({shorten(line, 80)!r})" if line else ""
             return "", [], "", [], f"has a syntax error in line {cause.lineno:,}{shown}: {first_line(cause)}", True
-        return body, spans, end, lost, "", False
+        return *answer, "", False
 
     def _in_a_form(self, messages: list[Message], tools: Tools, first: int | None) -> _Answer:
         """The conversation in the first of these forms in which the template writes all texts: with its contents as
@@ -223,12 +223,15 @@ class Conversations:
         """
         strings = [with_joined_parts(message) for message in messages]
         parts = [with_parts(message) for message in strings]
-        answers, parts_answer, problems = [], None, []
+        answers, parts_answer = [], None
+        problems: list[tuple[bool, ValueError]] = []
         for form in (messages, *([strings] if strings != messages else []), *([parts] if parts != messages else [])):
             try:
                 answer = self._with_losses(form, tools, first)
             except ValueError as error:
-                problems.append(error)
+                # whether the template's code cannot use this form, and does not raise the error on purpose
+                concerns_form = str(error).startswith(_REFUSED) and type(error.__cause__) is not TemplateError
+                problems.append((concerns_form, error))
                 continue
             if not any(map(is_refused, answer[-1])):
                 return answer
@@ -236,17 +239,14 @@ class Conversations:
                 parts_answer = answer  # the losses of another form are those of the record
             else:
                 answers.append(answer)
+
+        def has_object(answer: _Answer) -> bool:
+            return any(loss.kind == "object" for loss in answer[-1])
+
         if answers:
-            return min(
-                answers, key=lambda answer: (any(loss.kind == "object" for loss in answer[-1]), len(answer[-1]))
-            )
-
-        def concerns_form(problem: ValueError) -> bool:
-            """Whether the template's code cannot use a form, and does not raise the error on purpose."""
-            return str(problem).startswith(_REFUSED) and type(problem.__cause__) is not TemplateError
-
-        problem = min(problems, key=concerns_form)
-        if parts_answer and concerns_form(problem) and not any(loss.kind == "object" for loss in parts_answer[-1]):
+            return min(answers, key=lambda answer: (has_object(answer), len(answer[-1])))
+        concerns_form, problem = min(problems, key=itemgetter(0))
+        if parts_answer and concerns_form and not has_object(parts_answer):
             return parts_answer
         raise problem
 
@@ -266,7 +266,7 @@ class Conversations:
     def _end(self, messages: list[Message], tools: Tools, body: str, spans: list[Span]) -> str:
         """The special token that ends the assistant's last turn, as if no message followed: in the middle of a
         conversation, some templates end a turn with a token that does not end what the model writes (gpt-oss's
-        `<|end|>`). It is "" without such a turn, and if the template refuses the messages up to it.
+        `<|end|>`). It is "" if the template refuses the messages up to this turn.
         """
         turn, count = body[slice(*spans[-1])], len(messages)
         while count and messages[count - 1]["role"] != "assistant":

@@ -6,7 +6,6 @@ bytes.
 """
 
 import gc
-import json
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ _WAIT = 6
 
 
 class LimitError(ValueError):
-    """The process ended or stopped before it returned a result, because of a limit or for another reason."""
+    """The process ended or stopped before it returned a result."""
 
 
 class Isolated:
@@ -39,23 +38,26 @@ class Isolated:
     """
 
     def __init__(self, function: Callable[[bytes], bytes], *, seconds: float, memory_bytes: int):
-        self.function = function
-        self.seconds = seconds
-        self.memory_bytes = memory_bytes
-        self._process: _Process | None = None
+        self.function, self.seconds, self.memory_bytes = function, seconds, memory_bytes
+        #: the connection to the process, and a function that ends it and returns its status
+        self._process: tuple[Messages, Any] | None = None
 
     def __call__(self, request: bytes) -> bytes:
         """The function's result. Raises LimitError if the process ends before it returns one, or does not answer."""
         # twice, because this process may have been stopped, too (Ctrl+Z), so that the first call had no time left
         for _ in range(2):
-            process = self._process or _Process(self.function, self.seconds, self.memory_bytes)
-            self._process = None  # after an interrupted call, its answer must not be that of the next one
+            messages, end = self._process or self._started()
+            self._process = None
+            until = time.monotonic() + _WAIT * self.seconds
             try:
-                answer = process.call(request, _WAIT * self.seconds)
+                messages.send(request, until)
+                answer = messages.receive(until)
+                self._process = messages, end
+                return answer
             except TimeoutError:
-                process.end()
+                continue
             except (EOFError, OSError):
-                status = process.end()
+                status = end()
                 assert status is not None, "the process was ended before"
                 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
                     raise LimitError(f"it took more than {self.seconds:g} seconds of processor time") from None
@@ -64,21 +66,13 @@ class Isolated:
                     how = f"signal {os.WTERMSIG(status)}"
                 limit = f"the limit is {self.memory_bytes / 2**30:g} GiB of memory"
                 raise LimitError(f"its process ended with {how} ({limit})") from None
-            else:
-                self._process = process
-                return answer
+            finally:
+                if self._process is None:  # also after an interrupt: its answer must not be that of the next call
+                    end()
         raise LimitError(f"its process did not answer within {_WAIT * self.seconds:g} seconds, twice")
 
-
-def json_function(function: Callable[..., Any]) -> Callable[[bytes], bytes]:
-    """A function of bytes for `Isolated`, of one whose arguments and result have JSON types."""
-    return lambda request: json.dumps(function(*json.loads(request))).encode()
-
-
-class _Process:
-    """A forked child that answers requests one by one until the connection is closed."""
-
-    def __init__(self, function: Callable[[bytes], bytes], seconds: float, memory_bytes: int):
+    def _started(self) -> tuple[Messages, Any]:
+        """Fork a child that answers requests one by one until the connection is closed, or this object goes."""
         connection, its_connection = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -88,16 +82,9 @@ class _Process:
             pid = os.fork()
         if not pid:
             connection.close()
-            _serve(function, its_connection, seconds, memory_bytes)
+            _serve(self.function, its_connection, self.seconds, self.memory_bytes)
         its_connection.close()
-        self._messages = Messages(connection)
-        self.end = weakref.finalize(self, _end, pid, connection)
-
-    def call(self, request: bytes, seconds: float) -> bytes:
-        """Raises TimeoutError without an answer within this time, and EOFError or OSError if the process ends."""
-        until = time.monotonic() + seconds
-        self._messages.send(request, until)
-        return self._messages.receive(until)
+        return Messages(connection), weakref.finalize(self, _end, pid, connection)
 
 
 def _end(pid: int, connection: socket.socket) -> int:

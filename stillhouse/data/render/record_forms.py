@@ -17,7 +17,7 @@ from stillhouse.data.media import MediaProcessor
 from stillhouse.data.read.foreign_columns import foreign_columns, own_forms
 from stillhouse.data.read.messages import Tools
 from stillhouse.data.render.chat_template import ChatTemplate
-from stillhouse.data.render.templates import CompletionTemplate, Targets, Template, TextTemplate
+from stillhouse.data.render.templates import StringTemplate, Targets, Template
 from stillhouse.display import name_list
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
@@ -31,8 +31,8 @@ def template_for(
     tools: Tools = None,
     end_ids: Collection[int] = (),
 ) -> Template:
-    """The template for a dataset whose first record has these columns. processor: that of the student for media.
-    tools: those of the run, which only conversations can have. end_ids: the end-of-sequence ids of the student.
+    """The template for a dataset whose first record has these columns. processor, end_ids: those of the student.
+    tools: those of the run, which only conversations can have.
 
     Raises ValueError if the columns match none or several of the forms, or if the tokenizer lacks something that the
     form needs: an end-of-sequence token, a chat template, or character offsets.
@@ -53,8 +53,6 @@ def template_for(
         expected = f"expected {EXPECTED_COLUMNS} (or ShareGPT's or Alpaca's)"
         raise ValueError(f"{kind}; {expected}; no key renames columns")
     columns = forms[0]
-    if columns == ("text",) and tools is None:
-        return TextTemplate(tokenizer, end_ids)
     if columns == ("prompt",) and "completion" in fields:
         # the content key is a hash of these columns, and must not depend on whether only the prompt is read
         columns = ("prompt", "completion")
@@ -62,7 +60,7 @@ def template_for(
         return ChatTemplate(tokenizer, columns, targets, processor, tools, end_ids)
     if tools is not None:
         raise ValueError("rollout.tools needs conversations: expected 'messages', or 'prompt' as a list of messages")
-    return CompletionTemplate(tokenizer, columns, targets, end_ids)
+    return StringTemplate(tokenizer, columns, targets, end_ids)
 
 
 def are_conversations(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -73,4 +71,4 @@ def are_conversations(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerB
 
 
 def _has_messages(columns: tuple[str, ...], fields: Mapping[str, Any]) -> bool:
-    return columns == ("messages",) or isinstance(fields.get("prompt"), list)
+    return columns[0] == "messages" or (columns[0] == "prompt" and isinstance(fields["prompt"], list))

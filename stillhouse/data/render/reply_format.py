@@ -19,6 +19,7 @@ from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.templates import ANCHOR, token_at
 from stillhouse.data.render.tokenizers import tokenize
 
+ReplyRole = Literal["user", "tool"]
 QUESTION: Message = {"role": "user", "content": "Please help."}
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _TOOL: dict[str, Any] = {
@@ -54,9 +55,8 @@ class OrdinaryText:
         return ids + self.template_ids(text[end:])
 
     def ids_within(self, write: Callable[[Sequence[str]], str], replies: Sequence[str]) -> list[int]:
-        """The tokens of a text of the chat template with replies, in which added tokens are ordinary text.
-
-        write: returns the text with these replies. Raises ValueError for a reply that has such tokens nevertheless.
+        """The tokens of a text of the chat template with replies, in which added tokens are ordinary text. write:
+        returns the text with these replies. Raises ValueError for a reply that has such tokens nevertheless.
         """
         salt = f"{ANCHOR}Text"
         while any(salt in reply for reply in replies):
@@ -80,7 +80,6 @@ class OrdinaryText:
         return ids
 
     def _without_token(self, added: str) -> list[int]:
-        """The tokens of the text of an added token, without this token."""
         for pieces in ([added[:1], added[1:]], list(added)):
             ids = [index for piece in pieces for index in self.template_ids(piece)]
             if not self._added_among(ids):
@@ -94,39 +93,42 @@ class OrdinaryText:
 class TurnFormat:
     """Writes replies behind turns of the assistant: the part that `ReplyFormat` and `ToolFormat` share.
 
-    key: of the configuration, for errors. what: it writes. expected: of a template, for errors.
-    turn, reply: a turn of the assistant with the anchor, and a reply to it. tools: those of the conversation.
+    processor: see `ChatTemplate`. turns: a question, a turn of the assistant with the anchor, and a reply to it.
+    tools: those of the conversation.
 
     text: tokenizes texts of replies. marker_id: the special token with which the template ends a turn. If it writes
     nothing behind the last turn (GLM), this is the header with which it begins the reply.
     """
 
+    #: the key of the configuration, what is written, and the template that is expected, for errors
+    _key: str
+    _what: str
+    _expected: str
+
     def __init__(
-        self, template: ChatTemplate, key: str, what: str, expected: str, turn: Message, reply: Message, tools: Tools
+        self, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None, turns: list[Message], tools: Tools
     ):
-        self.tokenizer, self.text = template.tokenizer, OrdinaryText(template.tokenizer, key)
-        self._template, self._what, self._expected, self._lock = template, what, expected, threading.Lock()
+        self.tokenizer, self.text = tokenizer, OrdinaryText(tokenizer, self._key)
+        self._template = ChatTemplate(tokenizer, ("messages",), "none", processor)
+        self._lock = threading.Lock()
         self._before, self._prompted = (self._written([QUESTION], tools, prompt=prompt) for prompt in (False, True))
         #: the generation prompt
         self.prompt = self._prompted.removeprefix(self._before)
-        self._last_turn = self._written([QUESTION, turn], tools)
+        self._last_turn = self._written(turns[:2], tools)
         _, anchor, tail = self._last_turn.partition(ANCHOR)
         tail = tail.rstrip()
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         marker = max((text for text in special if tail.endswith(text)), key=len, default="")
         if anchor and not marker:
-            replied = self._written([QUESTION, turn, reply], tools, prompt=True).partition(ANCHOR)[2]
+            replied = self._written(turns, tools, prompt=True).partition(ANCHOR)[2]
             marker = token_at(replied, special, len(tail)) if replied.startswith(tail) else ""
             tail += marker
         self.marker, self._tail = marker, tail
         self.marker_id: int = self.tokenizer.convert_tokens_to_ids(marker)
 
-    def _ids(self, suffix: Callable[[Sequence[str]], str], replies: Sequence[str], ends: bool) -> list[int]:
-        ids = self.text.ids_within(suffix, replies)
-        return [self.marker_id, *ids] if ends else ids
-
-    def _prove_ids(self, complete: str, suffix: str, ids: list[int]) -> None:
+    def _prove_ids(self, messages: list[Message], tools: Tools, ids: list[int]) -> None:
         """Raise ValueError unless a conversation ends with the generation prompt, and its suffix has these tokens."""
+        complete, suffix = self._written(messages, tools, prompt=True), self._suffix(messages, tools)
         if not suffix.endswith(self.prompt):
             raise self._error(
                 f"ends with {suffix[-80:]!r} after a reply, and not with its generation prompt {self.prompt!r}"
@@ -135,9 +137,9 @@ class TurnFormat:
         if self.text.template_ids(complete) != self.text.template_ids(head) + ids:
             raise self._error("writes replies of which the first token also has characters of the turn before")
 
-    def _behind_turn(self, complete: str) -> str:
+    def _suffix(self, messages: list[Message], tools: Tools = None) -> str:
         """What the template writes in a conversation between the end of the anchor's turn and the next turn."""
-        _, anchor, behind = complete.partition(ANCHOR)
+        _, anchor, behind = self._written(messages, tools, prompt=True).partition(ANCHOR)
         if not anchor or not behind.startswith(self._tail):
             raise self._error(f"ends a turn with {self._tail!r}, and with {behind[:60]!r} if a reply follows")
         return behind.removeprefix(self._tail)
@@ -156,7 +158,7 @@ class TurnFormat:
 
 
 class ReplyFormat(TurnFormat):
-    """Writes replies of the role `user` or `tool` behind turns of the assistant.
+    """Writes replies of the role `user` or `tool` behind turns of the assistant. processor: see `ChatTemplate`.
 
     Raises ValueError unless this is proven: behind a turn of the assistant, the template writes its end marker, and
     then a text with the unchanged reply that ends with the generation prompt. This text is the same behind one turn
@@ -164,61 +166,53 @@ class ReplyFormat(TurnFormat):
     them. Its tokens are those of the whole conversation.
     """
 
-    def __init__(self, template: ChatTemplate, role: Literal["user", "tool"]):
-        expected = (
-            "one that writes replies as turns (data.chat_template), or rollout.reply=raw with replies that have all "
-            "text of a turn"
-        )
-        self._role, what, reply = role, f"a reply of the role {role}", {"role": role, "content": "a"}
-        super().__init__(template, "rollout.environment", what, expected, _answer(ANCHOR), reply, None)
-        if not self.marker or self._tail.strip() != self.marker:
-            end = self._last_turn[-60:]
-            raise self._error(f"does not end a turn of the assistant with a special token, but with {end!r}")
+    _key = "rollout.environment"
+    _expected = (
+        "one that writes replies as turns (data.chat_template), or rollout.reply=raw with replies that have all text "
+        "of a turn"
+    )
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, role: ReplyRole, processor: MediaProcessor | None = None):
+        self._role, self._what = role, f"a reply of the role {role}"
+        super().__init__(tokenizer, processor, self._turns("a"), None)
         frames = set()
         for reply_text in _REPLIES:
-            head, is_written, tail = self._suffix([QUESTION], reply_text).partition(reply_text)
+            head, is_written, tail = self._suffix(self._turns(reply_text)).partition(reply_text)
             if not is_written:
                 raise self._error(f"does not write a message of the role {role} with its content: {head!r:.200}")
             frames.add((head, tail))
+        # after the replies, because the marker may be the header of one
+        if not self.marker or self._tail.strip() != self.marker:
+            end = self._last_turn[-60:]
+            raise self._error(f"does not end a turn of the assistant with a special token, but with {end!r}")
         if len(frames) > 1:
             raise self._error(f"writes messages of the role {role} in different ways: {sorted(frames)!r:.200}")
-        complete = self._conversation([QUESTION], _REPLIES[1])
-        self._prove_ids(complete, self._behind_turn(complete), self.reply_ids(_REPLIES[1]))
-        alone = self._suffix([QUESTION], "a")
+        self._prove_ids(self._turns(_REPLIES[1]), None, self.reply_ids(_REPLIES[1]))
+        alone = self._suffix(self._turns("a"))
+        replied: list[Message] = [QUESTION, {"role": "assistant", "content": "b"}, {"role": role, "content": "c"}]
         histories: list[tuple[str, list[Message], Tools]] = [
             ("a system message", [_SYSTEM, QUESTION], None),
             ("tools", [QUESTION], [_TOOL]),
-            ("another reply", [QUESTION, _answer("b"), {"role": role, "content": "c"}], None),
+            ("another reply", replied, None),
         ]
         for name, history, tools in histories:
             try:
-                template.text(history, tools, prompt=True)
+                self._template.text(history, tools, prompt=True)
             except RecordError:
                 continue  # the template refuses such prompts
-            if (suffix := self._suffix(history, "a", tools)) != alone:
+            if (suffix := self._suffix([*history, *self._turns("a")[1:]], tools)) != alone:
                 raise self._error(f"writes a reply as {suffix!r:.200} after {name}, and as {alone!r:.200} without")
 
     def reply_ids(self, reply: str, *, ends: bool = False) -> list[int]:
-        """The tokens between the end of a turn and the beginning of the next turn.
-
-        reply: a text. Added tokens of the tokenizer in it become ordinary text.
-        ends: whether the end marker of the turn comes first, because the model has not generated it.
+        """The tokens between the end of a turn and the beginning of the next turn. Added tokens of the tokenizer in
+        the reply become ordinary text. ends: whether the end marker of the turn comes first, because the model has
+        not generated it.
         """
-        return self._ids(lambda replies: self._suffix([QUESTION], replies[0]), [reply], ends)
+        ids = self.text.ids_within(lambda replies: self._suffix(self._turns(replies[0])), [reply])
+        return [self.marker_id, *ids] if ends else ids
 
-    def _suffix(self, history: Sequence[Message], reply: str, tools: Tools = None) -> str:
-        return self._behind_turn(self._conversation(history, reply, tools))
-
-    def _conversation(self, history: Sequence[Message], reply: str, tools: Tools = None) -> str:
-        turns = [*history, _answer(ANCHOR), {"role": self._role, "content": reply}]
-        return self._written(turns, tools, prompt=True)
-
-
-def reply_format(
-    tokenizer: PreTrainedTokenizerBase, role: Literal["user", "tool"], processor: MediaProcessor | None = None
-) -> ReplyFormat:
-    """The proven format of a tokenizer's chat template; see `ReplyFormat`. processor: see `ChatTemplate`."""
-    return ReplyFormat(ChatTemplate(tokenizer, ("messages",), "none", processor), role)
+    def _turns(self, reply: str) -> list[Message]:
+        return [QUESTION, {"role": "assistant", "content": ANCHOR}, {"role": self._role, "content": reply}]
 
 
 def generation_prompt(tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None) -> str:
@@ -231,7 +225,3 @@ def generation_prompt(tokenizer: PreTrainedTokenizerBase, processor: MediaProces
     except ValueError:
         return ""  # a run whose prompts are strings does not use its template
     return prompted.removeprefix(before) if prompted.startswith(before) else ""
-
-
-def _answer(content: str) -> Message:
-    return {"role": "assistant", "content": content}

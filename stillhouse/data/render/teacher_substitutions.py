@@ -78,15 +78,10 @@ class PrefixTemplate:
         return rendered
 
     def encode(
-        self,
-        texts: Sequence[str],
-        documents: Sequence[Encoded],
-        tokenizer: PreTrainedTokenizerBase,
-        bos_from: BosFrom,
+        self, texts: list[str], documents: list[Encoded], tokenizer: PreTrainedTokenizerBase, bos_from: BosFrom
     ) -> list[Substitution]:
-        """Tokenize the rendered prefixes of these documents. Each of them stands for an empty span in front of one.
-
-        bos_from: see `Template`. Raises RecordError as `tokenize` does.
+        """Tokenize the rendered prefixes of these documents, which stand for empty spans in front of them. bos_from:
+        see `Template`. Raises RecordError as `tokenize` does.
         """
         bos = tokenizer.bos_token_id
         try:
@@ -107,8 +102,7 @@ class PrefixTemplate:
 class TeacherMedia:
     """The images of documents as one teacher in this job reads them.
 
-    section: the key of the teacher's section, for messages.
-    student, processor: the processors of the student and of the teacher; None if the teacher reads no images.
+    section: the key of the teacher's section, for messages. processor: None if the teacher reads no images.
     is_routed: whether the teacher reads only documents that name it.
     """
 
@@ -144,8 +138,8 @@ class TeacherMedia:
 
         text: the document, with one placeholder of the student for each image. encoded: its tokens for the student.
         special: whether the tokenizer adds special tokens. Raises RecordError for images that the teacher's processor
-        refuses, and if the other tokens are not those of the student. For a teacher that reads no images, raises
-        RecordError if the document names it, else ProcessorError.
+        refuses, if the other tokens are not those of the student, and for a teacher without a processor that the
+        document names; ProcessorError for one that it does not name.
         """
         if self.processor is None:
             kind = RecordError if self.is_routed else ProcessorError
@@ -173,18 +167,16 @@ class TeacherMedia:
 
 
 def text_problem(ids: np.ndarray, spans: Sequence[Span], other_ids: np.ndarray, other_spans: Sequence[Span]) -> str:
-    """The first difference between two documents without the tokens of their images; "" if there is none.
-
-    The images must have the same places among the other tokens, too.
+    """The first difference between two documents beside the tokens of their images, and in the places of the images
+    among the other tokens; "" if there is none.
     """
     if len(spans) != len(other_spans):
         return f"{len(other_spans)} images, not {len(spans)}"
-    sides = []
-    for values, media_spans in ((ids, spans), (other_ids, other_spans)):
-        borders = zip(
-            [0, *(stop for _, stop in media_spans)], [*(start for start, _ in media_spans), len(values)], strict=True
-        )
-        sides.append([values[start:stop] for start, stop in borders])
+    # np.split at all borders: the pieces with an even number are texts
+    sides = (
+        np.split(values, np.asarray(media_spans, dtype=np.int64).flatten())[::2]
+        for values, media_spans in ((ids, spans), (other_ids, other_spans))
+    )
     for number, (one, other) in enumerate(zip(*sides, strict=True)):
         place = f"behind {number} images" if number else "before the first image"
         if len(one) != len(other):

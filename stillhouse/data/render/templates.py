@@ -25,6 +25,7 @@ Targets = Tokens | Literal["none"]
 #: who adds the beginning-of-sequence token (BOS) to a document; None if documents have no BOS
 BosFrom = Literal["tokenizer", "chat template"] | None
 Span = tuple[int, int]
+Columns = tuple[str, ...]
 #: templates do not change this text: it has no white space, no tags and no characters to escape
 ANCHOR = "StillhouseAnchor8f3a"
 
@@ -41,8 +42,7 @@ class Encoded:
     ids: token ids, [n] int32.
     targets: which tokens are targets, [n] bool. The first token is never a target, and no token of media.
     joined_turns: the number of turns whose first token also has characters of the prompt.
-    media: in the order of their tokens.
-    media_spans: the tokens of each of them.
+    media: in the order of their tokens. media_spans: the tokens of each of them.
     """
 
     ids: np.ndarray
@@ -51,10 +51,13 @@ class Encoded:
     media: tuple[MediaFile, ...] = ()
     media_spans: tuple[Span, ...] = ()
 
-    @property
-    def media_end(self) -> int:
-        """The position after the last token of media; 0 without media."""
-        return max((stop for _, stop in self.media_spans), default=0)
+    @classmethod
+    def from_completion(cls, prompt: list[int], completion: list[int], *, is_whole_target: bool = False) -> "Encoded":
+        """A document whose targets are the completion's tokens, or all tokens except the first."""
+        targets = np.full(len(prompt) + len(completion), is_whole_target)
+        targets[len(prompt) :] = True
+        targets[:1] = False
+        return cls(np.asarray(prompt + completion, dtype=np.int32), targets)
 
     def pieces(self, max_tokens: int) -> "list[Encoded]":
         """Split a long text into pieces of at most `max_tokens`. Each begins with the last token of the previous one.
@@ -90,15 +93,14 @@ class Rendered:
 class Template(Protocol):
     """Turns records of one form into tokens.
 
-    columns: the columns that a record must have.
-    extras: optional columns, which are part of the record's content.
+    columns: the columns that a record must have. extras: optional columns, which are part of the record's content.
     splits: whether a long record is split into pieces; otherwise it is truncated.
     bos_from: who adds the BOS at the beginning of a document.
     adds_special: whether the tokenizer adds its special tokens to the text that a chat template has rendered.
     """
 
-    columns: tuple[str, ...]
-    extras: tuple[str, ...] = ()
+    columns: Columns
+    extras: Columns = ()
     splits: bool = False
     adds_special: bool = False
     bos_from: BosFrom
@@ -107,9 +109,7 @@ class Template(Protocol):
         """One record as text. Raises RecordError if the record does not have this form."""
         ...
 
-    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        """Tokenize a batch of rendered records."""
-        ...
+    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]: ...
 
     def render_prefix(self, text: str) -> str:
         """The text of a prefix, which is tokenized with add_special_tokens=False. Raises RecordError."""
@@ -120,88 +120,59 @@ class Template(Protocol):
         return []
 
 
-class _StringTemplate(Template):
-    """Records of strings; the tokenizer adds its special tokens. end_ids: the end-of-sequence ids of the student."""
+class StringTemplate(Template):
+    """Records of strings: plain documents (`text`), of which every token is a target, or `prompt` and `completion`.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int] = ()):
+    A text, or a prompt, gets the tokenizer's special tokens except an EOS, and a text, or a completion, gets an EOS.
+    A prompt and its completion are tokenized separately, because generation tokenizes prompts alone. Without targets,
+    the completion is not read. end_ids: the end-of-sequence ids of the student.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, columns: Columns, targets: Targets, end_ids: Collection[int] = ()
+    ):
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token, so the student "
                 "could not learn to stop; set eos_token in its tokenizer_config.json"
             )
-        self.tokenizer, self.eos = tokenizer, tokenizer.eos_token_id
-        self.end_ids = {self.eos, *end_ids}
+        self.tokenizer, self.columns, self.targets, self.splits = tokenizer, columns, targets, columns == ("text",)
+        self.end_ids = {tokenizer.eos_token_id, *end_ids}
         #: the ids of a short text between the tokenizer's special tokens
         self.framed = tokenize(tokenizer, ["a"], special=True)[0]
         bos = tokenizer.bos_token_id
-        self.bos_from = "tokenizer" if bos is not None and self.framed[:1] == [bos] else None
-
-    def without_eos(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids with the tokenizer's special tokens, except an EOS that it appends. An EOS in a text stays."""
-        ids = tokenize(self.tokenizer, texts, special=True)
-        return [text_ids[:-1] for text_ids in ids] if self.framed[-1] == self.eos else ids
-
-    def with_eos(self, ids: list[int], text: str) -> list[int]:
-        """Append an EOS unless the text ends with an end-of-sequence token, or with one and white space."""
-        last = len(ids) - 1
-        while text[-1:].isspace() and last > 0 and not self.tokenizer.decode([int(ids[last])]).strip():
-            last -= 1
-        return ids if ids and ids[last] in self.end_ids else [*ids, self.eos]
-
-
-class TextTemplate(_StringTemplate):
-    """Plain documents with the tokenizer's own special tokens and an EOS. Every token is a target."""
-
-    columns: tuple[str, ...] = ("text",)
-    splits = True
+        self.bos_from: BosFrom = "tokenizer" if bos is not None and self.framed[:1] == [bos] else None
 
     def render(self, fields: dict[str, Any]) -> Rendered:
-        return Rendered(string_value(fields, "text"))
-
-    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        texts = [record.body for record in rendered]
-        pairs = zip(self.without_eos(texts), texts, strict=True)
-        return [with_targets([], self.with_eos(ids, text)) for ids, text in pairs]
-
-
-class CompletionTemplate(_StringTemplate):
-    """Prompt and completion as strings. They are tokenized separately, because generation tokenizes prompts alone.
-
-    The prompt gets the tokenizer's special tokens except an EOS. The completion gets only an EOS. Without targets,
-    the completion is not read.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        columns: tuple[str, ...],
-        targets: Targets,
-        end_ids: Collection[int] = (),
-    ):
-        super().__init__(tokenizer, end_ids)
-        self.columns, self.targets = columns, targets
-
-    def render(self, fields: dict[str, Any]) -> Rendered:
+        if self.splits:
+            return Rendered(string_value(fields, "text"))
         for column in self.columns:
             column_value(fields, column)
         completion = "" if self.targets == "none" else string_value(fields, "completion")
         return Rendered(completion, prompt=string_value(fields, "prompt", may_be_empty=True))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        prompts = self.without_eos([record.prompt for record in rendered])
+        bodies = [record.body for record in rendered]
+        framed = bodies if self.splits else [record.prompt for record in rendered]
+        ids = tokenize(self.tokenizer, framed, special=True)
+        if self.framed[-1] == self.tokenizer.eos_token_id:  # only the EOS that the tokenizer appends
+            ids = [text_ids[:-1] for text_ids in ids]
+        if self.splits:
+            return [
+                Encoded.from_completion([], self._with_eos(text_ids, text))
+                for text_ids, text in zip(ids, bodies, strict=True)
+            ]
         if self.targets == "none":
-            return [with_targets(prompt, []) for prompt in prompts]
-        texts = [record.body for record in rendered]
-        completions = tokenize(self.tokenizer, texts, special=False)
+            return [Encoded.from_completion(prompt, []) for prompt in ids]
+        completions = tokenize(self.tokenizer, bodies, special=False)
         return [
-            with_targets(prompt, self.with_eos(completion, text), self.targets == "all")
-            for prompt, completion, text in zip(prompts, completions, texts, strict=True)
+            Encoded.from_completion(prompt, self._with_eos(completion, text), is_whole_target=self.targets == "all")
+            for prompt, completion, text in zip(ids, completions, bodies, strict=True)
         ]
 
-
-def with_targets(prompt: list[int], completion: list[int], every: bool = False) -> Encoded:
-    """A document whose targets are the completion's tokens, or all tokens except the first if `every` is true."""
-    targets_T = np.full(len(prompt) + len(completion), every)
-    targets_T[len(prompt) :] = True
-    targets_T[:1] = False
-    return Encoded(np.asarray(prompt + completion, dtype=np.int32), targets_T)
+    def _with_eos(self, ids: list[int], text: str) -> list[int]:
+        """Append an EOS unless the text ends with an end-of-sequence token, or with one and white space."""
+        last = len(ids) - 1
+        while text[-1:].isspace() and last > 0 and not self.tokenizer.decode([int(ids[last])]).strip():
+            last -= 1
+        return ids if ids and ids[last] in self.end_ids else [*ids, self.tokenizer.eos_token_id]

@@ -94,13 +94,13 @@ class TokenBytes:
         state |= {part: _without_added_space(state[part]) for part in ("normalizer", "pre_tokenizer")}
         self._inner = Tokenizer.from_str(json.dumps(state))
         self._inner.encode_special_tokens = True
-        self._adds_space = self._bytes("a") == b" a"
-        self._adds_second_space = self._bytes(" a") == b"  a"
+        plain, spaced = (b"".join(self.pieces(ids)) for ids in self.encode(["a", " a"]))
+        self._adds_space, self._adds_second_space = plain == b" a", spaced == b"  a"
         self._adds_space_after = {
             index: self._adds_space if ids is None else b"".join(self.pieces(ids)) == b" a"
             for index, ids in behind_special.items()
         }
-        if (content := self._bytes("a", inner=True)) != b"a":
+        if (content := b"".join(self.pieces(self.encode(["a"], inner=True)[0]))) != b"a":
             raise ValueError(
                 f"the tokenizer {name!r} reads 'a' within a text as {content!r}: expected one that puts nothing "
                 "before a text but a space, by Prepend, Metaspace or ByteLevel"
@@ -136,9 +136,6 @@ class TokenBytes:
         if missing is not None:
             raise ValueError(f"token id {missing} ({self.special.get(missing, 'unknown')!r}) stands for no text")
         return [self.bytes_of[index] for index in ids]
-
-    def _bytes(self, text: str, *, inner: bool = False) -> bytes:
-        return b"".join(self.pieces(self.encode([text], inner=inner)[0]))
 
     def _content(self, token: str) -> bytes:
         if not self._is_byte_level:

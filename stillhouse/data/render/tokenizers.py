@@ -13,7 +13,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -50,9 +49,8 @@ _BYTES = frozenset(ByteLevel.alphabet())
 def load_tokenizer(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or a hub id. Raises ValueError if there is no tokenizer or if it is damaged.
-
-    To detect damage, the tokenizer is used and saved to a temporary folder.
+    """The tokenizer of a folder or a hub id. Raises ValueError if there is no tokenizer or if it is damaged: to
+    detect damage, it is used and saved to a temporary folder.
     """
     what = f"the tokenizer of {name_or_path!r}"
     where = "cannot be loaded: there is no such folder, and it could not be loaded from the hub"
@@ -105,10 +103,10 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
     file_tokenizer.no_truncation()
     file_tokenizer.no_padding()
     for text in () if getattr(file_tokenizer.model, "dropout", None) else PROBES:  # with dropout, ids are random
-        expected = None
-        with suppress(ValueError), reading("the vocabulary lacks characters of the probe"):
-            expected = file_tokenizer.encode(text, add_special_tokens=False).ids
-        if expected is None:
+        try:
+            with reading("the vocabulary lacks characters of the probe"):
+                expected = file_tokenizer.encode(text, add_special_tokens=False).ids
+        except ValueError:
             continue
         with reading(f"{what} cannot be used"):
             # without `tokenize`, which refuses characters that both may leave out
@@ -136,10 +134,8 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-    """The ids of each text.
-
-    special: whether the tokenizer adds its special tokens. A text that is already rendered, because it begins with
-        them or with the BOS, has them only once. Raises RecordError as `encode` does.
+    """special: whether the tokenizer adds its special tokens. A text that is already rendered, because it begins with
+    them or with the BOS, has them only once. Raises RecordError as `encode` does.
     """
     ids: list[list[int]] = encode(tokenizer, texts, add_special_tokens=special)["input_ids"]
     if not special or not (prefix := _added_before(tokenizer)):
@@ -159,10 +155,9 @@ def is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any) -> Any:
-    """What the tokenizer returns for the texts. options: of its call.
-
-    Raises RecordError for a text with a character for which a tokenizer without an unknown token has no token: most
-    such tokenizers raise an error, and byte-pair encoding without bytes, or without some of them, leaves it out.
+    """What the tokenizer returns for the texts. Raises RecordError for a text with a character for which a tokenizer
+    without an unknown token has no token: most such tokenizers raise an error, and byte-pair encoding without bytes,
+    or without some of them, leaves it out.
     """
     lost, cause = "", None
     try:
@@ -216,7 +211,7 @@ def _without_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def _is_of_bytes(backend: Any) -> bool:
-    """Whether a tokenizer writes a text as characters that stand for its bytes (GPT-2's), before it joins them."""
+    """Whether a tokenizer writes a text as characters that stand for its bytes (GPT-2's)."""
     rare = "".join(_pieces(backend, _RARE))
     return bool(rare) and _BYTES.issuperset(rare)
 
@@ -251,9 +246,7 @@ def _left_out(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 def save_tokenizer(
     tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str], processor_files: Sequence[Path] = ()
 ) -> None:
-    """Write a tokenizer's files, and copy the files of the model's processor of media. Raises OSError if writing
-    fails, for example on a full disk.
-    """
+    """Write a tokenizer's files, and copy those of the model's processor of media. Raises OSError on a full disk."""
     with writing(folder):
         tokenizer.save_pretrained(folder)
     for path in processor_files:
@@ -261,9 +254,8 @@ def save_tokenizer(
 
 
 def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:
-    """Return warnings about special tokens that differ between student and teacher, such as the EOS.
-
-    Raises ValueError, with the first difference, if an id may represent different texts for student and teacher.
+    """Return warnings about special tokens that differ, such as the EOS. Raises ValueError with the first difference
+    if an id may represent different texts for student and teacher.
     """
     identities = _identity(student), _identity(teacher)
     for part, what in _PARTS.items():
@@ -312,11 +304,10 @@ def text_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) -> list[str]:
-    """Check that a head with `rows` rows has a row for each token. Returns warnings. More rows are allowed.
+    """Raise ValueError if a head with `rows` rows has no row for a token. which: "student" or "teacher".
 
-    An added token without a row causes only a warning: some text-only models have added tokens for images, and texts
-    do not contain these tokens (`Documents.check_ids` checks this). Raises ValueError for any other token without a
-    row. which: "student" or "teacher".
+    An added token without a row causes only a warning, which is returned: some text-only models have added tokens for
+    images, and texts do not contain these tokens (`Documents.check_ids` checks this).
     """
     beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
     if not beyond:

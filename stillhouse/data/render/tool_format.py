@@ -14,55 +14,56 @@ from transformers.utils.chat_parsing import parse_response
 
 from stillhouse.data.media import MediaProcessor
 from stillhouse.data.read.messages import Message
-from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.reply_format import QUESTION, TurnFormat
 from stillhouse.data.render.templates import ANCHOR
 from stillhouse.display import first_line
 
+#: the JSON schema of a tool, as transformers' `get_json_schema` makes it
+Schema = dict[str, Any]
 #: the name of a tool in replies to calls of no tool, which the template may write
 UNKNOWN = "unknown_tool"
 #: errors of transformers' parser for text that is no call
 _UNPARSED = (ValueError, TypeError, KeyError, RecursionError)
+_WHOLE_CALL = {"type": "function", "function": "{content}"}
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _THOUGHTS: dict[str, Any] = {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"}}
 
 
 def _format(opening: str, thoughts: Mapping[str, Any] = _THOUGHTS, **calls: Any) -> tuple[str, dict[str, Any]]:
-    """A text with which calls begin, and the response template. calls: its field of calls, beyond the usual ones.
-
-    The prefix of a turn is only the generation prompt, so that no anchor is needed.
+    """A text with which calls begin, and the response template. calls: its field of calls, beyond the usual ones. The
+    prefix of a turn is only the generation prompt, so that no anchor is needed.
     """
     tool_calls = {"repeats": True, "content": "json", "transform": _CALL} | calls
     fields = {**thoughts, "tool_calls": tool_calls, "content": {"content": "text"}}
     return opening, {"start_anchor": "\0", "fields": fields}
 
 
-def _tags(pattern: str) -> dict[str, Any]:
-    """The options of calls whose arguments are in tags. pattern: of a tag with its key and value."""
-    return {"tag_pattern": pattern, "value_parser": {"name": "text", "args": {"strip": False}}}
-
-
+#: the parser of the values of arguments in tags
+_TEXT = {"name": "text", "args": {"strip": False}}
 #: the common formats, by their names
 FORMATS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "JSON in <tool_call> (Hermes, Qwen)": _format(
-        "<tool_call>",
-        open="<tool_call>",
-        close="</tool_call>",
-        transform={"type": "function", "function": "{content}"},
+        "<tool_call>", open="<tool_call>", close="</tool_call>", transform=_WHOLE_CALL
     ),
     "<function=…> in <tool_call> (Qwen3-Coder, Qwen3.5, Nemotron)": _format(
         "<tool_call>",
         open_pattern=r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
         close_pattern=r"</function>\s*</tool_call>",
         content="xml-inline",
-        content_args=_tags(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
+        content_args={
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+            "value_parser": _TEXT,
+        },
     ),
     "<arg_key> and <arg_value> in <tool_call> (GLM)": _format(
         "<tool_call>",
         open_pattern=r"<tool_call>(?P<name>[^\s<]+)",
         close="</tool_call>",
         content="xml-inline",
-        content_args=_tags(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+        content_args={
+            "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+            "value_parser": _TEXT,
+        },
     ),
     "a JSON object with name and parameters (Llama 3)": _format(
         '{"name"', open_pattern=r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*', close_pattern=r"\}\s*$"
@@ -107,7 +108,7 @@ _VALUES: Sequence[Mapping[str, Any]] = (
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. problem: why it cannot be made; empty if it can."""
+    """A call of a tool. problem: why it cannot be made."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -117,18 +118,20 @@ class ToolCall:
 class ToolFormat(TurnFormat):
     """How a tokenizer's chat template writes calls of tools and replies to them.
 
-    schemas: the JSON schemas of the tools, as transformers' `get_json_schema` makes them.
+    schemas: those of the tools. processor: see `ChatTemplate`.
 
     Raises ValueError if no format is proven: if a call that the template writes is not parsed back as the same call,
     if the template does not write a reply behind the turn, or if it writes the turn in another way with a reply.
     """
 
-    def __init__(self, template: ChatTemplate, schemas: Sequence[dict[str, Any]]):
+    _key, _what = "rollout.tools", "a conversation with tools"
+    _expected = "calls of tools that can be parsed (data.chat_template), or a tokenizer with a response_template"
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], processor: MediaProcessor | None = None
+    ):
         self.schemas, self.names = list(schemas), [schema["function"]["name"] for schema in schemas]
-        expected = "calls of tools that can be parsed (data.chat_template), or a tokenizer with a response_template"
-        called, reply = _calling([(self.names[0], {"a": ANCHOR})]), _reply(0, self.names[0], "a")
-        what = "a conversation with tools"
-        super().__init__(template, "rollout.tools", what, expected, called, reply, self.schemas)
+        super().__init__(tokenizer, processor, _replied(self.names[:1], ["a"]), self.schemas)
         if not self._prompted.startswith(self._before) or self._prompted == self._before:
             raise self._error("has no generation prompt behind the messages")
         if not self.marker:
@@ -144,18 +147,15 @@ class ToolFormat(TurnFormat):
             self.has_several = False
         for count in (1, 2) if self.has_several else (1,):
             names, replies = self.names[:1] * count, [f"Reply{ANCHOR}{number}" for number in range(count)]
-            complete = self._conversation(names, replies)
-            suffix = self._behind_turn(complete)
+            messages = _replied(names, replies)
+            suffix = self._suffix(messages, self.schemas)
             places = [suffix.find(text) for text in replies]
             if -1 in places or places != sorted(places):
                 raise self._error(f"does not write the replies of tools behind their calls, but {suffix[:300]!r}")
-            self._prove_ids(complete, suffix, self.reply_ids(names, replies))
+            self._prove_ids(messages, self.schemas, self.reply_ids(names, replies))
 
     def calls(self, turn: str) -> list[ToolCall]:
-        """The calls in a turn of the model, without its end marker; [] if the turn has no call.
-
-        A call with a problem has one that the model should read.
-        """
+        """The calls in a turn of the model, without its end marker. A problem of a call is for the model to read."""
         try:
             parsed = self._parse(turn, self.prompt, self._parsed_by)
         except _UNPARSED as error:
@@ -168,13 +168,11 @@ class ToolFormat(TurnFormat):
         return calls
 
     def reply_ids(self, names: Sequence[str], replies: Sequence[str], *, ends: bool = False) -> list[int]:
-        """The tokens between the end of a turn and the beginning of the next turn.
-
-        names: of the tools that the turn calls. replies: the texts of their replies. Added tokens of the tokenizer
-            in them become ordinary text.
-        ends: whether the end marker of the turn comes first, because the model has not generated it.
+        """The tokens between the end of a turn and the beginning of the next turn (see `ReplyFormat`). names: of the
+        tools that the turn calls. replies: the texts of their replies.
         """
-        return self._ids(lambda texts: self._behind_turn(self._conversation(names, texts)), replies, ends)
+        ids = self.text.ids_within(lambda texts: self._suffix(_replied(names, texts), self.schemas), replies)
+        return [self.marker_id, *ids] if ends else ids
 
     def _proven(self) -> tuple[str, str, dict[str, Any]]:
         """Title, opening and response template of the format that gives back all calls."""
@@ -206,43 +204,28 @@ class ToolFormat(TurnFormat):
         expected = [{"name": name, "arguments": arguments} for name, arguments in calls]
         try:
             parsed: Any = [call["function"] for call in self._parse(turn, prefix, parsed_by)]
+            if [_bare(call) for call in parsed] == expected:
+                return ""
         except _UNPARSED as error:
             parsed = first_line(error)
-        if isinstance(parsed, list) and [_bare(call) for call in parsed] == expected:
-            return ""
         return f"writes {str(expected)[:100]} as {turn[-100:]!r}, which is parsed back as {parsed!r:.60}"
 
-    def _conversation(self, names: Sequence[str], replies: Sequence[str]) -> str:
-        called = _calling([*((name, {"a": "b"}) for name in names[:-1]), (names[-1], {"a": ANCHOR})])
-        answers = [_reply(number, *pair) for number, pair in enumerate(zip(names, replies, strict=True))]
-        return self._written([QUESTION, called, *answers], self.schemas, prompt=True)
-
-    def _parse(self, turn: str, prefix: str, parsed_by: dict[str, Any]) -> list[dict[str, Any]]:
-        message = parse_response(turn, parsed_by, prefix=prefix, tools=self.schemas)
-        calls: list[dict[str, Any]] = message.get("tool_calls", [])
-        return calls
+    def _parse(self, turn: str, prefix: str, parsed_by: dict[str, Any]) -> Any:
+        return parse_response(turn, parsed_by, prefix=prefix, tools=self.schemas).get("tool_calls", [])
 
     def _checked(self, call: Any) -> ToolCall:
         function = _bare(call.get("function")) if isinstance(call, dict) else None
-        function = function if isinstance(function, dict) else {}
-        name, arguments = function.get("name"), function.get("arguments")
-        if not isinstance(name, str):
+        if not isinstance(function, dict) or not isinstance(name := function["name"], str):
             return ToolCall(UNKNOWN, {}, "the call has no name of a tool")
         if name not in self.names:
             return ToolCall(UNKNOWN, {}, f"there is no tool {name[:80]!r}: expected {', '.join(self.names)}")
-        if not isinstance(arguments, dict):
+        if not isinstance(function["arguments"], dict):
             return ToolCall(name, {}, "the arguments of the call are no JSON object")
-        return ToolCall(name, arguments)
-
-
-def tool_format(
-    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], processor: MediaProcessor | None = None
-) -> ToolFormat:
-    """The proven format of a tokenizer's chat template; see `ToolFormat`. processor: see `ChatTemplate`."""
-    return ToolFormat(ChatTemplate(tokenizer, ("messages",), "none", processor), schemas)
+        return ToolCall(name, function["arguments"])
 
 
 def _calling(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
+    """A turn with calls. The form of their ids is the one that Mistral's templates require."""
     message_calls = [
         {"id": f"{number:09d}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
         for number, (name, arguments) in enumerate(calls)
@@ -250,9 +233,14 @@ def _calling(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": message_calls}
 
 
-def _reply(number: int, name: str, text: str) -> Message:
-    """The reply to a call. The form of its id is the one that Mistral's templates require."""
-    return {"role": "tool", "name": name, "tool_call_id": f"{number:09d}", "content": text}
+def _replied(names: Sequence[str], replies: Sequence[str]) -> list[Message]:
+    """A conversation with calls of these tools, the last one with the anchor, and the replies to them."""
+    answers = [
+        {"role": "tool", "name": name, "tool_call_id": f"{number:09d}", "content": text}
+        for number, (name, text) in enumerate(zip(names, replies, strict=True))
+    ]
+    called = _calling([*((name, {"a": "b"}) for name in names[:-1]), (names[-1], {"a": ANCHOR})])
+    return [QUESTION, called, *answers]
 
 
 def _bare(function: Any) -> Any:

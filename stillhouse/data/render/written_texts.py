@@ -54,14 +54,13 @@ class Lost(NamedTuple):
 
 
 def is_refused(loss: Lost) -> bool:
-    """Whether a record with this loss is refused, because a target or an instruction is lost."""
+    """Whether a target or an instruction is lost, so that the record is refused."""
     return loss.kind in ("text", "object")
 
 
 class _Text(NamedTuple):
-    """A text with the loss that it would be. half: how many of its characters are in front of its mark.
-
-    is_value: whether it is the JSON of a value of a call (a number, true, false, null), which has a number as mark.
+    """A text with the loss that it would be. half: how many of its characters are in front of its mark. is_value:
+    whether it is the JSON of a value of a call (a number, true, false, null), which has a number as mark.
     """
 
     text: str
@@ -73,8 +72,8 @@ class _Text(NamedTuple):
 def losses(render: Callable[[list[Message]], str], messages: list[Message], body: str, template: str) -> list[Lost]:
     """The texts of the messages that are not in their rendering, one loss for each name of a text.
 
-    render: renders messages. body: a text that begins with the rendering of these ones. template: its source. A key
-    of a message without a text is lost if the source does not have its name.
+    body: a text that begins with the rendering of the messages. template: the source of the template. A key of a
+    message without a text is lost if the source does not have its name.
     """
     unread = [
         Lost(index, f"'{key}'", "key")
@@ -124,14 +123,10 @@ def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message],
 
 def _is_around(text: _Text, before: str, behind: str) -> bool:
     """Whether a text is on both sides of its mark, as it is or as a string of JSON or Python."""
-    if before.endswith(text.text[: text.half]) and behind.startswith(text.text[text.half :]):
-        return True
     mark = _MARK.format("")
-    for written in _as_strings(f"{text.text[: text.half]}{mark}{text.text[text.half :]}"):
-        head, _, tail = written.partition(mark)
-        if before.endswith(head) and behind.startswith(tail):
-            return True
-    return False
+    marked = f"{text.text[: text.half]}{mark}{text.text[text.half :]}"
+    sides = (written.partition(mark) for written in (marked, *_as_strings(marked)))
+    return any(before.endswith(head) and behind.startswith(tail) for head, _, tail in sides)
 
 
 def _as_strings(text: str) -> Iterator[str]:
@@ -144,9 +139,8 @@ def _as_strings(text: str) -> Iterator[str]:
 
 
 def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Lost]:
-    """The losses of texts that occur in the body less often than in the conversation.
-
-    marked: the numbers of the marks that the template writes. A value is lost without its mark.
+    """The losses of texts that occur in the body less often than in the conversation. marked: the numbers of the
+    marks that the template writes; a value is lost without its mark.
     """
     by_text: dict[str, list[Lost]] = {}
     for number, text in enumerate(texts):
@@ -162,10 +156,8 @@ def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Lost]:
 
 @dataclass
 class _Marked:
-    """Puts a mark into each text of a conversation.
-
-    texts: in the order of the numbers in their marks. ids: with marks, those of calls that contain the call's name,
-    because Kimi's template writes the id in place of the name.
+    """Puts a mark into each text of a conversation. texts: in the order of the numbers in their marks. ids: with
+    marks, those of calls that contain the call's name, because Kimi's template writes the id in place of the name.
     """
 
     texts: list[_Text] = field(default_factory=list)
@@ -190,12 +182,10 @@ class _Marked:
         if isinstance(call_id := message.get("tool_call_id"), str):
             marked["tool_call_id"] = self.ids.get(call_id, call_id)
         if isinstance(calls := message.get("tool_calls"), list):
-            names = [
-                f"call {number} of 'tool_calls'" if calls[1:] else "'tool_calls'" for number, _ in enumerate(calls, 1)
-            ]
-            marked["tool_calls"] = [
-                self._call(call, Lost(index, name, "text")) for call, name in zip(calls, names, strict=True)
-            ]
+            marked["tool_calls"] = []
+            for number, call in enumerate(calls, start=1):
+                name = f"call {number} of 'tool_calls'" if calls[1:] else "'tool_calls'"
+                marked["tool_calls"].append(self._call(call, Lost(index, name, "text")))
         elif calls:
             marked["tool_calls"] = self._value(calls, Lost(index, "'tool_calls'", "text"))
         if call := message.get("function_call"):
