@@ -85,12 +85,6 @@ class ModelSources:
         """Whether the teacher is the student without its adapter."""
         return "teacher" in self.teachers and self.teachers["teacher"].is_base_of(self.student)
 
-    @property
-    def self_teachers(self) -> list[str]:
-        """The names of the teachers that are the student itself (`teacher.student`)."""
-        sections = (section for section, teacher in self.teachers.items() if teacher.signals_from == "student")
-        return [section.partition(".")[2] for section in sections]
-
     @cached_property
     def student_source(self) -> ModelSource:
         """The student, prepared for training."""

@@ -69,14 +69,15 @@ def check_before_loading(setup: RunSetup) -> None:
 
 
 def check_models(
-    decoders: Mapping[str, Decoder], self_teachers: Sequence[str], data: Data, max_tokens: int
+    decoders: Mapping[str, Decoder], teachers: Mapping[str, TeacherConfig], data: Data, max_tokens: int
 ) -> list[str]:
     """Raise ValueError unless the models fit the data and the student can be saved. Returns warnings.
 
-    decoders: the student, and the teachers in this job, by the keys of their sections
-    self_teachers: the names of the teachers that are the student itself; the student reads their prefixes
+    decoders: the student, and the teachers in this job, by the keys of their sections. teachers: all sections
     max_tokens: the maximum of a document; rows of several documents in `data` may be longer
     """
+    # the student reads the prefixes of teachers that are the student itself
+    read_by_student = [section for section, teacher in teachers.items() if teacher.signals_from == "student"]
     held_out = None if data.evaluation is None else data.evaluation.documents
     splits = [split for split in (data.train.documents, held_out, data.dataset) if split is not None]
     warnings = list[str]()
@@ -86,9 +87,9 @@ def check_models(
             check_document_length(decoder.pretrained, max_tokens, section)
         longest = max(int(documents.lengths_D.max()) for documents in splits)
         warnings += warn_of_positions(decoder.pretrained, longest, section)
-        readers = self_teachers if section == "student" else [section.partition(".")[2]]
+        sections = read_by_student if section == "student" else [section]
         for documents in splits:
-            documents.check_ids(decoder.vocabulary_rows, section, readers)
+            documents.check_ids(decoder.vocabulary_rows, section, [key.partition(".")[2] for key in sections])
     check_saving(decoders["student"].pretrained)
     return warnings
 

@@ -211,7 +211,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     warnings = [
         *setup.warnings,
         *data.warnings,
-        *preflight.check_models(decoders, sources.self_teachers, data, max_tokens),
+        *preflight.check_models(decoders, setup.teachers, data, max_tokens),
         *preflight.noise_warnings(sources.removed_noise),
         *preflight.schedule_warnings(config.train, schedule.steps, data, on_policy=rollout is not None),
     ]

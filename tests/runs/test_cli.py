@@ -37,12 +37,6 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     )
 
 
-def test_a_configuration_error_loads_no_torch() -> None:
-    loaded = imported("from stillhouse.cli import run; assert run(['distill', 'train.stepz=3']) == 2")
-    assert "stillhouse.config" in loaded
-    assert not {"torch", "transformers", "numpy"} & set(loaded)
-
-
 def test_every_public_name_is_there() -> None:
     for name in stillhouse.__all__:
         value = getattr(stillhouse, name)
