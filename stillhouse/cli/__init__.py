@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 
 from stillhouse import __version__, registry
-from stillhouse.cli.arguments import OPTIONS, takes_configuration
+from stillhouse.cli.arguments import ARGUMENTS, OPTIONS
 from stillhouse.display import message as brief
 from stillhouse.display import print_escaped
 from stillhouse.preemption import Preempted, handling
@@ -153,7 +153,8 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     message = f"no such option {error.option_name!r}"
     if similar := difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.8):
         return f"{message}; did you mean {similar[0]}?"
-    if error.ctx is not None and takes_configuration(error.ctx.command):
+    # whether the command is a `configured` one
+    if error.ctx is not None and any(part.metavar == ARGUMENTS for part in error.ctx.command.params):
         from stillhouse.config import RunConfig, override_hint
 
         return f"{message}{override_hint(error.option_name, RunConfig)}"

@@ -24,6 +24,8 @@ OPTIONS = {
     "objective.loss": ("--loss", "SUM", "Such as 0.3*cross_entropy + 0.7*jsd(0.5)"),
     "out": ("--out", "DIR", "Folder of the run"),
 }
+#: how the help of a `configured` command shows its arguments
+ARGUMENTS = "[CONFIG] [KEY=VALUE]..."
 EXAMPLE = "--teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
 #: suffixes of data files; such a file is never a configuration
 _OF_DATA = (".jsonl", ".csv", ".parquet", ".gz", ".zst", ".arrow", ".txt")
@@ -37,12 +39,7 @@ def configured(command: Command) -> Command:
     """Add the arguments for a run's configuration to a command: a file, options and overrides."""
     for key, (flag, metavar, text) in reversed(OPTIONS.items()):
         command = click.option(flag, metavar=metavar, help=f"{text} ({key}).")(command)
-    return click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")(command)
-
-
-def takes_configuration(command: click.Command) -> bool:
-    """Whether a command is a `configured` one."""
-    return any(parameter.name == "arguments" and parameter.metavar for parameter in command.params)
+    return click.argument("arguments", nargs=-1, metavar=ARGUMENTS)(command)
 
 
 def load_arguments(

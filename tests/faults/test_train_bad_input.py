@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +43,16 @@ def test_check_fails_as_the_run_would(here: Path) -> None:
     assert error == fails(here, f"data.train={here}/nowhere.jsonl", code=USAGE)
 
 
-def put(value: float, name: str) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        model.get_parameter(name).view(-1)[5] = value
-
-    return change
-
-
 @pytest.mark.parametrize("which", ["student", "teacher"])
 @pytest.mark.parametrize(
     "name",
     ["model.layers.1.mlp.up_proj.weight", *(slow(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))],
 )
 def test_weights_that_are_not_finite(here: Path, which: str, name: str) -> None:
-    damaged = save_model(here / "damaged", tied=False, change=put(math.nan if which == "student" else math.inf, name))
+    def change(model: Any) -> None:
+        model.get_parameter(name).view(-1)[5] = math.nan if which == "student" else math.inf
+
+    damaged = save_model(here / "damaged", tied=False, change=change)
     part = name.rpartition("weight")[0].removeprefix("model.").removeprefix("lm_head.")
     with pytest.raises(ValueError, match=rf"^{which}: .*1 of the .*{part}.* are NaN or infinite: expected finite"):
         session_of(here, **{f"{which}.model": str(damaged)})
@@ -85,26 +80,20 @@ def test_records_that_are_skipped_are_counted(here: Path) -> None:
 @pytest.mark.parametrize("which", ["student", "teacher"])
 def test_a_held_out_token_without_a_row(here: Path, which: str) -> None:
     """Added tokens beyond the head's rows are accepted until a training or evaluation text contains one."""
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     for folder in ("student", "teacher"):
         tokenizer = AutoTokenizer.from_pretrained(here / folder)
         tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
         tokenizer.save_pretrained(here / folder)
-    other = "teacher" if which == "student" else "student"
     run("check", here / "run.yaml")
-    save_wider(here / other)
+    other = here / ("teacher" if which == "student" else "student")
+    wider = AutoModelForCausalLM.from_pretrained(other)
+    wider.resize_token_embeddings(401)
+    wider.save_pretrained(other)
     write_records(here / "eval.jsonl", [{"text": "the still"}, {"text": "an <image> of it"}])
     error = fails(here, code=FAILED)
     assert error.startswith(f"{here}/eval.jsonl:2: token id 400 has no row in the {which}'s head of 400 rows")
-
-
-def save_wider(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.resize_token_embeddings(401)
-    model.save_pretrained(folder)
 
 
 def test_an_out_that_holds_another_run(here: Path) -> None:
