@@ -32,8 +32,8 @@ from stillhouse.config import RunConfig
 from stillhouse.data.render.alignment import Aligner
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import NamedText, collect_split, write_jsonl
-from stillhouse.tools.demo.student import TEACHER, save_new_student
-from stillhouse.tools.demo.tokenizer import END, token_stream
+from stillhouse.tools.demo.student import TEACHER, save_new_student, token_stream
+from stillhouse.tools.demo.train_teacher import END
 
 MAX_TOKENS, TOP_K = 256, 256
 #: of the other tokenizer: its number of tokens, and Llama 3's pattern of words

@@ -31,7 +31,7 @@ from benchmarks.training_runs import LOSS, run_config, values_of
 from stillhouse.data import Documents
 from stillhouse.loops import rollouts as rollouts_module
 from stillhouse.loops.weights_on_servers import WeightsOnServers
-from stillhouse.output.rollout_log import WorkTimeline
+from stillhouse.output.rollout_log import RolloutLog
 from stillhouse.rollout import Sample
 from stillhouse.rollout.publish import version_folder
 from stillhouse.rollout.rollout import Rollout
@@ -125,7 +125,7 @@ class _Recording(Rollout):
         super().__post_init__()
         self.steps: list[list[Sample]] = []
 
-    def _take(self, step: int, timeline: WorkTimeline) -> None:
+    def _take(self, step: int, timeline: RolloutLog) -> None:
         assert isinstance(self.served, WeightsOnServers)
         shutil.copytree(version_folder(self.served.folder, step), version_folder(self.kept, step))
         if self.hook is not None:
@@ -142,7 +142,7 @@ class _Repeating(Rollout):
 
     steps: Sequence[list[Sample]]
 
-    def take(self, step: int, timeline: WorkTimeline) -> list[Sample]:
+    def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         self._taken[step] = self.steps[step]
         return self.steps[step]
 

@@ -31,8 +31,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.quantized import weight_bytes
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import collect_split, write_jsonl
-from stillhouse.tools.demo.student import TEACHER, save_new_student
-from stillhouse.tools.demo.tokenizer import token_stream
+from stillhouse.tools.demo.student import TEACHER, save_new_student, token_stream
 
 TOKENS, ROUNDS = 512, 5
 WAYS: dict[str, dict[str, Any]] = {

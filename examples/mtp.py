@@ -24,7 +24,7 @@ from stillhouse import TEACHER, Decoder, DistillTargets, StepLoss, parse_objecti
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.tools.demo.corpus import collect_documents, split_of
 from stillhouse.tools.demo.student import TEACHER as DEMO_TEACHER
-from stillhouse.tools.demo.tokenizer import token_stream
+from stillhouse.tools.demo.student import token_stream
 
 ROW, ROWS = 128, 2  # tokens per row, rows per step
 LEARNING_RATE = 4e-3

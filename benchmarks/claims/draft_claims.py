@@ -14,8 +14,7 @@ from benchmarks.training_runs import metrics, run_config, student_settings
 from examples.mtp import acceptance
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import collect_split, write_jsonl
-from stillhouse.tools.demo.student import TEACHER
-from stillhouse.tools.demo.tokenizer import token_stream
+from stillhouse.tools.demo.student import TEACHER, token_stream
 
 STEPS, STEP_TOKENS, DOCUMENT_TOKENS = 300, 256, 128
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 48, 32, 64

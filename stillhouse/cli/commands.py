@@ -37,8 +37,8 @@ def distill_command(arguments: tuple[str, ...], **flags: str | None) -> None:
 
     folder = distill(config)
     if is_first():
-        print_escaped("report: ", end="")
-        registry.load("stillhouse.commands", "report").main(["--", str(folder)], standalone_mode=False)
+        report = registry.load("stillhouse.commands", "report")
+        report.main(["--label", "report: ", "--", str(folder)], standalone_mode=False)
 
 
 @click.command()
@@ -72,7 +72,7 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     """
     config = load_arguments(arguments, flags)
     from stillhouse.parallel import destroy_process_group, is_first
-    from stillhouse.tools.parity import HEADER, compare_layouts, left_out, line
+    from stillhouse.tools.parity import HEADER, compare_layouts, left_out
 
     same = True
     if is_first():
@@ -82,7 +82,7 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     for row in compare_layouts(config):
         same &= bool(row.refused) or row.verdict == "same"
         if is_first():
-            print_escaped(line(row))
+            print_escaped(row)
     destroy_process_group()
     if not same:
         raise ValueError("under at least one layout, the step differs from the same step in one process")

@@ -69,16 +69,24 @@ def export(
     if size is None or int(size[1]) == 0:
         raise misused(f"--shard-size: got {shard_size!r}, expected a number and KB, MB or GB, such as 5GB")
     quiet_libraries()
-    from stillhouse.tools.export_run import ExportSettings, export_run, prepare_repository, push_folder
+    from huggingface_hub import HfApi
 
-    if push is not None:
-        prepare_repository(push)  # before the export, which may take long
+    from stillhouse.libraries import reading
+    from stillhouse.tools.export_run import ExportSettings, export_run
+
+    if push is not None:  # before the export, which may take long
+        with reading(f"--push {push}: the hub did not accept the repository", library="httpx2"):
+            HfApi().create_repo(push, private=True, exist_ok=True)
     settings = ExportSettings(merge, dtype, int(size[1]) * _UNITS[size[2]], card, mtp)
     checkpoint = export_run(path, out, step, settings)
     exported = f"exported step {checkpoint.state.progress.step}"
     print_escaped(f"{exported} to {out}")
     if push is not None:
-        print_escaped(f"pushed: {push_folder(out, push, f'stillhouse: {exported}')}")
+        again = f"{out} is complete; upload it with `hf upload {push} {out}`"
+        with reading(f"--push {push}: the upload failed ({again})", library="httpx2"):
+            message = f"stillhouse: {exported}"
+            commit = HfApi().upload_folder(folder_path=out, repo_id=push, commit_message=message)
+        print_escaped(f"pushed: {commit.commit_url}")
 
 
 @click.command()

@@ -4,6 +4,8 @@ It differs from `off_policy.py` in the source of its micro-batches (`rollout/`) 
 `training.py` has the parts that both loops share.
 """
 
+import time
+
 from stillhouse.checkpoint.checkpoint_folder import IntactCheckpoint
 from stillhouse.loops.rollout_records import RolloutMetrics, SampledStep, shown_samples
 from stillhouse.loops.rollouts import open_rollout, require_same_weights
@@ -12,7 +14,7 @@ from stillhouse.loops.training import training
 from stillhouse.models.forward_modes import noise_of
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
-from stillhouse.output.rollout_log import MonotonicClock, RolloutLog
+from stillhouse.output.rollout_log import RolloutLog
 from stillhouse.parallel import is_first
 from stillhouse.signals import RequestedSteps
 
@@ -34,11 +36,10 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
         open_rollout(session, folder, is_new=checkpoint is None) as rollout,
         training(session, folder, checkpoint, rollout.queue) as run,
         RolloutLog(
-            folder if is_first() else None, run.progress.step, run.log if is_first() else MonotonicClock()
-        ) as log,
+            folder if is_first() else None, run.progress.step, run.log.seconds if is_first() else time.monotonic
+        ) as timeline,
     ):
         require_same_weights(plan.config, rollout, folder)
-        timeline = log.timeline
         requests = RequestedSteps(models.source_for(models.engine), rollout.micro_batches(run.steps, timeline))
         for step in run.steps:
             run.begin(step)
@@ -54,7 +55,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             sampled = SampledStep(step, samples, micro_batches, output)
             shown = shown_samples(models.ranks, session.data, plan, sampled)
             seconds, waited = timeline.end_step()
-            log.write(shown)
+            timeline.write(shown)
             times = {} if rollout.functions is None else rollout.functions.take_times()
             run.end(step, micro_batches, output, metrics.of(sampled, seconds, waited, times), seconds)
         rollout.finish()

@@ -19,7 +19,7 @@ from stillhouse.loops.weights_on_servers import ServerWatch, WeightsOnServers, p
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.rollout_log import MonotonicClock, WorkTimeline
+from stillhouse.output.rollout_log import RolloutLog
 from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.rollout import GenerationRequest, RolloutQueue, Sample, Samples, Sampling
 from stillhouse.rollout.documents import StepPacker
@@ -82,7 +82,7 @@ def require_same_weights(config: RolloutConfig, rollout: Rollout, folder: RunFol
 
 def first_rollouts(session: Session, folder: RunFolder) -> tuple[list[Sample], ShardedMicroBatches]:
     """Return samples and micro-batches of a run's first step, generated in this job. Saves nothing."""
-    timeline = WorkTimeline(MonotonicClock())
+    timeline = RolloutLog()
     with open_rollout(session, folder) as rollout:
         samples = rollout.take(0, timeline)
         micro_batches = next(rollout.micro_batches([0], timeline))

@@ -167,7 +167,7 @@ class Training:
         """
         progress, session, folder = self.progress, self.session, self.folder
         watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
-        progress.seconds, progress.log_bytes, progress.log_sha256 = self.log.seconds, *self.log.position
+        progress.seconds, progress.log_bytes, progress.log_sha256 = self.log.seconds(), *self.log.position
         if not (after_error and self._have_states):
             self._record()
         saved = save_checkpoint(

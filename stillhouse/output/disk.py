@@ -127,7 +127,7 @@ _AFTERWARDS = "all complete files are intact, and the same command continues fro
 
 
 def _free_bytes(path: Path) -> int:
-    """Free bytes on the disk of `path`, which need not exist yet; `sys.maxsize` if the disk reports no total size."""
+    # the path need not exist yet, and some disks report no total size
     usage = shutil.disk_usage(next(parent for parent in [path, *path.parents] if parent.exists()))
     return usage.free if usage.total else sys.maxsize
 

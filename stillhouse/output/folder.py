@@ -42,8 +42,7 @@ class RunFolder:
     """A folder that belongs to one run.
 
     model: the final model, which is written last. adapter: the adapter, if the run trains one; `model` is then its
-    base with the adapter merged in. timeline: of an on-policy run, a line for each span of work. samples: some of its
-    completions in each step. eval_samples: the student's completions of held-out prompts at each evaluation.
+    base with the adapter merged in.
     """
 
     def __init__(self, path: Path):
@@ -156,6 +155,11 @@ def environment(objective: str, seed: int, device: torch.device) -> dict[str, An
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
         cpu = next(names, cpu)
+    root, commit = Path(stillhouse.__file__).parents[1], None  # the commit of a source tree, "-dirty" if files differ
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+        with suppress(FileNotFoundError):
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
     return {
         "objective": objective,
         "stillhouse": versions.pop("stillhouse"),
@@ -166,7 +170,7 @@ def environment(objective: str, seed: int, device: torch.device) -> dict[str, An
         "threads": torch.get_num_threads(),
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "commit": _commit(),
+        "commit": commit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
     }
@@ -180,16 +184,3 @@ def library_versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "stillhouse": stillhouse.__version__,
     }
-
-
-def _commit() -> str | None:
-    """The git commit of Stillhouse's source tree, plus "-dirty" if files differ from it; None outside a git tree."""
-    root = Path(stillhouse.__file__).parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return answer.stdout.strip() or None

@@ -30,12 +30,26 @@ _type_adapter = functools.cache(TypeAdapter)
 
 
 class LineFile:
-    """A JSON-lines file to which this process appends. Lines of steps after `step` are removed first."""
+    """A JSON-lines file to which this process appends. Lines of steps after `step`, and an incomplete last line, are
+    removed first; all lines are removed if `step` is 0. Raises ValueError for a complete line without a step.
+    """
 
     def __init__(self, path: Path, step: int):
         self._path = path
-        _remove_later(path, step)
         with explained_write_errors(path):
+            if step <= 0:
+                path.unlink(missing_ok=True)
+            elif path.is_file():
+                partial = path.with_name(f".{path.name}{UNFINISHED}")
+                with path.open("rb") as file, partial.open("wb") as kept:
+                    for number, line in enumerate(file, start=1):
+                        if line.endswith(b"\n") and _step(line, f"{path}:{number}") <= step:
+                            kept.write(line)
+                if partial.stat().st_size == path.stat().st_size:
+                    partial.unlink()
+                else:
+                    flush(partial)
+                    os.replace(partial, path)
             # unbuffered, so that closing the file does not repeat a failed write
             self._file = path.open("ab", buffering=0)
 
@@ -59,28 +73,6 @@ def append(path: Path, file: FileIO, lines: bytes) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         if file.write(lines) != len(lines):  # the rest did not fit
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _remove_later(path: Path, step: int) -> None:
-    """Replace the file by one without the lines of later steps and without an incomplete last line.
-
-    For step 0, remove the file. Raises ValueError for a complete line without an integer step.
-    """
-    with explained_write_errors(path):
-        if step <= 0:
-            path.unlink(missing_ok=True)
-        if not path.is_file():
-            return
-        partial = path.with_name(f".{path.name}{UNFINISHED}")
-        with path.open("rb") as file, partial.open("wb") as kept:
-            for number, line in enumerate(file, start=1):
-                if line.endswith(b"\n") and _step(line, f"{path}:{number}") <= step:
-                    kept.write(line)
-        if partial.stat().st_size == path.stat().st_size:
-            partial.unlink()
-            return
-        flush(partial)
-        os.replace(partial, path)
 
 
 def _step(line: bytes, where: str) -> int:
@@ -144,8 +136,7 @@ def validated(kind: Callable[..., T], value: object, where: str) -> T:
         record: T = _type_adapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        shown = reprlib.repr(first["input"])
+        key, shown = ".".join(map(str, first["loc"])), reprlib.repr(first["input"])
         raise ValueError(f"{where}: {escaped(key)}: {first['msg'].lower()}, got {shown:.60}") from error
     return record
 
@@ -168,9 +159,6 @@ class MetricsLine:
 
     step: float
     values: dict[str, float | None]
-
-    def encoded(self) -> bytes:
-        return (json.dumps({"step": self.step, **self.values}, allow_nan=False) + "\n").encode()
 
 
 def parse_metrics(raw: bytes, where: str) -> MetricsLine:
@@ -211,7 +199,6 @@ def read_metrics(path: Path) -> tuple[list[MetricsLine], list[str]]:
 
 
 def _is_number(value: object) -> bool:
-    """Whether the value is a number that can be drawn: an integer must fit into a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return isinstance(value, float) or abs(value) <= sys.float_info.max
+    return isinstance(value, float) or abs(value) <= sys.float_info.max  # an integer must fit into a float

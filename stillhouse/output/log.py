@@ -1,12 +1,13 @@
 """The output of a run: metrics.jsonl, a live line on a terminal, and the trackers that `track` names."""
 
 import hashlib
+import json
 import math
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,8 +16,8 @@ from tqdm import tqdm
 from stillhouse.display import escaped
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.json_lines import MetricsLine, append, without_infinity
-from stillhouse.output.metrics import metric_table
+from stillhouse.output.json_lines import append, without_infinity
+from stillhouse.output.metrics import LENGTH, metric_table
 from stillhouse.output.progress import Progress
 from stillhouse.output.tracking import open_trackers
 from stillhouse.parallel import Ranks, watchdog
@@ -47,8 +48,10 @@ def open_log(
 class NoLog(nullcontext[Any]):
     """Replaces the log on all ranks except rank 0; writes nothing."""
 
-    seconds = 0.0
     position = (0, "")
+
+    def seconds(self) -> float:
+        return 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +65,7 @@ class NoLog(nullcontext[Any]):
         pass
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog"]):
     """Writes the metrics of every step; a context manager that closes its files.
 
     values: the configuration by dotted keys, for the trackers.
@@ -99,7 +102,6 @@ class RunLog:
         self._printed, self._left_out = -math.inf, 0
         self._compiled = self._started
 
-    @property
     def seconds(self) -> float:
         """Wall time of the run so far, including the time before it was resumed."""
         return self._seconds_before + time.monotonic() - self._started
@@ -114,34 +116,31 @@ class RunLog:
         self._write(step, tokens, metrics)
         if step == self._first + 1:
             self._compiled = time.monotonic()
-        parts = [
-            f"{key.removeprefix('loss/').removesuffix('_nats_per_token')} {value:.4f}"
-            for key, value in metrics.items()
-            if key.startswith("loss/")
-        ]
+        losses = {key.removeprefix("loss/"): value for key, value in metrics.items() if key.startswith("loss/")}
+        parts = [f"{name.removesuffix('_nats_per_token')} {value:.4f}" for name, value in losses.items()]
         shown = (metric for metric in metric_table() if metric.figure and metric.key in metrics)
         parts += [metric.figure.format(metrics[metric.key]) for metric in shown]
         line = ", ".join([f"{metrics['speed/tokens_per_second']:,.0f} tokens/s", *parts])
         with surviving_lost_reader():
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix_str(line, refresh=False)
-        if self._bar.disable and (time.monotonic() - self._printed >= _PLAIN_EVERY or step == self._steps):
-            left_out = f" (steps not shown before it: {self._left_out})" if self._left_out else ""
-            self._printed, self._left_out = time.monotonic(), 0
-            done, remaining = step - self._first - 1, "?"  # without the first step, which compiles functions
-            if done or step == self._steps:
-                seconds = (time.monotonic() - self._compiled) / max(1, done) * (self._steps - step)
-                remaining = tqdm.format_interval(seconds)
-            self.print_line(f"step {step}/{self._steps}: {line}, {remaining} left{left_out}")
-        else:
+        now = time.monotonic()
+        if not self._bar.disable or (now - self._printed < _PLAIN_EVERY and step != self._steps):
             self._left_out += 1
+            return
+        left_out = f" (steps not shown before it: {self._left_out})" if self._left_out else ""
+        self._printed, self._left_out = now, 0
+        done, remaining = step - self._first - 1, "?"  # without the first step, which compiles functions
+        if done or step == self._steps:
+            remaining = tqdm.format_interval((now - self._compiled) / max(1, done) * (self._steps - step))
+        self.print_line(f"step {step}/{self._steps}: {line}, {remaining} left{left_out}")
 
     def evaluation(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         self._write(step, tokens, metrics)
         figures = ", ".join(
             f"{key.removeprefix('eval/').replace('_', ' ')} {value:.4f}"
             for key, value in metrics.items()
-            if key != "eval/tokens" and "/length_" not in key
+            if key != "eval/tokens" and LENGTH not in key
         )
         self.print_line(f"step {step}: held-out {figures}")
 
@@ -155,14 +154,11 @@ class RunLog:
                 self._bar.write(line)
 
     def _write(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
-        values = {"tokens": tokens, "seconds": round(self.seconds, 3), **metrics}
-        line = MetricsLine(step, without_infinity(values)).encoded()
+        values = {"tokens": tokens, "seconds": round(self.seconds(), 3), **metrics}
+        line = (json.dumps({"step": step, **without_infinity(values)}, allow_nan=False) + "\n").encode()
         append(self._path, self._file, line)
         self._digest.update(line)
         self._trackers.log(step, metrics)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

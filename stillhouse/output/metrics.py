@@ -46,12 +46,6 @@ class Metric:
     figure: str = ""
     warn_above: float = math.inf
 
-    def names(self, key: str) -> tuple[str, ...] | None:
-        """The names in a key; None if the key is not one of this metric. A name before a slash contains no slash."""
-        pattern = re.sub(r"\\\{\d\\\}(?=/)", "([^/]+)", re.escape(self.key))
-        match = re.fullmatch(re.sub(r"\\\{\d\\\}", "(.+)", pattern), key)
-        return match.groups() if match else None
-
     def named(self, *names: str) -> "Metric":
         """The metric with these names in its key, title and group."""
         key, title, group = (text.format(*names) for text in (self.key, self.title, self.group))
@@ -66,9 +60,19 @@ def metric_table() -> tuple[Metric, ...]:
 
 
 @cache
+def matched(key: str) -> tuple[Metric, tuple[str, ...]] | None:
+    """The metric of a key and the names in the key; None if the table has no such metric.
+
+    A name before a slash contains no slash.
+    """
+    for metric in metric_table():
+        pattern = re.sub(r"\\\{\d\\\}(?=/)", "([^/]+)", re.escape(metric.key))
+        if match := re.fullmatch(re.sub(r"\\\{\d\\\}", "(.+)", pattern), key):
+            return metric, match.groups()
+    return None
+
+
 def known_metric(key: str) -> Metric:
     """The metric of a key, with its names. If it is not in the table, its title is the key."""
-    for metric in metric_table():
-        if (names := metric.names(key)) is not None:
-            return metric.named(*names)
-    return Metric(key, key, "", "")
+    match = matched(key)
+    return Metric(key, key, "", "") if match is None else match[0].named(*match[1])

@@ -7,7 +7,6 @@ in the checkpoint. The counts of documents come from data.json. Paths are shorte
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import cached_file
 
 import stillhouse
-from stillhouse.config import ParallelConfig, RolloutConfig, RunConfig, StudentConfig, TeacherConfig, TrainConfig
+from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
 from stillhouse.data.data_report import documents_in_words
 from stillhouse.libraries import reading
 from stillhouse.output.json_lines import parse_metrics, read_object
+from stillhouse.output.metrics import known_metric
 from stillhouse.output.progress import Progress
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -27,39 +27,57 @@ _SPLITS = ("train", "dataset", "eval")
 _UNREADABLE = "{} cannot be read; restore it, or export without a model card (--no-card)"
 
 
-@dataclass(frozen=True)
-class Exported:
-    """The facts of an export that are stored neither in the run's folder nor in the checkpoint.
+def model_card(
+    run: Path,
+    config: RunConfig,
+    progress: Progress,
+    *,
+    objective: str,
+    processes: int,
+    command: str,
+    dtype: str,
+    adapter: str,
+    has_template: bool,
+) -> str:
+    """The text of README.md. Raises ValueError if data.json is malformed or the log does not match the checkpoint.
 
-    objective: the objective in words.
-    processes: the number of processes that wrote the checkpoint.
+    objective: in words. processes: the number of those that wrote the checkpoint. command, dtype: of the export.
     adapter: "" (the student has no adapter), "merged" or "alone".
     """
-
-    objective: str
-    processes: int
-    command: str
-    dtype: str
-    adapter: str
-    has_template: bool
-
-
-def model_card(run: Path, config: RunConfig, progress: Progress, exported: Exported) -> str:
-    """The text of README.md. Raises ValueError if data.json is malformed or the log does not match the checkpoint."""
-    student = config.student
+    student, train = config.student, config.train
+    weights = {
+        "": "All weights were trained.",
+        "merged": "A LoRA was trained and is merged into the weights of its base.",
+        "alone": "These files are a LoRA, which peft loads on top of its base.",
+    }[adapter]
+    template = "the student's own"
+    if config.data.chat_template is not None:
+        template = f"of {Path(config.data.chat_template).name}, as in training"
+    if not has_template:
+        template = "none, because the student has none"
+    size = f"{train.tokens_per_step:,} tokens"
+    if (rollout := config.rollout) is not None and rollout.prompts_per_step is not None:
+        size = f"{rollout.prompts_per_step:,} prompts with {rollout.samples_per_prompt:,} completions of each"
+        size += "" if rollout.share == 1 else " and texts of the dataset"
+    degrees = {key: value for key, value in config.parallel.model_dump().items() if isinstance(value, int)}
+    used = ", ".join(f"{key} {value}" for key, value in degrees.items() if value > 1)
+    layout = f"{processes} process{'es' if processes > 1 else ''}" + (f" ({used})" if used else "")
     sections = [
         f"# {_short_name(student.model)}, distilled",
-        _summary(student, config.data.chat_template, exported),
+        f"Objective: {objective.partition(f': {student.model}')[0]}.",
+        f"{weights} The weights here are {dtype}. Chat template: {template}.",
         "## Sources",
         _sources(run, student, config.teacher_sections, progress),
         "## Training",
-        _training(config.train, config.rollout, config.parallel, progress, exported.processes, config.seed),
+        f"{progress.step:,} optimizer steps of {size}; {progress.tokens:,} target tokens in all. Optimizer "
+        f"{train.optimizer}, peak learning rate {train.learning_rate:g}, schedule {train.schedule}, precision "
+        f"{train.precision}, seed {config.seed}. Layout: {layout}.",
         "## Results",
         _results(run, progress),
         "## How it was made",
-        f"Exported with stillhouse {stillhouse.__version__}:\n\n    {exported.command}",
+        f"Exported with stillhouse {stillhouse.__version__}:\n\n    {command}",
     ]
-    return f"---\n{_front_matter(student, exported)}\n---\n\n" + "\n\n".join(sections) + "\n"
+    return f"---\n{_front_matter(student, adapter)}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
 def quoted_file(path: Path) -> dict[str, Any]:
@@ -73,7 +91,7 @@ def quoted_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _front_matter(student: StudentConfig, exported: Exported) -> str:
+def _front_matter(student: StudentConfig, adapter: str) -> str:
     path = cached_file(  # the card of the base model, if there is one
         student.model,
         "README.md",
@@ -89,30 +107,12 @@ def _front_matter(student: StudentConfig, exported: Exported) -> str:
         license_keys = {key: value for key, value in values.items() if isinstance(value, str)}
     data = ModelCardData(
         base_model=student.model if _is_hub_id(student.model) else None,
-        library_name="peft" if exported.adapter == "alone" else "transformers",
+        library_name="peft" if adapter == "alone" else "transformers",
         pipeline_tag="text-generation",
-        tags=["stillhouse", "distillation"] + (["lora"] if exported.adapter else []),
+        tags=["stillhouse", "distillation"] + (["lora"] if adapter else []),
         **license_keys,
     )
     return data.to_yaml().strip()
-
-
-def _summary(student: StudentConfig, chat_template: str | None, exported: Exported) -> str:
-    objective = exported.objective.partition(f": {student.model}")[0]
-    kinds = {
-        "": "All weights were trained.",
-        "merged": "A LoRA was trained and is merged into the weights of its base.",
-        "alone": "These files are a LoRA, which peft loads on top of its base.",
-    }
-    template = "the student's own"
-    if chat_template is not None:
-        template = f"of {Path(chat_template).name}, as in training"
-    if not exported.has_template:
-        template = "none, because the student has none"
-    return (
-        f"Objective: {objective}.\n\n{kinds[exported.adapter]} The weights here are {exported.dtype}. Chat template: "
-        f"{template}."
-    )
 
 
 def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherConfig], progress: Progress) -> str:
@@ -129,55 +129,24 @@ def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherCo
     for name, mark in progress.data.items():
         if name not in _SPLITS:  # the order of documents, and processors of media
             continue
-        rows.append((f"data, {name}", _counts(counts.get(name), run / "data.json"), mark))
+        words, report = "documents not counted", counts.get(name)
+        if isinstance(report, dict):
+            pieces, tokens = report.get("documents"), report.get("tokens")
+            records = report.get("records", pieces)  # earlier folders of runs have no count of them
+            if not isinstance(pieces, int) or not isinstance(tokens, int) or not isinstance(records, int):
+                unreadable = _UNREADABLE.format(run / "data.json")
+                raise ValueError(f"{unreadable}: expected numbers of documents and tokens")
+            words = f"{documents_in_words(records, pieces)}, {tokens:,} tokens"
+        rows.append((f"data, {name}", words, mark))
     lines = [f"| {what} | {name} | {f'`{mark[:_SHORT]}`' if mark else 'none'} |" for what, name, mark in rows]
     head = ["| | | fingerprint |", "| --- | --- | --- |"]
     return "\n".join(head + lines) + "\n\nA fingerprint is the beginning of a sha256 of the files or documents."
 
 
-def _training(
-    train: TrainConfig,
-    rollout: RolloutConfig | None,
-    parallel: ParallelConfig,
-    progress: Progress,
-    processes: int,
-    seed: int,
-) -> str:
-    degrees = {key: value for key, value in parallel.model_dump().items() if isinstance(value, int)}
-    used = ", ".join(f"{key} {value}" for key, value in degrees.items() if value > 1)
-    layout = f"{processes} process{'es' if processes > 1 else ''}" + (f" ({used})" if used else "")
-    size = f"{train.tokens_per_step:,} tokens"
-    if rollout is not None and rollout.prompts_per_step is not None:
-        size = f"{rollout.prompts_per_step:,} prompts with {rollout.samples_per_prompt:,} completions of each"
-        size += "" if rollout.share == 1 else " and texts of the dataset"
-    return (
-        f"{progress.step:,} optimizer steps of {size}; {progress.tokens:,} target tokens "
-        f"in all. Optimizer {train.optimizer}, peak learning rate {train.learning_rate:g}, schedule "
-        f"{train.schedule}, precision {train.precision}, seed {seed}. Layout: {layout}."
-    )
-
-
 def _results(run: Path, progress: Progress) -> str:
+    """The held-out metrics at the end and, from the log, before training. The log must match its hash."""
     if not progress.metrics:
         return "The run had no held-out data."
-    before = _first_evaluation(run, progress)
-    columns: dict[str, Mapping[str, float | None]] = {f"step {progress.step}": progress.metrics}
-    if before:  # a run that began with another run's checkpoint has no evaluation at step 0
-        columns = {"step 0": before} | columns
-    names = [name for name in sorted(progress.metrics) if not name.endswith("/tokens")]
-    rows = [["held-out metric", *columns], ["---"] * (1 + len(columns))]
-    for name in names:
-        values = [metrics.get(name) for metrics in columns.values()]
-        rows.append([name, *("" if value is None else f"{value:.4f}" for value in values)])
-    return (
-        "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        + "\n\nCross-entropies, divergences and entropies are in nats per token."
-    )
-
-
-def _first_evaluation(run: Path, progress: Progress) -> dict[str, float | None]:
-    """The held-out metrics before training, from the log; empty if there are none. The log must match its hash in the
-    checkpoint."""
     path = run / "metrics.jsonl"
     beginning = progress.saved_log(path)
     if beginning is None:
@@ -186,18 +155,17 @@ def _first_evaluation(run: Path, progress: Progress) -> dict[str, float | None]:
             "restore it, or export without a model card (--no-card)"
         )
     lines = (parse_metrics(line, str(path)) for line in beginning.splitlines())
-    return next((line.values for line in lines if line.step == 0 and "eval/cross_entropy" in line.values), {})
-
-
-def _counts(report: Any, path: Path) -> str:
-    """The counts of one split. path: the file that contains `report`, for errors."""
-    if not isinstance(report, dict):
-        return "documents not counted"
-    pieces, tokens = report.get("documents"), report.get("tokens")
-    records = report.get("records", pieces)  # earlier folders of runs have no count of them
-    if not isinstance(pieces, int) or not isinstance(tokens, int) or not isinstance(records, int):
-        raise ValueError(f"{_UNREADABLE.format(path)}: expected numbers of documents and tokens")
-    return f"{documents_in_words(records, pieces)}, {tokens:,} tokens"
+    # a run that began with another run's checkpoint has no evaluation at step 0
+    first = next((line.values for line in lines if line.step == 0 and "eval/cross_entropy" in line.values), None)
+    columns: dict[str, Mapping[str, float | None]] = {} if first is None else {"step 0": first}
+    columns[f"step {progress.step}"] = progress.metrics
+    rows = [["held-out metric", *columns, "unit"], ["---"] * (2 + len(columns))]
+    for name in sorted(progress.metrics):
+        if not name.endswith("/tokens"):
+            values = [metrics.get(name) for metrics in columns.values()]
+            figures = ["" if value is None else f"{value:.4f}" for value in values]
+            rows.append([name, *figures, known_metric(name).unit])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _is_hub_id(name: str) -> bool:

@@ -18,8 +18,7 @@ from stillhouse.hashing import json_hash
 STATE = "state.json"
 PREFIX = "step-"
 _OWN_HASH = "sha256"
-
-
+#: what earlier versions wrote for keys that are refused now
 _REMOVED = ("teacher_gradients", "gate")
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -70,7 +69,7 @@ class Progress:
 class State:
     """The content of state.json.
 
-    files: the sha256 of every other file of the checkpoint, by its path relative to the checkpoint.
+    files: the sha256 of every other file of the checkpoint, by relative path.
     without_moments: parameters without optimizer state, because they never had a gradient.
     """
 
@@ -107,7 +106,7 @@ def read_state(path: Path) -> State:
     if content.pop(_OWN_HASH) != json_hash(content):
         raise DamagedCheckpointError(f"{path} is damaged: its {STATE} is not what was written (its hash differs)")
     if isinstance(progress := content.get("progress"), dict):
-        for removed in _REMOVED:  # what earlier versions wrote for keys that are refused now
+        for removed in _REMOVED:
             progress.pop(removed, None)
     try:
         state = _STATE.validate_json(json.dumps(content))
@@ -115,11 +114,9 @@ def read_state(path: Path) -> State:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise DamagedCheckpointError(f"{path} is of another version: {STATE}: {key}: {first['msg']}") from error
-    if re.fullmatch(rf"{PREFIX}\d+", path.name) and path.name != folder_name(state.progress.step):
-        raise DamagedCheckpointError(
-            f"{path} is the checkpoint of step {state.progress.step}: expected the name "
-            f"{folder_name(state.progress.step)}"
-        )
+    step, name = state.progress.step, folder_name(state.progress.step)
+    if re.fullmatch(rf"{PREFIX}\d+", path.name) and path.name != name:
+        raise DamagedCheckpointError(f"{path} is the checkpoint of step {step}: expected the name {name}")
     return state
 
 

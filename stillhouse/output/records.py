@@ -33,11 +33,7 @@ def _not_before_start(stop: float, span: ValidationInfo) -> float:
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """A span of work on the timeline.
-
-    step: the optimizer step to which the work belongs.
-    start, stop: seconds of the run.
-    """
+    """A span of work. step: the optimizer step to which it belongs. start, stop: seconds of the run."""
 
     step: _Count
     lane: Lane
@@ -51,7 +47,7 @@ class SampleToken:
     """One token of a completion.
 
     divergence: between teacher and student, in nats; None if it was not computed.
-    version: the version of the weights that generated the token; None if the student did not generate it.
+    version: of the weights that generated the token; None if the student did not generate it.
     target: whether the student is trained on the token.
     """
 
@@ -65,8 +61,7 @@ class SampleToken:
 class SampleRecord:
     """A completion on which a step was trained.
 
-    length: the number of tokens of the completion. `tokens` may contain only the first of them.
-    reward, advantage: None without a reward.
+    length: in tokens; `tokens` may contain only the first of them. reward, advantage: None without a reward.
     reward_parts: of a reward that is a weighted sum, the parts by their names, without their weights.
     staleness: the number of optimizer steps after the weights that generated the completion.
     prompt_source: the name of the prompt's source, if the run has several.
@@ -107,11 +102,7 @@ class SampleRecord:
 
 @dataclass(frozen=True)
 class HeldOutImage:
-    """An image of a held-out document.
-
-    width, height: in pixels, before it was made smaller.
-    thumbnail: a data URL of a small JPEG.
-    """
+    """An image of a held-out document. width, height: in pixels, before it was made the small JPEG `thumbnail`."""
 
     width: _Count
     height: _Count
@@ -122,9 +113,8 @@ class HeldOutImage:
 class EvalSample:
     """The student's completion of a held-out prompt at one evaluation.
 
-    number: the number of the prompt among those of `key`, the key of the configuration that has them.
-    source: `file:line` of the document.
-    reference: the completion in the document; None for a prompt alone.
+    number: of the prompt among those of `key`, the key of the configuration that has them.
+    source: `file:line` of the document. reference: the completion in the document; None for a prompt alone.
     tokens: the number of tokens of the full completion.
     images: the first ones of the prompt. image_count: the number of all of them.
     reward, reward_parts: of eval.prompts.reward, as in `SampleRecord`.
@@ -167,7 +157,7 @@ class Token:
 
     kl: KL(teacher ‖ student) in nats over the full vocabulary; None for a document's first token.
     teacher, student: (token text, probability), most probable first.
-    terms: the terms by name; empty if the token is not a target, and in files of earlier versions.
+    terms: by name; empty if the token is not a target, and in files of earlier versions.
     """
 
     text: str

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -171,6 +172,5 @@ class Mlflow(Tracker):
         self._client.set_terminated(self._id, status="FINISHED" if complete else "FAILED")
 
 
-def _allowed(name: str) -> str:
-    """mlflow allows letters, digits and `_-. :/` in names: `loss/jsd(0.5)` becomes `loss/jsd_0.5_`."""
-    return re.sub(r"[^\w\-. :/]", "_", name)
+#: mlflow allows letters, digits and `_-. :/` in names: `loss/jsd(0.5)` becomes `loss/jsd_0.5_`
+_allowed = partial(re.compile(r"[^\w\-. :/]").sub, "_")

@@ -87,12 +87,12 @@ class Trackers:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the values to each tracker (see `Tracker.in_folder`)."""
-        finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
         for name, tracker in list(self._trackers.items()):
-            sent = self._state.sent.get(name, {})
-            new = {key: value for key, value in finite.items() if step > sent.get(key, -1)}
+            sent, new = self._state.sent.get(name, {}), metrics
+            if not tracker.in_folder:
+                new = {k: v for k, v in metrics.items() if math.isfinite(v) and step > sent.get(k, -1)}
             if new or tracker.in_folder:
-                self._use(name, f"at step {step}", partial(tracker.log, step, metrics if tracker.in_folder else new))
+                self._use(name, f"at step {step}", partial(tracker.log, step, new))
         self._logged |= dict.fromkeys(metrics, step)
 
     def close(self, *, complete: bool) -> None:
@@ -138,7 +138,6 @@ def open_trackers(
     """Open the trackers. Call this before lines are removed from metrics.jsonl.
 
     progress: of the checkpoint from which the run resumes. values: the configuration by dotted keys.
-
     Raises ValueError if a tracker cannot be started or used, or if trackers.json is damaged or of another run.
     """
     kinds = {name: load("stillhouse.trackers", name) for name in dict.fromkeys(track)}
@@ -172,15 +171,10 @@ def _later(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
 
 
 def _steps(folder: RunFolder, log_bytes: int) -> dict[str, int]:
-    """The last step of each metric in the lines of metrics.jsonl after `log_bytes`; these lines will be removed.
-
-    A line is sent after it has been written, so an incomplete last line has not been sent.
-    """
+    """The last step of each metric in the lines of metrics.jsonl after `log_bytes`; these lines will be removed."""
     last_steps: dict[str, int] = {}
-    if not folder.metrics.is_file():
-        return last_steps
-    *lines, _ = folder.metrics.read_bytes()[log_bytes:].split(b"\n")
-    for raw in lines:
+    content = folder.metrics.read_bytes()[log_bytes:] if folder.metrics.is_file() else b""
+    for raw in content.split(b"\n")[:-1]:  # a line is sent after it has been written: not an incomplete last one
         try:
             line = parse_metrics(raw, "")
         except ValueError as error:

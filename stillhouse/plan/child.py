@@ -26,13 +26,6 @@ _LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.s
 _SOURCE = Path(__file__).with_name("hooks.cpp")
 
 
-def answer_jobs() -> None:
-    # the answers are the only text on stdout, whatever libraries print
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
-
-
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
     rank, per_node = job["rank"], job["gpus_per_node"]
     os.environ |= {
@@ -57,13 +50,17 @@ def load_hooks() -> None:
     """Load the hooks into this process. Raises ValueError if torch is loaded already, or without a C++ compiler."""
     if "torch" in sys.modules:
         raise ValueError("torch is loaded already: expected a process in which the hooks are loaded first")
-    for name in _LIBRARIES:
-        if (library := _torch() / "lib" / name).exists():
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    torch = Path(spec.origin).parent
+    for library in (torch / "lib" / name for name in _LIBRARIES):
+        if library.exists():
             ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(hooks_library()), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(_hooks_library(torch)), ctypes.RTLD_GLOBAL)
 
 
-def hooks_library() -> Path:
+def _hooks_library(torch: Path) -> Path:
     """Return the compiled library for the installed torch. It is compiled once and kept in the user's cache folder.
 
     Raises ValueError if there is no C++ compiler, or if it fails.
@@ -72,15 +69,15 @@ def hooks_library() -> Path:
     if compiler is None:
         raise ValueError("no C++ compiler: expected g++, clang++ or c++ on the PATH, or the variable CXX")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stillhouse" / "hooks"
-    key = hashlib.sha256(_SOURCE.read_bytes() + f"{version('torch')} {_torch()} {compiler}".encode()).hexdigest()
+    key = hashlib.sha256(_SOURCE.read_bytes() + f"{version('torch')} {torch} {compiler}".encode()).hexdigest()
     library = cache / f"{key[:20]}.so"
     if library.exists():
         return library
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         compiled = Path(folder) / library.name
-        headers = [f"-I{_torch() / 'include'}", f"-I{_torch() / 'include/torch/csrc/api/include'}"]
-        libraries = [f"-L{_torch() / 'lib'}", "-ltorch_cpu", "-lc10"]
+        headers = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
+        libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
         command = [compiler, "-shared", "-fPIC", "-std=c++20", *headers, str(_SOURCE), "-o", str(compiled)]
         result = subprocess.run([*command, *libraries], capture_output=True, text=True)
         if result.returncode:
@@ -90,12 +87,8 @@ def hooks_library() -> Path:
     return library
 
 
-def _torch() -> Path:
-    spec = find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
 if __name__ == "__main__":
-    answer_jobs()
+    # the answers are the only text on stdout, whatever libraries print
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)

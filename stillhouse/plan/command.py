@@ -1,8 +1,9 @@
 """`stillhouse plan`: the command, and a plan as plain text."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -112,36 +113,34 @@ def lines(plan: "Plan") -> Iterator[str]:
         if max(sizes) >= 0.005 * GIB:
             yield _cells(f"  {purpose}", [_gib(size) for size in sizes])
     yield _cells("  free", [_gib(device.usable - rank.memory) for rank in ranks.values()])
-    yield from _work(plan)
-    yield from _messages_and_waits(ranks)
-
-
-def _work(plan: "Plan") -> Iterator[str]:
-    ranks, times = plan.ranks.values(), plan.prediction.times.values()
+    times = prediction.times.values()
     yield _cells("time", [f"{two_digits(time.seconds)} s" for time in times])
     yield _cells("  products", [f"{two_digits(time.products)} s" for time in times])
     yield _cells("  other kernels", [f"{two_digits(time.traffic)} s" for time in times])
     yield _cells("  exposed messages", [f"{two_digits(time.exposed)} s" for time in times])
     yield _cells("  bound by", [time.bound for time in times])
-    yield _cells("operations", [f"{two_digits(sum(rank.products.values()) / 1e12)} T" for rank in ranks])
-    yield _cells("memory traffic", [f"{two_digits(rank.traffic / 1e9)} GB" for rank in ranks])
-    yield _cells("kernels", [f"{rank.kernels:,}" for rank in ranks])
+    operations = [sum(rank.products.values()) / 1e12 for rank in ranks.values()]
+    yield _cells("operations", [f"{two_digits(count)} T" for count in operations])
+    yield _cells("memory traffic", [f"{two_digits(rank.traffic / 1e9)} GB" for rank in ranks.values()])
+    yield _cells("kernels", [f"{rank.kernels:,}" for rank in ranks.values()])
+    yield from _messages_and_waits(list(ranks.values()))
 
 
-def _messages_and_waits(ranks: Mapping[str, "RankCounts"]) -> Iterator[str]:
-    keys = dict.fromkeys(key for rank in ranks.values() for key in rank.sent)
-    rows = [(key, [rank.sent.get(key, 0.0) for rank in ranks.values()]) for key in keys]
+def _messages_and_waits(ranks: Sequence["RankCounts"]) -> Iterator[str]:
+    keys = dict.fromkeys(key for rank in ranks for key in rank.sent)
+    rows = [(key, [rank.sent.get(key, 0.0) for rank in ranks]) for key in keys]
     rows = [(key, sizes) for key, sizes in rows if max(sizes) >= 1e6]
     if rows:
-        yield _cells("messages", ["" for _ in ranks])
+        yield "messages"
     for key, sizes in sorted(rows, key=lambda row: -max(row[1])):
-        counts = [rank.messages.get(key, 0) for rank in ranks.values()]
-        yield _cells(f"  {key}", [f"{count:,}: {_bytes(size)}" for count, size in zip(counts, sizes, strict=True)])
-    yield _cells("waits of the host", [str(sum(rank.waits.values())) for rank in ranks.values()])
+        units = [(1e9, "GB") if size >= 1e8 else (1e6, "MB") for size in sizes]
+        texts = [f"{two_digits(size / unit)} {name}" for size, (unit, name) in zip(sizes, units, strict=True)]
+        counts = [rank.messages.get(key, 0) for rank in ranks]
+        yield _cells(f"  {key}", [f"{count:,}: {text}" for count, text in zip(counts, texts, strict=True)])
+    yield _cells("waits of the host", [str(sum(rank.waits.values())) for rank in ranks])
     places: Counter[str] = Counter()
-    for rank in ranks.values():
-        for place, count in [*rank.waits.items(), *rank.pageable.items()]:
-            places[place] = max(places[place], count)
+    for rank in ranks:
+        places |= Counter(rank.waits) | Counter(rank.pageable)  # the largest count of a rank
     yield from (f"  {count} × {escaped(place)}" for place, count in places.items())
 
 
@@ -171,12 +170,9 @@ def two_digits(value: float) -> str:
     """Return a number with two significant digits, because a prediction has no more."""
     if value == 0:
         return "0"
-    text = f"{float(f'{value:.1e}'):,.6f}"
-    whole, _, fraction = text.partition(".")
-    if len(whole.replace(",", "").lstrip("-")) >= 2:
-        return whole
-    leading = len(fraction) - len(fraction.lstrip("0"))
-    return f"{whole}.{fraction[: 1 if whole != '0' else leading + 2]}"
+    rounded = float(f"{value:.1e}")
+    decimals = 1 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:,.{max(0, decimals)}f}"
 
 
 def _row(name: str, value: str) -> str:
@@ -194,7 +190,3 @@ def _count(number: int, noun: str) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
-
-
-def _bytes(size: float) -> str:
-    return f"{two_digits(size / 1e9)} GB" if size >= 1e8 else f"{two_digits(size / 1e6)} MB"

@@ -3,10 +3,10 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ _READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "masked_select
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "mm"))
 #: variable-length attention, whose operations depend on the lengths of the documents
 _ATTENTION = frozenset(("_varlen_attn", "_varlen_attn_backward"))
-Result = TypeVar("Result")
 _NONE = torch.empty(0)
 _COPIES = frozenset(("_to_copy", "copy_"))
 
@@ -37,14 +36,13 @@ _COPIES = frozenset(("_to_copy", "copy_"))
 class StepCounts:
     """What was counted.
 
-    kernels: launches, by operation.
-    launches: launches, by the purpose of the block in which they are made (`DeviceCounts.labelled`).
+    kernels: launches, by operation. launches: by the purpose of their block (`DeviceCounts.labelled`).
     waits: how often the host waits for the device, by the place in the code.
     pageable: copies that are asked not to block, but wait because the host's memory is not pinned, by place.
     products: floating-point operations of matrix products and attention, by dtype.
     traffic: bytes that all other kernels read and write.
-    messages, sent: number and bytes of collectives and messages, by group and operation. The bytes are those of the
-        largest tensor of a rank.
+    messages, sent: number and bytes (of the largest tensor of a rank) of collectives and messages, by group and
+        operation.
     peak: bytes at the largest use of the device's memory, by their purpose.
     """
 
@@ -64,7 +62,6 @@ class DeviceCounts(TorchDispatchMode):
 
     document_tokens: the length of a document, for the operations of attention.
     axes: the axes of the mesh, by the names of their process groups.
-
     now: the bytes in use on the device, by purpose (see `labelled`).
     """
 
@@ -92,11 +89,6 @@ class DeviceCounts(TorchDispatchMode):
             yield
         finally:
             self._labels.pop()
-
-    def call(self, purpose: str, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function within `labelled`."""
-        with self.labelled(purpose):
-            return function(*arguments)
 
     def relabel(self, tensor: Tensor, purpose: str) -> None:
         """Count the memory of a tensor under this purpose from now on."""
@@ -139,14 +131,13 @@ class DeviceCounts(TorchDispatchMode):
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and self._is_counted(leaf)]
         if pin:
             self._pinned.update(result.untyped_storage() for result in results)
-        is_on_device = any(map(_is_on_device, [*inputs, *results]))
+        tensors = [*inputs, *results]
         if operation.namespace in ("c10d", "_c10d_functional"):
             self._count_message(name, args, inputs)
-        elif is_on_device and operation.namespace != "prim" and name not in _WITHOUT_KERNEL:
-            self._count_kernel(operation, name, args, options, outputs, [*inputs, *results])
-        for result in results:
-            if _is_on_device(result):
-                self._hold(result)
+        elif operation.namespace != "prim" and name not in _WITHOUT_KERNEL and any(map(_is_on_device, tensors)):
+            self._count_kernel(operation, name, args, options, outputs, tensors)
+        for result in filter(_is_on_device, results):
+            self._hold(result)
         return outputs
 
     def _is_counted(self, tensor: Tensor) -> bool:
@@ -176,19 +167,18 @@ class DeviceCounts(TorchDispatchMode):
         if operations:
             self.counts.products[str(operand.dtype).removeprefix("torch.")] += operations
         else:
-            self.counts.traffic += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.counts.traffic += sum(map(_bytes, tensors))
 
     def _count_wait(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], inputs: Sequence[Tensor]
     ) -> None:
-        on_device = any(map(_is_on_device, inputs))
         # a mask with a single value is filled without a list of its elements
         is_masked = (name == "index" or (name in ("index_put", "index_put_") and args[2].numel() > 1)) and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         # CUDA has a kernel for bfloat16 alone; otherwise the host reads where groups end, and launches their products
         is_looped = name == "_grouped_mm" and inputs[0].dtype != torch.bfloat16
-        if on_device and (name in _READS or is_masked or is_looped):
+        if (name in _READS or is_masked or is_looped) and any(map(_is_on_device, inputs)):
             self._wait(name)
         if name not in _COPIES:
             return
@@ -196,11 +186,9 @@ class DeviceCounts(TorchDispatchMode):
         target = args[0].device if name == "copy_" else torch.device(options.get("device") or source.device)
         if target.type == source.device.type:
             return
-        does_not_block = options.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
-        host = source if source.device.type == "cpu" else args[0]
-        if not does_not_block:
+        if not options.get("non_blocking", False) and not (name == "copy_" and len(args) > 2 and args[2]):
             self._wait(f"{source.device.type} to {target.type}")
-        elif source.device.type == "cpu" and host.untyped_storage() not in self._pinned:
+        elif source.device.type == "cpu" and source.untyped_storage() not in self._pinned:
             self.counts.pageable[_place()] += 1
 
     def _wait(self, reason: str) -> None:
@@ -209,14 +197,18 @@ class DeviceCounts(TorchDispatchMode):
     def _count_message(self, name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> None:
         if name == "wait_tensor":
             return
-        leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject | str)]
-        group = next((group for leaf in leaves if (group := _process_group(leaf)) is not None), None)
-        axis = "all" if group is None else self._axes.get(group.group_name, group.group_desc)
+        groups: dict[str, ProcessGroup] = {name: group for group, name in distributed_c10d._world.pg_names.items()}
+        axis = "all"
+        for leaf in tree_leaves(args):
+            group = groups.get(leaf) if isinstance(leaf, str) else None  # other texts are kinds of reductions
+            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+                group = ProcessGroup.unbox(leaf)
+            if group is not None:
+                axis = self._axes.get(group.group_name, group.group_desc)
+                break
         key = f"{axis} {name.strip('_')}"
         self.counts.messages[key] += 1
-        self.counts.sent[key] += max((tensor.numel() * tensor.element_size() for tensor in inputs), default=0)
-
-    # ---- memory
+        self.counts.sent[key] += max(map(_bytes, inputs), default=0)
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -260,12 +252,8 @@ def _is_on_device(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"  # a fake tensor dispatches an operation to answer `is_cuda`
 
 
-def _process_group(leaf: Any) -> ProcessGroup | None:
-    """Return the process group that an argument of a collective denotes; None for another argument."""
-    if isinstance(leaf, str):  # the kind of a reduction, or the name of a group
-        names: Any = distributed_c10d._world.pg_names
-        return next((group for group, name in names.items() if name == leaf), None)
-    return ProcessGroup.unbox(leaf) if "ProcessGroup" in str(leaf._type()) else None
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _place() -> str:

@@ -62,7 +62,7 @@ def planned(job: Mapping[str, Any]) -> PlannedRank:
 def whole(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the counts of a rank as JSON. Raises the errors of a run whose models do not fit their layout."""
     rank = planned(job)
-    return _counted(rank, rank.operations_per_token).as_json()
+    return asdict(_counted(rank, rank.operations_per_token))
 
 
 def shapes(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def shapes(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def parts(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the counts of the three short steps, by name, as JSON."""
-    return {name: counts.as_json() for name, counts in _short_steps(planned(job)).items()}
+    return {name: asdict(counts) for name, counts in _short_steps(planned(job)).items()}
 
 
 def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,14 +99,15 @@ def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
         cost_of(empty_decoder(model), 3 if section == "student" else 1) for section, model in rank.models.items()
     ]
     stages = split(layout.stages, costs[0], costs[1] if len(costs) > 1 else None)
-    scheme = SCHEMES[layout.schedule]
-    numbers = scheme.stages_of(rank.rank * pipeline // rank.ranks, pipeline) if layout.stages > 1 else [0]
+    numbers = [0]
+    if layout.stages > 1:
+        numbers = SCHEMES[layout.schedule].stages_of(rank.rank * pipeline // rank.ranks, pipeline)
     student = sum(len(stages[number].student) for number in numbers) / len(numbers) - 1
     teacher = sum(len(stages[number].teacher) for number in numbers) / len(numbers) - 1
     steps = _short_steps(rank)
     base = steps["base"]
     total = _extrapolated(base, (student, steps["student"]), (teacher, steps["teacher"]))
-    return replace(total, model_operations=base.tokens * rank.operations_per_token).as_json()
+    return asdict(replace(total, model_operations=base.tokens * rank.operations_per_token))
 
 
 def _counted(planned: PlannedRank, model_operations: float = 0.0) -> RankCounts:
@@ -132,8 +133,11 @@ def _counted(planned: PlannedRank, model_operations: float = 0.0) -> RankCounts:
 
 
 def _short_steps(planned: PlannedRank) -> dict[str, RankCounts]:
-    names = [name for name in _SIZES if name != "teacher" or name in planned.models]
-    steps = {name: _short_step(planned, *_SIZES[name]) for name in names}
+    steps = {
+        name: _short_step(planned, *sizes)
+        for name, sizes in _SIZES.items()
+        if name != "teacher" or name in planned.models
+    }
     return {"teacher": steps["base"]} | steps
 
 
@@ -148,16 +152,17 @@ def _short_step(planned: PlannedRank, student: int, teacher: int) -> RankCounts:
             for n in range(count)
         ]
 
-    with tempfile.TemporaryDirectory() as folder, dry_run({split: even}):
+    with tempfile.TemporaryDirectory() as parent, dry_run({split: even}):
         changed = {}
         for section, model in planned.models.items():
-            path = _written(model, folder, section, stages * (student if section == "student" else teacher))
-            changed[section] = getattr(config, section).model_copy(update={"model": path})
+            folder = Path(parent) / section
+            _write_short_model(model, folder, stages * (student if section == "student" else teacher))
+            changed[section] = getattr(config, section).model_copy(update={"model": str(folder)})
         return _counted(replace(planned, config=config.model_copy(update=changed)))
 
 
-def _written(model: str, parent: str, name: str, layers: int) -> str:
-    """Write the configuration of a model with fewer layers; return its folder."""
+def _write_short_model(model: str, folder: Path, layers: int) -> None:
+    """Write the configuration of a model with fewer layers."""
     values = json.loads((Path(model) / "config.json").read_text())
     values["tie_word_embeddings"] = empty_decoder(model).tied  # the files may have another head than the embedding
     language = values.get("text_config", values)  # beside that of a vision tower
@@ -165,24 +170,19 @@ def _written(model: str, parent: str, name: str, layers: int) -> str:
         if isinstance(value, list) and key.endswith("layer_types"):
             language[key] = [value[0]] * layers
     language["num_hidden_layers"] = layers
-    folder = Path(parent) / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
-    return str(folder)
 
 
 def _extrapolated(base: RankCounts, *steps: tuple[float, RankCounts]) -> RankCounts:
     """Return the counts of a step, and for each (factor, other step) so many times what the other counts more."""
-    values: dict[str, Any] = {}
-    for name in ("kernels", "traffic"):
-        before = getattr(base, name)
-        values[name] = before + sum(factor * (getattr(step, name) - before) for factor, step in steps)
-    for name in _MAPS:
-        before = getattr(base, name)
-        counts = dict(before)
-        for factor, step in steps:
-            other = getattr(step, name)
-            for key in dict.fromkeys([*before, *other]):
-                counts[key] = counts.get(key, 0) + factor * (other.get(key, 0) - before.get(key, 0))
-        values[name] = counts
-    return replace(base, **values)
+
+    def total(before: Any, others: list[Any]) -> Any:
+        if isinstance(before, Mapping):
+            keys = dict.fromkeys(key for counts in (before, *others) for key in counts)
+            return {key: total(before.get(key, 0), [other.get(key, 0) for other in others]) for key in keys}
+        return before + sum(factor * (other - before) for (factor, _), other in zip(steps, others, strict=True))
+
+    names = ("kernels", "traffic", *_MAPS)
+    sums = {name: total(getattr(base, name), [getattr(step, name) for _, step in steps]) for name in names}
+    return replace(base, **sums)

@@ -54,22 +54,12 @@ def fake_cuda(properties: SimpleNamespace) -> Iterator[None]:
         stack.enter_context(dry_run(ANSWERS))
         answers = [(torch.cuda, name, answer) for name, answer in _answers(properties).items()]
         for owner, name, replacement in [*answers, *_replacements()]:
-            stack.enter_context(_replaced(owner, name, replacement))
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, replacement)
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the block, a module or class of torch has this value under a name."""
-    exists, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if exists:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 def _answers(properties: SimpleNamespace) -> dict[str, Any]:
@@ -104,6 +94,7 @@ def _answers(properties: SimpleNamespace) -> dict[str, Any]:
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     """Functions of torch that ask the driver, or read values of tensors which have none under `FakeTensorMode`."""
+    real = unset_fake_temporarily()
     replacements: list[tuple[Any, str, Any]] = [
         # packages for CUDA look for it when they are imported
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
@@ -112,11 +103,11 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # torch.autocast and the gradient scaler ask whether CUDA exists in this build of torch
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         # they compute with small tensors of ranks that they make themselves, and read the results
-        (tensor_utils, _OFFSETS, with_real_tensors(getattr(tensor_utils, _OFFSETS))),
-        (DeviceMesh, "_concatenate", staticmethod(with_real_tensors(DeviceMesh._concatenate))),
-        (DeviceMesh, "__getitem__", with_real_tensors(DeviceMesh.__getitem__)),
+        (tensor_utils, _OFFSETS, real(getattr(tensor_utils, _OFFSETS))),
+        (DeviceMesh, "_concatenate", staticmethod(real(DeviceMesh._concatenate))),
+        (DeviceMesh, "__getitem__", real(DeviceMesh.__getitem__)),
         # it works out the shapes of an operation by calling it once on full tensors, which would count as kernels
-        (ShardingPropagator, _SHAPES, with_real_tensors(getattr(ShardingPropagator, _SHAPES))),
+        (ShardingPropagator, _SHAPES, real(getattr(ShardingPropagator, _SHAPES))),
         # the first fake tensor starts the device otherwise
         (fake_tensor, "init_gpu_context", _nothing),
         # a list of fake numbers is read one by one otherwise, which would count as many waits as numbers
@@ -126,16 +117,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # the stages exchange whether they need gradients; those of a training step do
         replacements.append((schedules._PipelineSchedule, "_warmup_p2p", _stages_with_gradients))
     return replacements
-
-
-def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function outside of `FakeCudaMode`: its tensors have values, and are small or on the meta device."""
-
-    def real(*arguments: Any, **options: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*arguments, **options)
-
-    return real
 
 
 def _set_data(tensor: Any, data: Any) -> None:
@@ -242,8 +223,7 @@ class _Shape:
 def _on_meta(function: Callable[..., Any], plan: Any, shapes: tuple[Any, ...]) -> tuple[Any, list[bool]]:
     """Return the function's results with a `_Shape` for each tensor, and which of its arguments it overwrites.
 
-    shapes: of its arguments; those of a list are a tuple. The function is called once for all arguments of these
-    shapes, as a compiled one is traced once.
+    shapes: of its arguments; those of a list are a tuple.
     """
     # without the dispatch modes, its operations are neither fake nor counted as kernels of the GPU;
     # inference tensors do not count how often they were written

@@ -5,21 +5,22 @@
 3. The fastest candidates are run with few layers on a stage, under their layouts, and their counts are added up.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from stillhouse.config import ParallelConfig, RunConfig, load_config
 from stillhouse.plan.devices import LAUNCH, LINKS, PRODUCTS, TRAFFIC, Device
-from stillhouse.plan.layout_plan import DryRuns, Job, Machine, Plan, has_tower, planned_job, successful
+from stillhouse.plan.layout_plan import DryRuns, Job, Machine, Plan, planned_job, successful
 from stillhouse.plan.prediction import FIRST, LAST, RankCounts, bubble_share
 
 #: the number of layouts that are printed, and the number that are run
 BEST, TRIED = 5, 8
 #: sequences of at least so many tokens may be divided over ranks
 LONG = 16384
-#: the most rows of a micro-batch
-_ROWS = 8
+#: the rows of a micro-batch
+_ROWS = (1, 2, 4, 8)
 #: the largest part of the memory that a candidate's estimate may need, because the estimate is rough
 _ROUGH = 1.15
 
@@ -91,14 +92,14 @@ def _candidates(max_tokens: int, tokens_per_step: int, machine: Machine, layers:
     contexts = _divisors(machine.gpus_per_node) if max_tokens >= LONG else [1]
     candidates = []
     for pipeline in _divisors(machine.ranks):
-        for tensor in _divisors(min(machine.gpus_per_node, machine.ranks // pipeline)):
-            for context in contexts:
-                fsdp, rest = divmod(machine.ranks, pipeline * tensor * context)
-                if rest or pipeline > layers or tensor * context > machine.gpus_per_node:
-                    continue
-                for rows in (rows for rows in (1, 2, 4, _ROWS) if rows * fsdp * pipeline <= sequences):
-                    shape = (pipeline, fsdp, context, tensor, rows)
-                    candidates += [Candidate(*shape, recompute, max_tokens, sequences) for recompute in (False, True)]
+        tensors = _divisors(min(machine.gpus_per_node, machine.ranks // pipeline))
+        for tensor, context, rows in itertools.product(tensors, contexts, _ROWS):
+            fsdp, rest = divmod(machine.ranks, pipeline * tensor * context)
+            if rest or pipeline > layers or tensor * context > machine.gpus_per_node:
+                continue
+            if rows * fsdp * pipeline <= sequences:
+                shape = (pipeline, fsdp, context, tensor, rows)
+                candidates += [Candidate(*shape, recompute, max_tokens, sequences) for recompute in (False, True)]
     return candidates
 
 
@@ -118,11 +119,11 @@ def _measured(job: Job, tokens: int, runs: DryRuns) -> "Rough":
         jobs.append(job | {"kind": "parts", "ranks": 1, "config": settings})
     *steps, shapes = [successful(answer) for answer in runs.answers([*jobs, jobs[0] | {"kind": "shapes"}])]
     plain, recomputed = ({name: RankCounts.from_json(part) for name, part in step.items()} for step in steps)
-    student, teacher = (
-        _Shape(shape["layers"], shape["layer_elements"], shape["head"] * (1 if shape["tied"] else 2), shape["width"])
-        for shape in (shapes["student"], shapes.get("teacher", _ABSENT))
-    )
-    return Rough(plain, recomputed, student, teacher, tokens)
+    models = {
+        name: _Shape(shape["layers"], shape["layer_elements"], shape["head"] * (2 - shape["tied"]), shape["width"])
+        for name, shape in shapes.items()
+    }
+    return Rough(plain, recomputed, models["student"], models.get("teacher", _Shape()), tokens)
 
 
 def _estimated(
@@ -139,15 +140,13 @@ def _estimated(
         for rank in dict.fromkeys((0, machine.ranks - machine.ranks // candidate.pipeline)):
             jobs.append(job | {"kind": "estimated", "rank": rank, "config": settings})
             owners.append(candidate)
-    answers: dict[Candidate, list[Job]] = {}
-    for candidate, answer in zip(owners, runs.answers(jobs), strict=True):
-        answers.setdefault(candidate, []).append(answer)
     plans = []
-    for candidate, rank_answers in answers.items():
-        if not any("error" in answer for answer in rank_answers):
-            counts = [_step_counts(RankCounts.from_json(answer), candidate) for answer in rank_answers]
+    for candidate, pairs in itertools.groupby(zip(owners, runs.answers(jobs), strict=True), lambda pair: pair[0]):
+        answers = [answer for _, answer in pairs]
+        if not any("error" in answer for answer in answers):
+            counts = [_step_counts(RankCounts.from_json(answer), candidate) for answer in answers]
             ranks = dict(zip((FIRST, LAST), counts, strict=False))
-            plans.append((candidate, Plan(machine, ranks, has_tower(job), job["completions"])))
+            plans.append((candidate, Plan(machine, ranks, job["has_tower"], job["completions"])))
     return plans
 
 
@@ -171,21 +170,13 @@ def _step_counts(counts: RankCounts, candidate: Candidate) -> RankCounts:
     )
 
 
-@dataclass(frozen=True)
-class _Shape:
+class _Shape(NamedTuple):
     """The layers of a model, the elements of a layer, those of the embedding and of the head, and the width."""
 
-    layers: int
-    layer: float
-    rest: float
-    width: int
-
-    @property
-    def elements(self) -> float:
-        return self.layers * self.layer + self.rest
-
-
-_ABSENT = {"layers": 0, "layer_elements": 0.0, "head": 0, "tied": True, "width": 0}
+    layers: int = 0
+    layer: float = 0.0
+    rest: float = 0.0
+    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,7 +208,8 @@ class Rough:
         summed = 2 * (widths + 2 * teacher.layers * teacher.width) * 2 * candidate.rows * self.row / candidate.context
         exposed = share * (candidate.tensor - 1) / candidate.tensor * summed / (device.nvlink * LINKS)
         # FSDP's messages over all stages: two gathers of a student's layer and a reduction, one gather of a teacher's
-        gathered = (12 * student.elements + 2 * teacher.elements) / candidate.tensor
+        elements, teacher_elements = (model.layers * model.layer + model.rest for model in (student, teacher))
+        gathered = (12 * elements + 2 * teacher_elements) / candidate.tensor
         sharded = gathered * share if candidate.fsdp * candidate.context > 1 else 0.0
         groups_per_machine = max(1, machine.gpus_per_node // (candidate.tensor * candidate.context))
         is_local = machine.ranks <= machine.gpus_per_node * candidate.pipeline

@@ -7,13 +7,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from queue import LifoQueue
 from typing import Any, Self
 
-from stillhouse.config import ConfigError, RolloutConfig, RunConfig, load_config
+from stillhouse.config import ConfigError, RolloutConfig, RunConfig, StudentConfig, TeacherConfig
 from stillhouse.libraries import reading
 from stillhouse.plan.devices import DEVICES, Device
 from stillhouse.plan.prediction import FIRST, Prediction, RankCounts, planned_ranks, predict
@@ -43,9 +43,8 @@ class Machine:
 class Plan:
     """The dry run of a layout: the counts of its ranks by name.
 
-    has_tower: whether a model has a vision tower, whose images the dry run does not have.
-    completions: of an on-policy run, those of a step in words; None for a run on a dataset.
-    overrides: of the configuration, which give the layout.
+    has_tower: whether a model has a vision tower; the dry run has no images.
+    completions: of an on-policy run, those of a step in words. overrides: of the configuration, for this layout.
     """
 
     machine: Machine
@@ -82,8 +81,11 @@ class Plan:
             "slowest": prediction.slowest,
             "counts_activations_of_images": not self.has_tower,
             "counts_generation": self.completions is None,
-            "counts": {name: rank.as_json() for name, rank in self.ranks.items()},
-            "times": {name: time.as_json() for name, time in prediction.times.items()},
+            "counts": {name: asdict(rank) for name, rank in self.ranks.items()},
+            "times": {
+                name: asdict(time) | {"seconds": time.seconds, "bound": time.bound}
+                for name, time in prediction.times.items()
+            },
         }
 
 
@@ -94,7 +96,7 @@ def plan_layout(job: Job) -> Plan:
         numbers = planned_ranks(first.layout)
         others = runs.counts([job | {"rank": rank} for name, rank in numbers.items() if name != FIRST])
     machine = Machine(job["ranks"], job["gpus_per_node"], job["device"])
-    return Plan(machine, dict(zip(numbers, [first, *others], strict=True)), has_tower(job), job["completions"])
+    return Plan(machine, dict(zip(numbers, [first, *others], strict=True)), job["has_tower"], job["completions"])
 
 
 def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Job:
@@ -109,8 +111,6 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
             "a plan has one teacher, in the student's stages: expected teachers=null with teacher.model, or with "
             "teacher=null for the student alone",
         )
-    if config.student.quantize is not None:
-        raise ConfigError("student.quantize", "a plan counts plain weights: expected null")
     for section, teacher in config.teacher_sections.items():
         if teacher.source_kind.is_store:
             raise ConfigError(
@@ -120,7 +120,9 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
             )
         if teacher.parallel is not None:
             raise ConfigError(f"{section}.parallel", "a plan has a teacher in the student's stages: expected null")
-        if teacher.quantize is not None:
+    models: dict[str, StudentConfig | TeacherConfig] = {"student": config.student, **config.teacher_sections}
+    for section, model in models.items():
+        if model.quantize is not None:
             raise ConfigError(f"{section}.quantize", "a plan counts plain weights: expected null")
     if (engine := config.parallel.engine) != "torch":
         raise ConfigError("parallel.engine", f"got {engine}: a plan runs torch's layouts; expected torch")
@@ -133,9 +135,13 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
     values |= {"device": "cuda", "track": [], "eval": None, "checkpoint": None}
     values["data"]["eval"] = 0
     values["student"]["init"] = None  # the weights have the same shapes, whatever they start from
-    for section, model in {"student": config.student, **config.teacher_sections}.items():
+    has_tower = False
+    for section, model in models.items():
         if model.model is not None:
-            values[section] |= {"model": _folder(section, model.model, model.revision), "revision": None}
+            folder = _folder(section, model.model, model.revision)
+            values[section] |= {"model": folder, "revision": None}
+            file = Path(folder) / "config.json"
+            has_tower |= file.is_file() and "vision_config" in json.loads(file.read_text())
     document_tokens, completions = min(document_tokens, config.data.max_tokens), None
     if config.rollout is not None:
         weights = [source.weight for source in config.data.weighted_sources] or [1.0]
@@ -151,6 +157,7 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
         "device": machine.name,
         "document_tokens": document_tokens,
         "completions": completions,
+        "has_tower": has_tower,
     }
 
 
@@ -159,9 +166,9 @@ def _set_completions(
 ) -> tuple[int, str]:
     """Set the tokens of a step and of a sequence to those of the step's completions, as `StepPacker` packs them.
 
-    sources: each with its weight. parts: the smallest number of micro-batches of a step.
-    Returns the tokens of a completion with its prompt, and the completions in words. Every completion has
-    rollout.max_new_tokens, those of the source with the most.
+    sources: with their weights. parts: the smallest number of micro-batches of a step. Every completion has the
+    largest rollout.max_new_tokens of a source.
+    Returns the tokens of a completion with its prompt, and the completions in words.
     """
     data, train, max_tokens = values["data"], values["train"], values["data"]["max_tokens"]
     samples = sum(w * source.samples_per_prompt for w, source in sources) / sum(weight for weight, _ in sources)
@@ -234,14 +241,6 @@ def successful(answer: dict[str, Any]) -> dict[str, Any]:
     if answer["key"] is None:
         raise ValueError(answer["error"])
     raise ConfigError(answer["key"], answer["error"])
-
-
-def has_tower(job: Job) -> bool:
-    """Whether the student or a teacher has a vision tower. job: with folders as models."""
-    config = load_config(None, settings=job["config"])
-    models = [config.student.model, *(teacher.model for teacher in config.teacher_sections.values())]
-    files = [Path(model) / "config.json" for model in models if model is not None]
-    return any("vision_config" in json.loads(file.read_text()) for file in files)
 
 
 def _folder(section: str, name: str, revision: str | None) -> str:

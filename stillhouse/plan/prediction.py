@@ -5,7 +5,7 @@ time of a step = the slowest rank's, divided by 1 − the bubble's share
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -49,11 +49,7 @@ class RankCounts:
 
     micro_batches: of this rank in the step. tokens: of the step, over all ranks.
     model_operations: floating-point operations of the step over all ranks, without recomputation and attention.
-    kernels: launches. waits: how often the host waits for the device, by place. pageable: copies that wait because
-    the host's memory is not pinned, by place.
-    products: floating-point operations of matrix products and attention, by dtype. traffic: bytes of other kernels.
-    messages, sent: number and bytes of collectives, by axis and operation.
-    peak: bytes at the largest use of memory, by purpose.
+    kernels: launches. The other fields are those of `StepCounts`.
     """
 
     rank: int
@@ -78,9 +74,6 @@ class RankCounts:
     def from_json(cls, values: Mapping[str, Any]) -> "RankCounts":
         return cls(**{**values, "layout": LayoutSize(**values["layout"])})
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def planned_ranks(layout: LayoutSize) -> dict[str, int]:
     """Return the ranks to run, by name: of the first, an inner and the last stage.
@@ -89,13 +82,11 @@ def planned_ranks(layout: LayoutSize) -> dict[str, int]:
     stage, the first rank has the largest shards.
     """
     pipeline, per_stage = layout.degrees["pipeline"], layout.ranks // layout.degrees["pipeline"]
-    numbers = {FIRST: 0, LAST: layout.last_rank}
+    ranks = {FIRST: 0}
     if pipeline > 2:
-        numbers[INNER] = next(n for n in range(pipeline // 2, pipeline) if n not in numbers.values())
-    ranks: dict[str, int] = {}
-    for name in (FIRST, INNER, LAST):
-        if name in numbers and numbers[name] * per_stage not in ranks.values():
-            ranks[name] = numbers[name] * per_stage
+        ranks[INNER] = next(n for n in range(pipeline // 2, pipeline) if n not in (0, layout.last_rank)) * per_stage
+    if layout.last_rank:  # some schedules have the last stage on the first rank
+        ranks[LAST] = layout.last_rank * per_stage
     return ranks
 
 
@@ -127,9 +118,6 @@ class RankTime:
             return "launches"
         parts = {"compute": self.products, "memory": self.traffic, "network": self.exposed}
         return max(parts, key=lambda name: parts[name])
-
-    def as_json(self) -> dict[str, float | str]:
-        return asdict(self) | {"seconds": self.seconds, "bound": self.bound}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -44,7 +45,7 @@ from stillhouse.parallel.ranks import FIRST_BYTES, LENGTH_BYTES, Ranks
 from stillhouse.parallel.sharded_loading import allocate
 from stillhouse.parallel.stages import cost_of
 from stillhouse.plan.device_counts import DeviceCounts, StepCounts
-from stillhouse.plan.fake_cuda import FakeCudaMode, fake_cuda, with_real_tensors
+from stillhouse.plan.fake_cuda import FakeCudaMode, fake_cuda
 from stillhouse.rollout.documents import POLICY_VERSION
 from stillhouse.run.models import ModelSources
 from stillhouse.run.setup import RunSetup, configured_layout, with_precision
@@ -97,11 +98,9 @@ class PlannedRank:
 
 
 def rank_steps(planned: PlannedRank, properties: SimpleNamespace, tokens: Sequence[int]) -> list[StepCounts]:
-    """Run steps of a rank and return what was counted in each of them.
+    """Run steps of a rank, whose environment the process must have (`RANK`, `WORLD_SIZE`); return their counts.
 
-    properties: of the device, see `fake_cuda`. tokens: `train.tokens_per_step` of each step. The environment of the
-    process must be that of the rank (`RANK`, `WORLD_SIZE`).
-
+    properties: of the device, see `fake_cuda`. tokens: `train.tokens_per_step` of each step.
     Raises the errors of a run whose models do not fit their layout.
     """
     with dry_run(_ANSWERS), fake_cuda(properties), _fake_processes(planned.rank, planned.ranks):
@@ -112,15 +111,16 @@ def rank_steps(planned: PlannedRank, properties: SimpleNamespace, tokens: Sequen
         device = DeviceCounts(mode, planned.document_tokens, _axes(mesh))
         counted: list[StepCounts] = []
         with mode, device:
-            engine, source = setup.engine(setup.planned_models(mesh, device), layout)
+            # a family may have a class for texts, without a vision tower, and one for images
+            sources = setup.models(mesh, multimodal=setup.config.data.image_pixels is not None)
+            engine, source = setup.engine(_PlannedModels(**vars(sources), memory=device), layout)
             # as a run does, each step builds the next one's micro-batches and requests their signals
-            make = partial(setup.planned_micro_batches, mesh, planned.document_tokens)
-            steps = (device.call(BATCH, make, count) for count in [*tokens, *[tokens[-1]] * (1 + source.steps_ahead)])
-            requests = RequestedSteps(source, steps)
+            make = device.labelled(BATCH)(partial(setup.planned_micro_batches, mesh, planned.document_tokens))
+            requests = RequestedSteps(source, map(make, [*tokens, *[tokens[-1]] * (1 + source.steps_ahead)]))
             with _labelled(engine, source, device):
                 for _ in tokens:
                     device.restart()
-                    _run(engine, requests, device)
+                    _run(engine, requests, device)  # a function, so that none of its tensors is held in the next step
                     counted.append(device.restart())
         return counted
 
@@ -147,11 +147,6 @@ class _PlannedSetup(RunSetup):
             for section, teacher in self.teachers.items()
             if teacher.source_kind.is_store
         }
-
-    def planned_models(self, mesh: Mesh, device: DeviceCounts) -> "_PlannedModels":
-        # a family may have a class for texts, without a vision tower, and one for images
-        images = self.config.data.image_pixels is not None
-        return _PlannedModels(**vars(self.models(mesh, multimodal=images)), memory=device)
 
     def planned_micro_batches(self, mesh: Mesh, document_tokens: int, tokens_per_step: int) -> ShardedMicroBatches:
         """Return the micro-batches of a step on this rank.
@@ -188,7 +183,7 @@ class _PlannedModels(ModelSources):
     @cached_property
     def student_source(self) -> ModelSource:
         source: ModelSource = super().student_source
-        return replace(source, build=with_real_tensors(source.build))
+        return replace(source, build=unset_fake_temporarily()(source.build))
 
     def _whole_student(self) -> ModelSource:
         return self._sharded_student()
@@ -211,7 +206,7 @@ class _PlannedModels(ModelSources):
         purpose = STUDENT if section == "student" else TEACHER
         # a module cannot replace its fake tensors, because their mode refers to them; meta tensors have no such mode
         load = partial(self._allocate, purpose, device or self.mesh.device, offload)
-        return replace(source, build=with_real_tensors(source.build), load_weights=load, has_values=False)
+        return replace(source, build=unset_fake_temporarily()(source.build), load_weights=load, has_values=False)
 
     def _allocate(self, purpose: str, device: torch.device, offload: bool, decoder: Decoder) -> None:
         assert self.memory is not None
@@ -243,7 +238,7 @@ class _PlannedStore(SignalStore):
 
 
 def _planned_signals(source: StoredTeacher, micro_batches: ShardedMicroBatches) -> DeferredSignals:
-    """Replaces `StoredTeacher.request`, whose threads read the store. The tensors go the same way to the device."""
+    # in place of `StoredTeacher.request`, whose threads read the store; the tensors go the same way to the device
     tensors = [source._empty(batch, "cpu") for batch in micro_batches] if source._student.has_results else []
     return DeferredSignals(partial(source.on_device, tensors, micro_batches))
 
@@ -251,7 +246,8 @@ def _planned_signals(source: StoredTeacher, micro_batches: ShardedMicroBatches) 
 def _planned_shards(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
     """As `shard_micro_batches`, which reads values: the micro-batches have values until they are on the device."""
     host: Any = SimpleNamespace(degrees=mesh.degrees, coordinate=mesh.coordinate, device=torch.device("cpu"))
-    on_cpu = with_real_tensors(unwrap(shard_micro_batches))(step, host, uniform_shapes=uniform_shapes)
+    with unset_fake_temporarily():
+        on_cpu = unwrap(shard_micro_batches)(step, host, uniform_shapes=uniform_shapes)
     moved = [part.to(mesh.device) for part in on_cpu]
     return ShardedMicroBatches(moved, step, uniform_shapes=uniform_shapes, on_cpu=list(on_cpu))
 
@@ -274,38 +270,31 @@ def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Ite
         (teacher, TEACHER_ACTIVATIONS) for teacher in teachers if teacher is not None
     ]
     modules += [(decoder.head, OBJECTIVE) for decoder in engine.student.decoders if decoder.has_head]
-    handles: list[Any] = []
-    for module, purpose in modules:
-        stack = ExitStack()
+    with ExitStack() as hooks, dry_run({Runner.clip: device.labelled(CLIP)(unwrap(Runner.clip))}):
+        for module, purpose in modules:
+            stack = ExitStack()
 
-        def enter(module: nn.Module, args: Any, stack: ExitStack = stack, purpose: str = purpose) -> None:
-            stack.enter_context(device.labelled(purpose))
+            def enter(module: nn.Module, args: Any, stack: ExitStack = stack, purpose: str = purpose) -> None:
+                stack.enter_context(device.labelled(purpose))
 
-        def leave(module: nn.Module, args: Any, output: Any, stack: ExitStack = stack) -> None:
-            stack.close()
+            def leave(module: nn.Module, args: Any, output: Any, stack: ExitStack = stack) -> None:
+                stack.close()
 
-        handles += [module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)]
-    try:
-        with dry_run({Runner.clip: partial(device.call, CLIP, unwrap(Runner.clip))}):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
+        yield
 
 
 @contextmanager
 def _fake_processes(rank: int, processes: int) -> Iterator[None]:
     """Within the block, this process is a rank of a job whose other ranks do not exist."""
-    if processes == 1:
+    with ExitStack() as stack:
+        if processes > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
+            stack.callback(dist.destroy_process_group)
+            # the number of a micro-batch has no value
+            stack.enter_context(dry_run({Ranks.exchange: _exchange, require_next: lambda *arguments: None}))
         yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
-    try:
-        # the number of a micro-batch has no value
-        with dry_run({Ranks.exchange: _exchange, require_next: lambda *arguments: None}):
-            yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _exchange(ranks: Ranks, content: bytes) -> list[bytes]:
@@ -318,8 +307,8 @@ def _exchange(ranks: Ranks, content: bytes) -> list[bytes]:
 
 #: what computes with few numbers, and what reads values
 _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    cut_backbone: with_real_tensors(unwrap(cut_backbone)),
-    Mesh.__init__: with_real_tensors(unwrap(Mesh.__init__)),
+    cut_backbone: unset_fake_temporarily()(unwrap(cut_backbone)),
+    Mesh.__init__: unset_fake_temporarily()(unwrap(Mesh.__init__)),
     shard_micro_batches: _planned_shards,
     StoredTeacher.request: _planned_signals,
 }

@@ -33,7 +33,10 @@ ADDRESS = "127.0.0.1"
 )  # fmt: skip
 @click.option("--watch", is_flag=True, help="Serve the page on 127.0.0.1 and renew it while the run goes on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --watch; 0 for a free one.")
-def report(run_dirs: tuple[Path, ...], compare: tuple[Path, ...], out: Path | None, watch: bool, port: int) -> None:
+@click.option("--label", default="", hidden=True)  # printed before the path, by the commands that end with a report
+def report(
+    run_dirs: tuple[Path, ...], *, compare: tuple[Path, ...], out: Path | None, watch: bool, port: int, label: str
+) -> None:
     """Write a run's report.
 
     Writes one self-contained HTML page into RUN_DIR and prints its path.
@@ -55,16 +58,26 @@ def report(run_dirs: tuple[Path, ...], compare: tuple[Path, ...], out: Path | No
         return
     from stillhouse.report.page import write_report
 
-    print_escaped(write_report(run_dirs[0], others, out))
+    print_escaped(f"{label}{write_report(run_dirs[0], others, out)}")
 
 
-class WatchedReport:
-    """The current page of some runs. The constructor raises the ValueErrors of `read_runs`."""
+class ReportServer(ThreadingHTTPServer):
+    """Serves the current page of some runs at `/` on the loopback address. port: 0 chooses a free port.
 
-    def __init__(self, run_dir: Path, compare: Sequence[Path] = ()):
+    Raises the ValueErrors of `read_runs`, and ValueError if the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, run_dir: Path, compare: Sequence[Path] = (), port: int = 0):
         self._paths = [Path(run_dir), *map(Path, compare)]
         self._version, self._page = "", b""
         self.current()
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"--port: {port} on {ADDRESS} cannot be used: {error}; choose another, or 0") from error
+        self.url = f"http://{ADDRESS}:{self.server_port}/"
 
     def current(self) -> tuple[str, bytes]:
         """Return the version and the page. The page is rendered again only if a file has changed.
@@ -87,31 +100,9 @@ class WatchedReport:
         return self._version, self._page
 
 
-class ReportServer(ThreadingHTTPServer):
-    """Serves the page at `/` on the loopback address. port: 0 chooses a free port."""
-
-    daemon_threads = True
-
-    def __init__(self, report: WatchedReport, port: int = 0):
-        self.report = report
-        super().__init__((ADDRESS, port), _Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://{ADDRESS}:{self.server_port}/"
-
-
 def serve_page(run_dir: Path, compare: Sequence[Path], port: int, announce: Callable[[str], object]) -> None:
-    """Serve the page until the process gets a signal. announce: called with the address.
-
-    Raises ValueError if the folder contains no run or the port is taken.
-    """
-    report = WatchedReport(run_dir, compare)
-    try:
-        server = ReportServer(report, port)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"--port: {port} on {ADDRESS} cannot be used: {error}; choose another, or 0") from error
-    with server:
+    """Serve the page until the process gets a signal. announce: called with the address."""
+    with ReportServer(run_dir, compare, port) as server:
         announce(server.url)
         server.serve_forever()
 
@@ -126,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/":
             return self._answer(HTTPStatus.NOT_FOUND, b"There is only one page, at /.", "text/plain")
         try:
-            version, page = self.server.report.current()
+            version, page = self.server.current()
         except ValueError as error:
             text = escaped(str(error)).encode("utf-8", errors="replace")
             return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, text, "text/plain; charset=utf-8")

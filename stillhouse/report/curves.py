@@ -6,12 +6,12 @@ its order. The unknown metrics (for example of a later version) follow, with the
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 from stillhouse.output.json_lines import MetricsLine
-from stillhouse.output.metrics import LENGTH, TOTAL, Metric, metric_table
+from stillhouse.output.metrics import LENGTH, TOTAL, Metric, matched, metric_table
 from stillhouse.report.run_files import Run
 
 POINTS = 2000  # the maximum number of points of a series; a longer series keeps the extremes of each section
@@ -33,7 +33,9 @@ class Chart:
     """A chart, and the metrics that it draws.
 
     keys: the metric of each side, of which the first is drawn solid. Most charts have one unnamed side.
-    log: whether the axis is logarithmic if the values span a large range. explanations: a sentence for each metric.
+    log: whether the axis is initially logarithmic; of a chart without series, whether it is if the values span a
+        large range. positive: whether a logarithmic axis can show all values.
+    explanations: a sentence for each metric. label: the curves in words.
     """
 
     group: str
@@ -43,41 +45,31 @@ class Chart:
     log: bool = False
     percent: bool = False
     explanations: list[str] = field(default_factory=list)
+    series: list[Series] = field(default_factory=list)
+    positive: bool = True
+    label: str = ""
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A chart with its data. log: whether the axis is initially logarithmic. label: the curves in words."""
-
-    chart: Chart
-    series: list[Series]
-    log: bool
-    label: str
-
-    @property
-    def positive(self) -> bool:
-        """Whether a logarithmic axis can show all values."""
-        return all(value > 0 for value in _values(self.series))
-
-
-def draw_charts(runs: Sequence[Run]) -> list[Drawing]:
+def draw_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of these runs in the page's order, without charts that have no value."""
-    drawings = []
+    drawn = []
     for chart in _charts(runs):
         series = [
             _series(run.lines, key, index, side) for index, run in enumerate(runs) for side, key in chart.keys.items()
         ]
-        series = [curve for curve in series if _values([curve])]
+        series = [curve for curve in series if any(value is not None for value in curve["values"])]
         if not series:
             continue
         # without the sides that no run has; if only the first side is left, without its name, too
         keys = {side: key for side, key in chart.keys.items() if any(curve["side"] == side for curve in series)}
         if list(keys) == list(chart.keys)[:1]:
             keys, series = {"": next(iter(keys.values()))}, [Series({**curve, "side": ""}) for curve in series]
-        chart, values = replace(chart, keys=keys), _values(series)
-        spans = min(values) > 0 and max(values) / min(values) >= LOG_FROM
-        drawings.append(Drawing(chart, series, chart.log and spans, _label(chart, series, runs)))
-    return drawings
+        values = [value for curve in series for value in curve["values"] if value is not None]
+        positive = min(values) > 0
+        log = chart.log and positive and max(values) / min(values) >= LOG_FROM
+        label = _label(chart, series, runs)
+        drawn.append(replace(chart, keys=keys, series=series, log=log, positive=positive, label=label))
+    return drawn
 
 
 def _charts(runs: Sequence[Run]) -> list[Chart]:
@@ -86,10 +78,8 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
     charts, unknown = dict[tuple[str, str], Chart](), list[Chart]()
     keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values)
     for key in sorted(keys, key=lambda key: LENGTH in key):
-        for metric, names_of_keys in matches.items():
-            if (names := metric.names(key)) is not None:
-                names_of_keys.append(names)
-                break
+        if (match := matched(key)) is not None:
+            matches[match[0]].append(match[1])
         else:
             unknown.append(Chart("Other", key, "", {"": key}))
     undrawn = {""} if not _total_repeats(runs) else {"", TOTAL}
@@ -131,16 +121,13 @@ def _series(lines: Sequence[MetricsLine], key: str, run: int, side: str) -> Seri
     shown = _thin(points)
     means: dict[float, float] = {}
     for section in _sections(points) if len(shown) < len(points) else ():
-        values = [value for _, value in section if value is not None]
-        if values:  # the smoothed curve must not be computed from extremes only
-            means |= dict.fromkeys((step for step, _ in section), sum(values) / len(values))
-    return Series(
-        run=run,
-        side=side,
-        steps=[step for step, _ in shown],
-        values=[_rounded(value) for _, value in shown],
-        means=[None if value is None else _rounded(means[step]) for step, value in shown] if means else None,
-    )
+        numbers = [value for _, value in section if value is not None]
+        if numbers:  # the smoothed curve must not be computed from extremes only
+            means |= dict.fromkeys((step for step, _ in section), sum(numbers) / len(numbers))
+    steps = [step for step, _ in shown]
+    values = [None if value is None else float(f"{value:.6g}") for _, value in shown]
+    shown_means = [None if value is None else float(f"{means[step]:.6g}") for step, value in shown] if means else None
+    return Series(run=run, side=side, steps=steps, values=values, means=shown_means)
 
 
 def _with_gaps(points: Points) -> Points:
@@ -176,21 +163,12 @@ def _sections(points: Points) -> Iterator[Points]:
     return (points[start : start + stretch] for start in range(0, len(points), stretch))
 
 
-def _values(series: Iterable[Series]) -> list[float]:
-    return [value for curve in series for value in curve["values"] if value is not None]
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
-
-
 def _label(chart: Chart, series: list[Series], runs: Sequence[Run]) -> str:
     """Return the chart in words, for readers who cannot see it."""
     parts = []
     for curve in series:
         points = [(s, v) for s, v in zip(curve["steps"], curve["values"], strict=True) if v is not None]
-        name = " ".join(part for part in (runs[curve["run"]].path.resolve().name, curve["side"]) if part)
+        name = " ".join(filter(None, (runs[curve["run"]].path.resolve().name, curve["side"])))
         (first_step, first), (last_step, last) = points[0], points[-1]
         parts.append(f"{name} {first:.4g} at step {first_step:g}, {last:.4g} at step {last_step:g}")
-    unit = f", {chart.unit}" if chart.unit else ""
-    return f"{chart.title}{unit}: {'; '.join(parts)}"
+    return f"{', '.join(filter(None, (chart.title, chart.unit)))}: {'; '.join(parts)}"

@@ -4,29 +4,28 @@ import base64
 import functools
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from stillhouse.display import escaped
+from stillhouse.output.disk import replace_text
 from stillhouse.output.metrics import LENGTH, TASK, known_metric
-from stillhouse.report.curves import Drawing, draw_charts
+from stillhouse.report.curves import Chart, draw_charts
 from stillhouse.report.run_files import Run, read_run
 from stillhouse.report.shown_records import (
     SHADES,
     mean_kl,
     over_time,
     pieces,
-    readouts,
+    readout,
     shade_class,
-    shown_step,
+    shown_tokens,
     staleness_rows,
-    term_names,
+    step_summary,
     timeline,
 )
 
@@ -51,8 +50,7 @@ _DATA_LABELS = {
 }
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """One number of the summary. texts: one per run; None if the run does not have this number."""
 
     name: str
@@ -67,21 +65,13 @@ def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None =
     compare: the folders of at most 7 other runs, drawn into the same charts under their folders' names.
     out: the file to write. None: `run_dir/report.html`, and `run_dir/compare.html` for several runs.
 
-    Raises ValueError if a folder contains no run, a file is malformed, there are too many runs, or a run is given
-    twice.
+    Raises ValueError if a folder contains no run, a file is malformed, there are too many runs, a run is given twice,
+    or the page cannot be written.
     """
     page = render(read_runs([Path(run_dir), *map(Path, compare)]))
     target = Path(run_dir) / ("compare.html" if compare else "report.html") if out is None else Path(out)
-    partial = target.with_name(target.name + ".partial")
-    # A token's text may contain half of a surrogate pair. UTF-8 cannot encode it; a browser then shows U+FFFD.
-    try:
-        partial.write_bytes(page.encode("utf-8", errors="xmlcharrefreplace"))
-        os.replace(partial, target)
-    except OSError as error:
-        raise ValueError(
-            f"{target} cannot be written: {error.strerror}; the run itself is not changed, and `stillhouse report "
-            f"{run_dir}` writes the page again"
-        ) from error
+    # a token's text may have half of a surrogate pair, which UTF-8 lacks; a browser then shows U+FFFD
+    replace_text(target, page.encode("utf-8", errors="xmlcharrefreplace").decode())
     return target
 
 
@@ -99,32 +89,39 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def render(runs: Sequence[Run], *, watching: bool = False) -> str:
     """Return the page of the first run, compared with the other runs. watching: whether the page updates itself."""
     run, rollouts, held_out = runs[0], runs[0].rollouts, runs[0].held_out
-    drawings = draw_charts(runs)
-    groups: dict[str, list[tuple[int, Drawing]]] = {}
-    for index, drawing in enumerate(drawings):
-        groups.setdefault(drawing.chart.group, []).append((index, drawing))
+    charts = draw_charts(runs)
+    groups: dict[str, list[tuple[int, Chart]]] = {}
+    for index, chart in enumerate(charts):
+        groups.setdefault(chart.group, []).append((index, chart))
     names = run_names([run.path for run in runs])
-    terms = term_names(held_out) if held_out else []
+    documents = held_out.documents if held_out else []
+    # the terms of the objective whose gradients are known
+    terms = list(dict.fromkeys(name for shown in documents for token in shown.tokens for name in token.terms))
     embedded = {
         "runs": names,
         "charts": [
             {
-                "title": f"{drawing.chart.group}: {drawing.chart.title}",
-                "log": drawing.log,
-                "positive": drawing.positive,
-                "percent": drawing.chart.percent,
-                "sides": list(drawing.chart.keys),
-                "series": drawing.series,
+                "title": f"{chart.group}: {chart.title}",
+                "log": chart.log,
+                "positive": chart.positive,
+                "percent": chart.percent,
+                "sides": list(chart.keys),
+                "series": chart.series,
             }
-            for drawing in drawings
+            for chart in charts
         ],
-        "documents": readouts(held_out, terms) if held_out else [],
+        "documents": [[readout(token, terms) for token in document.tokens] for document in documents],
         "terms": terms,
         "shades": SHADES,
     }
-    documents = held_out.documents if held_out else []
-    has_images = any(sample.images for sample in run.eval_samples) or any(shown.images for shown in documents)
     scripts = [_asset(name) for name in ("uplot.min.js", "report.js", *(["watch.js"] if watching else []))]
+    # the page runs only its own scripts and loads nothing; a watched page may send requests to its own server
+    script_hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{script_hash}'" for script_hash in script_hashes)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+    policy += "; connect-src 'self'" if watching else ""
+    has_images = any(sample.images for sample in run.eval_samples) or any(shown.images for shown in documents)
+    policy += "; img-src data:" if has_images else ""
     return _template().render(
         run=run,
         names=names,
@@ -132,13 +129,14 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         differences=config_differences(runs),
         watching=watching,
         title=title(run),
-        objective=objective(run),
+        # in words if the run has recorded it, otherwise the expression of its loss
+        objective=str((run.environment or {}).get("objective") or run.section("objective").get("loss", "")),
         figures=figures(runs),
         groups=groups,
         documents=documents,
         rollouts=rollouts,
         timeline=timeline(rollouts.spans) if rollouts else None,
-        steps=[shown_step(step, samples) for step, samples in reversed(rollouts.samples.items())] if rollouts else [],
+        steps=[*reversed(rollouts.samples.items())] if rollouts else [],
         recent_steps=RECENT_STEPS,
         staleness=staleness_rows(rollouts.staleness) if rollouts else [],
         prompts=over_time(run.eval_samples),
@@ -150,7 +148,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         embedded=embedded,
         styles=[_asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if rollouts else []))],
         scripts=scripts,
-        policy=_policy(scripts, watching=watching, images=has_images),
+        policy=policy,
     )
 
 
@@ -160,9 +158,8 @@ def _template() -> Template:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {
-        "duration": _duration, "mean_kl": mean_kl, "pieces": pieces, "shade_class": shade_class
-    }  # fmt: skip
+    filters = {"duration": _duration, "mean_kl": mean_kl, "pieces": pieces, "shade_class": shade_class}
+    environment.filters |= filters | {"shown_tokens": shown_tokens, "step_summary": step_summary}
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("report.html.jinja")
 
@@ -179,26 +176,16 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 def title(run: Run) -> str:
     """Return `student ← teachers`, each as the last part of a path or as a hub id."""
     names = []
-    for side in ("student", "teacher"):
-        section = run.config.get(side)
-        name = str(section.get("model") or "") if isinstance(section, dict) else ""
+    for section in (run.section("student"), run.section("teacher")):
+        name = str(section.get("model") or "")
         is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
         names.append(Path(name).name if is_path else name)
     student, teacher = names
     if not student:
         return run.path.resolve().name
-    several = run.config.get("teachers")
-    if isinstance(several, dict):
+    if isinstance(several := run.config.get("teachers"), dict):
         teacher = ", ".join(sorted(name for name, section in several.items() if isinstance(section, dict)))
     return f"{student} ← {teacher}" if teacher else student
-
-
-def objective(run: Run) -> str:
-    """Return the objective in words if the run has recorded it, otherwise the expression of its loss."""
-    if run.environment and run.environment.get("objective"):
-        return str(run.environment["objective"])
-    section = run.config.get("objective")
-    return str(section.get("loss", "")) if isinstance(section, dict) else ""
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
@@ -252,21 +239,8 @@ def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, _plain(value)) for name, value in notes if value not in (None, [], {}, "")]
 
 
-def _policy(scripts: Iterable[str], *, watching: bool, images: bool) -> str:
-    """Return a Content-Security-Policy that lets the page run only its own scripts and load nothing.
-
-    watching: the page may send requests to its own server. images: the page may show images that it contains.
-    """
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{script_hash}'" for script_hash in hashes)
-    connect = "; connect-src 'self'" if watching else ""
-    shown = "; img-src data:" if images else ""
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}{connect}{shown}"
-
-
 def _asset(name: str) -> Markup:
-    """Return one of our style sheets or scripts, to be put into the page unescaped."""
-    return Markup((ASSETS / name).read_text(encoding="utf-8"))
+    return Markup((ASSETS / name).read_text(encoding="utf-8"))  # our style sheets and scripts are not escaped
 
 
 def _plain(value: object) -> str:

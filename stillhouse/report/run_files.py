@@ -41,10 +41,8 @@ EVAL_SAMPLES = 4000  # the number of newest samples that are read
 class Rollouts:
     """The records of an on-policy run.
 
-    spans: the newest spans, in the order of the file.
-    samples: the samples of some steps, in the order of steps.
-    sampled_steps: the number of steps with samples.
-    staleness: for each staleness, the number of the student's completions in the file.
+    spans: the newest ones, in the order of the file. samples: those of some steps, in the order of steps.
+    sampled_steps: the number of steps with samples. staleness: how many of the student's completions have each value.
     """
 
     spans: list[TimelineSpan]
@@ -77,6 +75,11 @@ class Run:
         values = [value for line in self.lines if (value := line.values.get(key)) is not None]
         return (values[0], values[-1]) if values else None
 
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a section of the configuration; empty if it is no mapping."""
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
+
 
 def read_run(path: Path) -> Run:
     """Read everything that the page needs from a run folder.
@@ -84,8 +87,18 @@ def read_run(path: Path) -> Run:
     Raises ValueError if there is no metrics.jsonl, or if a file is malformed (with file and line, or file and key).
     """
     lines, notes = read_metrics(path / METRICS)
-    config_text, config = _read_config(path / "config.yaml")
     present = {name for name in OPTIONAL_FILES if (path / name).is_file()}
+    config_text: str | None = None
+    config, file = dict[str, Any](), path / "config.yaml"
+    if "config.yaml" in present:
+        with reading(f"{file}: not UTF-8 text"):
+            config_text = file.read_text(encoding="utf-8")
+        try:
+            config = read_yaml(config_text, str(file))
+        except ConfigError as error:  # ConfigError is only for the configuration of the caller
+            raise ValueError(str(error)) from error
+        if not isinstance(config, dict):
+            raise ValueError(f"{file}: expected a mapping of sections, got {type(config).__name__}")
     # the files that a run of this configuration should have
     expected = {"config.yaml", "environment.json", "data.json"}
     data, evaluation = config.get("data"), config.get("eval")
@@ -114,20 +127,6 @@ def read_run(path: Path) -> Run:
         notes=notes,
         has_held_out_data=has_held_out_data,
     )
-
-
-def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
-    if not path.is_file():
-        return None, {}
-    with reading(f"{path}: not UTF-8 text"):
-        text = path.read_text(encoding="utf-8")
-    try:
-        config = read_yaml(text, str(path))
-    except ConfigError as error:  # ConfigError is only for the configuration of the caller
-        raise ValueError(str(error)) from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a mapping of sections, got {type(config).__name__}")
-    return text, config
 
 
 def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts:

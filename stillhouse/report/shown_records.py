@@ -7,8 +7,9 @@ In the timeline, each part of the job has a lane. Spans of one lane that overlap
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from stillhouse.display import escaped
 from stillhouse.output.records import (
@@ -16,7 +17,6 @@ from stillhouse.output.records import (
     WAIT,
     EvalSample,
     HeldOutDocument,
-    HeldOutTokens,
     SampleRecord,
     SampleToken,
     TimelineSpan,
@@ -32,28 +32,11 @@ SHORTEST = 1e-4  # seconds; no timeline is drawn for a shorter time
 WHAT = 60  # the maximum number of characters of a span's name
 # The lower bounds in nats of all shades but the first. The style sheet has a colour per shade: --kl-0 … --kl-8.
 SHADES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-_MARKS = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
+#: the mark of each control character: a control picture, which are in the order of the characters
+_MARKS = {chr(code): chr(0x2400 + code) for code in range(0x20)} | {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
 
-@dataclass(frozen=True)
-class ShownSample:
-    """tokens: (token, its facts, whether its version differs from the previous token's). cut: tokens not shown."""
-
-    facts: list[str]
-    prompt: str
-    tokens: list[tuple[SampleToken, str, bool]]
-    cut: int
-
-
-@dataclass(frozen=True)
-class ShownStep:
-    step: int
-    summary: str
-    samples: list[ShownSample]
-
-
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A held-out prompt with its completions, in the order of steps."""
 
     last: EvalSample
@@ -61,7 +44,7 @@ class Prompt:
     folded: list[EvalSample]
 
 
-def shown_step(step: int, samples: Sequence[SampleRecord]) -> ShownStep:
+def step_summary(samples: Sequence[SampleRecord]) -> str:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     targets = [token for sample in samples for token in sample.tokens if token.target]
     divergences = [token.divergence for token in targets if token.divergence is not None]
@@ -71,20 +54,20 @@ def shown_step(step: int, samples: Sequence[SampleRecord]) -> ShownStep:
     facts.append(f"mean length {sum(sample.length for sample in samples) / len(samples):,.0f}")
     if divergences:
         facts.append(f"mean divergence {sum(divergences) / len(divergences):.3g} nats")
-    return ShownStep(step, ", ".join(facts), [_sample(sample) for sample in samples])
+    return ", ".join(facts)
 
 
-def _sample(sample: SampleRecord) -> ShownSample:
-    tokens, before = [], None
+def shown_tokens(sample: SampleRecord) -> Iterator[tuple[SampleToken, str, bool]]:
+    """Yield (token, its facts, whether its version differs from the previous token's)."""
+    before = None
     for token in sample.tokens:
         parts = [] if token.target else ["not a target"]
         if token.divergence is not None:
             parts.append(f"{token.divergence:.3g} nats")
         if token.version is not None:
             parts.append(f"version {token.version}")
-        tokens.append((token, ", ".join(parts), before is not None and token.version not in (None, before)))
+        yield token, ", ".join(parts), before is not None and token.version not in (None, before)
         before = token.version
-    return ShownSample(sample.facts, sample.prompt, tokens, max(0, sample.length - len(tokens)))
 
 
 def staleness_rows(counts: Mapping[int, int]) -> list[tuple[str, int, float]]:
@@ -111,19 +94,14 @@ def over_time(samples: Sequence[EvalSample]) -> list[Prompt]:
     return prompts
 
 
-def shade(nats: float) -> int:
-    return bisect.bisect_right(SHADES, nats)
-
-
-def shade_class(nats: float | None, target: bool) -> str:
+def shade_class(nats: float | None, target: bool = True) -> str:
     """Return the style class of a token; "" if it has no divergence or is not a target."""
-    return f"k{shade(nats)}" if target and nats is not None else ""
+    return f"k{bisect.bisect_right(SHADES, nats)}" if target and nats is not None else ""
 
 
 def label(text: str) -> str:
     """Return a token's text on one line, with visible spaces."""
-    marked = "".join("␣" if character == " " else _mark(character) or character for character in text)
-    return marked or "∅"
+    return "".join("␣" if character == " " else _MARKS.get(character, character) for character in text) or "∅"
 
 
 def pieces(text: str) -> list[tuple[str, str]]:
@@ -135,8 +113,7 @@ def pieces(text: str) -> list[tuple[str, str]]:
         return [("", "∅")]
     parts = [("", "")]
     for character in text:
-        mark = _mark(character)
-        if mark:
+        if mark := _MARKS.get(character):
             parts.append((character if character in "\n\t" else "", mark))
         elif parts[-1][1]:
             parts.append((character, ""))
@@ -151,42 +128,27 @@ def mean_kl(document: HeldOutDocument) -> float | None:
     return sum(divergences) / len(divergences) if divergences else None
 
 
-def term_names(held_out: HeldOutTokens) -> list[str]:
-    """Return the terms of the objective whose gradients are known."""
-    tokens = (token for document in held_out.documents for token in document.tokens)
-    return list(dict.fromkeys(name for token in tokens for name in token.terms))
+def readout(token: Token, names: list[str]) -> list[object]:
+    """Return the values that the page shows for the token under the pointer:
 
-
-def readouts(held_out: HeldOutTokens, terms: list[str]) -> list[list[list[object]]]:
-    """Return the values that the page shows for the token under the pointer, for each token of each document:
-
-    [label, KL, teacher's top, student's top, for each of `terms` (value, gradient, raises, lowers) or null]
+    [label, KL, teacher's top, student's top, for each term in `names` [value, gradient, raises, lowers] or null]
     """
-    return [[_readout(token, terms) for token in document.tokens] for document in held_out.documents]
 
+    def labelled(pairs: list[tuple[str, float]]) -> list[list[object]]:
+        return [[label(text), round(value, 5)] for text, value in pairs]
 
-def _readout(token: Token, names: list[str]) -> list[object]:
+    terms: list[list[object] | None] = []
+    for term in map(token.terms.get, names):
+        if term is not None:
+            figures = [float(f"{value:.4g}") for value in (term.value, term.gradient)]
+            terms.append([*figures, labelled(term.raises), labelled(term.lowers)])
+        else:
+            terms.append(None)
     kl = None if token.kl is None else float(f"{token.kl:.4g}")
-    terms = []
-    for name in names:
-        term = token.terms.get(name)
-        figures = [] if term is None else [float(f"{value:.4g}") for value in (term.value, term.gradient)]
-        terms.append(None if term is None else [*figures, _labelled(term.raises), _labelled(term.lowers)])
-    return [label(token.text), kl, _labelled(token.teacher), _labelled(token.student), terms]
+    return [label(token.text), kl, labelled(token.teacher), labelled(token.student), terms]
 
 
-def _labelled(pairs: list[tuple[str, float]]) -> list[list[object]]:
-    return [[label(text), round(value, 5)] for text, value in pairs]
-
-
-def _mark(character: str) -> str:
-    if character in _MARKS:
-        return _MARKS[character]
-    return chr(0x2400 + ord(character)) if ord(character) < 0x20 else ""  # the control pictures, in the same order
-
-
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """One span in the timeline; left and width in percent of the shown time."""
 
     left: float
@@ -198,8 +160,7 @@ class Box:
     odd: bool
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """shares: what the lane did, with its percentage of the shown time; they add up to 100."""
 
     name: str
@@ -208,8 +169,7 @@ class Lane:
     shares: list[tuple[str, int]]
 
 
-@dataclass(frozen=True)
-class ShownTimeline:
+class ShownTimeline(NamedTuple):
     """first, last: the range of shown steps.
     start, seconds: the shown time, in seconds of the run.
     waiting: the share of the time of the trainer's steps in which it waited: the mean of `speed/waiting` with the
@@ -247,7 +207,8 @@ def timeline(spans: Sequence[TimelineSpan]) -> ShownTimeline | None:
     lanes = [_lane(name, [span for span in inside if span.lane == name], start, seconds) for name in LANES]
     trainer_spans = [span for span in inside if span.lane == "trainer"]
     in_steps = _covered(_whole_steps(trainer_spans), start)
-    waiting = _covered(_waits(trainer_spans), start) / in_steps if in_steps else None
+    waits = [span for span in trainer_spans if span.what.startswith(WAIT)]
+    waiting = _covered(waits, start) / in_steps if in_steps else None
     # at most six round times since the timeline's start
     power = 10 ** math.floor(math.log10(seconds / 5))
     distance = next(size * power for size in (1, 2, 5, 10) if seconds / (size * power) <= 5)
@@ -280,7 +241,7 @@ def _lane(name: str, spans: list[TimelineSpan], start: float, seconds: float) ->
         )
     covered = _covered(_whole_steps(spans) if name == "trainer" else spans, start)
     if name == "trainer":
-        waited = _covered(_waits(spans), start)
+        waited = _covered([span for span in spans if span.what.startswith(WAIT)], start)
         parts = {"busy": covered - waited, "waiting": waited, "between its steps": seconds - covered}
     else:
         parts = {"busy": covered, "idle": seconds - covered}
@@ -290,10 +251,6 @@ def _lane(name: str, spans: list[TimelineSpan], start: float, seconds: float) ->
     for part in sorted(exact, key=lambda part: whole[part] - exact[part])[: 100 - sum(whole.values())]:
         whole[part] += 1
     return Lane(name, boxes, max(1, len(free_at)), list(whole.items()))
-
-
-def _waits(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
-    return [span for span in spans if span.what.startswith(WAIT)]
 
 
 def _whole_steps(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:

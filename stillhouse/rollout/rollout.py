@@ -11,7 +11,7 @@ from typing import Protocol
 from stillhouse.config import RolloutConfig
 from stillhouse.config.servers import ServerError
 from stillhouse.data import Documents
-from stillhouse.output.rollout_log import WorkTimeline
+from stillhouse.output.rollout_log import RolloutLog
 from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, watchdog
 from stillhouse.parallel.ranks import Shared
 from stillhouse.preemption import OverdueError
@@ -76,7 +76,7 @@ class Rollout:
         self._ranks, self._taken = self.student.ranks, dict[int, list[Sample]]()
         self._is_alone = self._ranks.size == 1
 
-    def take(self, step: int, timeline: WorkTimeline) -> list[Sample]:
+    def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
 
         Before, the engine gets the weights of this step and the requests that are due. Except under async, the
@@ -99,7 +99,7 @@ class Rollout:
                     self._take(step, timeline)
         return self._taken[step]
 
-    def micro_batches(self, steps: Iterable[int], timeline: WorkTimeline) -> Iterator[ShardedMicroBatches | None]:
+    def micro_batches(self, steps: Iterable[int], timeline: RolloutLog) -> Iterator[ShardedMicroBatches | None]:
         """Yield this process's part of each step, on its samples and on the dataset's completions. Yields None as
         long as the samples of a step after the last `take` are not finished (two_step_off).
         """
@@ -128,7 +128,7 @@ class Rollout:
         with errors_of_signals(), self._ranks.shared(*ERRORS) as shared:
             yield shared
 
-    def _update_weights(self, step: int, timeline: WorkTimeline) -> None:
+    def _update_weights(self, step: int, timeline: RolloutLog) -> None:
         """Give the weights of this step to the engine, if the student generates."""
         if self.served is not None:
             with timeline.trainer(f"publish version {step}", step + 1, "weights"):
@@ -145,7 +145,7 @@ class Rollout:
             if self.engine is not None:
                 self.engine.update_weights(step)
 
-    def _take(self, step: int, timeline: WorkTimeline) -> None:
+    def _take(self, step: int, timeline: RolloutLog) -> None:
         """Wait for the samples of a step and for their rewards."""
         samples: list[Sample] = []
         with self.shared() as shared:
@@ -161,7 +161,7 @@ class Rollout:
             require_versions(samples, step, self.rollouts[0].max_staleness)
         self._taken[step] = samples
 
-    def _take_early(self, step: int, timeline: WorkTimeline) -> bool:
+    def _take_early(self, step: int, timeline: RolloutLog) -> bool:
         """Take the samples of a later step if they are finished; returns whether they are."""
         if self.rollouts[0].schedule != "two_step_off":
             return False

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.checkpoint.save import require_room
 from stillhouse.config import RunConfig
-from stillhouse.data import Documents
 from stillhouse.display import escaped, print_escaped
 from stillhouse.engine.engine import Engine
 from stillhouse.loops.not_finite import not_finite_error
@@ -28,7 +27,7 @@ from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.loops.session import Data, Models, RolloutPlan, Schedule, Session
 from stillhouse.loops.training import no_targets_in_words
-from stillhouse.models import Decoder, element_count
+from stillhouse.models import element_count
 from stillhouse.models.dtensors import local
 from stillhouse.objective.divergence import weighted_parts
 from stillhouse.objective.sampled_tokens import ORIGINS
@@ -93,9 +92,12 @@ def _print(rows: Iterable[Row]) -> None:
 
 
 def _model_rows(models: Models, tokenizer: PreTrainedTokenizerBase, tokenizer_hash: str) -> Iterator[Row]:
-    yield "student", _model_line(models.student)
-    for section, teacher in models.teachers.items():
-        yield section.removeprefix("teachers."), _model_line(teacher)
+    for section, decoder in {"student": models.student, **models.teachers}.items():
+        parameters = sum(map(element_count, decoder.parameters()))
+        dtype = str(next(decoder.parameters()).dtype).removeprefix("torch.")
+        head = f"head of {decoder.vocabulary_rows:,} rows{', tied' if decoder.tied else ''}"
+        name = type(decoder.pretrained).__name__
+        yield section.removeprefix("teachers."), f"{name}, {parameters:,} parameters, {dtype}, {head}"
     for section, store in models.stores.items():
         name = "signals" if section == "teacher" else section.removeprefix("teachers.")
         yield name, f"{store.signal}, from {store.name}"
@@ -131,27 +133,18 @@ def _sample_rows(data: Data, *, on_policy: bool) -> Iterator[Row]:
     documents, processor = data.train.documents, data.processor
     words = "the completion follows it" if on_policy else "the tokens to predict are in ⟦ ⟧"
     yield "prompt" if on_policy else "sample", f"{documents.sources[0]}, {words}:"
-    yield _sample(data, documents)
+    yield _sample(data, 0)
     if documents.media is None or processor is None:
         return
     for document in np.flatnonzero(np.diff(documents.media.offsets))[:_MEDIA_SAMPLES].tolist():
         yield processor.kind, processor.in_words(documents, document)
         if document:
-            yield _sample(data, documents, document)
+            yield _sample(data, document)
 
 
-def _model_line(decoder: Decoder) -> str:
-    parameters = sum(map(element_count, decoder.parameters()))
-    dtype = str(next(decoder.parameters()).dtype).removeprefix("torch.")
-    tied = ", tied" if decoder.tied else ""
-    return (
-        f"{type(decoder.pretrained).__name__}, {parameters:,} parameters, {dtype}, "
-        f"head of {decoder.vocabulary_rows:,} rows{tied}"
-    )
-
-
-def _sample(data: Data, documents: Documents, document: int = 0) -> str:
-    """The beginning of a document as the student sees it, with the targets in brackets."""
+def _sample(data: Data, document: int) -> str:
+    """The beginning of a training document as the student sees it, with the targets in brackets."""
+    documents = data.train.documents
     text = in_brackets(data.tokenizer, documents.tokens(document), documents.targets(document))
     if documents.media is not None and data.processor is not None:
         text = data.processor.shortened(text)
@@ -167,7 +160,6 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
     if session.rollout is not None and session.rollout.config.urls:
         yield "one step", "left out, because servers write the completions"
         return
-    parameters = [parameter for parameter in session.models.student.parameters() if parameter.requires_grad]
     peak_memory = _peak_memory(session.models.device)
     size = ""  # printed before the step runs, because it may take minutes
     if session.rollout is None:
@@ -191,14 +183,12 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
     yield f"running one step{size}: forward and backward; {compiled} …"
     normalizer = micro_batches.all_ranks.normalizer
     trained, output = _timed(lambda: engine.forward_backward(micro_batches, signals, normalizer))
-    first = asked + trained
-    norm = engine.gradient_norm()
-    memory = peak_memory()
-    if not math.isfinite(output.sums["loss"]) or not math.isfinite(norm):
+    first, norm, memory, loss = asked + trained, engine.gradient_norm(), peak_memory(), output.sums["loss"]
+    if not math.isfinite(loss) or not math.isfinite(norm):
         raise not_finite_error(session.models, folder.checkpoints, 1, micro_batches, output, norm)
-    optimizer_bytes = 2 * sum(local(weight).numel() * weight.element_size() for weight in parameters)
+    trainable = [parameter for parameter in session.models.student.parameters() if parameter.requires_grad]
+    optimizer_bytes = 2 * sum(local(weight).numel() * weight.element_size() for weight in trainable)
     tokens = sum(micro_batch.input_ids_BS.numel() for micro_batch in micro_batches)
-    loss = output.sums["loss"]
     engine.zero_grad()
     yield f"running the step again, with what was compiled in {first:.1f} s …"
     seconds, _ = _timed(lambda: session.models.step(micro_batches).sums)
@@ -268,8 +258,9 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
     for origin, origin_spec in spec.by_origin.items():
         for name, single in _single_terms(origin_spec):
             yield f"{name} ({origin})", replace(spec, by_origin={origin: single})
-    none = replace(spec, cross_entropy=None, z_loss=0.0, divergence=None, uld=None, entropy=None)
-    none = replace(none, sampled_kl=None, policy_gradient=None)
+    terms = ("cross_entropy", "divergence", "uld", "entropy", "sampled_kl", "policy_gradient")
+    without: dict[str, Any] = dict.fromkeys(terms)
+    none = replace(spec, z_loss=0.0, **without)
     if spec.cross_entropy is not None:
         yield "cross_entropy", replace(none, cross_entropy=spec.cross_entropy)
     if spec.z_loss:
@@ -307,7 +298,5 @@ def _peak_memory(device: torch.device) -> Callable[[], str]:
 
 
 def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(key)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))

@@ -14,14 +14,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import RolloutConfig
-from stillhouse.data import Documents
 from stillhouse.display import escaped
 from stillhouse.loops.greedy_evaluation import greedy_evaluation
 from stillhouse.loops.prompt_evaluation import completed
 from stillhouse.loops.rollout_records import equal_rewards, sample_record
 from stillhouse.loops.rollouts import require_end_of_turns
-from stillhouse.loops.session import Data, Models, RolloutPlan, Session
+from stillhouse.loops.session import Data, RolloutPlan, Session
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import Ranks
@@ -48,22 +46,23 @@ def prompt_rows(rollout: RolloutPlan, steps: int) -> Iterator[tuple[str, str]]:
             f"{generated:,.0f} with completions of the {rollout.config.writer}: "
             f"{generated / source.prompts:.2f} passes over {source.prompts:,}",
             f"temperature {source_rollout.temperature:g}",
-            *([] if source_rollout.reward is None else [f"reward {source_rollout.reward}"]),
-            *([] if source_rollout.environment is None else [f"environment {source_rollout.environment}"]),
         ]
-        yield (f"  {settings.shown_name} ", escaped(", ".join(words)))
-    has_both = all(plan.prompts_per_step * min(source.share, 1 - source.share) >= 1 - 1e-6 for source in sources)
+        functions = {"reward": source_rollout.reward, "environment": source_rollout.environment}
+        words += [f"{key} {function}" for key, function in functions.items() if function is not None]
+        yield f"  {settings.shown_name} ", escaped(", ".join(words))
     dataset = sum(source.dataset for source in sources)
-    if dataset and len(sources) == 1 and not has_both:
+    if not dataset:
+        return
+    # of one source; more than one have no such warning
+    if len(sources) == 1 and plan.prompts_per_step * min(sources[0].share, 1 - sources[0].share) < 1 - 1e-6:
         yield (
             "warning",
             f"prompts of a step: {plan.prompts_per_step}; all completions of a prompt have one origin, so "
             "not every step has both origins; raise rollout.prompts_per_step or train.tokens_per_step",
         )
-    if dataset:
-        completions = sum(len(plan.from_dataset(step)) for step in range(steps))
-        share_words = f"the dataset's, which has {dataset:,}: {completions / dataset:.2f} passes over it"
-        yield ("dataset", f"{completions:,} of the completions are {share_words}")
+    completions = sum(len(plan.from_dataset(step)) for step in range(steps))
+    passes = f"the dataset's, which has {dataset:,}: {completions / dataset:.2f} passes over it"
+    yield "dataset", f"{completions:,} of the completions are {passes}"
 
 
 def sample_rows(data: Data, plan: RolloutPlan, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
@@ -81,11 +80,9 @@ def sample_rows(data: Data, plan: RolloutPlan, samples: Sequence[Sample]) -> Ite
         return
     mean, deviation = mean_and_deviation(rewards)
     values = f"from {min(rewards):.4g} to {max(rewards):.4g}, mean {mean:.4g}, standard deviation {deviation:.4g}"
-    share = equal_rewards(samples, plan.prompts)["equal_rewards"]
-    words = (
-        f"; {share:.0%} of the prompts have equal rewards, which are no signal for policy_gradient" if share else ""
-    )
-    yield "rewards", f"of {len(rewards):,} completions: {values}{words}"
+    if share := equal_rewards(samples, plan.prompts)["equal_rewards"]:
+        values += f"; {share:.0%} of the prompts have equal rewards, which are no signal for policy_gradient"
+    yield "rewards", f"of {len(rewards):,} completions: {values}"
 
 
 def function_rows(session: Session) -> Iterator[tuple[str, str]]:
@@ -98,32 +95,26 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
         first_prompts = accumulate((source.prompts for source in session.rollout.prompts.sources), initial=0)
         for rollout, first in zip(session.rollout.configs, first_prompts, strict=False):
             if rollout.reward is not None or rollout.has_turns:
-                prompts = session.data.train.documents.select([first])
-                reward = _reward_of_stand_in(session.models, session.data, session.schedule.seed, rollout, prompts)
-                given = "" if reward is None else f" has the reward {reward:.4g}"
-                yield "functions", f"{STAND_IN!r} in place of a completion of {prompts.sources[0]}{given}"
-    settings = session.schedule.eval_config
-    prompts_of_one = None if settings.prompts is None else settings.prompts.model_copy(update={"count": 1})
+                models, data, seed = session.models, session.data, session.schedule.seed
+                prompts = data.train.documents.select([first])
+                engine = _StandIn(models.ranks, data.tokenizer, eos_ids(data.tokenizer, models.student))
+                one_worker = rollout.model_copy(update={"workers": min(rollout.workers, 1)})
+                with errors_of_signals():
+                    [sample] = completed(models.ranks, data, seed, one_worker, None, prompts, engine, REWARD)
+                words = "" if sample.reward is None else f" has the reward {sample.reward:.4g}"
+                yield "functions", f"{STAND_IN!r} in place of a completion of {prompts.sources[0]}{words}"
+    evaluation = session.schedule.eval_config
+    prompts_of_one = None if evaluation.prompts is None else evaluation.prompts.model_copy(update={"count": 1})
     functions_alone: dict[str, object] = {"prompts": prompts_of_one, "tasks": [], "samples": 0}
-    schedule = replace(session.schedule, eval_config=settings.model_copy(update=functions_alone))
+    schedule = replace(session.schedule, eval_config=evaluation.model_copy(update=functions_alone))
     shortened = replace(session, schedule=schedule)
     with (
         TemporaryDirectory() as scratch,
-        greedy_evaluation(shortened, RunFolder(Path(scratch)), kept=0) as evaluation,
+        greedy_evaluation(shortened, RunFolder(Path(scratch)), kept=0) as greedy,
     ):
-        if evaluation is not None:
-            metrics = evaluation.evaluate(0, {})
+        if greedy is not None:
+            metrics = greedy.evaluate(0, {})
             yield "evaluation", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-
-
-def _reward_of_stand_in(
-    models: Models, data: Data, seed: int, rollout: RolloutConfig, prompts: Documents
-) -> float | None:
-    """Call the functions of a source of prompts with one completion, which is `STAND_IN`."""
-    engine = _StandIn(models.ranks, data.tokenizer, eos_ids(data.tokenizer, models.student))
-    one_worker = rollout.model_copy(update={"workers": min(rollout.workers, 1)})
-    with errors_of_signals():
-        return completed(models.ranks, data, seed, one_worker, None, prompts, engine, REWARD)[0].reward
 
 
 class _StandIn:

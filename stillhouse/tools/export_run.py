@@ -2,22 +2,18 @@
 
 Under every layout, a checkpoint contains the student as full (not sharded) tensors. So an export needs one process
 and has one file of weights in memory at a time. Merging an adapter loads the full model into host memory.
-
-`--push` uploads the folder to the hub; its address and the token are those of huggingface_hub: HF_ENDPOINT, and
-HF_TOKEN or `hf auth login`.
 """
 
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
@@ -33,21 +29,20 @@ from stillhouse.checkpoint.checkpoint_folder import (
 )
 from stillhouse.checkpoint.export_weights import save_merged, write_weights
 from stillhouse.checkpoint.identity import configuration_hash
-from stillhouse.config import RunConfig, load_config
+from stillhouse.config import RunConfig, StudentConfig, load_config
 from stillhouse.engine.state_folder import RANDOM
 from stillhouse.libraries import reading
 from stillhouse.models.families import without_mtp
 from stillhouse.models.pretrained import auto_class, parse_dtype, read_configuration
 from stillhouse.output.disk import atomic_folder, file_names
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.model_card import Exported, model_card, quoted_file
+from stillhouse.output.model_card import model_card, quoted_file
 from stillhouse.output.progress import STATE
 from stillhouse.run.models import source_fingerprint
 from stillhouse.run.setup import RunSetup
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _STUDENT = ".safetensors", "student/"
-_HUB = "httpx2"
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,8 @@ class ExportSettings:
     """The options of an export.
 
     merge: whether an adapter is merged into its base. None: it is merged if there is one.
-    dtype: the dtype of the weights. None: the dtype of training.
-    shard_bytes: the largest size of one file.
-    card: whether README.md is written.
-    mtp: whether the student's MTP layers are exported.
+    dtype: of the weights. None: the dtype of training. shard_bytes: the largest size of one file.
+    card: whether README.md is written. mtp: whether the student's MTP layers are exported.
     """
 
     merge: bool | None = None
@@ -76,7 +69,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
     Raises ValueError if the folder is not a run, if the checkpoint is damaged or removed during the export, if an
     adapter's base has changed, or if the dtype cannot represent the weights.
     """
-    out = out.resolve()  # `out` may be a link to an empty folder
+    out = out.resolve()  # it may be a link to an empty folder
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} exists and is not empty: expected a new folder")
     checkpoint = verified(_chosen(path, step), with_student=True)
@@ -86,48 +79,54 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
         raise ValueError(f"{checkpoint.path} has no adapter: expected neither --merge nor --adapter")
     if not settings.mtp and not _config_and_mtp(student)[1]:
         raise ValueError(f"--no-mtp: the student of {checkpoint.path} has no MTP layers: expected no such option")
-    config = _configuration(run, checkpoint) if settings.card or has_adapter else None
-    merges = has_adapter and settings.merge is not False
-    with atomic_folder(out, exclusive=True) as folder, _still_there(checkpoint):
-        if has_adapter and config is not None:
-            base = config.student
-            if source_fingerprint(base.model, base.revision) != checkpoint.state.progress.models.get("student"):
-                raise ValueError(
-                    f"student: the files of {base.model} are not those that the adapter in {checkpoint.path} was "
-                    "trained on: restore them"
-                )
-        files = [name.removeprefix(_STUDENT) for name in checkpoint.state.files if name.startswith(_STUDENT)]
-        if merges:
-            assert config is not None
-            merged_folder = folder / "merged"
-            precise = "float64" if config.student.dtype == "float64" else "float32"
-            save_merged(merged_folder, config.student, student, precise)
-            dtype = settings.dtype or config.student.dtype
-            _copy(merged_folder, file_names(merged_folder), folder, dtype, settings)
-            shutil.rmtree(merged_folder)
-            _copy_others(student, [name for name in files if name != ADAPTER_CONFIG], folder)
-        else:
-            _copy(student, files, folder, settings.dtype, settings)
-        if settings.card:
-            assert config is not None
-            adapter = "merged" if merges else "alone" if has_adapter else ""
-            card = _model_card(run, checkpoint, RunSetup(config), settings, folder, adapter)
-            (folder / "README.md").write_text(card, encoding="utf-8")
+    config: RunConfig | None = None
+    if settings.card or has_adapter:
+        path = run / "config.yaml"
+        if not path.is_file():
+            raise ValueError(
+                f"{checkpoint.path} is not in the folder of its run: expected <run>/checkpoints/<checkpoint> with "
+                f"{path}; a student without an adapter can be exported without it (--no-card)"
+            )
+        config = load_config(path)
+    adapter = "" if not has_adapter else "alone" if settings.merge is False else "merged"
+    with atomic_folder(out, exclusive=True) as folder:
+        try:
+            base = config.student if config is not None and has_adapter else None
+            _write_student(checkpoint, base, settings, folder, merges=adapter == "merged")
+            if settings.card:
+                assert config is not None
+                card = _model_card(run, checkpoint, RunSetup(config), settings, folder, adapter)
+                (folder / "README.md").write_text(card, encoding="utf-8")
+        except FileNotFoundError as error:
+            if all((checkpoint.path / name).exists() for name in checkpoint.state.files):
+                raise
+            raise ValueError(
+                f"{checkpoint.path} was removed while it was exported (a run keeps checkpoint.keep of them): "
+                "expected a later --step, or a larger checkpoint.keep"
+            ) from error
     return checkpoint
 
 
-@contextmanager
-def _still_there(checkpoint: IntactCheckpoint) -> Iterator[None]:
-    """Raise ValueError if the run removes the checkpoint (`checkpoint.keep`) during the export."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        if all((checkpoint.path / name).exists() for name in checkpoint.state.files):
-            raise
+def _write_student(
+    checkpoint: IntactCheckpoint, base: StudentConfig | None, settings: ExportSettings, folder: Path, *, merges: bool
+) -> None:
+    """Write the files of the student. base: of an adapter, which is merged into it if `merges`."""
+    student = checkpoint.path / "student"
+    files = [name.removeprefix(_STUDENT) for name in checkpoint.state.files if name.startswith(_STUDENT)]
+    models = checkpoint.state.progress.models
+    if base is not None and source_fingerprint(base.model, base.revision) != models.get("student"):
         raise ValueError(
-            f"{checkpoint.path} was removed while it was exported (a run keeps checkpoint.keep of them): expected a"
-            " later --step, or a larger checkpoint.keep"
-        ) from error
+            f"student: the files of {base.model} are not those that the adapter in {checkpoint.path} was trained on: "
+            "restore them"
+        )
+    if base is None or not merges:
+        _copy(student, files, folder, settings.dtype, settings)
+        return
+    merged_folder = folder / "merged"
+    save_merged(merged_folder, base, student, "float64" if base.dtype == "float64" else "float32")
+    _copy(merged_folder, file_names(merged_folder), folder, settings.dtype or base.dtype, settings)
+    shutil.rmtree(merged_folder)
+    _copy_others(student, [name for name in files if name != ADAPTER_CONFIG], folder)
 
 
 def _chosen(path: Path, step: str | None) -> Path:
@@ -160,16 +159,6 @@ def _chosen(path: Path, step: str | None) -> Path:
     return steps[number]
 
 
-def _configuration(run: Path, checkpoint: IntactCheckpoint) -> RunConfig:
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise ValueError(
-            f"{checkpoint.path} is not in the folder of its run: expected <run>/checkpoints/<checkpoint> with "
-            f"{path}; a student without an adapter can be exported without it (--no-card)"
-        )
-    return load_config(path)
-
-
 def _config_and_mtp(source: Path) -> tuple[PretrainedConfig | None, tuple[str, ...]]:
     """Return the configuration of a model's folder without MTP layers, and the prefixes of these layers' weights.
 
@@ -200,7 +189,12 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
             )
 
         def read(names: Iterable[str]) -> dict[str, Tensor]:
-            return {name: _rounded(name, file_of[name].get_tensor(name), to(name)) for name in names}
+            weights = {name: file_of[name].get_tensor(name).to(to(name)) for name in names}
+            for name, weight in weights.items():
+                if weight.is_floating_point() and not weight.isfinite().all():
+                    expected = "expected bfloat16 or float32"
+                    raise ValueError(f"--dtype: {weight.dtype} cannot represent '{name}': {expected}")
+            return weights
 
         shapes = {name: torch.empty(stored[name].size, dtype=to(name), device="meta") for name in file_of}
         name_of_file = ADAPTER_WEIGHTS if (source / ADAPTER_CONFIG).is_file() else SAFE_WEIGHTS_NAME
@@ -220,13 +214,6 @@ def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
         if not is_weights and not (target / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
-
-
-def _rounded(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = weight.to(dtype)
-    if rounded.is_floating_point() and not rounded.isfinite().all():
-        raise ValueError(f"--dtype: {dtype} cannot represent '{name}': expected bfloat16 or float32")
-    return rounded
 
 
 def _kept_in_float32(source: Path) -> list[str]:
@@ -253,6 +240,17 @@ def _model_card(
             f"{run / 'config.yaml'} is not the configuration that {checkpoint.path.name} was trained with, "
             "or is of another version of stillhouse: restore it, or export without a model card (--no-card)"
         )
+    if any(teacher.source_kind.is_store for teacher in setup.teachers.values()):
+        # the objective in words depends on the store's signals
+        path, expected = run / "environment.json", setup.objective.loss_in_words()
+        objective = quoted_file(path).get("objective")
+        if not isinstance(objective, str) or not objective.startswith(f"{expected}, "):
+            raise ValueError(
+                f"{path} has the objective {objective!r}: expected the run's own file, with '{expected}'; restore it,"
+                " or export without a model card (--no-card)"
+            )
+    else:
+        objective = setup.objective.in_words({})
     # each tensor-parallel group writes one random state
     states = [name for name in stored_tensors(checkpoint.path / RESUME) if name.startswith(f"{RANDOM}cpu.")]
     processes = len(states) * setup.config.parallel.tensor or 1
@@ -266,39 +264,14 @@ def _model_card(
     stored_dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
     with reading(f"the tokenizer of {folder} cannot be read"):
         has_template = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).chat_template is not None
-    exported = Exported(_objective(run, setup), processes, command, stored_dtype, adapter, has_template)
-    return model_card(run, setup.config, progress, exported)
-
-
-def _objective(run: Path, setup: RunSetup) -> str:
-    """The objective in words. With a store, it depends on the store's signals and is read from environment.json."""
-    expected = setup.objective.loss_in_words()
-    if not any(teacher.source_kind.is_store for teacher in setup.teachers.values()):
-        return setup.objective.in_words({})
-    path = run / "environment.json"
-    words = quoted_file(path).get("objective")
-    if not isinstance(words, str) or not words.startswith(f"{expected}, "):
-        raise ValueError(
-            f"{path} has the objective {words!r}: expected the run's own file, with '{expected}'; restore it,"
-            " or export without a model card (--no-card)"
-        )
-    return words
-
-
-def prepare_repository(name: str) -> None:
-    """Create the model repository `name`, private, if it does not exist.
-
-    Raises ValueError if the name is not one, if the hub cannot be reached, or if the token may not write to it.
-    """
-    with reading(f"--push {name}: the hub did not accept the repository", library=_HUB):
-        HfApi().create_repo(name, private=True, exist_ok=True)
-
-
-def push_folder(folder: Path, name: str, commit_message: str) -> str:
-    """Upload all files of a folder; return the address of the commit.
-
-    Raises ValueError, which says how to upload the folder again, if the upload fails.
-    """
-    again = f"{folder} is complete; upload it with `hf upload {name} {folder}`"
-    with reading(f"--push {name}: the upload failed ({again})", library=_HUB):
-        return str(HfApi().upload_folder(folder_path=folder, repo_id=name, commit_message=commit_message).commit_url)
+    return model_card(
+        run,
+        setup.config,
+        progress,
+        objective=objective,
+        processes=processes,
+        command=command,
+        dtype=stored_dtype,
+        adapter=adapter,
+        has_template=has_template,
+    )

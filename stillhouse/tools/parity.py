@@ -46,6 +46,7 @@ SAME = 1e-4
 LEFT_OUT = ("train.compile", "train.residual_dtype", "parallel.gather_dtype", "parallel.offload")
 #: the number of the step's micro-batches per process; each has one packed sequence
 MICRO_BATCHES = 2
+HEADER = f"{'layout':<40}{'loss':>10}{'gradient':>10}  verdict"
 
 Name = TypeVar("Name")
 
@@ -70,6 +71,10 @@ class Row:
         if self.refused:
             return f"not possible: {self.refused}"
         return "same" if self.gradient <= SAME and self.loss <= SAME else f"DIFFERENT in {self.parameter}"
+
+    def __str__(self) -> str:
+        figures = f"{'':>20}" if self.refused else f"{self.loss:>10.1e}{self.gradient:>10.1e}"
+        return f"{self.layout:<40}{figures}  {self.verdict}"
 
 
 def layouts(engine: EngineCapabilities, processes: int, *, experts: bool = False) -> list[Layout]:
@@ -132,13 +137,12 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
     reference, source = in_one_process.engine(in_one_process.models(one_process, multimodal=multimodal), Layout())
     if (media_inputs := data.train.media_inputs) is not None:
         data = media_kind(media_inputs.processor).with_models_proven(data, reference, source)
+    count = MICRO_BATCHES * processes
     if config.rollout is None:
-        numbers = data.train.order(0)[: MICRO_BATCHES * processes]
+        numbers = data.train.order(0)[:count]
         step: StepMicroBatches = data.train.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
     else:
-        count, micro_batch_tokens = MICRO_BATCHES * processes, config.train.micro_batch_tokens
-        packer = StepPacker(data.train, micro_batch_tokens)
-        step = _generated(config, packer, data, reference, count)
+        step = _generated(config, data, reference, count)
     expected = _gradient(reference, source, step, config.seed)
     gradients = {name: gradient.cpu() for name, gradient in reference.gradients() if gradient is not None}
     total = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
@@ -156,31 +160,22 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
             except ValueError as error:
                 row = Row(str(layout), refused=str(error))
             else:
-                worst_here = worst(differences(engine, gradients, 1e-3 * total))
-                parameter, gradient = worst(mesh.ranks.gather(worst_here))
+                here = worst(differences(engine, gradients, 1e-3 * total))
+                parameter, gradient = worst(mesh.ranks.gather(here))
                 row = Row(str(layout), abs(loss / expected - 1), gradient, parameter)
                 del engine, source
         yield row
 
 
-def _generated(config: RunConfig, packer: StepPacker, data: Data, engine: Engine, sequences: int) -> StepMicroBatches:
+def _generated(config: RunConfig, data: Data, engine: Engine, sequences: int) -> StepMicroBatches:
     """A step on completions that the student generates in this process; they are the same in all processes."""
     (student,), prompts, rollouts = engine.student.decoders, data.train.documents, config.rollouts
-    eos = eos_ids(data.tokenizer, student)
+    eos, tokens = eos_ids(data.tokenizer, student), config.train.micro_batch_tokens
     samplings = [sampling_of(rollout, eos) for rollout in rollouts]
-    generator = make_generator(
-        samplings[0],
-        student,
-        data,
-        engine.student.device,
-        engine.autocast,
-        packer.micro_batch_tokens,
-        key="rollout.engine",
-    )
-    sources = [
-        replace(source, share=1.0)
-        for source in prompt_sources(rollouts, config.data.weighted_sources, prompts, data.dataset)
-    ]
+    device, autocast = engine.student.device, engine.autocast
+    generator = make_generator(samplings[0], student, data, device, autocast, tokens, key="rollout.engine")
+    sources = prompt_sources(rollouts, config.data.weighted_sources, prompts, data.dataset)
+    sources = [replace(source, share=1.0) for source in sources]
     plan, schedule = PromptPlan(sources, sequences, config.seed), RolloutSchedule.of(rollouts[0], steps=1)
     with ExitStack() as stack:
         calls = CompletionCalls(rollouts, data.tokenizer, data.processor, samplings)
@@ -192,7 +187,7 @@ def _generated(config: RunConfig, packer: StepPacker, data: Data, engine: Engine
         InJobEngine(generator).complete(samples)
         queue.collect()
         documents = step_documents(prompts, queue.take(0), TargetRules.of(rollouts))
-    return packer.micro_batches(documents, parts=sequences)
+    return StepPacker(data.train, tokens).micro_batches(documents, parts=sequences)
 
 
 def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed: int) -> float:
@@ -229,11 +224,3 @@ def worst(errors: Iterable[tuple[Name, float]]) -> tuple[Name, float]:
 
 def relative_difference(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
     return float((value - reference).norm()) / max(float(reference.norm()), least)
-
-
-HEADER = f"{'layout':<40}{'loss':>10}{'gradient':>10}  verdict"
-
-
-def line(row: Row) -> str:
-    figures = f"{'':>20}" if row.refused else f"{row.loss:>10.1e}{row.gradient:>10.1e}"
-    return f"{row.layout:<40}{figures}  {row.verdict}"

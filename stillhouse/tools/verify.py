@@ -7,9 +7,9 @@ checkpoint and repeat no step. The final model must match its hashes.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from stillhouse.checkpoint.checkpoint_folder import DAMAGED, checkpoints, verified
 from stillhouse.checkpoint.identity import configuration_hash
@@ -17,12 +17,11 @@ from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.folder import RunFolder, require_intact_model
-from stillhouse.output.json_lines import MetricsLine, read_metrics
+from stillhouse.output.json_lines import read_metrics
 from stillhouse.output.progress import Progress, read_state
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One row of the table. problem: the error. None: `detail` describes the result."""
 
     part: str
@@ -80,8 +79,8 @@ def _checkpoint(path: Path) -> str:
 
 def _metrics(path: Path, newest: Progress | None) -> str:
     lines, notes = read_metrics(path)
-    trained = [line.step for line in lines if _is_training(line)]
-    evaluated = [line.step for line in lines if not _is_training(line)]
+    trained = [line.step for line in lines if "train/learning_rate" in line.values]
+    evaluated = [line.step for line in lines if "train/learning_rate" not in line.values]
     twice = [f"{step:g}" for step, count in Counter(trained).items() if count > 1]
     twice += [f"the evaluation at {step:g}" for step, count in Counter(evaluated).items() if count > 1]
     if twice:
@@ -92,7 +91,3 @@ def _metrics(path: Path, newest: Progress | None) -> str:
         raise ValueError(f"does not begin with the lines that it had when step {newest.step} was saved")
     steps = f"steps {trained[0]:g} to {trained[-1]:g}, each once" if trained else "no step yet"
     return "; ".join([f"{steps}; {len(evaluated)} evaluations", *notes])
-
-
-def _is_training(line: MetricsLine) -> bool:
-    return "train/learning_rate" in line.values

@@ -1,18 +1,16 @@
 """Writes a cache of a teacher's signals for the data of a run: the command `stillhouse cache`.
 
 The teacher runs in this job or on servers, and scores each document once for any number of runs. The division into
-shards depends only on the order and the sizes of the documents.
-
-If the command is interrupted, a new one writes the missing shards. `cache.json` describes the cache. It is written
-before the first shard, so that a command for another cache raises an error. The record of a shard is written after
-the shard. The index is written last, and readers need it.
+shards depends only on the order and the sizes of the documents, so a command that was interrupted is continued by the
+next one. `cache.json`, which describes the cache, is written before the first shard, the record of a shard after the
+shard, and the index, which readers need, at the end.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import partial
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig
 from stillhouse.data import Documents, tokenizer_fingerprint
@@ -90,19 +87,15 @@ def write_cache(
     """
     setup = RunSetup(config)
     is_served = config.teacher is not None and "signal" in config.teacher.source_kind.options
-    teacher_config = None if is_served else _teacher_in_job(setup)
+    teacher = None if is_served else _teacher_in_job(setup)
     # the documents must be those of a run from the cache, which does not know what the teacher reads
     data = load_run_data(config, setup.stores, fits_teachers=False)
     entries = list(cache_documents(data))
-    if teacher_config is None:
-        store, teacher = _served_teacher(setup, data)
+    if teacher is None:
+        store, decoder = _served_teacher(setup, data)
     else:
-        store, teacher = _local_teacher(setup, teacher_config, data, kind, top_k, dtype, with_label=with_label)
-    if (inputs := data.train.media_inputs) is not None:
-        other = data.teacher_media.get(SINGLE)
-        teacher_media = None if other is None else json_hash(other.identity())
-        teacher = replace(teacher, media=inputs.processor.pixels_identity, teacher_media=teacher_media)
-
+        store, decoder = _local_teacher(setup, teacher, data, kind, top_k, dtype, with_label=with_label)
+    inputs, other = data.train.media_inputs, data.teacher_media.get(SINGLE)
     splits = [(split, split.as_read_by(SINGLE)) for split in data_splits(data)]
     teacher_inputs = None if inputs is None else inputs.teachers.get(SINGLE, inputs)
 
@@ -111,10 +104,31 @@ def write_cache(
         return [tensors for _, part in parts for tensors in _read(store, splits, teacher_inputs, list(part))]
 
     watchdog.enter("writing the cache", timed=False)
-    documents = [entry.document for entry in entries]
-    rows = [(document_id(document.tokens, document.media), document.rows) for document in documents]
     with closing(store):
-        return write_documents(out, teacher, store.signal, rows, read, setup.ranks, shard_bytes or SHARD_BYTES)
+        documents = [entry.document for entry in entries]
+        rows = [(document_id(document.tokens, document.media), document.rows) for document in documents]
+        if not rows:
+            raise ValueError(f"{out}: there are no documents with two tokens or more; nothing is written")
+        token_bytes = store.signal.bytes_per_token(decoder.width)
+        shards = divide([len(part) for _, part in rows], max(1, (shard_bytes or SHARD_BYTES) // token_bytes))
+        manifest = CacheManifest(
+            store.signal,
+            store.model if is_served else store.name,
+            store.identity,
+            tokenizer_fingerprint(data.tokenizer),
+            decoder.vocabulary_rows,
+            decoder.width,
+            documents=len(rows),
+            rows=sum(len(part) for _, part in rows),
+            documents_hash=documents_hash(rows),
+            shards=len(shards),
+            versions=library_versions(),
+            media=None if inputs is None else inputs.processor.pixels_identity,
+            teacher_media=None if inputs is None or other is None else json_hash(other.identity()),
+        )
+        copy_teacher = partial(save_teacher, teacher=decoder, tokenizer=data.tokenizer)
+        _write_documents(out, manifest, rows, shards, read, copy_teacher, setup.ranks)
+    return manifest
 
 
 class CacheEntry(NamedTuple):
@@ -123,23 +137,6 @@ class CacheEntry(NamedTuple):
     split: int
     number: int
     document: DocumentRows
-
-
-@dataclass(frozen=True)
-class CacheTeacher:
-    """The teacher of a cache that is being written.
-
-    identity: a hash of the model's files.
-    decoder: the model, or only its output head.
-    media, teacher_media: those of `CacheManifest`.
-    """
-
-    name: str
-    identity: str
-    decoder: Decoder
-    tokenizer: PreTrainedTokenizerBase
-    media: str | None = None
-    teacher_media: str | None = None
 
 
 def _read(
@@ -178,7 +175,7 @@ def _local_teacher(
     dtype: str | None,
     *,
     with_label: bool,
-) -> tuple[SignalStore, CacheTeacher]:
+) -> tuple[SignalStore, Decoder]:
     """The teacher of a cache, loaded in this process, as a store of signals. Arguments: see `write_cache`."""
     name, identity, inputs = str(config.model), teacher_fingerprint(config), data.train.media_inputs
     processor = None
@@ -199,7 +196,7 @@ def _local_teacher(
     for split in data_splits(data):
         store.require(split.as_read_by(SINGLE), "the data")
     store.start(setup.ranks.device)
-    return store, CacheTeacher(name, identity, decoder, data.tokenizer)
+    return store, decoder
 
 
 def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
@@ -220,16 +217,15 @@ def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
     return teacher
 
 
-def _served_teacher(setup: RunSetup, data: Data) -> tuple[SignalStore, CacheTeacher]:
-    """The teacher and its servers after their proof. Raises ConfigError for signals that cannot be cached."""
+def _served_teacher(setup: RunSetup, data: Data) -> tuple[SignalStore, Decoder]:
+    """The servers after their proof, and the head. Raises ConfigError for signals that cannot be cached."""
     store = setup.stores["teacher"]
     require_signals(setup.stores, setup.teachers, setup.objective, data, setup.ranks)
     if store.teacher_folder is None or store.vocabulary is None:
         raise ConfigError("teacher.model", "is missing: a cache has a copy of the teacher's tokenizer")
     if store.signal.kind == "chosen":
         raise ConfigError("teacher.signal", "got chosen: these ids are the student's, so they cannot be cached")
-    head = head_of(store.teacher_folder)
-    return store, CacheTeacher(store.model, store.identity, head, data.tokenizer)
+    return store, head_of(store.teacher_folder)
 
 
 def data_splits(data: Data) -> list[Documents]:
@@ -255,49 +251,35 @@ def cache_documents(data: Data) -> Iterator[CacheEntry]:
                 )
 
 
-def write_documents(
+def _write_documents(
     out: Path,
-    teacher: CacheTeacher,
-    signal: SignalSpec,
+    manifest: CacheManifest,
     documents: Sequence[tuple[bytes, range]],
+    shards: Sequence[range],
     read: Callable[[Sequence[int]], Sequence[dict[str, Tensor]]],
+    copy_teacher: Callable[..., None],
     ranks: Ranks,
-    shard_bytes: int,
-) -> CacheManifest:
+) -> None:
     """Write a cache or its missing shards, with one shard in memory at a time. All n processes must call this; each
     writes every n-th shard.
 
-    documents: the id and the rows of each document.
-    read: returns the signals of several documents, given by their positions in `documents`.
-    shard_bytes: the largest size of a shard in memory, before packing.
+    documents: the id and the rows of each document. shards: the positions of their documents in `documents`.
+    read: returns the signals of several documents, given by their positions.
+    copy_teacher: writes the teacher's configuration, tokenizer and head.
 
     Raises ValueError if the folder contains another cache or other files.
     """
-    lengths = [len(rows) for _, rows in documents]
-    if not lengths:
-        raise ValueError(f"{out}: there are no documents with two tokens or more; nothing is written")
-    shards = divide(lengths, max(1, shard_bytes // signal.bytes_per_token(teacher.decoder.width)))
-    manifest = CacheManifest(
-        signal,
-        teacher.name,
-        teacher.identity,
-        tokenizer_fingerprint(teacher.tokenizer),
-        teacher.decoder.vocabulary_rows,
-        teacher.decoder.width,
-        documents=len(documents),
-        rows=sum(lengths),
-        documents_hash=documents_hash(documents),
-        shards=len(shards),
-        versions=library_versions(),
-        media=teacher.media,
-        teacher_media=teacher.teacher_media,
-    )
     with folder_lock(out) if is_first() else nullcontext():
         if is_first():
-            _begin(out, manifest, teacher)
+            _begin(out, manifest, copy_teacher)
         require_shared_folder(out, ranks)
         share = range(process_rank(), len(shards), process_count())
-        missing = [number for number in share if not _is_complete(out, number)]
+        missing = [
+            number
+            for number in share
+            if not (out / record_name(number)).is_file()
+            or _recorded_hash(out, number) not in hashes(out, [shard_name(number)]).values()
+        ]
         for number in tqdm(missing, desc="shards", unit="shard", disable=not is_first() or not missing):
             signals = read(shards[number])
             tensors = {name: torch.cat([values[name] for values in signals]) for name in signals[0]}
@@ -314,19 +296,16 @@ def write_documents(
             written = {shard_name(number): _recorded_hash(out, number) for number in range(manifest.shards)}
             small = [name for name in file_names(out) if not name.startswith((SHARDS, INDEX, "."))]
             replace_text(out / INDEX, json.dumps({"sha256": {**hashes(out, small), **written}}, indent=1))
-    return manifest
 
 
-def _begin(out: Path, manifest: CacheManifest, teacher: CacheTeacher) -> None:
+def _begin(out: Path, manifest: CacheManifest, copy_teacher: Callable[..., None]) -> None:
     """Create the folder's files, or check that an existing folder has a part of the same cache."""
     path = out / MANIFEST
     if path.is_file():
         existing = CacheManifest.from_json(path.read_text(encoding="utf-8"), path)
-        different = [
-            f"{name} {theirs!r} there and {ours!r} here" for name, theirs, ours in existing.differences(manifest)
-        ]
-        if different:
-            raise ValueError(f"{out} has another cache: {'; '.join(different)}; expected another folder")
+        if differences := existing.differences(manifest):
+            words = [f"{name} {theirs!r} there and {ours!r} here" for name, theirs, ours in differences]
+            raise ValueError(f"{out} has another cache: {'; '.join(words)}; expected another folder")
     elif not all(is_leftover(path) for path in out.iterdir()):
         raise ValueError(f"{out} is not empty and has no cache: expected a new folder")
     replace_text(path, manifest.to_json())
@@ -337,14 +316,7 @@ def _begin(out: Path, manifest: CacheManifest, teacher: CacheTeacher) -> None:
         complete = sum(shard.stat().st_size for shard in (out / SHARDS).glob("*.safetensors"))
         missing = manifest.rows * manifest.signal.bytes_per_token(manifest.width) - complete
         require_space(out, max(0, missing), ONE_PROCESS)
-        save_teacher(out / TEACHER, teacher.decoder, teacher.tokenizer, with_head=manifest.signal.is_exact)
-
-
-def _is_complete(out: Path, number: int) -> bool:
-    """Whether a shard has a record and matches the hash in it."""
-    if not (out / record_name(number)).is_file():
-        return False
-    return hashes(out, [shard_name(number)])[shard_name(number)] == _recorded_hash(out, number)
+        copy_teacher(out / TEACHER, with_head=manifest.signal.is_exact)
 
 
 def _recorded_hash(out: Path, number: int) -> str:
@@ -366,4 +338,4 @@ def divide(lengths: Sequence[int], rows: int) -> list[range]:
             borders.append(number)
             shard_rows = 0
         shard_rows += length
-    return [range(*shard) for shard in zip(borders, [*borders[1:], len(lengths)], strict=True)]
+    return [range(*shard) for shard in pairwise([*borders, len(lengths)])]

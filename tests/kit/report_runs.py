@@ -9,11 +9,10 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.records import SampleRecord, SampleToken
-from stillhouse.output.rollout_log import RolloutLog, WorkTimeline
+from stillhouse.output.rollout_log import RolloutLog
 
 HOSTILE = 'if a < b && b > c:</script><b id="injected">\n\treturn "x"  # <!-- \u2028 &amp; \'quoted\'\x00'
 
@@ -172,9 +171,9 @@ def make_on_policy_run(folder: Path, *, steps=60, texts=(TEXT, HOSTILE), seed=0)
             task_values(line["step"], steps) if "eval/tokens" in line else rollout_values(line["step"], steps, rng)
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with RolloutLog(RunFolder(folder), 0, SimpleNamespace(seconds=0.0)) as log:
+    with RolloutLog(RunFolder(folder), 0, float) as log:
         for step in range(1, steps + 1):
-            add_step(log.timeline, step, rng)
+            add_step(log, step, rng)
             log.write([make_sample(text, step, rng) for text in texts])
     return folder
 
@@ -197,7 +196,7 @@ def task_values(step, steps) -> dict:
     return {"eval/exact_match/gsm8k": 0.1 + 0.5 * step / steps, "eval/exact_match/math": 0.02 + 0.2 * step / steps}
 
 
-def add_step(timeline: WorkTimeline, step, rng) -> None:
+def add_step(timeline: RolloutLog, step, rng) -> None:
     """A step of 4 seconds: completions of the next steps are written while this one is trained."""
     start = 4.0 * (step - 1)
     for ahead, begin in ((1, 0.2), (2, 1.1), (2, 1.4)):

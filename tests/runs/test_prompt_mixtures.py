@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.loops.rollouts import open_rollout
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.rollout_log import MonotonicClock, WorkTimeline
+from stillhouse.output.rollout_log import RolloutLog
 from stillhouse.run.run import distill, prepare
 
 HOOKS = """
@@ -151,7 +151,7 @@ def test_the_completions_of_a_source_are_those_of_a_run_with_it_alone(tmp_path: 
 @pytest.mark.usefixtures("hooks")
 def test_the_gradients_of_a_step_are_those_of_plain_autograd(tmp_path: Path) -> None:
     config = write_mixture(tmp_path, weight=0.5)
-    session, timeline = prepare(config, announce=False), WorkTimeline(MonotonicClock())
+    session, timeline = prepare(config, announce=False), RolloutLog()
     with closing(session), open_rollout(session, RunFolder(tmp_path / "out")) as rollout:
         samples = rollout.take(0, timeline)
         (micro_batches,) = rollout.micro_batches([0], timeline)

@@ -177,7 +177,7 @@ def test_a_weighted_sum_is_that_of_one_function(
         length, of_server = (sample["reward_parts"][name] for name in names)
         assert 0.5 * length + 2 * of_server == sample["reward"]
     assert fmean(sample["reward"] for sample in shown[:3]) == pytest.approx(of_eval_two[0]["eval/prompts/reward"])
-    titles = [chart.chart.title for chart in draw_charts([read_run(tmp_path / "out")])]
+    titles = [chart.title for chart in draw_charts([read_run(tmp_path / "out")])]
     assert {"Reward: length", "Reward of completions: length"} <= set(titles)
 
 

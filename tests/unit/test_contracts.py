@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SIGNATURES = YAML(typ="safe").load(Path(__file__).with_name("signatures.yaml").read_text(encoding="utf-8"))
 CONTRACTS, OTHERS = SIGNATURES["objective"], SIGNATURES["others"]
 #: modules beside `stillhouse` that examples import: a public module, and what only the demo has
-MODULES = {"stillhouse.models.mtp"} | {f"stillhouse.tools.demo.{name}" for name in ("corpus", "student", "tokenizer")}
+MODULES = {"stillhouse.models.mtp"} | {f"stillhouse.tools.demo.{name}" for name in ("corpus", "student")}
 
 
 def shown(call: object) -> str:

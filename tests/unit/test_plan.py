@@ -1,7 +1,7 @@
 """The parts of `stillhouse plan` that need no dry run: the ranks, the prediction, the table and refusals."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from stillhouse.engine.schedule import make_on_policy_schedule, make_step_schedu
 from stillhouse.plan.command import does_not_fit, lines, two_digits
 from stillhouse.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
 from stillhouse.plan.dry_run import planned
-from stillhouse.plan.layout_plan import Machine, Plan, has_tower, planned_job
+from stillhouse.plan.layout_plan import Machine, Plan, planned_job
 from stillhouse.plan.prediction import (
     LayoutSize,
     RankCounts,
@@ -139,30 +139,19 @@ def test_the_table_and_a_plan_that_does_not_fit() -> None:
     assert "2 × a.py:f: x" in text
     assert "images" not in text
     assert plan.as_json()["counts_activations_of_images"]
-    assert RankCounts.from_json(json.loads(json.dumps(ranks["last"].as_json()))) == ranks["last"]
+    assert RankCounts.from_json(json.loads(json.dumps(asdict(ranks["last"])))) == ranks["last"]
 
 
 def test_a_plan_of_a_vision_tower_says_that_images_are_not_counted(tmp_path: Path) -> None:
-    texts, images = (write_config(tmp_path / name, tower=tower) for name, tower in (("a", False), ("b", True)))
-    settings = {"data": {"train": "x"}, "train": {"micro_batch_tokens": 2048, "steps": 1}, "out": "x"}
-    found = [
-        has_tower(planned_job(load_config(None, settings=settings | models), Machine(1, 8, "h100"), 32))
-        for models in (
-            {"student": {"model": texts}, "teacher": {"model": texts}},
-            {"student": {"model": texts}, "teacher": {"model": images}},
-        )
-    ]
-    assert found == [False, True]
+    for folder, has_tower in ((tmp_path / "texts", False), (tmp_path / "images", True)):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"vision_config": {}} if has_tower else {}))
+        config = load_config(None, settings=settings(tmp_path) | {"teacher": {"model": str(folder)}})
+        assert planned_job(config, Machine(1, 8, "h100"), 32)["has_tower"] == has_tower
     ranks = {"first": counts(layout(), products={"bfloat16": H100.bfloat16})}
     plan = Plan(Machine(1, 8, "h100"), ranks, has_tower=True)
     assert "images not counted, nor the activations of the vision tower" in " ".join("\n".join(lines(plan)).split())
     assert not plan.as_json()["counts_activations_of_images"]
-
-
-def write_config(folder: Path, *, tower: bool) -> str:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"vision_config": {}} if tower else {}))
-    return str(folder)
 
 
 @pytest.mark.parametrize(

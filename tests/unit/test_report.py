@@ -19,7 +19,7 @@ from stillhouse.images import SHOWN
 from stillhouse.images.decode import thumbnail
 from stillhouse.report import curves
 from stillhouse.report.page import ASSETS, write_report
-from stillhouse.report.shown_records import SHADES, shade
+from stillhouse.report.shown_records import SHADES, shade_class
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_long_curves_keep_their_extremes():
     ("kl", "number"), [(-1e-7, 0), (0.0, 0), (0.04, 1), (0.5, 5), (0.99, 5), (1.0, 6), (3.9, 7), (40.0, 8)]
 )
 def test_shades_double(kl, number):
-    assert shade(kl) == number
+    assert shade_class(kl) == f"k{number}"
 
 
 def test_prompt_is_dimmed_and_text_kept(run_dir):

@@ -14,9 +14,9 @@ from typing import Any, Self
 import pytest
 from kit.report_runs import HOSTILE, Page, make_on_policy_run, make_run
 
-from stillhouse.report.command import ReportServer, WatchedReport
+from stillhouse.report.command import ReportServer
 from stillhouse.report.page import ASSETS, write_report
-from stillhouse.report.shown_records import shade
+from stillhouse.report.shown_records import shade_class
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -278,7 +278,7 @@ def test_a_token_shows_what_each_term_does_there(tmp_path, width):
         wait_until_drawn(browser)
         documents = browser.value("JSON.parse(document.getElementById('data').textContent).documents")
         _, kl, _, _, ((_, gradient, raises, _), _) = documents[0][11]
-        assert browser.value(shades) == f"k{shade(kl)}"
+        assert browser.value(shades) == shade_class(kl)
         browser.value(f"document.querySelector({token!r}).scrollIntoView()")
         box = browser.box(token)
         browser.mouse("mouseMoved", box["x"] + 2, box["y"] + 4)
@@ -288,19 +288,19 @@ def test_a_token_shows_what_each_term_does_there(tmp_path, width):
         edges = browser.value(f"(({{left, right}}) => [left, right])({readout}.getBoundingClientRect())")
         assert 0 <= edges[0] < edges[1] <= width
         browser.value("(shaded.value = 'cross_entropy', shaded.dispatchEvent(new Event('change')))")
-        assert browser.value(shades).split()[0] == f"k{shade(gradient)}"
+        assert browser.value(shades).split()[0] == shade_class(gradient)
         assert "shaded=cross_entropy" in browser.value("location.hash")
         reload(browser)
-        assert browser.value(shades) == f"k{shade(gradient)}"
+        assert browser.value(shades) == shade_class(gradient)
         browser.value("(shaded.value = '', shaded.dispatchEvent(new Event('change')))")
-        assert browser.value(shades) == f"k{shade(kl)}"
+        assert browser.value(shades) == shade_class(kl)
         assert not browser.errors
 
 
 @pytest.mark.slow
 def test_a_watched_page_follows_the_run_and_keeps_the_view(tmp_path):
     run = make_run(tmp_path / "distilled")
-    server = ReportServer(WatchedReport(run))
+    server = ReportServer(run)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     with server, Browser(tmp_path) as browser:
         browser.open(f"{server.url}#smooth=0.5&steps=100..200", 900, height=400)

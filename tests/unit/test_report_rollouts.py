@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from kit.report_runs import HOSTILE, TEXT, Page, make_on_policy_run, make_sample
@@ -144,7 +143,7 @@ def test_completions_are_shaded_with_the_version_of_each_token(run_dir):
 def write_samples(folder: Path, steps, text=TEXT, **changes) -> None:
     rng = random.Random(0)
     (folder / "samples.jsonl").unlink(missing_ok=True)
-    with RolloutLog(RunFolder(folder), 1, SimpleNamespace(seconds=0.0)) as log:
+    with RolloutLog(RunFolder(folder), 1, float) as log:
         for step in steps:
             log.write([make_sample(text, step, rng, **changes)])
 

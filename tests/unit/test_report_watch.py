@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from kit.report_runs import Page, make_run
 
 from stillhouse.cli import cli
-from stillhouse.report.command import ReportServer, WatchedReport, serve_page
+from stillhouse.report.command import ReportServer, serve_page
 from stillhouse.report.page import config_differences, read_runs, write_report
 
 
@@ -22,7 +22,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(run_dir: Path) -> Iterator[ReportServer]:
-    with ReportServer(WatchedReport(run_dir)) as server:
+    with ReportServer(run_dir) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.shutdown()

@@ -25,22 +25,14 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-class Clock:
-    def __init__(self, *seconds: float):
-        self.times = iter(seconds)
-
-    @property
-    def seconds(self) -> float:
-        return next(self.times, 0.0)
-
-
-def opened(folder: Path, step: int = 0, *seconds: float) -> RolloutLog:
-    return RolloutLog(RunFolder(folder), step, Clock(*seconds))
+def opened(folder: Path | None, step: int = 0, *seconds: float) -> RolloutLog:
+    times = iter(seconds)
+    return RolloutLog(folder and RunFolder(folder), step, lambda: next(times, 0.0))
 
 
 def test_the_lines_of_both_files(tmp_path):
     with opened(tmp_path) as log:
-        log.timeline.add(4, "trainer", "update", 1.0, 2.5)
+        log.add(4, "trainer", "update", 1.0, 2.5)
         assert lines(tmp_path / "timeline.jsonl") == []
         log.write([sample()])
         assert lines(tmp_path / "timeline.jsonl") == [
@@ -75,7 +67,7 @@ def test_a_resumed_run_removes_the_lines_of_later_steps(tmp_path, step, kept, ha
     for name in ("timeline.jsonl", "samples.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps({"step": n}) + "\n" for n in (1, 3, 2, 4, 2)) + half)
     with opened(tmp_path, step) as log:
-        log.timeline.add(7, "teacher", "score", 1, 2)
+        log.add(7, "teacher", "score", 1, 2)
         log.write([sample(step=7)])
     for name in ("timeline.jsonl", "samples.jsonl"):
         assert [line["step"] for line in lines(tmp_path / name)] == [*kept, 7]
@@ -94,7 +86,7 @@ def test_a_damaged_line_is_refused_with_its_place_and_left(tmp_path, bad):
 
 def test_a_file_that_is_removed_meanwhile_is_an_error(tmp_path):
     with opened(tmp_path) as log:
-        log.timeline.add(1, "trainer", "update", 0, 1)
+        log.add(1, "trainer", "update", 0, 1)
         (tmp_path / "timeline.jsonl").unlink()
         with pytest.raises(ValueError, match=r"timeline\.jsonl cannot be written"):
             log.write()
@@ -103,16 +95,16 @@ def test_a_file_that_is_removed_meanwhile_is_an_error(tmp_path):
 def test_the_trainers_spans_add_up_to_its_step(tmp_path):
     """Also the time between its blocks, and waiting for completions of a later step."""
     with opened(tmp_path, 0, 10, 10, 11, 11, 13.5, 14, 14.5, 15) as log:
-        log.timeline.begin_step(5)
-        with log.timeline.trainer("wait for completions"):
+        log.begin_step(5)
+        with log.trainer("wait for completions"):
             pass
-        with log.timeline.trainer("train"):
+        with log.trainer("train"):
             pass
-        log.timeline.add(5, "teacher", "wait", 0, 100)
-        log.timeline.add(6, "rollout", "generate", 0, 100)
-        with log.timeline.trainer("wait for the teacher"):
+        log.add(5, "teacher", "wait", 0, 100)
+        log.add(6, "rollout", "generate", 0, 100)
+        with log.trainer("wait for the teacher"):
             pass
-        assert log.timeline.end_step() == (5.0, 1.5)
+        assert log.end_step() == (5.0, 1.5)
     spans = [line for line in lines(tmp_path / "timeline.jsonl") if line["lane"] == "trainer"]
     spans.sort(key=lambda line: line["start"])
     assert [(line["what"], line["start"], line["stop"]) for line in spans] == [
@@ -127,7 +119,7 @@ def test_the_trainers_spans_add_up_to_its_step(tmp_path):
 
 def test_a_block_that_fails_is_no_span(tmp_path):
     with opened(tmp_path) as log:
-        with pytest.raises(RuntimeError), log.timeline.trainer("publish", 1, "weights"):
+        with pytest.raises(RuntimeError), log.trainer("publish", 1, "weights"):
             raise RuntimeError
         log.write()
     assert not lines(tmp_path / "timeline.jsonl")
@@ -138,9 +130,9 @@ def test_threads_lose_no_span(tmp_path):
 
         def add(number: int) -> None:
             for index in range(300):
-                log.timeline.add(index, "rollout", f"{number}", 0, 1)
+                log.add(index, "rollout", f"{number}", 0, 1)
                 if index % 50 == 0:
-                    log.timeline.write()
+                    log.write()
 
         threads = [Thread(target=add, args=(number,)) for number in range(4)]
         for thread in threads:
@@ -156,10 +148,10 @@ def test_threads_lose_no_span(tmp_path):
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     """As on all ranks except rank 0."""
     monkeypatch.chdir(tmp_path)
-    with RolloutLog(None, 0, Clock()) as log:
-        log.timeline.begin_step(1)
-        with log.timeline.trainer("wait"):
+    with opened(None) as log:
+        log.begin_step(1)
+        with log.trainer("wait"):
             pass
         log.write([sample()])
-        assert log.timeline.end_step() == (0.0, 0.0)
+        assert log.end_step() == (0.0, 0.0)
     assert not list(tmp_path.iterdir())

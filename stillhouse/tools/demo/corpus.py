@@ -14,9 +14,8 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Split = Literal["teacher", "student", "held_out"]
 
@@ -38,10 +37,7 @@ NOT_EVERYWHERE = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class NamedText:
-    """A named text; its split depends only on the name."""
-
+class NamedText(NamedTuple):
     name: str
     text: str
 
@@ -70,25 +66,20 @@ def collect_documents(library: Path | None = None, end: float = 1.0) -> list[Nam
     return without_repeats(sorted(documents, key=lambda document: (name_hash(document.name), document.name)))
 
 
-def collect_split(split: Split, library: Path | None = None) -> list[NamedText]:
-    """Return the documents of one split."""
-    return [document for document in collect_documents(library, ENDS[split]) if split_of(document.name) == split]
+def collect_split(split: Split) -> list[NamedText]:
+    return [document for document in collect_documents(end=ENDS[split]) if split_of(document.name) == split]
 
 
-def collect_teacher_sources(library: Path | None = None) -> list[NamedText]:
+def collect_teacher_sources() -> list[NamedText]:
     """Return the source code of the modules in the teacher split: additional text for training the teacher."""
-    library = library or Path(sysconfig.get_paths()["stdlib"])
-    return [
-        NamedText(f"source:{name}", source)
-        for name, source in module_sources(library)
-        if split_of(name) == "teacher" and source.strip()
-    ]
+    sources = module_sources(Path(sysconfig.get_paths()["stdlib"]))
+    sources = ((name, source) for name, source in sources if split_of(name) == "teacher")
+    return [NamedText(f"source:{name}", source) for name, source in sources if source.strip()]
 
 
 def write_jsonl(documents: Iterable[NamedText], path: Path) -> None:
     """Write one JSON object per line, with the keys `name` and `text`."""
-    lines = [json.dumps({"name": document.name, "text": document.text}) for document in documents]
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    path.write_text("".join(json.dumps(document._asdict()) + "\n" for document in documents), encoding="utf-8")
 
 
 def module_sources(library: Path, end: float = 1.0) -> Iterator[tuple[str, str]]:
@@ -126,29 +117,28 @@ def prose(source: str) -> str:
 
 
 def docstrings(node: ast.AST, prefix: str = "") -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each docstring under a node; the text starts with the signature."""
+    """Yield the line and the text of each docstring under a node; the text starts with the signature.
+
+    prefix: the names of the definitions around the node, with a dot after each of them.
+    """
     if isinstance(node, ast.Module) and (text := ast.get_docstring(node)):
         yield 0, text
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             if text := ast.get_docstring(child):
-                yield child.lineno, f"{heading(child, prefix)}\n{text}"
+                # `class Queue(Base)` or `def Queue.put(self, item)`
+                kind, inside = ("class", child.bases) if isinstance(child, ast.ClassDef) else ("def", [child.args])
+                yield child.lineno, f"{kind} {prefix}{child.name}({', '.join(map(ast.unparse, inside))})\n{text}"
             yield from docstrings(child, f"{prefix}{child.name}.")
         elif not isinstance(child, ast.expr):  # expressions contain no definitions
             yield from docstrings(child, prefix)
 
 
-def heading(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, prefix: str) -> str:
-    """Return a heading such as `class Queue(Base)` or `def Queue.put(self, item)`."""
-    if isinstance(node, ast.ClassDef):
-        bases = ", ".join(ast.unparse(base) for base in node.bases)
-        return f"class {prefix}{node.name}({bases})"
-    return f"def {prefix}{node.name}({ast.unparse(node.args)})"
-
-
 def comments(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each block of whole-line comments that is long enough to be prose."""
-    quoted = quoted_lines(tree)
+    strings = [node for node in ast.walk(tree) if isinstance(node, (ast.Constant, ast.JoinedStr))]
+    # the lines that continue a string from an earlier line
+    quoted = {line for node in strings for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
     block: list[str] = []
     for number, line in enumerate([*source.split("\n"), ""], 1):
         stripped = line.strip()
@@ -158,12 +148,6 @@ def comments(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
         if len(text := "\n".join(block).strip()) >= COMMENT_LENGTH:
             yield number - len(block), text
         block = []
-
-
-def quoted_lines(tree: ast.Module) -> set[int]:
-    """Return the numbers of lines that continue a string from an earlier line."""
-    strings = (node for node in ast.walk(tree) if isinstance(node, (ast.Constant, ast.JoinedStr)))
-    return {line for node in strings for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
 
 
 def without_repeats(documents: Iterable[NamedText]) -> list[NamedText]:

@@ -41,22 +41,27 @@ def run_demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: flo
     for config in configs.values():
         print()
         distill(config)
-    rows = [_row("teacher", TEACHER, _teacher_metrics(configs["distilled"]), tokens=0, seconds=0.0)]
+    measured = {"teacher": (TEACHER, _teacher_metrics(configs["distilled"]) | {"tokens": 0, "seconds": 0.0})}
     for name, config in configs.items():
-        lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-        last = [record for record in map(json.loads, lines) if "eval/cross_entropy" in record][-1]
-        rows.append(_row(name, Path(config.out) / "model", last, tokens=last["tokens"], seconds=last["seconds"]))
+        lines = map(json.loads, (Path(config.out) / "metrics.jsonl").read_text().splitlines())
+        last = [record for record in lines if "eval/cross_entropy" in record][-1]
+        measured[name] = Path(config.out) / "model", last
+    rows = []
+    for name, (model, metrics) in measured.items():
+        with safe_open(model / "model.safetensors", framework="pt") as tensors:  # tied weights count once
+            parameters = sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
+        figures = {figure: metrics[f"eval/{figure}"] for figure in ("cross_entropy", "forward_kl", "agreement")}
+        counts = {count: metrics[count] for count in ("tokens", "seconds")}
+        rows.append({"run": name, "parameters": parameters} | figures | counts)
     print("\n" + aligned_rows(rows))
-    distilled, text_only = (Path(configs[name].out) for name in ("distilled", "cross_entropy"))
-    print("\nreport: ", end="", flush=True)
-    arguments = [str(distilled), "--compare", str(text_only), "--out", str(distilled / "report.html")]
+    distilled, text_only = (configs[name].out for name in ("distilled", "cross_entropy"))
+    arguments = ["--label", "\nreport: ", distilled, "--compare", text_only, "--out", f"{distilled}/report.html"]
     load("stillhouse.commands", "report").main(arguments, standalone_mode=False)
     print(f"a run of your own with these models, to edit: {trial}; then `stillhouse distill {trial}`")
     return rows
 
 
 def aligned_rows(rows: list[Row]) -> str:
-    """Return the rows as aligned text."""
     columns = {
         "": lambda row: LABELS[row["run"]],
         "parameters": lambda row: f"{row['parameters']:,}",
@@ -81,11 +86,3 @@ def _teacher_metrics(config: RunConfig) -> dict[str, float]:
     engine = TorchEngine(runner, spec, autocast=models.engine.autocast)
     models = replace(models, engine=engine, source=InStageTeacher(runner))
     return held_out_metrics(models, held_out, spec, session.schedule.held_out_tokens)
-
-
-def _row(run: str, model: Path, metrics: dict[str, float], *, tokens: int, seconds: float) -> Row:
-    with safe_open(model / "model.safetensors", framework="pt") as tensors:  # tied weights count once
-        parameters = sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    names = ("cross_entropy", "forward_kl", "agreement")
-    figures = {name: metrics[f"eval/{name}"] for name in names}
-    return {"run": run, "parameters": parameters} | figures | {"tokens": tokens, "seconds": seconds}

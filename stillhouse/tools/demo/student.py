@@ -3,15 +3,15 @@
 The student has the teacher's family and vocabulary, and a quarter of its parameters.
 """
 
-import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from stillhouse.config.yaml_text import write_yaml
-from stillhouse.tools.demo.corpus import collect_split, write_jsonl
+from stillhouse.tools.demo.corpus import NamedText, collect_split, write_jsonl
 
 TEACHER = Path(__file__).parent / "teacher"
 #: the best of 2e-3, 3e-3 and 4e-3 for the demo's student that trains without a teacher (docs/log.md)
@@ -26,30 +26,30 @@ _HEADER = """\
 """
 
 
-def student_config(teacher_config: PretrainedConfig) -> PretrainedConfig:
-    """Return a configuration with half the teacher's width and one layer less: about a quarter of its parameters."""
-    config = copy.deepcopy(teacher_config)
-    config.hidden_size //= 2
-    config.intermediate_size //= 2
-    config.num_attention_heads //= 2
-    config.num_key_value_heads //= 2
+def new_student(seed: int) -> PreTrainedModel:
+    """Return a newly initialised student with half the teacher's width and one layer less: about a quarter of its
+    parameters. The global random state on the CPU does not change.
+    """
+    config = AutoConfig.from_pretrained(TEACHER, trust_remote_code=False)
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        setattr(config, name, getattr(config, name) // 2)
     config.num_hidden_layers -= 1
     config.layer_types = config.layer_types[: config.num_hidden_layers]
-    return config
-
-
-def new_student(seed: int, teacher: Path = TEACHER) -> PreTrainedModel:
-    """Return a newly initialised student of a saved teacher; the global random state on the CPU does not change."""
-    config = student_config(AutoConfig.from_pretrained(teacher, trust_remote_code=False))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
-def save_new_student(folder: Path, seed: int, teacher: Path = TEACHER) -> None:
+def save_new_student(folder: Path, seed: int) -> None:
     """Write a new student and the teacher's tokenizer as an ordinary Hugging Face model folder."""
-    new_student(seed, teacher).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(teacher, trust_remote_code=False).save_pretrained(folder)
+    new_student(seed).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TEACHER, trust_remote_code=False).save_pretrained(folder)
+
+
+def token_stream(tokenizer: PreTrainedTokenizerFast, documents: Iterable[NamedText]) -> torch.Tensor:
+    """Return the documents as one stream of token ids, with the end of a sequence after each document."""
+    ids = tokenizer([document.text for document in documents], add_special_tokens=False)["input_ids"]
+    return torch.tensor([token for document in ids for token in [*document, tokenizer.eos_token_id]])
 
 
 def write_text_run(folder: Path, seed: int = 0) -> Path:

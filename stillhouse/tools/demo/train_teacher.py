@@ -7,26 +7,61 @@ read at all. The same command continues an interrupted run.
 """
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stillhouse.config import RunConfig, load_config
+from stillhouse.config import load_config
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import NamedText, collect_split, collect_teacher_sources, name_hash, write_jsonl
-from stillhouse.tools.demo.tokenizer import train_tokenizer
 from stillhouse.tools.export_run import ExportSettings, export_run
 
+END = "<|endoftext|>"
+VOCAB_SIZE = 3072
 ROW = 512  # tokens per sequence
 ROWS = 8  # sequences per step
 CHOOSING_SHARE = 0.02  # the share of the teacher split that is not trained on, but chooses the best checkpoint
 PROSE_REPEATS = 2  # how often an epoch contains the prose; it contains the source code once
 
 
-def teacher_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """Return a configuration of 4.5 million parameters: 9 MB in bfloat16."""
-    return Qwen3Config(
+def train_tokenizer(documents: Iterable[NamedText]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer that can encode and exactly decode any text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+    )
+
+
+def chooses(document: NamedText) -> bool:
+    """Whether a document is used only to choose the checkpoint; the same for a module's source and its prose."""
+    return name_hash("choosing:" + document.name.removeprefix("source:")) < CHOOSING_SHARE
+
+
+def write_inputs(out: Path, seed: int) -> None:
+    """Write the documents, and a newly initialised model with a tokenizer that is trained on the training prose.
+
+    The model has 4.5 million parameters: 9 MB in bfloat16.
+    """
+    split = collect_split("teacher")
+    prose = [document for document in split if not chooses(document)]
+    sources = [source for source in collect_teacher_sources() if not chooses(source)]
+    write_jsonl([*prose * PROSE_REPEATS, *sources], out / "train.jsonl")
+    write_jsonl(filter(chooses, split), out / "choosing.jsonl")
+    write_jsonl(collect_split("held_out"), out / "held_out.jsonl")
+    tokenizer = train_tokenizer(prose)
+    config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=256,
         intermediate_size=704,
@@ -39,55 +74,9 @@ def teacher_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-
-
-def chooses(document: NamedText) -> bool:
-    """Whether a document is used only to choose the checkpoint; the same for a module's source and its prose."""
-    return name_hash("choosing:" + document.name.removeprefix("source:")) < CHOOSING_SHARE
-
-
-def write_inputs(out: Path, seed: int) -> None:
-    """Write the documents, and a newly initialised model with a tokenizer that is trained on the training prose."""
-    split = collect_split("teacher")
-    prose = [document for document in split if not chooses(document)]
-    sources = [source for source in collect_teacher_sources() if not chooses(source)]
-    write_jsonl([*prose * PROSE_REPEATS, *sources], out / "train.jsonl")
-    write_jsonl(filter(chooses, split), out / "choosing.jsonl")
-    write_jsonl(collect_split("held_out"), out / "held_out.jsonl")
-    tokenizer = train_tokenizer(prose)
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(teacher_config(tokenizer)).save_pretrained(out / "initial")
+    Qwen3ForCausalLM(config).save_pretrained(out / "initial")
     tokenizer.save_pretrained(out / "initial")
-
-
-def run_config(out: Path, steps: int, every: int, seed: int) -> RunConfig:
-    """Return the configuration of the run."""
-    return load_config(
-        None,
-        settings={
-            "student": {"model": str(out / "initial")},
-            "data": {
-                "train": str(out / "train.jsonl"),
-                "eval": {name: str(out / f"{name}.jsonl") for name in ("choosing", "held_out")},
-                "max_tokens": ROW,
-            },
-            "objective": {"loss": "cross_entropy"},
-            "train": {
-                "tokens_per_step": ROWS * ROW,
-                "micro_batch_tokens": ROWS * ROW,
-                "steps": steps,
-                "learning_rate": 2e-3,
-                "schedule": "wsd",
-                "warmup": min(200, steps // 2),
-                "weight_decay": 0.2,
-                "precision": "bf16",
-            },
-            "eval": {"every": every},
-            "checkpoint": {"every": every, "best": "eval/choosing/cross_entropy"},
-            "out": str(out / "run"),
-            "seed": seed,
-        },
-    )
 
 
 def train_teacher() -> None:
@@ -98,10 +87,34 @@ def train_teacher() -> None:
     parser.add_argument("--every", type=int, default=250, help="steps between evaluations and checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    write_inputs(arguments.out, arguments.seed)
-    run = distill(run_config(arguments.out, arguments.steps, arguments.every, arguments.seed))
-    export_run(run, arguments.out / "teacher", "best", ExportSettings(dtype="bfloat16"))
+    out, steps = arguments.out, arguments.steps
+    out.mkdir(parents=True, exist_ok=True)
+    write_inputs(out, arguments.seed)
+    settings = {
+        "student": {"model": str(out / "initial")},
+        "data": {
+            "train": str(out / "train.jsonl"),
+            "eval": {name: str(out / f"{name}.jsonl") for name in ("choosing", "held_out")},
+            "max_tokens": ROW,
+        },
+        "objective": {"loss": "cross_entropy"},
+        "train": {
+            "tokens_per_step": ROWS * ROW,
+            "micro_batch_tokens": ROWS * ROW,
+            "steps": steps,
+            "learning_rate": 2e-3,
+            "schedule": "wsd",
+            "warmup": min(200, steps // 2),
+            "weight_decay": 0.2,
+            "precision": "bf16",
+        },
+        "eval": {"every": arguments.every},
+        "checkpoint": {"every": arguments.every, "best": "eval/choosing/cross_entropy"},
+        "out": str(out / "run"),
+        "seed": arguments.seed,
+    }
+    run = distill(load_config(None, settings=settings))
+    export_run(run, out / "teacher", "best", ExportSettings(dtype="bfloat16"))
 
 
 if __name__ == "__main__":
