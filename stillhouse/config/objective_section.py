@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field
 
-from stillhouse.config.section import NO_GAIN, Removed, Section, Text
-from stillhouse.registry import load_all
+from stillhouse.config.section import NO_GAIN, Removed, Section, Text, keys_of_add_ons
 
 
 class HiddenPairConfig(Section):
@@ -41,10 +40,7 @@ class ByOriginConfig(Section):
 if TYPE_CHECKING:
     _PartKeys = Section
 else:  # the losses inside layers that other distributions register have keys here
-    _PARTS = load_all("stillhouse.parts")
-    _PartKeys = create_model(
-        "_PartKeys", __base__=Section, **{name: kind.field for name, kind in _PARTS.items() if kind.field}
-    )
+    _PartKeys = keys_of_add_ons("stillhouse.parts")
 
 
 class ObjectiveConfig(_PartKeys):

@@ -1,16 +1,31 @@
 """On-policy training: who generates the completions, how tokens are sampled, and how old the weights may be."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from stillhouse.config.reward_sum import RewardText
-from stillhouse.config.section import FunctionPath, FunctionPaths, PathText, Section, Text, Urls, text_list
+from stillhouse.config.section import (
+    FunctionPath,
+    FunctionPaths,
+    PathText,
+    Section,
+    Text,
+    Urls,
+    keys_of_add_ons,
+    text_list,
+)
 from stillhouse.config.servers import EngineName, RewardTokens, VariableName
+from stillhouse.registry import registered
+
+if TYPE_CHECKING:
+    _EnvironmentKeys = Section
+else:  # the kinds of environments that other distributions register have keys here
+    _EnvironmentKeys = keys_of_add_ons("stillhouse.environments")
 
 
-class PromptConfig(Section):
+class PromptConfig(_EnvironmentKeys):
     """The keys of rollout that a source of data.train may set for its prompts."""
 
     share: float = Field(default=1.0, gt=0, le=1)
@@ -62,7 +77,7 @@ class PromptConfig(Section):
     @property
     def has_turns(self) -> bool:
         """Whether samples may have several turns."""
-        return self.environment is not None or bool(self.tool_paths)
+        return any(getattr(self, name) for name in registered("stillhouse.environments"))
 
     @property
     def reply_role(self) -> Literal["user", "tool"] | None:

@@ -5,7 +5,7 @@ The class of a section defines the valid values of a single key. A rule defines 
 
 import os
 import re
-from itertools import chain
+from itertools import combinations
 from pathlib import Path
 
 from stillhouse.config.data_section import is_source_name
@@ -17,6 +17,9 @@ from stillhouse.config.servers import GROUP
 from stillhouse.config.train_section import OFFLOADED
 from stillhouse.display import enumerated
 from stillhouse.registry import load, load_all, registered
+
+#: the keys of what replies to the turns of samples
+ENVIRONMENTS = [f"rollout.{name}" for name in registered("stillhouse.environments")]
 
 RULES: tuple[Rule, ...] = (
     # a teacher in this job
@@ -86,31 +89,26 @@ RULES: tuple[Rule, ...] = (
     needs("rollout.weights", "rollout.url"),
     needs("rollout.token_variable", "rollout.url"),
     excludes("rollout.weights", "rollout.writer=teacher", because="only the student's weights change"),
-    excludes(
-        "rollout.tools",
-        "rollout.environment",
-        expected="one of them",
-        because="each of them decides what follows a turn",
+    *(
+        excludes(second, first, expected="one of them", because="each of them decides what follows a turn")
+        for first, second in combinations(ENVIRONMENTS, 2)
     ),
-    needs("rollout.tool_tokens", "rollout.tools"),
-    needs("rollout.reply", "rollout.environment"),
     Rule(
-        ("rollout.reward", "rollout.environment", "rollout.tools"),
-        lambda reward, environment, tools: has_part_of_object(reward) and environment is None and tools is None,
-        "a class with a method reward in rollout.environment or rollout.tools",
+        ("rollout.reward", *ENVIRONMENTS),
+        lambda reward, *environments: has_part_of_object(reward) and environments.count(None) == len(environments),
+        f"a class with a method reward in {enumerated(ENVIRONMENTS, 'or')}",
         "environment stands for what this method gives",
     ),
-    needs("rollout.max_turns", "rollout.environment", "rollout.tools"),
+    needs("rollout.max_turns", *ENVIRONMENTS),
     Rule(
-        ("rollout.workers", "rollout.reward", "rollout.environment", "rollout.tools"),
-        lambda workers, reward, environment, tools: (
+        ("rollout.workers", "rollout.reward", *ENVIRONMENTS),
+        lambda workers, reward, *environments: (
             bool(workers)
-            and environment is None
-            and tools is None
+            and environments.count(None) == len(environments)
             and all(part.is_server for part in reward_parts(reward))
         ),
         "0",
-        "it has an effect only with a function in rollout.reward, with rollout.environment or rollout.tools",
+        f"it has an effect only with a function in rollout.reward, with {enumerated(ENVIRONMENTS, 'or')}",
         has_no_effect=True,
     ),
     *(
@@ -344,5 +342,10 @@ RULES: tuple[Rule, ...] = (
         excludes("train.compile", f"{model}.quantize", because="its layers have no plain weights")
         for model in ("student", "teacher")
     ),
-    *chain.from_iterable(kind.rules() for kind in load_all("stillhouse.parts").values()),
+    *(
+        rule
+        for group in ("stillhouse.parts", "stillhouse.environments")
+        for kind in load_all(group).values()
+        for rule in kind.rules()
+    ),
 )

@@ -12,11 +12,11 @@ from pathlib import PurePath
 from typing import Annotated, Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
 from pydantic_core.core_schema import CoreSchema, literal_schema
 
 from stillhouse.config.errors import ConfigError
-from stillhouse.registry import registered
+from stillhouse.registry import load_all, registered
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 #: a parameter of an address whose value is a secret
@@ -127,6 +127,12 @@ def checked_function(path: str, text: str | None = None) -> str:
         expected = f"package.module:function, such as mypkg.rewards:exact{function_hint(path)}"
         raise ValueError(f"got {text or path!r}, expected {expected}")
     return path
+
+
+def keys_of_add_ons(group: str) -> type[Section]:
+    """Return a section with the keys that other distributions register in a group; its entries have a `field`."""
+    kinds = load_all(group)
+    return create_model("_Keys", __base__=Section, **{name: kind.field for name, kind in kinds.items() if kind.field})
 
 
 def function_hint(path: str) -> str:

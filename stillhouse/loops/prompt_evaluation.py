@@ -29,8 +29,9 @@ from stillhouse.rollout import Completion, Sample, Samples, Sampling, TargetRule
 from stillhouse.rollout.documents import StepPacker
 from stillhouse.rollout.engines import InJobEngine, JobEngine
 from stillhouse.rollout.rollout import ERRORS
-from stillhouse.rollout.user_functions import CompletionCalls, tool_schemas, warn
+from stillhouse.rollout.user_functions import CompletionCalls, warn
 from stillhouse.signals.signal_store import SignalWatch
+from stillhouse.user_code.environments import environment_of
 from stillhouse.user_code.functions import EVAL_REWARD
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
@@ -168,6 +169,7 @@ def held_out_prompts(models: Models, data: Data, plan: RolloutPlan | None, setti
     named = {key.removeprefix("teachers."): config for key, config in models.teacher_configs.items()}
     prefixes = {name: prefix for name, config in named.items() if (prefix := getattr(config, "prefix", None))}
     route, rollout = data.train.together, None if plan is None else plan.config
+    environment = None if rollout is None else environment_of(rollout)
     options = LoadOptions(
         data.train.max_tokens - settings.max_new_tokens,
         columns=() if route is None else (route,),
@@ -176,7 +178,7 @@ def held_out_prompts(models: Models, data: Data, plan: RolloutPlan | None, setti
         reader=route,
         prompts=True,
         keep_records=True,
-        tools=tool_schemas(rollout),
+        tools=None if environment is None else environment.schemas,
     )
     with as_config_error("eval.prompts.data"):
         documents = load_documents(

@@ -12,8 +12,6 @@ from stillhouse.checkpoint.resume import require_same_writer
 from stillhouse.config import ConfigError, RolloutConfig, as_config_error
 from stillhouse.config.data_section import source_prefix
 from stillhouse.config.servers import ServerError, server_kinds, server_token
-from stillhouse.data.render.reply_format import ReplyFormat
-from stillhouse.data.render.tool_format import ToolFormat
 from stillhouse.loops.session import Data, Models, RolloutPlan, Session
 from stillhouse.loops.weights_on_servers import ServerWatch, WeightsOnServers, probe_prompts
 from stillhouse.models import Decoder, eos_ids
@@ -27,7 +25,8 @@ from stillhouse.rollout.engines import InJobEngine, RemoteEngine, StudentCopy
 from stillhouse.rollout.generate import Generator, check_generation
 from stillhouse.rollout.plan import RolloutSchedule
 from stillhouse.rollout.rollout import ERRORS, Rollout
-from stillhouse.rollout.user_functions import CompletionCalls, tool_schemas, warn
+from stillhouse.rollout.user_functions import CompletionCalls, warn
+from stillhouse.user_code.environments import environment_of
 
 #: tokens of a generation batch per token of a training micro-batch, because generation keeps far fewer activations
 _BATCHES = 8
@@ -260,17 +259,13 @@ def require_end_of_turn(
     """Raise ConfigError on all ranks if the student cannot end a turn. prefix: returns what precedes a key."""
     if rollout.stop:
         return
-    if (schemas := tool_schemas(rollout)) is not None:
-        key, what = "tools", "turns with calls"
-        turn_format: ToolFormat | ReplyFormat = ToolFormat(data.tokenizer, schemas, data.media_processor)
-    elif (role := rollout.reply_role) is not None:
-        key, what = "reply", "turns"
-        turn_format = ReplyFormat(data.tokenizer, role, data.media_processor)
-    else:
+    environment = environment_of(rollout, lambda key: f"{prefix(key)}rollout.{key}")
+    if environment is None:
         return
-    if turn_format.marker_id not in eos_ids(data.tokenizer, models.student):
+    markers = environment.markers(data.tokenizer, data.media_processor)
+    for marker in (text for index, text in markers.items() if index not in eos_ids(data.tokenizer, models.student)):
         raise ConfigError(
-            f"{prefix(key)}rollout.{key}",
-            f"the chat template ends {what} with {turn_format.marker!r}, which is no end-of-sequence token of the "
+            environment.format_key,
+            f"the chat template ends {environment.turns} with {marker!r}, which is no end-of-sequence token of the "
             "student: expected it in eos_token_id of the student's generation_config.json, or in rollout.stop",
         )

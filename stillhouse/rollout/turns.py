@@ -1,7 +1,7 @@
-"""The replies to turns of the model: texts of an environment, or the replies of the tools that a turn calls."""
+"""The turns of a sample, and the replies to them, which a registered kind of environment gives."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,24 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.media import MEDIA, MEDIUM
-from stillhouse.data.record import RecordError
-from stillhouse.data.render.reply_format import ReplyFormat
-from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.data.render.tool_format import ToolCall, ToolFormat
-from stillhouse.display import first_line
 from stillhouse.rollout.records import NOT_GENERATED, Completion
-from stillhouse.user_code.episodes import ERROR, Episode
-from stillhouse.user_code.function_calls import CallLostError
-from stillhouse.user_code.functions import Turn, UserFunctionError
-
-#: `beginning` first tokenizes _CHARACTERS characters per token. It doubles the number of characters until they
-#: have more than 2 × (the tokens that are needed) + _MARGIN tokens
-_CHARACTERS, _MARGIN = 16, 64
-#: the end of a reply that was cut
-_CUT = "\n[The rest of this reply was cut.]"
-#: the reply of tools that have not returned within `rollout.worker_timeout`, or have ended their process
-_LOST = f"{ERROR}the tool did not return"
+from stillhouse.user_code.environments import Episode
+from stillhouse.user_code.functions import Turn
 
 #: prompt, completion so far, record, and the record's `file:line`
 CallArguments = tuple[str, str, Mapping[str, Any], str]
@@ -97,14 +82,10 @@ def done(value: Any) -> Future[Any]:
 
 
 class TurnReplies(ABC):
-    """Replies to the turns of samples. May be called from any thread. calls: of the user's environment or tools.
-    placeholders: the ids of the tokens that stand for features of media.
-    """
+    """Replies to the turns of samples. May be called from any thread. calls: of the user's functions."""
 
-    def __init__(self, calls: EpisodeCalls, tokenizer: PreTrainedTokenizerBase, placeholders: Sequence[int] = ()):
-        self._calls, self._tokenizer, self._placeholders = calls, tokenizer, frozenset(placeholders)
-        #: the special tokens, such as those that end a turn
-        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    def __init__(self, calls: EpisodeCalls, tokenizer: PreTrainedTokenizerBase):
+        self._calls, self._tokenizer = calls, tokenizer
 
     @abstractmethod
     def request(self, sample: SampleTurns) -> Future[Any] | None:
@@ -133,169 +114,6 @@ class TurnReplies(ABC):
 
     def _turn(self, ids_N: np.ndarray) -> Any:
         return self._tokenizer.decode(ids_N, skip_special_tokens=True)
-
-    def _text_reply(self, text: str, ids: Sequence[int]) -> Reply:
-        """Return the reply of an environment, unless it has a token that stands for features of media."""
-        if not self._placeholders.isdisjoint(ids):
-            raise UserFunctionError(
-                f"rollout.environment: the reply {text[:80]!r} has the placeholder token of {MEDIUM}: "
-                f"expected text, because only prompts have {MEDIA}"
-            )
-        return Reply(text, ids)
-
-
-class TextReplies(TurnReplies):
-    """The texts of an environment (`rollout.environment`), which may have any tokens but those of media.
-
-    prompt: the generation prompt of the chat template, or "".
-    warn: is called once, in any thread, if a reply of a conversation follows a complete turn without this prompt.
-    """
-
-    def __init__(
-        self,
-        calls: EpisodeCalls,
-        tokenizer: PreTrainedTokenizerBase,
-        placeholders: Sequence[int] = (),
-        *,
-        prompt: str = "",
-        warn: Callable[[str], None] | None = None,
-    ):
-        super().__init__(calls, tokenizer, placeholders)
-        self._prompt, self._warn = prompt.strip(), warn
-
-    def request(self, sample: SampleTurns) -> Future[Any] | None:
-        return self._calls.request(sample.arguments, self._episode(sample))
-
-    def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-        """See `TurnReplies`. Warns if a reply to a complete turn of a conversation begins no turn of the student."""
-        if not (text := future.result()):
-            return None
-        is_complete = int(sample.turns[-1][-1]) in self._special
-        is_after_prompt = bool(self._prompt) and sample.arguments[0].rstrip().endswith(self._prompt)
-        if self._warn is not None and is_complete and is_after_prompt and not text.rstrip().endswith(self._prompt):
-            warn, self._warn = self._warn, None
-            warn(
-                f"rollout.environment: the reply {text[:80]!r} follows a complete turn of a conversation without the "
-                f"generation prompt {self._prompt!r} of the chat template, so that the student goes on outside of a "
-                "turn: expected rollout.reply=user (or tool), with which the template writes replies as turns, or "
-                "replies with all text of a turn"
-            )
-        try:
-            part = beginning(lambda text: tokenize(self._tokenizer, [text], special=False)[0], text, most)
-            ids = tokenize(self._tokenizer, [part], special=False)[0]
-        except RecordError as error:
-            raise ValueError(f"rollout.environment: a reply cannot be read: {error}") from error
-        return self._text_reply(text, ids)
-
-
-class MessageReplies(TurnReplies):
-    """The texts of an environment as turns of the chat template (`rollout.reply`).
-
-    A turn ends with the template's end marker, or with one of `rollout.stop`. A turn that ends with another
-    end-of-sequence token ends its sample. has_stops: whether a turn may end with a text of `rollout.stop`.
-    """
-
-    def __init__(
-        self, calls: EpisodeCalls, reply_format: ReplyFormat, placeholders: Sequence[int] = (), *, has_stops: bool
-    ):
-        super().__init__(calls, reply_format.tokenizer, placeholders)
-        self._format, self._has_stops = reply_format, has_stops
-
-    def request(self, sample: SampleTurns) -> Future[Any] | None:
-        last = int(sample.turns[-1][-1])
-        if last != self._format.marker_id and (not self._has_stops or last in self._special):
-            return None
-        return self._calls.request(sample.arguments, self._episode(sample))
-
-    def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-        if not (text := future.result()):
-            return None
-        ends = int(sample.turns[-1][-1]) != self._format.marker_id
-        try:
-            ids = self._format.reply_ids(beginning(self._format.text.ids, text, most), ends=ends)
-        except ValueError as error:
-            raise UserFunctionError(str(error)) from error
-        return self._text_reply(text, ids)
-
-
-class ToolReplies(TurnReplies):
-    """The replies of the tools that a turn calls, as the chat template writes them (`rollout.tools`).
-
-    A turn ends with the template's end marker, or with one of `rollout.stop`. A turn that ends with another special
-    token, or that has no call, ends its sample.
-
-    most_tokens: of the text of one reply. A longer one is cut.
-    have_state: whether some tools have objects. Only other tools may be lost without an error.
-    warn: is called, in any thread, with a line about calls that are lost.
-    """
-
-    def __init__(
-        self,
-        calls: EpisodeCalls,
-        tool_format: ToolFormat,
-        most_tokens: int,
-        *,
-        have_state: bool,
-        warn: Callable[[str], None],
-    ):
-        super().__init__(calls, tool_format.tokenizer)
-        self._format, self._most_tokens = tool_format, most_tokens
-        self._have_state, self._warn = have_state, warn
-
-    def request(self, sample: SampleTurns) -> Future[Any] | None:
-        if not self._tool_calls(sample.turns[-1]):
-            return None
-        return self._calls.request(sample.arguments, self._episode(sample))
-
-    def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-        calls = self._tool_calls(sample.turns[-1])
-        try:
-            texts = future.result()
-        except CallLostError as error:
-            if self._have_state:
-                raise
-            self._warn(f"the reply of the tools is {_LOST!r}: {first_line(error)}")
-            texts = [_LOST] * len(calls)
-        ends = int(sample.turns[-1][-1]) != self._format.marker_id
-        names, bounded = [call.name for call in calls], [self._bounded(text) for text in texts]
-        ids = self._format.reply_ids(names, bounded, ends=ends)
-        return Reply(texts, ids, len(texts), sum(text.startswith(ERROR) for text in texts))
-
-    def _turn(self, ids_N: np.ndarray) -> list[tuple[Any, ...]]:
-        return [(call.name, call.arguments, call.problem) for call in self._tool_calls(ids_N)]
-
-    def _tool_calls(self, ids_N: np.ndarray) -> list[ToolCall]:
-        """The calls that a turn makes; none if it ends with another special token than the template's marker."""
-        if ids_N[-1] == self._format.marker_id:
-            ids_N = ids_N[:-1]
-        elif int(ids_N[-1]) in self._special:
-            return []
-        return self._format.calls(self._tokenizer.decode(ids_N, clean_up_tokenization_spaces=False))
-
-    def _bounded(self, text: str) -> str:
-        """The text, or its beginning and a sentence about the rest, together with at most `most_tokens` tokens."""
-        most, count = self._most_tokens, len(beginning(self._format.text.ids, text, self._most_tokens))
-        if count == len(text) and len(self._format.text.ids(text)) <= most:
-            return text
-        kept, too_many = 0, count + 1
-        while too_many - kept > 1:
-            middle = (kept + too_many) // 2
-            if len(self._format.text.ids(text[:middle] + _CUT)) <= most:
-                kept = middle
-            else:
-                too_many = middle
-        return text[:kept] + _CUT
-
-
-def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> str:
-    """A text, or its beginning if it has far more than `most` tokens: only this beginning must be tokenized. ids_of:
-    returns the tokens of a text.
-    """
-    characters = _CHARACTERS * (most + 1)
-    # near its end, a cut text may have other tokens than the full text, so a margin of tokens is needed
-    while characters < len(text) and len(ids_of(text[:characters])) <= 2 * most + _MARGIN:
-        characters *= 2
-    return text[:characters]
 
 
 def turn_texts(tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> list[Turn]:

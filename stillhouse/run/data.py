@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,15 @@ from stillhouse.data.media import MediaInputs, MediaProcessor, find_media_proces
 from stillhouse.data.record import TemplateSyntaxError
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.record_forms import are_conversations
-from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.teacher_substitutions import PrefixTemplate, TeacherMedia
-from stillhouse.data.render.tool_format import ToolFormat
 from stillhouse.data.token_cache import user_folder
 from stillhouse.display import first_line
 from stillhouse.hashing import json_hash
 from stillhouse.libraries import reading
 from stillhouse.loops.session import Data
 from stillhouse.models import read_end_ids
-from stillhouse.rollout.user_functions import tool_schemas
 from stillhouse.signals import SignalStore
+from stillhouse.user_code.environments import environment_of
 
 #: the schemas of tools, or None without tools
 ToolSchemas = Sequence[dict[str, Any]] | None
@@ -71,9 +70,13 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
             other = _media_processor(section, teacher, processor.tokenizer, data, template_is_set=True)
             reader = TeacherMedia(section, processor, other, is_routed=route is not None)
             readers[section.partition(".")[2]] = reader
-    source_tools = _proven_tools(config.rollouts, config.rollout_key, tokenizer, processor)
+    source_tools = [
+        _proven_tools(rollout, partial(config.rollout_key, number), tokenizer, processor)
+        for number, rollout in enumerate(config.rollouts)
+    ]
     with as_config_error("student.model"):
         end_ids = read_end_ids(student.model, student.revision, trust_remote_code=student.trust_remote_code)
+    environment = None if config.rollout is None else environment_of(config.rollout)
     options = LoadOptions(
         max_tokens=data.max_tokens,
         tokens=config.objective.tokens,
@@ -83,7 +86,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
         prefixes={name: teacher.prefix for name, teacher in config.several.items() if teacher.prefix},
         reader=route,
         fits_teachers=fits_teachers,
-        tools=tool_schemas(config.rollout),
+        tools=None if environment is None else environment.schemas,
         end_ids=end_ids,
     )
     splits = _Loader(data, options, tokenizer, processor, readers).splits(config.rollouts, source_tools)
@@ -206,29 +209,21 @@ def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:
 
 
 def _proven_tools(
-    rollouts: Sequence[RolloutConfig],
-    rollout_key: Callable[[int, str], str],
+    rollout: RolloutConfig,
+    full_key: Callable[[str], str],
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
-) -> list[ToolSchemas]:
-    """The schemas of the tools of each source of prompts. rollout_key: see `RunConfig.rollout_key`.
+) -> ToolSchemas:
+    """The schemas of the tools of one source of prompts. full_key: returns the full key of one of its keys.
 
     Raises ConfigError for tools that cannot be used, and for a chat template whose calls cannot be parsed, or which
     cannot write the replies of environments as turns.
     """
-    by_paths: dict[tuple[str, ...], ToolSchemas] = {}
-    for number, rollout in enumerate(rollouts):
-        if (paths := tuple(rollout.tool_paths)) not in by_paths:
-            key = rollout_key(number, "tools")
-            by_paths[paths] = schemas = tool_schemas(rollout, key)
-            if schemas is not None:
-                with as_config_error(key):
-                    ToolFormat(tokenizer, schemas, processor)
-    for number, rollout in enumerate(rollouts):
-        if (role := rollout.reply_role) is not None:
-            with as_config_error(rollout_key(number, "reply")):
-                ReplyFormat(tokenizer, role, processor)
-    return [by_paths[tuple(rollout.tool_paths)] for rollout in rollouts]
+    if (environment := environment_of(rollout, full_key)) is None:
+        return None
+    with as_config_error(environment.format_key):
+        environment.markers(tokenizer, processor)
+    return environment.schemas
 
 
 def _media_processor(

@@ -16,8 +16,9 @@ from stillhouse.config import ConfigError, RunConfig, as_config_error
 from stillhouse.config.errors import listed
 from stillhouse.config.model_folder import require_model, require_template
 from stillhouse.config.reward_sum import reward_parts
-from stillhouse.config.section import function_hint
+from stillhouse.config.section import function_hint, text_list
 from stillhouse.data.read.data_source import require_source
+from stillhouse.user_code.environments import environments
 from stillhouse.user_code.function_files import require_in_file
 
 Check = Callable[[Any], object]
@@ -38,9 +39,8 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
     rollout_keys: list[tuple[str, str]] = []  # the functions of rollouts, by their keys
     for number, rollout in enumerate(config.rollouts):
         rewards += [(config.rollout_key(number, "reward"), part) for part in reward_parts(rollout.reward)]
-        rollout_keys += [(config.rollout_key(number, "tools"), path) for path in rollout.tool_paths]
-        if rollout.environment is not None:
-            rollout_keys.append((config.rollout_key(number, "environment"), rollout.environment))
+        for name in environments():
+            rollout_keys += [(config.rollout_key(number, name), path) for path in text_list(getattr(rollout, name))]
     # for each check: the key that its error names, the check, and its argument
     checks: list[tuple[str, Check, Any]]
     checks = [(f"{key}.model", require_model, model.model) for key, model in models.items() if model.model]

@@ -32,6 +32,7 @@ from stillhouse.parallel import Layout
 from stillhouse.rollout import PromptPlan
 from stillhouse.rollout.user_functions import loaded_functions
 from stillhouse.run.setup import RunSetup, require_fsdp
+from stillhouse.user_code.environments import environments
 
 #: a run with fewer steps causes a warning, unless the configuration has train.steps
 FEW_STEPS = 10
@@ -212,7 +213,7 @@ def evaluation_warnings(evaluation: EvalConfig, rollouts: Sequence[RolloutConfig
     rollouts: the section rollout for each source of prompts
     """
     evaluations = [name for name in ("samples", "tasks") if getattr(evaluation, name)]
-    keys = [key for key in ("tools", "environment") if any(getattr(rollout, key) for rollout in rollouts)]
+    keys = [key for key in environments() if any(getattr(rollout, key) for rollout in rollouts)]
     if evaluations and keys:
         yield (
             f"{', '.join(f'eval.{name}' for name in evaluations)}: the completions of evaluations have one turn, "

@@ -15,8 +15,7 @@ from typing import Any
 
 from stillhouse.display import name_list
 from stillhouse.hashing import file_hash
-from stillhouse.user_code.episodes import method_of
-from stillhouse.user_code.functions import UserFunction, UserFunctionError
+from stillhouse.user_code.functions import UserFunction, UserFunctionError, method_of
 
 SAVE, LOAD = "state_dict", "load_state_dict"
 #: the most characters of a state as JSON

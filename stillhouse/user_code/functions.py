@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypedDict
@@ -34,12 +34,7 @@ _WRAPPED = "; a reward of TRL gets and gives lists, and docs/coming_from.md has 
 #: completion: the text of the completion without special tokens; record: the full record of the data. A reward
 #: returns a number, and may also take `turns`. An environment returns the text that follows the completion, or None
 #: at the end; it may also be a class (`_METHODS`). context: `EvaluationContext`
-_ARGUMENTS = {
-    CALLBACKS: ("context",),
-    REWARD: _OF_COMPLETIONS,
-    ENVIRONMENT: _OF_COMPLETIONS,
-    EVAL_REWARD: _OF_COMPLETIONS,
-}
+_ARGUMENTS = {CALLBACKS: ("context",)}
 #: an argument that a reward may have in addition: a list of `Turn`
 TURNS = "turns"
 #: the method of an environment's or a tool's class that gives the sample's reward after the last turn
@@ -122,9 +117,8 @@ class UserFunction:
             with _ForeignCode(str(self), about):
                 call = partial(self.function, *arguments, **named)
                 # functions of evaluations run only in the main thread of rank 0
-                is_of_rollouts = self.key in (REWARD, ENVIRONMENT, TOOLS)
                 advice = "; rollout.workers with rollout.worker_timeout limits the time of a call"
-                value = interruptible(str(self), call, about, advice if is_of_rollouts else "")
+                value = interruptible(str(self), call, about, advice if self.key.startswith("rollout.") else "")
         finally:
             changed = [name for name, (read, _) in settings.items() if read() != before[name]]
             for name in changed:
@@ -158,7 +152,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     if (function := getattr(module, name, None)) is None:
         raise no_function(path, module_name, name)
     if not callable(function):
-        parameters, kind = ", ".join(_ARGUMENTS.get(key, ())), type(function).__name__
+        parameters, kind = ", ".join(_ARGUMENTS.get(key, _OF_COMPLETIONS)), type(function).__name__
         expected = "a function or a class" if key in (ENVIRONMENT, TOOLS) else f"a function({parameters})"
         raise ValueError(f"got {path!r}, which is of type {kind} and no function: expected {expected}")
     loaded = UserFunction(key, path, function)
@@ -167,7 +161,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
         return load_class(loaded, _METHODS)
     if key != TOOLS:  # the model reads the parameters of a tool
         named = (TURNS,) if key in (REWARD, EVAL_REWARD) and loaded.takes_turns else ()
-        _require_parameters(path, function, _ARGUMENTS[key], named)
+        _require_parameters(path, function, _ARGUMENTS.get(key, _OF_COMPLETIONS), named)
     return loaded
 
 
@@ -212,6 +206,11 @@ def gives_reward(of: UserFunction) -> bool:
         return False
 
 
+def method_of(of: UserFunction, made: Any, name: str) -> UserFunction:
+    """A method of an object of a user's class."""
+    return replace(of, path=f"{of.path}.{name}", function=getattr(made, name))
+
+
 def no_module(path: str, module: str, hint: str) -> ValueError:
     expected = f"expected one that is installed, or in the working directory{hint}"
     return ValueError(f"got {path!r}, but there is no module {module!r}: {expected}")
@@ -245,33 +244,6 @@ def checked_number(reward: UserFunction, value: Any, about: str) -> float:
         hint = _WRAPPED if isinstance(value, list) else ""
         raise UserFunctionError(f"{reward} gives {shown(value)}{about}: expected a finite number{hint}")
     return number
-
-
-def checked_reply(
-    environment: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
-) -> str | None:
-    """The environment's reply to a completion. Raises UserFunctionError unless the reply is a text or None."""
-    about = about_completion(completion, source)
-    return checked_text(
-        environment, environment(prompt, completion, copied_record(record, source), about=about), about
-    )
-
-
-def checked_text(environment: UserFunction, value: Any, about: str) -> str | None:
-    """A reply of an environment. Raises UserFunctionError unless it is None or a text that UTF-8 can represent."""
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise UserFunctionError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
-    reply = str.__str__(value)  # a subclass may have methods of its own
-    try:
-        reply.encode()
-    except UnicodeEncodeError as error:
-        raise UserFunctionError(
-            f"{environment} gives a text with half of a surrogate pair at character {error.start + 1}{about}: "
-            "expected text that UTF-8 can represent"
-        ) from error
-    return reply
 
 
 def finite_number(value: Any) -> float | None:

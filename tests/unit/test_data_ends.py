@@ -11,10 +11,10 @@ from kit.toy_tokenizer import SPECIAL, TEXT, toy_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from stillhouse.agents.reply_format import ReplyFormat
+from stillhouse.agents.tool_format import ToolFormat
 from stillhouse.data import Documents
-from stillhouse.data.render.reply_format import ReplyFormat
 from stillhouse.data.render.tokenizers import is_rendered
-from stillhouse.data.render.tool_format import ToolFormat
 from stillhouse.models import Decoder, add_end_ids, eos_ids, read_end_ids
 
 USER = {"role": "user", "content": "two and two?"}

@@ -15,8 +15,8 @@ from kit.toy_tokenizer import save_toy_tokenizer, toy_backend, toy_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from stillhouse.agents.reply_format import OrdinaryText
 from stillhouse.data import DataError, check_same_tokenizer, check_vocabulary, load_tokenizer, tokenizer_fingerprint
-from stillhouse.data.render.reply_format import OrdinaryText
 from stillhouse.data.render.tokenizers import require_tokens_of_file
 from stillhouse.libraries import is_at_least
 

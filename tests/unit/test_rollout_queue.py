@@ -17,6 +17,7 @@ import torch
 from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, episodic, one_source_plan, prompts, queue_of
 from kit.toy_tokenizer import toy_tokenizer
 
+from stillhouse.agents.replies import TextReplies
 from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.rollout import (
     POLICY_VERSION,
@@ -31,7 +32,7 @@ from stillhouse.rollout import (
 )
 from stillhouse.rollout.plan import RolloutSchedule
 from stillhouse.rollout.reward import mean_and_deviation, rewards_are_equal, with_advantages
-from stillhouse.rollout.turns import TextReplies, done
+from stillhouse.rollout.turns import done
 from stillhouse.user_code.functions import UserFunctionError
 
 

@@ -11,9 +11,10 @@ from kit.on_policy_runs import episodic
 from kit.template_messages import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, echo, find, tool_tokenizer
 from transformers.utils import get_json_schema
 
-from stillhouse.data.render.tool_format import UNKNOWN, ToolCall, ToolFormat
-from stillhouse.rollout.turns import SampleTurns, ToolReplies, done
-from stillhouse.user_code.episodes import Episodes, Tools
+from stillhouse.agents.episodes import Episodes, Tools
+from stillhouse.agents.replies import ToolReplies
+from stillhouse.agents.tool_format import UNKNOWN, ToolCall, ToolFormat
+from stillhouse.rollout.turns import SampleTurns, done
 from stillhouse.user_code.function_calls import CallLostError
 
 SCHEMAS = [get_json_schema(add), get_json_schema(find), get_json_schema(echo)]

@@ -16,16 +16,17 @@ from kit.on_policy_runs import episodic, one_source_plan, prompts
 from kit.toy_tokenizer import toy_tokenizer
 from kit.user_functions import control_c, counts, half, remembers
 
+from stillhouse.agents.episodes import checked_reply
+from stillhouse.agents.replies import TextReplies
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.rollout import Completion, Sample, Samples, SourceSettings
 from stillhouse.rollout.reward import RepeatedCall, RewardSum, WeightedCall
-from stillhouse.rollout.turns import SampleTurns, TextReplies, done
+from stillhouse.rollout.turns import SampleTurns, done
 from stillhouse.rollout.user_functions import user_function, warn
 from stillhouse.user_code.functions import (
     Turn,
     UserFunction,
     UserFunctionError,
-    checked_reply,
     checked_reward,
 )
 

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
 
+from stillhouse.agents.reply_format import QUESTION, TurnFormat
 from stillhouse.data.media import MediaProcessor
 from stillhouse.data.read.messages import Message
-from stillhouse.data.render.reply_format import QUESTION, TurnFormat
 from stillhouse.data.render.templates import ANCHOR
 from stillhouse.display import first_line
 

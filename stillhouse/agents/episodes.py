@@ -8,28 +8,26 @@ Tools (`rollout.tools`) are functions, and the methods of classes with state per
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from types import MethodType
 from typing import Any, Protocol
 
+from stillhouse.user_code.environments import Episode
 from stillhouse.user_code.functions import (
-    ENVIRONMENT,
     REWARD_METHOD,
     TOOLS,
     UserFunction,
     UserFunctionError,
     about_completion,
     checked_number,
-    checked_reply,
-    checked_reward,
-    checked_text,
     copied_record,
     gives_reward,
     in_words,
     load_class,
     load_function,
+    method_of,
     require_synchronous,
     shown,
 )
@@ -40,36 +38,6 @@ _NO_TOOLS = {"reset": ("prompt", "record"), "close": ()}
 ERROR = "Error: "
 #: a call that the model makes: the name of the tool, its arguments, and a problem in place of a reply, or ""
 MadeCall = tuple[str, Mapping[str, Any], str]
-
-
-@dataclass(frozen=True)
-class Episode:
-    """The turns of the sample `number` so far.
-
-    turns: the texts of the model's turns in their order, or their calls of tools. If it is empty and no reward is
-        wanted, the sample has ended, and needs no object any more.
-    replies: the replies to all turns, or to all but the last.
-    wants_reward: ask for the object's reward. It then has no reply to a turn without one, which is the last one.
-    """
-
-    number: int
-    turns: tuple[Any, ...] = ()
-    replies: tuple[Any, ...] = ()
-    wants_reward: bool = False
-
-    @property
-    def has_ended(self) -> bool:
-        return not self.turns and not self.wants_reward
-
-    @property
-    def calls(self) -> int:
-        """The number of calls that an object needs which is started again."""
-        return max(1, len(self.turns)) + self.wants_reward
-
-
-def episode_of(arguments: Sequence[Any]) -> Episode | None:
-    """The turns of the sample whose object a call needs. arguments: of the call."""
-    return next((argument for argument in arguments[4:] if isinstance(argument, Episode)), None)
 
 
 class EpisodeObject(Protocol):
@@ -91,13 +59,40 @@ _NO_REPLY = object()
 Start = Callable[[str, Mapping[str, Any], str], EpisodeObject]
 
 
-def caller_of(function: UserFunction) -> Callable[..., Any]:
-    """Return a call of this reward or environment in this process, which checks the result: call(prompt, completion,
-    record, source), for a class with an `Episode`, and for a reward that takes them with the turns.
+def caller_of(environment: UserFunction) -> Callable[..., Any]:
+    """Return the calls of an environment in this process, which check its replies: call(prompt, completion, record,
+    source), and for a class with an `Episode`.
     """
-    if inspect.isclass(function.function):
-        return Episodes(str(function), partial(UserObject, function))
-    return partial(checked_reply if function.key == ENVIRONMENT else checked_reward, function)
+    if inspect.isclass(environment.function):
+        return Episodes(str(environment), partial(UserObject, environment))
+    return partial(checked_reply, environment)
+
+
+def checked_reply(
+    environment: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
+) -> str | None:
+    """The environment's reply to a completion. Raises UserFunctionError unless the reply is a text or None."""
+    about = about_completion(completion, source)
+    return checked_text(
+        environment, environment(prompt, completion, copied_record(record, source), about=about), about
+    )
+
+
+def checked_text(environment: UserFunction, value: Any, about: str) -> str | None:
+    """A reply of an environment. Raises UserFunctionError unless it is None or a text that UTF-8 can represent."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise UserFunctionError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
+    reply = str.__str__(value)  # a subclass may have methods of its own
+    try:
+        reply.encode()
+    except UnicodeEncodeError as error:
+        raise UserFunctionError(
+            f"{environment} gives a text with half of a surrogate pair at character {error.start + 1}{about}: "
+            "expected text that UTF-8 can represent"
+        ) from error
+    return reply
 
 
 class Episodes:
@@ -168,11 +163,6 @@ class UserObject:
             self.method("close")(about=about)
 
 
-def method_of(of: UserFunction, made: Any, name: str) -> UserFunction:
-    """A method of an object of a user's class."""
-    return replace(of, path=f"{of.path}.{name}", function=getattr(made, name))
-
-
 class Tools:
     """The tools of a run.
 
@@ -228,17 +218,6 @@ class Tools:
             raise ValueError(f"got {path!r}, but there is another tool of this name: expected different names")
         require_synchronous(path, described)
         self.described[name] = described
-
-
-def answer_of(key: str, path: str, *, is_limited: bool = False) -> Callable[..., Any]:
-    """Return the calls in this process of the function, the class or the tools (their paths, with spaces) of a key.
-
-    Raises ValueError if they cannot be imported. is_limited: see `Tools`.
-    """
-    if key != TOOLS:
-        return caller_of(load_function(key, path))
-    tools = Tools(path.split(), is_limited=is_limited)
-    return Episodes(f"{key}: {path}", tools.start, have_state=tools.have_state)
 
 
 class _SampleTools:
