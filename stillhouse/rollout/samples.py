@@ -125,7 +125,6 @@ class OpenSample:
         return self.goes_on
 
     def sample(self) -> Sample:
-        """The finished sample."""
         return Sample(
             self.number,
             self.prompt,
@@ -307,7 +306,6 @@ class Samples:
         return OpenSample(number, prompt, self.settings_of(number), ids, record, prompts.sources[prompt])
 
     def _arrived(self, seconds: float) -> list[Any]:
-        """What has arrived: contents of the inbox, and futures of replies."""
         arrivals = []
         with suppress(Empty):
             arrivals.append(self._arrivals.get(timeout=seconds) if seconds else self._arrivals.get_nowait())
@@ -316,7 +314,6 @@ class Samples:
         return arrivals
 
     def _read_early(self) -> None:
-        """Make the calls about completions as soon as they have arrived, in a thread."""
         for arrival in iter(self.inbox.arrivals.get, None):
             number, result, _ = arrival
             with suppress(Exception), self._lock:  # `receive` repeats a call that fails, and raises its error

@@ -26,15 +26,14 @@ from stillhouse.preemption import OverdueError, interruptible
 
 CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
 EVAL_REWARD, TOOLS = "eval.prompts.reward", "rollout.tools"
-_OF_COMPLETIONS = ("prompt", "completion", "record")
 #: the argument by which a reward of TRL is recognised, and what the error then adds
 _OF_TRL = "completions"
 _WRAPPED = "; a reward of TRL gets and gives lists, and docs/coming_from.md has a wrapper for it"
-#: the parameters of the functions, by configuration key. prompt: the text that the model has continued;
-#: completion: the text of the completion without special tokens; record: the full record of the data. A reward
-#: returns a number, and may also take `turns`. An environment returns the text that follows the completion, or None
-#: at the end; it may also be a class (`_METHODS`). context: `EvaluationContext`
-_ARGUMENTS = {CALLBACKS: ("context",)}
+#: the parameters of the functions, except of callbacks, which get an `EvaluationContext`. prompt: the text that the
+#: model has continued; completion: the text of the completion without special tokens; record: the full record of the
+#: data. A reward returns a number, and may also take `turns`. An environment returns the text that follows the
+#: completion, or None at the end; it may also be a class (`_METHODS`)
+_PARAMETERS = ("prompt", "completion", "record")
 #: an argument that a reward may have in addition: a list of `Turn`
 TURNS = "turns"
 #: the method of an environment's or a tool's class that gives the sample's reward after the last turn
@@ -135,7 +134,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     """Import the function `package.module:function`, also from modules in the working directory.
 
     hint: a text that the error adds if there is no such module. Raises ValueError for a function that cannot be
-    imported, is asynchronous, or does not accept the arguments of its kind (`_ARGUMENTS`).
+    imported, is asynchronous, or does not accept the arguments of its kind.
     """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
@@ -151,9 +150,10 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
         raise no_module(path, module_name, hint)
     if (function := getattr(module, name, None)) is None:
         raise no_function(path, module_name, name)
+    parameters = ("context",) if key == CALLBACKS else _PARAMETERS
     if not callable(function):
-        parameters, kind = ", ".join(_ARGUMENTS.get(key, _OF_COMPLETIONS)), type(function).__name__
-        expected = "a function or a class" if key in (ENVIRONMENT, TOOLS) else f"a function({parameters})"
+        kind = type(function).__name__
+        expected = "a function or a class" if key in (ENVIRONMENT, TOOLS) else f"a function({', '.join(parameters)})"
         raise ValueError(f"got {path!r}, which is of type {kind} and no function: expected {expected}")
     loaded = UserFunction(key, path, function)
     require_synchronous(path, function)
@@ -161,7 +161,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
         return load_class(loaded, _METHODS)
     if key != TOOLS:  # the model reads the parameters of a tool
         named = (TURNS,) if key in (REWARD, EVAL_REWARD) and loaded.takes_turns else ()
-        _require_parameters(path, function, _ARGUMENTS.get(key, _OF_COMPLETIONS), named)
+        _require_parameters(path, function, parameters, named)
     return loaded
 
 
