@@ -17,7 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-SECTIONS = {heading: text for heading, _, text in (part.partition("\n") for part in PAGE.split("\n## ")[1:])}
+PARTS = [part.partition("\n") for part in PAGE.split("\n## ")[1:]]
+SECTIONS = {heading: text for heading, _, text in PARTS}
+assert len(SECTIONS) == len(PARTS), "two sections have one heading, and only the last one would be tried"
 
 
 def block(section: str, language: str) -> str:
