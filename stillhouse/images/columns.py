@@ -28,11 +28,9 @@ _DATA_URL = re.compile(r"(?i)data:image/[\w.+-]*;base64,")
 
 
 def with_images(record: Record) -> Record:
-    """The record with the bytes of all images in its messages, as values of image parts. The columns of images are
-    removed. A record without images is returned unchanged.
-
-    Raises RecordError for an image that cannot be read, for a number of marks that differs from the number of images,
-    and for videos and audio.
+    """The record with the bytes of all images in its messages, as values of image parts, without columns of images. A
+    record without images is returned unchanged. Raises RecordError for an image that cannot be read, for a number of
+    marks that differs from the number of images, and for videos and audio.
     """
     fields = record.fields
     by_column = {name: fields[name] for name in _COLUMNS if fields.get(name) not in (None, [], "")}
@@ -115,14 +113,12 @@ def _with_marks(message: Message) -> Message:
         return message
     content: list[dict[str, Any]] = []
     for part in message["content"]:
-        texts = part["text"].split(MARK) if part["type"] == "text" else [None]
-        for number, text in enumerate(texts):
-            if number:
-                content.append({"type": "image"})
-            if text is None:
-                content.append(part)
-            elif text:
-                content.append({"type": "text", "text": text})
+        if part["type"] != "text":
+            content.append(part)
+            continue
+        for number, text in enumerate(part["text"].split(MARK)):
+            content += [{"type": "image"}] if number else []
+            content += [{"type": "text", "text": text}] if text else []
     return message | {"content": content}
 
 

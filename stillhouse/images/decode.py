@@ -34,12 +34,10 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
     """Decode an image to RGB as transformers' `load_image` does: EXIF's orientation is applied, the first frame of an
     animation is used, palettes are resolved, and the alpha channel is dropped. Of 16 bits of grey, the 8 high ones
-    are used.
+    are used. most_pixels: a larger image is scaled down to at most this number of pixels.
 
-    most_pixels: a larger image is scaled down to at most this number of pixels.
-
-    Raises RecordError for an image that cannot be decoded completely, that has more than `MAX_PIXELS` or another form
-    than `require_size` accepts, and ValueError if Pillow is not installed.
+    Raises RecordError for an image that cannot be decoded completely or whose form `require_size` refuses, and
+    ValueError if Pillow is not installed.
     """
     pillow = require_pillow()
     try:
@@ -119,9 +117,8 @@ def require_size(width: int, height: int) -> None:
 
 
 def pixel_count(image: MediaFile, most_pixels: int | None = None) -> int:
-    """The number of pixels of an image as `open_image` returns it, from the head of its file.
-
-    Raises ValueError if it cannot be read.
+    """The number of pixels of an image as `open_image` returns it, from the head of its file. Raises ValueError if it
+    cannot be read.
     """
     source = image.path if image.data is None else io.BytesIO(image.data)
     with reading(f"{image.path or 'an image'}: it cannot be read"), require_pillow().open(source) as opened:
@@ -153,7 +150,6 @@ def require_pillow():  # type: ignore[no-untyped-def]
 
 def thumbnail(image: MediaFile) -> HeldOutImage:
     """A small copy for a page: the decoded picture is encoded anew, so that nothing else of its file gets there.
-
     Raises ValueError if the image cannot be read, or has other bytes than when the data was loaded.
     """
     picture = open_image(image.read())

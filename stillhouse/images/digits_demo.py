@@ -86,30 +86,24 @@ def write_image_run(folder: Path, seed: int = 0) -> tuple[Path, Path]:
         (folder / f"{name}.parquet").write_bytes(content)
     for name, sizes in (("new_teacher", TEACHER), ("student", STUDENT)):
         save(new_model(*sizes, seed), folder / name)
-    teacher_settings = _image_settings(folder, "new_teacher", TEACHER_STEPS, 1e-3)
-    teacher_settings |= {"objective": {"loss": "cross_entropy"}, "out": str(folder / "teacher")}
-    student_settings = _image_settings(folder, "student", STUDENT_STEPS, 2e-3)
-    student_settings |= {"teacher": {"model": str(folder / "teacher" / "model"), "dtype": "float32"}}
-    student_settings |= {"objective": {"loss": "forward_kl"}, "out": str(folder / "first")}
+    settings = _image_settings(folder, "new_teacher", TEACHER_STEPS, 1e-3)
+    settings |= {"objective": {"loss": "cross_entropy"}, "out": str(folder / "teacher")}
     key = "train.learning_rate=5e-4"
     what = "A vision-language model learns to read digits; it is the teacher of run.yaml"
-    teacher = write_configuration(folder / "teacher.yaml", what, key, teacher_settings)
+    teacher = write_configuration(folder / "teacher.yaml", what, key, settings)
+    settings = _image_settings(folder, "student", STUDENT_STEPS, 2e-3)
+    settings |= {"teacher": {"model": str(folder / "teacher" / "model"), "dtype": "float32"}}
+    settings |= {"objective": {"loss": "forward_kl"}, "out": str(folder / "first")}
     what = "A vision-language student learns from the model that teacher.yaml trains"
-    return teacher, write_configuration(folder / "run.yaml", what, key, student_settings)
+    return teacher, write_configuration(folder / "run.yaml", what, key, settings)
 
 
 def _image_settings(folder: Path, student: str, steps: int, learning_rate: float) -> dict[str, Any]:
     return {
         "student": {"model": str(folder / student), "train": _ALL_PARTS},
         "data": {"train": str(folder / "train.parquet"), "eval": str(folder / "held_out.parquet"), "max_tokens": 64},
-        "train": {
-            "tokens_per_step": 1600,
-            "micro_batch_tokens": 1600,
-            "steps": steps,
-            "learning_rate": learning_rate,
-            "warmup": 0.1,
-            "precision": "fp32",
-        },
+        "train": {"tokens_per_step": 1600, "micro_batch_tokens": 1600, "steps": steps}
+        | {"learning_rate": learning_rate, "warmup": 0.1, "precision": "fp32"},
         "eval": {"every": 100, "samples": 4},
         "checkpoint": {"every": 0, "keep": 1},
     }
@@ -117,7 +111,6 @@ def _image_settings(folder: Path, student: str, steps: int, learning_rate: float
 
 def parquet_file(seed: int, count: int, *, held_out: bool, lengths: range = LENGTHS) -> bytes:
     """The content of a Parquet file with the columns messages, images, task and length, as `datasets` reads it.
-
     Raises ValueError if Pillow is not installed.
     """
     if find_spec("PIL") is None:
@@ -159,9 +152,8 @@ def answer(seed: int, number: int, *, held_out: bool, lengths: range = LENGTHS) 
 
 
 def strip(digits: str, random: RandomNumbers) -> "Image":
-    """Draw each digit in a random size, place and angle, all in a random light colour on a dark one, with noise.
-
-    The picture has SIDE rows and SIDE columns for each digit.
+    """Draw each digit in a random size, place and angle, all in a random light colour on a dark one, with noise. The
+    picture has SIDE rows and SIDE columns for each digit.
     """
     import numpy as np
     from PIL import Image, ImageDraw
@@ -207,40 +199,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def new_model(width: int, layers: int, tower: int, depth: int, seed: int) -> Qwen3VLForConditionalGeneration:
     """A model with random weights. width, layers: of the language model; tower, depth: of the vision tower."""
-    vocabulary = tokenizer()
-    text = {
-        "vocab_size": len(vocabulary),
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 32,
-        "num_key_value_heads": width // 32,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "eos_token_id": vocabulary.eos_token_id,
-        "pad_token_id": vocabulary.pad_token_id,
-        "initializer_range": 0.04,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
-    }
-    vision = {
-        "depth": depth,
-        "hidden_size": tower,
-        "intermediate_size": 3 * tower,
-        "num_heads": 4,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": 1,
-        "out_hidden_size": width,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-        "initializer_range": 0.04,
-    }
+    vocabulary, heads = tokenizer(), width // 32
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text: dict[str, Any] = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+    text |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 32, "rope_parameters": rotary}
+    text |= {"vocab_size": len(vocabulary), "tie_word_embeddings": True, "max_position_embeddings": 256}
+    text |= {"eos_token_id": vocabulary.eos_token_id, "pad_token_id": vocabulary.pad_token_id}
+    vision: dict[str, Any] = {"depth": depth, "hidden_size": tower, "intermediate_size": 3 * tower, "num_heads": 4}
+    vision |= {"patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 1, "out_hidden_size": width}
+    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    for part in (text, vision):
+        part["initializer_range"] = 0.04
     ids = {name: vocabulary.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()}
     config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     with torch.random.fork_rng(devices=[]):

@@ -54,7 +54,7 @@ from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource, SignalStore
 
 _HIDDEN, _ARGUMENTS = "hidden", "arguments"
-#: a mistake in a configuration whose data has images; `{}` is what was expected
+#: `{}` is what was expected
 NOT_WITH_IMAGES = "the data has images, which this cannot read yet: expected {}, or documents without images"
 
 
@@ -64,15 +64,16 @@ def require_image_layout(setup: RunSetup, media_inputs: MediaInputs) -> None:
     """
     for section in setup.own_layouts:
         raise ConfigError(f"{section}.parallel", NOT_WITH_IMAGES.format("null"))
-    degrees = setup.layout.degrees
+    if not media_inputs.teachers:
+        return
     for axis in ("pipeline", "context"):
-        if media_inputs.teachers and getattr(degrees, axis) > 1:
+        if getattr(setup.layout.degrees, axis) > 1:
             raise ConfigError(
                 f"parallel.{axis}",
                 "the data has images, and a teacher has other tokens of images than the student, or none: expected "
                 "1, or teachers with the student's processor of images",
             )
-    if media_inputs.teachers and setup.config.objective.hidden:
+    if setup.config.objective.hidden:
         raise ConfigError(
             "objective.hidden",
             "the data has images, and the teacher has other tokens of images than the student: expected []",
@@ -81,9 +82,9 @@ def require_image_layout(setup: RunSetup, media_inputs: MediaInputs) -> None:
 
 def require_image_support(config: RunConfig) -> None:
     """Raise ConfigError for a part of the configuration that cannot be used with images."""
-    expected = NOT_WITH_IMAGES
-    if config.rollout is not None and config.rollout.urls and not server_kinds()[config.rollout.engine].reads_images:
-        title = server_kinds()[config.rollout.engine].title
+    expected, rollout = NOT_WITH_IMAGES, config.rollout
+    if rollout is not None and rollout.urls and not server_kinds()[rollout.engine].reads_images:
+        title = server_kinds()[rollout.engine].title
         raise ConfigError(
             "rollout.engine",
             f"the data has images, and {title} would read them with a processor of its own, which cannot be proved "
@@ -92,7 +93,7 @@ def require_image_support(config: RunConfig) -> None:
         )
     if config.parallel.engine != "torch":
         raise ConfigError("parallel.engine", expected.format("torch"))
-    if config.parallel.context > 1 and config.rollout is not None:
+    if config.parallel.context > 1 and rollout is not None:
         raise ConfigError("parallel.context", expected.format("1 with a rollout"))
     for section, teacher in config.teacher_sections.items():
         if teacher.cross_tokenizer is not None:
@@ -103,8 +104,7 @@ def with_images_proven(
     data: Data, engine: Engine, source: SignalSource, stores: Mapping[str, SignalStore] | None = None
 ) -> Data:
     """Prove the models of this job on documents with images, and return the data with the models' axis positions.
-
-    stores: the signal stores, by the keys of the teachers' sections
+    stores: the signal stores, by the keys of the teachers' sections.
 
     A collective of all processes. Without images, this returns the same data. Raises ConfigError for a pipeline or
     context parallelism with teachers outside of the student's layout, and ProofError, naming the model, for a model
@@ -113,9 +113,8 @@ def with_images_proven(
     if (inputs := data.train.media_inputs) is None:
         return data
     student = engine.student
-    degrees = student.layout.degrees
     for axis in ("pipeline", "context"):
-        if getattr(degrees, axis) > 1 and source.decoders:
+        if getattr(student.layout.degrees, axis) > 1 and source.decoders:
             raise ConfigError(
                 f"parallel.{axis}",
                 NOT_WITH_IMAGES.format("1, or one teacher in the student's layout, in a cache or on a server"),
@@ -185,9 +184,8 @@ class StagedModel(ImageModel):
         self._agreed = partial(runner.ranks.all_raise, PackingError, ProofError)
 
     def alone(self, document: ImageDocument) -> Tensor:
-        """Return the hidden states [S, D] of the plain model, on all processes.
-
-        Raises ProofError on all processes if a stage cannot run its layers as the plain model does.
+        """Return the hidden states [S, D] of the plain model, on all processes. Raises ProofError on all processes if
+        a stage cannot run its layers as the plain model does.
         """
         tensors: dict[str, Tensor] = {}
         arguments: dict[int, dict[str, Any]] = {}
@@ -210,7 +208,6 @@ class StagedModel(ImageModel):
         return tensors[_HIDDEN][0]
 
     def packed(self, documents: PackedDocuments, images: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the hidden states [B, S, D] under the layout; None on processes without the last stage."""
         count, (rows, columns) = documents.is_padding_BS.numel(), documents.is_padding_BS.shape
         context = self._runner.layout.degrees.context
         micro_batch = MicroBatch(
@@ -268,15 +265,13 @@ def _first_stage(decoder: Decoder, document: ImageDocument, stages: int) -> dict
 def _later_stage(decoder: Decoder, hidden_1SD: Tensor, arguments: Mapping[int, Mapping[str, Any]]) -> Tensor:
     """Return the hidden states [1, S, D] after a stage whose layers get these arguments."""
 
-    def given(
-        number: int, _: nn.Module, places: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replaced(number: int, _: nn.Module, places: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         (name, hidden_BSD), *others = _named(places, options)
         values = {name: hidden_BSD, **dict(others), **arguments[number]}
         return (tuple(values.pop(str(place)) for place in range(len(places))), values)
 
     hooks = [
-        layer.register_forward_pre_hook(partial(given, number), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(replaced, number), with_kwargs=True)
         for number, layer in enumerate(numbered_layers(decoder))
         if not isinstance(layer, AbsentLayer)
     ]
@@ -287,16 +282,15 @@ def _later_stage(decoder: Decoder, hidden_1SD: Tensor, arguments: Mapping[int, M
 
 
 def _named(places: Sequence[Any], options: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return a layer's arguments, first its hidden states, with their names, or their numbers if they have none."""
+    """Return a layer's arguments, first its hidden states, with their names or else their numbers."""
     named = {str(number): value for number, value in enumerate(places)} | dict(options)
     first = "0" if places else "hidden_states"
     return [(first, named.pop(first)), *named.items()]
 
 
 def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return the tensors among arguments of layers, each one once, and a text that says where they belong.
-
-    Raises ProofError for a value that has tensors but is not one, or a list of them.
+    """Return the tensors among arguments of layers, each one once, and a text that says where they belong. Raises
+    ProofError for a value that has tensors but is not one, or a list of them.
     """
     unique: dict[int, tuple[str, Tensor]] = {}  # the place and the tensor, by the tensor's identity
     places: dict[int, dict[str, Any]] = {}

@@ -49,7 +49,7 @@ class _Layout(NamedTuple):
 
 
 class ImageProcessor:
-    """The processor of a student. It is loaded when the first image is read.
+    """The processor of a student, as a `MediaProcessor`, which says what its methods return.
 
     kind: the name of this add-on in the registry. tokenizer: the student's, which the processor must have, too.
     most_pixels: a larger image is scaled down to this number of pixels; None: no limit. template_is_set: whether the
@@ -75,7 +75,6 @@ class ImageProcessor:
         self._template_is_set = template_is_set
 
     def identity(self) -> list[Any]:
-        """Everything that determines the tokens and pixels of an image beside the versions of libraries."""
         return [self.most_pixels, *map(file_hash, self.files)]
 
     def versions(self) -> list[Any]:
@@ -112,19 +111,14 @@ class ImageProcessor:
 
     @cached_property
     def pixels_identity(self) -> str:
-        """A hash of everything that determines the pixel tensors of an image beside the versions of libraries. Models
-        with other tokens may have the same one. Loads the processor.
-        """
         return json_hash([self.most_pixels, self.processor.image_processor.to_dict()])
 
     @property
     def placeholder(self) -> str:
-        """The token that stands for an image in a text. Loads the processor."""
         return str(self.processor.image_token)
 
     @cached_property
     def placeholder_ids(self) -> list[int]:
-        """The ids of the tokens that stand for features of images."""
         ids = {*self.processor.image_token_ids, self.tokenizer.convert_tokens_to_ids(self.placeholder)}
         return sorted(index for index in ids if index is not None)
 
@@ -156,15 +150,14 @@ class ImageProcessor:
         return _Layout(types, stacked)
 
     def prepare(self) -> None:
-        """Load and prove the processor. Raises ProcessorError if it cannot be used."""
         try:
             self.layout  # noqa: B018 - a cached property
         except ValueError as error:
             raise ProcessorError(str(error)) from error
 
     def expand(self, text: str, images: Sequence[MediaFile], *, special: bool, is_safe: bool = False) -> Expanded:
-        """See `MediaProcessor`. Raises RecordError for an image that cannot be decoded or that the processor refuses,
-        and for a text with other placeholders.
+        """Raises RecordError for an image that cannot be decoded or that the processor refuses, and for a text with
+        other placeholders.
         """
         token = self.placeholder
         if (count := text.count(token)) != len(images):
@@ -185,10 +178,8 @@ class ImageProcessor:
         return Expanded(ids, offsets, replaced)
 
     def read(self, documents: Documents, document: int, ids: np.ndarray) -> MediaTensors:
-        """The tensors of one document's images, as arguments of the model; empty without images.
-
-        ids: the document as the model reads it. Raises DataError if a file has changed since the data was loaded, or
-        if the processor now makes another number of placeholder tokens.
+        """Raises DataError if a file has changed since the data was loaded, or if the processor now makes another
+        number of placeholder tokens.
         """
         try:
             return self.read_files(documents.media_of(document), ids)
@@ -196,7 +187,6 @@ class ImageProcessor:
             raise DataError(documents.sources[document], str(error)) from error
 
     def read_files(self, images: Sequence[MediaFile], ids: np.ndarray) -> MediaTensors:
-        """As `read`, of these images and of the ids of their document. Raises ValueError."""
         if not images:
             return MediaTensors({}, [])
         pictures = [self._opened(image, number) for number, image in enumerate(images, start=1)]
@@ -212,10 +202,9 @@ class ImageProcessor:
         return MediaTensors(tensors, [picture.size for picture in pictures])
 
     def example_documents(self) -> list[dict[str, Tensor]]:
-        """Documents with one, two and no random pictures of unlike sizes, as the processor returns them, [1, S]."""
         one, *two = _random_pictures()
-        token, what = self.placeholder, f"the processor of {self.name!r} does not process pictures"
-        with reading(what):
+        token = self.placeholder
+        with reading(f"the processor of {self.name!r} does not process pictures"):
             made = [
                 self._call([[one]], [f"two and {token} two is four"]),
                 self._call([two], [f"what {token} is {token} next"]),
@@ -225,7 +214,6 @@ class ImageProcessor:
         return [{name: out[name] for name in out if name in kept or name not in _PER_TOKEN} for out in made]
 
     def example_prompts(self) -> list[tuple[np.ndarray, list[MediaFile]]]:
-        """Prompts with two, one and no random pictures of unlike sizes: token ids, and images."""
         files, token = list[MediaFile](), self.placeholder
         for picture in _random_pictures():
             buffer = io.BytesIO()
@@ -233,15 +221,14 @@ class ImageProcessor:
             files.append(MediaFile.of(buffer.getvalue()))
         one, *two = files
         texts = {f"{token} and {token} are": two, f"what is {token} ?": [one], "numbers such as": []}
-        return [
-            (np.asarray(self.expand(text, images, special=True, is_safe=True).ids, dtype=np.int32), images)
-            if images
-            else (np.asarray(self.tokenizer(text)["input_ids"], dtype=np.int32), images)
-            for text, images in texts.items()
-        ]
+        prompts: list[tuple[np.ndarray, list[MediaFile]]] = []
+        for text, images in texts.items():
+            expanded = self.expand(text, images, special=True, is_safe=True) if images else None
+            ids = self.tokenizer(text)["input_ids"] if expanded is None else expanded.ids
+            prompts.append((np.asarray(ids, dtype=np.int32), images))
+        return prompts
 
     def join(self, documents: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors of the images of several documents, as a micro-batch has them; empty without images."""
         with_images = [tensors for tensors in documents if tensors]
         return concatenated(with_images, self.layout.stacked) if with_images else {}
 
@@ -250,14 +237,12 @@ class ImageProcessor:
         return int(np.isin(ids, self.placeholder_ids).sum())
 
     def token_types(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """The processor's token types of a document, [S] int64, by their name; empty if it has none."""
         if (name := self.layout.token_types) is None:
             return {}
         return {name: np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0], dtype=np.int64)}
 
     def prompt_arguments(self, decoder: Decoder, requests: Sequence[Any], width: int) -> dict[str, Tensor]:
-        """The images and the kinds of tokens [B, S] of a batch of `GenerationRequest`s, as arguments of transformers'
-        `generate`. width: S.
+        """The images and the kinds of tokens [B, S] of a batch of `GenerationRequest`s.
 
         `generate` runs the vision tower once, for the tokens of the prompts, and computes rotary positions itself.
         Prompts are padded on the left; images are in the order of the rows.
@@ -285,6 +270,7 @@ class ImageProcessor:
     def prompt_tensors(self, requests: Sequence[Any]) -> list[Mapping[str, Tensor]]:
         """The images of each request. Those of the samples of a prompt are processed once."""
         made: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
+        tensors: list[Mapping[str, Tensor]] = []
         for request in requests:
             key = tuple(image.sha256 for image in request.media)
             if key not in made and not request.media_tensors:
@@ -292,10 +278,10 @@ class ImageProcessor:
                     made[key] = self.read_files(request.media, request.prompt_ids).tensors
                 except ValueError as error:
                     raise ValueError(f"request {request.number}: {error}") from error
-        return [request.media_tensors or made[tuple(image.sha256 for image in request.media)] for request in requests]
+            tensors.append(request.media_tensors or made[key])
+        return tensors
 
     def in_words(self, documents: Documents, document: int) -> str:
-        """The images of a document, and the numbers of their placeholder tokens and of all tokens to predict."""
         assert documents.media is not None
         images = enumerate(documents.media.of(document), start=1)
         sizes = (self._opened(image, number).size for number, image in images)
@@ -307,14 +293,12 @@ class ImageProcessor:
         )
 
     def shortened(self, text: str) -> str:
-        """The text with a count in place of a placeholder token that is repeated."""
         tokens = map(re.escape, self.tokenizer.convert_ids_to_tokens(self.placeholder_ids))
         return re.sub(
             rf"({'|'.join(tokens)})\1{{3,}}", lambda match: f"{match[1]}[× {len(match[0]) // len(match[1]):,}]", text
         )
 
     def check_texts(self, documents: Documents) -> None:
-        """Raise DataError for a document without images that has a placeholder token."""
         counts_D = np.diff((documents.media or MediaFiles.none(len(documents))).offsets)
         for start in range(0, len(documents.tokens_N), _PART):
             places = start + np.flatnonzero(np.isin(documents.tokens_N[start : start + _PART], self.placeholder_ids))
@@ -352,9 +336,8 @@ def _random_pictures() -> list[Any]:
 
 
 def concatenated(parts: Sequence[Mapping[str, Tensor]], stacked: frozenset[str]) -> dict[str, Tensor]:
-    """The tensors of several documents' images as those of one call. stacked: see `_Layout`.
-
-    Images are concatenated along their dim. Other dims that differ are padded with zeros at their ends.
+    """The tensors of several documents' images as those of one call. stacked: see `_Layout`. Images are concatenated
+    along their dim. Other dims that differ are padded with zeros at their ends.
     """
     joined: dict[str, Tensor] = {}
     for name in parts[0]:

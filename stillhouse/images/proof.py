@@ -12,7 +12,7 @@ B rows, S columns, A axes of positions; D width.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,15 +37,11 @@ _PADDING = 3  # columns, behind the documents of the longer row
 
 @dataclass(frozen=True)
 class ImageDocument:
-    """A document as its processor returns it.
-
-    ids_S, types_S: the token ids and the kinds of tokens, by their names in TOKEN_TYPES.
-    images: all other tensors, except for the attention mask.
-    """
+    """A document as its processor returns it."""
 
     ids_S: Tensor
-    types_S: Mapping[str, Tensor]
-    images: Mapping[str, Tensor]
+    types_S: Mapping[str, Tensor]  # the kinds of tokens, by their names in TOKEN_TYPES
+    images: Mapping[str, Tensor]  # all other tensors, except for the attention mask
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "ImageDocument":
@@ -65,10 +61,9 @@ class ImageDocument:
 
     def with_other_images(self) -> "ImageDocument":
         """The same document with images of inverted colours, mirrored."""
-        images = {
-            name: -value.flip(-1) if value.is_floating_point() else value for name, value in self.images.items()
-        }
-        return ImageDocument(self.ids_S, self.types_S, images)
+        images = self.images.items()
+        others = {name: -value.flip(-1) if value.is_floating_point() else value for name, value in images}
+        return replace(self, images=others)
 
 
 class ImageModel(ABC):
@@ -128,10 +123,9 @@ def prove_image_model(
 ) -> None:
     """Prove that a model reads documents with images as the plain model does, or pack them in the next way.
 
-    documents: one or more with images and one or more without, as the processor returns them for one document each.
-    join: joins the images of several documents.
-    agreed: a context that raises a PackingError or ProofError of its block on all processes that share the model.
-    Raises ProofError, naming the model, if the documents are not exact in rows of their own, either. Does not change
+    documents: some with images and some without, as the processor returns them for one document each. agreed: a
+    context that raises a PackingError or ProofError of its block on all processes that share the model. Raises
+    ProofError, naming the model, if the documents are not exact in rows of their own, either. Does not change
     weights, modes or the state of random generators.
     """
     parsed = [ImageDocument.of(tensors) for tensors in documents]
@@ -203,10 +197,7 @@ class PackedDocuments:
 def _prove_packed(
     model: ImageModel, documents: Sequence[ImageDocument], expected: Sequence[Tensor], join: JoinImages
 ) -> None:
-    """Raise PackingError unless the packed documents have these hidden states, and their images are read.
-
-    expected: of each document alone, [S, D].
-    """
+    """Raise PackingError unless the packed documents have these hidden states [S, D], and their images are read."""
     decoder = model.decoders[0]
     packed, name = PackedDocuments.of(decoder, documents), typename(decoder.pretrained)
 
@@ -224,13 +215,9 @@ def _prove_packed(
         return
     hidden, precision = packed.parts(hidden_BSD), model.precision or expected[0].dtype
     for number, (hidden_SD, expected_SD) in enumerate(zip(hidden, expected, strict=True), start=1):
-        _compare(
-            hidden_SD,
-            expected_SD,
-            precision,
-            f"{name}: the hidden states of document {number} of {len(documents)} with images, packed, differ by "
-            "{error:.2%} from those of the plain model on that document alone",
-        )
+        which = f"{name}: the hidden states of document {number} of {len(documents)} with images, packed, differ by "
+        rest = "{error:.2%} from those of the plain model on that document alone"
+        _compare(hidden_SD, expected_SD, precision, which + rest)
     # other images in a document must change its hidden states, and no others
     message = f"{name}: the hidden states of a document change by {{error:.2%}} with the images of another document"
     for number, changed_BSD in changed.items():

@@ -117,9 +117,8 @@ def add_lora(
 
 @torch.no_grad()
 def initialize_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
-    """Initialise the adapter's matrices, if any, on this process as peft does: A uniform, B zero.
-
-    The values do not depend on the sharding (`name_seed`). fresh=False draws B as A, so that no gradient is 0.
+    """Initialise the adapter's matrices, if any, on this process as peft does: A uniform, B zero. The values do not
+    depend on the sharding (`name_seed`). fresh=False draws B as A, so that no gradient is 0.
     """
     for name, parameter in decoder.named_parameters():
         if is_lora(name):
@@ -299,7 +298,6 @@ class LoraOptions:
 
 def expected_lora(decoder: Decoder, options: LoraOptions) -> dict[str, Tensor]:
     """Return the matrices that `add_lora` would add to a decoder without one, on the meta device, by their names.
-
     Raises ValueError for targets that cannot have an adapter.
     """
     modules, prefix = dict(decoder.pretrained.named_modules()), f"{decoder.backbone_name}."

@@ -79,9 +79,8 @@ class StoredNames:
         return self._stored.get(name)
 
     def converted(self, name: str, read: Callable[[str], Tensor]) -> Tensor | None:
-        """Return a tensor that transformers makes from several stored ones; None if it makes no such tensor.
-
-        read: reads a tensor by its stored name.
+        """Return a tensor that transformers makes from several stored ones; None if it makes no such tensor. read:
+        reads a tensor by its stored name.
         """
         for converter in self._converters:
             for target in converter.target_patterns:

@@ -212,9 +212,8 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         **backbone_kwargs: Any,
     ) -> FullVocab:
-        """Return this model's exact teacher signal: hidden states [T, E] and the head, both without gradients.
-
-        The forward pass runs in eval mode; afterwards the previous mode is restored.
+        """Return this model's exact teacher signal: hidden states [T, E] and the head, both without gradients. The
+        forward pass runs in eval mode; afterwards the previous mode is restored.
         """
         with evaluating(self):
             return self(input_ids, position_ids, attention_mask, processor=full_vocab, **backbone_kwargs)
@@ -285,9 +284,8 @@ class Decoder(nn.Module):
         return self.head.tensors()
 
     def shared_names(self) -> dict[str, str]:
-        """The names of parameters that the state dict has under another name, each with that name.
-
-        A tied head shares the embedding's weight. Some families share weights between layers (Zamba 2).
+        """The names of parameters that the state dict has under another name, each with that name. A tied head shares
+        the embedding's weight. Some families share weights between layers (Zamba 2).
         """
         first: dict[int, str] = {}
         named = self.named_parameters(remove_duplicate=False)
@@ -342,9 +340,8 @@ class Decoder(nn.Module):
         enable({"use_reentrant": False, "context_fn": partial(checkpoint_contexts, self.layer_losses)})
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the configuration and the weights as safetensors for transformers; tied weights are written once.
-
-        The numbers of MTP layers follow the numbers of the model's own layers, as in released checkpoints.
+        """Write the configuration and the weights as safetensors for transformers; tied weights are written once. The
+        numbers of MTP layers follow the numbers of the model's own layers, as in released checkpoints.
         """
         model = self.pretrained
         tensors = None if self.mtp is None else model.state_dict() | self.mtp.checkpoint_tensors(model)

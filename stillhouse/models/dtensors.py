@@ -31,9 +31,8 @@ def set_from_global(tensor: Tensor, values: Tensor) -> None:
 
 
 def gathered_tensor(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return the global tensor: a collective of the processes that have shards of it.
-
-    device: where to gather; shards in host memory must be moved to the GPU first. None: the tensor's device.
+    """Return the global tensor: a collective of the processes that have shards of it. device: where to gather; shards
+    in host memory must be moved to the GPU first. None: the tensor's device.
     """
     moved: Any = tensor if device is None else tensor.to(device)
     if not isinstance(moved, DTensor):

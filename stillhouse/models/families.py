@@ -52,19 +52,14 @@ def text_config(config: PreTrainedConfig) -> Any:
 class ModelFacts:
     """What a configuration says of its model's layers, positions, experts, MTP layers and plans.
 
-    text: the part of the configuration that is the language model's.
-    row_windows: the layer types whose attention depends on a token's column in its row. has_alibi: whether it adds
-    biases by distances of columns.
+    text: the part of the configuration that is the language model's. max_positions: None if it does not say them.
+    row_windows: the layer types whose attention depends on a token's column in its row.
     layers_with_state: the layer types that mix tokens without attention, by a state or a convolution.
-    max_positions: the number of positions; None if the configuration does not say it.
     experts_per_token: the number of experts that each token chooses in a layer; 1 for a model without experts.
-    declares_mtp: whether transformers itself implements MTP layers for the family.
-    declared_depths: the number of MTP layers according to the configuration; 0 if it has no such number.
-    is_heterogeneous: whether layers have sizes of their own. caps_scores, drops_scores: whether attention limits its
-    scores by a softcap, and drops some at random.
+    declares_mtp: whether transformers itself has MTP layers for the family. declared_depths: their number here.
+    caps_scores, drops_scores: whether attention limits its scores by a softcap, and drops some at random.
     mixes_tokens_by_score: whether attention selects tokens by scores over a whole sequence.
     mixes_columns: whether activations are chosen by the mean over a matrix's columns.
-    has_router_loss: whether transformers has a loss for the balance of experts.
     """
 
     def __init__(self, config: PreTrainedConfig):
@@ -85,7 +80,6 @@ class ModelFacts:
         self.is_heterogeneous = bool(getattr(text, "is_heterogeneous", False))
         self.caps_scores = not self.is_heterogeneous and bool(getattr(text, "attn_logit_softcapping", None))
         self.drops_scores = not self.is_heterogeneous and bool(getattr(text, "attention_dropout", 0.0))
-        self.has_router_loss = hasattr(text, "router_aux_loss_coef")
 
     @property
     def widest_head(self) -> int:
@@ -147,7 +141,6 @@ class ModelFacts:
 
 def backbone_name(model: PreTrainedModel) -> str | None:
     """Return the name of the module that computes the hidden states that the head gets; None if there is none.
-
     Usually `base_model_prefix` names it. In Llama 4, it is the module beside the head that has the embedding.
     """
     if model.base_model is not model:
@@ -161,9 +154,8 @@ def backbone_name(model: PreTrainedModel) -> str | None:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the layers of the language model, which may be a part of a larger model; None if they are not found.
-
-    On a pipeline stage, the list has empty modules in place of the layers of other stages.
+    """Return the layers of the language model, which may be a part of a larger model; None if they are not found. A
+    pipeline stage has empty modules in place of the layers of other stages.
     """
     count = text_config(model.config).num_hidden_layers
     numbered = [layers for layers in outermost_lists(model.get_decoder()) if len(layers) == count]
@@ -180,9 +172,8 @@ def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of the tokenizer and of the model's generation_config, in ascending order.
-
-    A model that was trained on conversations may end a turn with an id that only its generation_config has.
+    """Return the end-of-sequence ids of the tokenizer and of the model's generation_config, in ascending order. A
+    model that was trained on conversations may end a turn with an id that only its generation_config has.
     """
     ids = {*_end_ids(decoder.pretrained.generation_config), tokenizer.eos_token_id} - {None}
     return tuple(sorted(map(int, ids)))
@@ -202,8 +193,8 @@ def read_end_ids(name_or_path: str, revision: str | None = None, *, trust_remote
 def add_end_ids(decoder: Any, ids: Collection[int]) -> None:
     """Add end-of-sequence ids to the model's generation_config, with which it is saved.
 
-    The changed configuration goes through its file: transformers refuses to save an inconsistent one (a temperature
-    without sampling) that has changed since it was read.
+    It goes through its file: transformers refuses to save an inconsistent configuration (a temperature without
+    sampling) that has changed since it was read.
     """
     model = decoder.pretrained
     before = _end_ids(model.generation_config)
@@ -234,7 +225,6 @@ class LogitRule:
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> "LogitRule":
         """Read the rule from the names that transformers' configurations use, in their usual meaning.
-
         `logits_scaling` divides in Granite and multiplies in HyperCLOVA X; `verify` checks the resulting logits.
         """
         text = text_config(config)
@@ -249,11 +239,11 @@ class LogitRule:
 
 
 def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
-    """Return the router classes whose logits transformers records, if the logits are a router's first output."""
+    """Return the router classes for which transformers has an auxiliary loss, if their first output is the logits."""
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    if isinstance(recorded, OutputRecorder) and recorded.index == 0:
-        return (recorded.target_class,)
-    return ()
+    has_loss = hasattr(text_config(model.config), "router_aux_loss_coef")
+    is_first = isinstance(recorded, OutputRecorder) and recorded.index == 0
+    return (recorded.target_class,) if has_loss and is_first else ()
 
 
 def placeholder_ids(model: PreTrainedModel) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from stillhouse.models.families import NOISE, SAMPLING, text_config
 
@@ -40,9 +40,8 @@ def noise_of(model: nn.Module) -> list[str]:
 
 
 def remove_noise(model: nn.Module) -> list[str]:
-    """Set the noise of a model in train mode to 0; return its names. The model's configuration does not change.
-
-    `require_no_noise` finds noise whose size is no attribute of a module.
+    """Set the noise of a model in train mode to 0, but not in its configuration; return its names. `require_no_noise`
+    finds noise whose size is no attribute of a module.
     """
     names = noise_of(model)
     for _, module, attribute in list(_noise(model)):
@@ -51,12 +50,6 @@ def remove_noise(model: nn.Module) -> list[str]:
         else:
             setattr(module, attribute, 0.0)
     return names
-
-
-def noise_keys(config: PreTrainedConfig) -> list[str]:
-    """The keys of a language model's configuration that have dropout or a size of noise."""
-    values = text_config(config).to_dict().items()
-    return sorted(key for key, value in values if NOISE.fullmatch(key) and isinstance(value, float) and value > 0)
 
 
 def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

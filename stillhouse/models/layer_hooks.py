@@ -119,9 +119,8 @@ def hooked(*hooks: RemovableHandle) -> Iterator[None]:
 
 
 def numbered_layers(decoder: Any) -> nn.ModuleList:
-    """Return all layers of a `Decoder`; on a pipeline stage, with placeholders for the layers of other stages.
-
-    Raises ValueError for a model whose layers are not in one list.
+    """Return all layers of a `Decoder`; on a pipeline stage, with placeholders for the layers of other stages. Raises
+    ValueError for a model whose layers are not in one list.
     """
     layers = layer_list(decoder.pretrained)
     if layers is None:

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from stillhouse.models.dtensors import name_seed, set_from_global
-from stillhouse.models.families import ModelFacts, router_classes, text_config
+from stillhouse.models.families import router_classes, text_config
 from stillhouse.models.layer_hooks import LayerLossModule, hidden_of, numbered_layers, with_loss
 
 #: prefix of the names of pairs
@@ -175,16 +175,13 @@ class RouterAuxLoss:
 
 
 class RouterBalance(LayerLossModule):
-    """Connects the routers of a decoder to the `RouterAuxLoss` of the current micro-batch, with forward hooks.
-
-    routers: the number of routers of the full decoder, over all pipeline stages.
-    """
+    """Connects the routers of a decoder to the `RouterAuxLoss` of the current micro-batch, with forward hooks."""
 
     name = "router_balance"
 
     def __init__(self, routers: int):
         super().__init__()
-        self.routers = routers
+        self.routers = routers  # of the full decoder, over all pipeline stages
 
     def add_loss(self, name: str, router: nn.Module, _: tuple[Any, ...], outputs: Any) -> Any:
         """Forward hook of a router. outputs: its logits, and the scores and indices of the chosen experts."""
@@ -204,10 +201,8 @@ class RouterBalance(LayerLossModule):
         return self.current.value is not None and torch.is_grad_enabled()
 
     def with_balance(self, name: str, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return a router's scores with unchanged values, and with its loss in their autograd graph.
-
-        logits, chosen: the logits [N·L, X] and the chosen experts [N·L, K] of the layers' rows.
-        Raises ValueError for a router that has already added this loss.
+        """Return a router's scores with unchanged values, and with its loss in their autograd graph. logits, chosen:
+        [N·L, X] and [N·L, K] of the layers' rows. Raises ValueError for a router that has already added this loss.
         """
         loss, recomputing = self.current.value, self.current.recomputing
         if not recomputing and name in loss.losses:
@@ -234,16 +229,15 @@ class RouterBalance(LayerLossModule):
 
 
 def balance_routers(decoder: Any) -> None:
-    """Prepare the routers of an unsharded decoder for a load-balancing loss, by adding a `RouterBalance`.
-
-    Raises ValueError for a model without softmax routers or without transformers' `router_aux_loss_coef`.
+    """Prepare the routers of an unsharded decoder for a load-balancing loss, by adding a `RouterBalance`. Raises
+    ValueError for a model without softmax routers or without transformers' `router_aux_loss_coef`.
     """
-    config, kinds = text_config(decoder.config), router_classes(decoder.pretrained)
+    kinds = router_classes(decoder.pretrained)
     named = [(name, module) for name, module in decoder.named_modules() if isinstance(module, kinds)]
-    if not named or not ModelFacts(config).has_router_loss:
+    if not named:
         raise ValueError(
-            f"model type '{config.model_type}' has no routers with an auxiliary loss: expected a mixture of experts "
-            "whose configuration has router_aux_loss_coef"
+            f"model type '{text_config(decoder.config).model_type}' has no routers with an auxiliary loss: expected "
+            "a mixture of experts whose configuration has router_aux_loss_coef"
         )
     balance, layers = RouterBalance(len(named)), set(decoder.layers())
     for name, layer in decoder.named_modules():

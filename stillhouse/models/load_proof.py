@@ -36,7 +36,7 @@ from stillhouse.display import name_list
 from stillhouse.libraries import reading
 from stillhouse.models.document_packing import PackingError, packing_errors
 from stillhouse.models.dtensors import local
-from stillhouse.models.families import LogitRule, ModelFacts
+from stillhouse.models.families import NOISE, LogitRule, ModelFacts, text_config
 from stillhouse.models.forward_modes import (
     VARLEN,
     attention_name,
@@ -44,7 +44,6 @@ from stillhouse.models.forward_modes import (
     autocast_dtype,
     evaluating,
     in_mode,
-    noise_keys,
     uses_flash_attention,
 )
 from stillhouse.models.model_checks import ProofError, check_finite_weights, typename
@@ -126,7 +125,6 @@ class Subject(ABC):
     @torch.no_grad()
     def exchanged(self, *, other_noise: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Return, for each depth, the hidden states of passes A and B, with the same dropout and noise in both.
-
         other_noise: those of pass A twice instead, with two different sequences of random numbers.
         """
         second_ids_BS = self.probe.ids_BS if other_noise else self.probe.exchanged_ids_BS
@@ -174,7 +172,6 @@ class _WholeDecoder(Subject):
 
 def prove_decoder(decoder: Any) -> None:
     """Prove that an unsharded `Decoder` separates documents, at depth 0 and all MTP depths, and check its logits.
-
     Raises ProofError, naming the cause. Weights, modes and random states do not change.
     """
     model, subject = decoder.pretrained, _WholeDecoder(decoder)
@@ -243,9 +240,9 @@ def prove_hidden(
     """Check a decoder's hidden states, as `Subject.exchanged` and `Subject.whole_rows` return them.
 
     precision: the dtype of the matrix products, which determines the rounding; None: the hidden states' dtype.
-    training: whether the decoder was in train mode. Noise then differs from place to place in a row.
-    Raises ProofError for a model that is not causal, PackingError if documents in a row see each other, if the place
-    of a document in its row changes its hidden states, or if the attention that reads lengths computes other ones.
+    training: whether the decoder was in train mode, in which noise differs from place to place in a row. Raises
+    ProofError for a model that is not causal, PackingError if documents in a row see each other, if the place of a
+    document in its row changes its hidden states, or if the attention that reads lengths computes other ones.
     """
     model, columns, start = decoder.pretrained, probe.ids_BS.shape[1], probe.starts_B[2]
 
@@ -275,14 +272,16 @@ def prove_hidden(
 def require_no_noise(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Raise ProofError if hidden states in train mode, as `Subject.exchanged` returns them, differ."""
     model = decoder.pretrained
-    keys = name_list(noise_keys(model.config)) or "the sizes of its noise"
+    values = sorted(text_config(model.config).to_dict().items())
+    keys = [key for key, value in values if NOISE.fullmatch(key) and isinstance(value, float) and value > 0]
+    noise = name_list(keys) or "the sizes of its noise"
     for hidden in depths:
         compare(
             relative_errors(*hidden),
             _UNCHANGED,
             f"{typename(model)} has noise in train mode that is not removed for this loss, whose ratios compare with "
             "probabilities of completions without noise (its hidden states change by {error:.2%} with the random "
-            f"numbers): expected 0.0 for {keys} in its config.json",
+            f"numbers): expected 0.0 for {noise} in its config.json",
         )
 
 
@@ -298,20 +297,15 @@ def _prove_separation(
     # only row 0 has no other document before it, if the rows are joined to one row
     before = [(0, beginnings[0][1][0])]
     behind = [*((row, part) for row, parts in beginnings for part in parts), *thirds]
-    for places, message, kind in (
-        (
-            before,
-            f"{typename(model)} is not causal: its tokens attend to later tokens (their hidden states change by "
-            "{error:.2%} with them)",
-            ProofError,
-        ),
-        (
-            behind,
-            f"{typename(model)} with attention '{model.config._attn_implementation}'{layers} lets documents that "
-            "share a row see each other (hidden states change by {error:.2%} with the document before)",
-            PackingError,
-        ),
-    ):
+    not_causal = (
+        f"{typename(model)} is not causal: its tokens attend to later tokens (their hidden states change by "
+        "{error:.2%} with them)"
+    )
+    not_separate = (
+        f"{typename(model)} with attention '{model.config._attn_implementation}'{layers} lets documents that share a "
+        "row see each other (hidden states change by {error:.2%} with the document before)"
+    )
+    for places, message, kind in ((before, not_causal, ProofError), (behind, not_separate, PackingError)):
         errors = [relative_errors(second_BSD[place], first_BSD[place]) for place in places]
         compare(torch.cat(errors), _UNCHANGED, message, kind)
 

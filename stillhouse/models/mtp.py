@@ -38,15 +38,11 @@ require_feature("multi-token prediction")
 
 
 class MtpLayers(nn.Module):
-    """The layers of all depths. Embedding, head and rotary frequencies are those of the main model.
-
-    model: the `MtpModel` of the layers. initial: for new layers, a copy on the meta device, which `initialize` needs;
-    None for layers with weights.
-    """
+    """The layers of all depths. Embedding, head and rotary frequencies are those of the main model."""
 
     layers: nn.ModuleList
-    model: MtpModel
-    initial: nn.ModuleList | None
+    model: MtpModel  # of these layers
+    initial: nn.ModuleList | None  # of new layers, a copy on the meta device; None for layers with weights
 
     def __init__(self, model: MtpModel, initial: nn.ModuleList | None = None):
         super().__init__()
@@ -60,16 +56,14 @@ class MtpLayers(nn.Module):
 
     @property
     def is_new(self) -> bool:
-        """True for new layers, false for layers from a checkpoint."""
         return self.initial is not None
 
     def hidden_states(
         self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids_BS: Tensor, lengths: Mapping[str, Any]
     ) -> Iterator[Tensor]:
-        """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: the hidden states of depth 0.
-
-        input_ids_BS: on a context rank, it has additional columns with the next tokens of the sequences.
-        lengths: those of the documents, for variable-length attention.
+        """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: those of depth 0. input_ids_BS: on a
+        context rank, it has additional columns with the next tokens. lengths: of the documents, for variable-length
+        attention.
         """
         for depth in range(1, self.depths + 1):
             # beyond the end, the ids repeat the last one, which is harmless: no row with a label attends to them
@@ -84,10 +78,8 @@ class MtpLayers(nn.Module):
 
     @torch.no_grad()
     def initialize(self, main: PreTrainedModel, seed: int) -> None:
-        """Initialise new layers on this process by the family's own rule; does nothing for layers with weights.
-
-        The values depend on the seed and the module's name, but not on the layout (`name_seed`). At any time, only
-        one module's tensors are unsharded in memory.
+        """Initialise new layers on this process by the family's own rule; does nothing for layers with weights. The
+        values do not depend on the layout (`name_seed`). Only one module's tensors are unsharded at any time.
         """
         for name, module in () if self.initial is None else self.initial.named_modules():
             if not _direct_tensors(module):
@@ -160,9 +152,8 @@ class MultiTokenDecoder(nn.Module):
 
     @classmethod
     def new(cls, main: Decoder, depths: int, *, train_main: bool = True, verify: bool = True) -> "MultiTokenDecoder":
-        """Add newly initialised MTP layers and write their number into the model's configuration.
-
-        Raises ValueError, naming the model type, for a family that cannot have MTP layers.
+        """Add newly initialised MTP layers and write their number into the model's configuration. Raises ValueError
+        for a family that cannot have MTP layers.
         """
         add_mtp(main, depths, is_new=True)
         assert main.mtp is not None
@@ -229,7 +220,6 @@ class MultiTokenDecoder(nn.Module):
 
     @property
     def mtp(self) -> MtpModel:
-        """The `MtpModel` of transformers that has the layers."""
         assert self.main.mtp is not None
         return self.main.mtp.model
 

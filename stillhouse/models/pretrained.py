@@ -2,8 +2,8 @@
 
 Code that comes with a model runs only if the caller allows it. Weights are read only from safetensors files in the
 model's own folder, since a pickle file can run any code. transformers would read pickle files if the folder has no
-other weights, or if an index, the configuration's `transformers_weights` or an adapter in the folder names them. All
-these cases raise a ValueError before transformers reads anything. For a damaged file, the ValueError names the file.
+other weights, or if an index, `transformers_weights` or an adapter in the folder names them. All these cases raise a
+ValueError before transformers reads anything. For a damaged file, the ValueError names the file.
 """
 
 import os

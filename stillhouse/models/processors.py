@@ -124,10 +124,9 @@ class DistillTargets(Targets):
     """Targets, and the teachers' signals for the same rows.
 
     signals: by the teachers' names; empty if no term needs a teacher. A `RoutedSignal` cannot be cut into rows, nor
-        shifted for multi-token prediction.
-    per_token: other tensors about the tokens to predict, of the labels' shape, named as in `metrics.py`.
-    document_T: the document of each row, of the labels' shape, for a discount; documents follow one another.
-    position_ids_BS: the position ids of depth 0, for `shift_for_mtp`.
+    shifted for multi-token prediction. per_token: other tensors about the tokens to predict, of the labels' shape,
+    named as in `metrics.py`. document_T: the document of each row, for a discount; documents follow one another.
+    position_ids_BS: those of depth 0, for `shift_for_mtp`.
     """
 
     signals: Signals = field(default_factory=dict)
@@ -218,7 +217,6 @@ def cross_entropy(
     *, label_smoothing: float = 0.0, z_loss: float = 0.0, normalizer: float | Tensor = 1.0
 ) -> OutputProcessor:
     """Return a processor that gives the `ObjectiveOutput` of cross-entropy with the context's labels (`Targets`).
-
     normalizer: divides the sum over tokens; the optimizer step's global count of tokens with a non-zero weight.
     """
 
@@ -239,9 +237,8 @@ def policy_gradient(
     temperature: float = 1.0,
     normalizer: float | Tensor = 1.0,
 ) -> OutputProcessor:
-    """Return a processor for the clipped surrogate of PPO and GRPO (`PolicyGradient`), with `PolicyTargets`.
-
-    It gives an `ObjectiveOutput`, whose loss includes −entropy_bonus · entropy. normalizer: see `cross_entropy`.
+    """Return a processor for the clipped surrogate of PPO and GRPO (`PolicyGradient`), with `PolicyTargets`. It gives
+    an `ObjectiveOutput`, whose loss includes −entropy_bonus · entropy. normalizer: see `cross_entropy`.
     """
 
     def process(
@@ -254,16 +251,8 @@ def policy_gradient(
             )
         assert context.advantages_T is not None
         assert context.old_log_probs_T is not None
-        policy = PolicyGradient(
-            context.labels_T,
-            context.advantages_T,
-            context.old_log_probs_T,
-            context.reference_log_probs_T,
-            clip_low,
-            clip_high,
-            kl_scale,
-            temperature=temperature,
-        )
+        sampled = (context.labels_T, context.advantages_T, context.old_log_probs_T, context.reference_log_probs_T)
+        policy = PolicyGradient(*sampled, clip_low, clip_high, kl_scale, temperature=temperature)
         terms = [policy, Entropy(-entropy_bonus, temperature)] if entropy_bonus else [policy]
         return _objective(hidden_states, head, terms, context, normalizer)
 
@@ -273,14 +262,8 @@ def policy_gradient(
 def _objective(
     hidden_states: Tensor, head: OutputHead, terms: Sequence[Term], targets: Targets, normalizer: float | Tensor
 ) -> ObjectiveOutput:
-    return linear_objective(
-        hidden_states.flatten(0, -2),
-        head,
-        terms,
-        weights_T=targets.weights_T,
-        valid_index=targets.valid_index,
-        normalizer=normalizer,
-    )
+    rows: dict[str, Any] = {"weights_T": targets.weights_T, "valid_index": targets.valid_index}
+    return linear_objective(hidden_states.flatten(0, -2), head, terms, normalizer=normalizer, **rows)
 
 
 def by_depth(main: OutputProcessor, mtp_targets: OutputProcessor) -> OutputProcessor:

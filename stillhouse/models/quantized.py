@@ -93,9 +93,8 @@ def quantized_loading(
 def require_quantized(
     model: PreTrainedModel, kind: str, name_or_path: str | os.PathLike[str], revision: str | None
 ) -> None:
-    """Raise ValueError if no weight of a loaded model was quantized, or if a saved weight is not finite.
-
-    Quantizing turns a NaN into a finite value, so the files are checked, not the loaded weights.
+    """Raise ValueError if no weight of a loaded model was quantized, or if a saved weight is not finite. Quantizing
+    turns a NaN into a finite value, so the files are checked, not the loaded weights.
     """
     if not any(is_quantized(weight) for weight in model.parameters()):
         raise ValueError(f"none of its weights was quantized to {kind}, which takes torch.nn.Linear layers alone")
@@ -247,9 +246,8 @@ def float8_problem(device: torch.device | str | None) -> str | None:
 
 
 def round_to_float8(model: PreTrainedModel) -> None:
-    """Quantize the linear layers of a bfloat16 model in place.
-
-    Raises ValueError for another dtype, and if the logits change more than rounding can change them.
+    """Quantize the linear layers of a bfloat16 model in place. Raises ValueError for another dtype, and if the logits
+    change more than rounding can change them.
     """
     if model.dtype != torch.bfloat16:
         raise ValueError(f"fp8 rounds bfloat16 weights, got {model.dtype}: expected dtype bfloat16")

@@ -38,9 +38,8 @@ LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
 
 
 def train_parts(decoder: Any, parts: Collection[str]) -> None:
-    """Freeze the parameters of all parts of a `Decoder` that are not among `parts`.
-
-    Raises ValueError, naming the model, if it has no such part.
+    """Freeze the parameters of all parts of a `Decoder` that are not among `parts`. Raises ValueError if it has no
+    such part.
     """
     beside = beside_language_model(decoder)
     tower = next((part for part in beside.values() if part is decoder.pretrained.get_encoder(modality="image")), None)
@@ -94,9 +93,8 @@ def require_language_alone(parts: Collection[str]) -> None:
 
 @contextmanager
 def image_weights_reached(decoder: Any) -> Iterator[None]:
-    """Within the block, embeddings of tokens give gradients of 0 to the trained weights of towers and projectors.
-
-    A micro-batch without images does not run the vision tower. But under FSDP, all processes must run the backward of
+    """Within the block, embeddings of tokens give gradients of 0 to the trained weights of towers and projectors: a
+    micro-batch without images does not run the vision tower, but under FSDP, all processes must run the backward of
     the same layers, and sum the gradients of the same weights.
     """
     if (embedding := input_embedding(decoder.pretrained)) is None or not torch.is_grad_enabled():
@@ -146,9 +144,8 @@ class _Reached(torch.autograd.Function):
 
 
 def model_media(model: PreTrainedModel, backbone: nn.Module, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the images as arguments of the backbone: floating-point values in the dtype of its weights.
-
-    Raises ValueError if the backbone reads no images.
+    """Return the images as arguments of the backbone: floating-point values in the dtype of its weights. Raises
+    ValueError if the backbone reads no images.
     """
     if images and not images.keys() & inspect.signature(backbone.forward).parameters.keys():
         raise ValueError(
@@ -159,18 +156,16 @@ def model_media(model: PreTrainedModel, backbone: nn.Module, images: Mapping[str
 
 
 def read_token_inputs(backbone: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs without the kinds of tokens that the backbone's forward does not name.
-
-    A processor returns them also for families in which only the positions depend on them.
+    """Return the inputs without the kinds of tokens that the backbone's forward does not name: a processor returns
+    them also for families in which only the positions depend on them.
     """
     named = inspect.signature(backbone.forward).parameters
     return {name: value for name, value in inputs.items() if name not in TOKEN_TYPES or name in named}
 
 
 def model_positions(position_ids_BS: Tensor, axes_BSA: Tensor | None, *, separates: bool) -> Tensor:
-    """Return the positions that the backbone gets: [B, S], or [1 + A, B, S] or [A, B, S] with several axes.
-
-    separates: whether the backbone separates documents by the text positions, which are then the first axis.
+    """Return the positions that the backbone gets: [B, S], or with several axes [A, B, S], or [1 + A, B, S] if it
+    separates documents by the text positions.
     """
     if axes_BSA is None:
         return position_ids_BS

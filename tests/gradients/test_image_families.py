@@ -128,14 +128,11 @@ def test_image_blocks_of_gemma_4_are_not_packed(tmp_path: Path) -> None:
 # trained parts
 
 
+SOME_PARTS = [slow("qwen3_vl", [PROJECTOR, VISION]), slow("gemma3", [LANGUAGE, PROJECTOR])]
+
+
 @pytest.mark.parametrize(
-    ("family", "parts"),
-    [
-        ("qwen3_vl", [LANGUAGE]),
-        slow("qwen3_vl", [PROJECTOR, VISION]),
-        slow("gemma3", [LANGUAGE, PROJECTOR]),
-        slow("llava_onevision", [PROJECTOR]),
-    ],
+    ("family", "parts"), [("qwen3_vl", [LANGUAGE]), *SOME_PARTS, slow("llava_onevision", [PROJECTOR])]
 )
 def test_only_the_chosen_parts_change(family: str, parts: list[str], tmp_path: Path) -> None:
     """The bytes of all other weights are those before the update, and the optimizer has no state for them."""
@@ -164,6 +161,8 @@ def test_a_part_that_a_model_does_not_have_is_refused() -> None:
 
 # mutations: each of them is an error that the proof at load must find
 
+OTHER_STATES = r"differ by .* from those of the plain model on that document alone: expected"
+
 
 def test_a_shifted_axis_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, documents = decoder_of("qwen3_vl", torch.float32), documents_of("qwen3_vl", tmp_path)
@@ -175,18 +174,14 @@ def test_a_shifted_axis_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return axes_SA
 
     monkeypatch.setattr(decoder, "axis_positions", shifted, raising=False)
-    with pytest.raises(
-        ProofError, match=r"differ by .* from those of the plain model on that document alone: expected"
-    ):
+    with pytest.raises(ProofError, match=OTHER_STATES):
         prove_images(decoder, documents, joined_images)
 
 
 @pytest.mark.parametrize("family", first_is_quick(["qwen3_vl", "gemma3", "idefics3"]))
 def test_images_in_another_order_are_refused(family: str, tmp_path: Path) -> None:
     decoder, documents = decoder_of(family, torch.float32), documents_of(family, tmp_path)
-    with pytest.raises(
-        ProofError, match=r"differ by .* from those of the plain model on that document alone: expected"
-    ):
+    with pytest.raises(ProofError, match=OTHER_STATES):
         prove_images(decoder, documents, lambda parts: joined_images(parts[::-1]))
 
 
@@ -262,22 +257,16 @@ ALL = [LANGUAGE, PROJECTOR, VISION]
     ("family", "degrees", "parts"),
     [
         *(("qwen3_vl", Degrees(fsdp=2), parts) for parts in ([LANGUAGE], ALL, [PROJECTOR])),
-        *(
-            (family, degrees, ALL)
-            for family, degrees in (
-                ("gemma3", Degrees(fsdp=2)),
-                ("qwen3_vl", Degrees(replicate=2)),
-                ("internvl", Degrees(tensor=2)),
-                ("gemma3", Degrees(tensor=2)),
-            )
-        ),
+        ("gemma3", Degrees(fsdp=2), ALL),
+        ("qwen3_vl", Degrees(replicate=2), ALL),
+        ("internvl", Degrees(tensor=2), ALL),
+        ("gemma3", Degrees(tensor=2), ALL),
     ],
     ids=str,
 )
 def test_a_rank_without_images_does_not_let_others_wait(family: str, degrees: Degrees, parts: Sequence[str]) -> None:
+    has_vision = VISION in parts or (PROJECTOR in parts and "qwen" in family)
     for differences in on_ranks(gradients_of_two, 2, (family, degrees, parts)):
-        assert any("vis" in name for name in differences) == (
-            VISION in parts or (PROJECTOR in parts and "qwen" in family)
-        )
+        assert any("vis" in name for name in differences) == has_vision
         # a bias of the keys shifts all scores of a query alike, so its gradient is rounding alone
         assert not [name for name, error in differences.items() if not error < 1e-5 and "k_proj.bias" not in name]

@@ -20,29 +20,13 @@ V = 251
 _SHAPE: dict[str, Any] = {**SHAPE, "vocab_size": V, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 
 _EXPERTS: dict[str, Any] = {**_SHAPE, "n_routed_experts": 4}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+_GROUPS = {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_WINDOWS = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
 MAKERS: dict[str, Callable[..., hf.PreTrainedConfig]] = {
     "glm4_moe": partial(hf.Glm4MoeConfig, **_EXPERTS, head_dim=16, use_qk_norm=True),
-    "deepseek_v3": partial(
-        hf.DeepseekV3Config,
-        **{**_EXPERTS, "num_key_value_heads": 4},
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-    ),
-    "mellum": partial(
-        hf.MellumConfig,
-        **_SHAPE,
-        head_dim=16,
-        num_experts=4,
-        sliding_window=5,
-        layer_types=["full_attention", "sliding_attention"],
-        num_mtp_layers=1,
-    ),
+    "deepseek_v3": partial(hf.DeepseekV3Config, **_EXPERTS | _LATENT | _GROUPS),
+    "mellum": partial(hf.MellumConfig, **_SHAPE | _WINDOWS, head_dim=16, num_experts=4, num_mtp_layers=1),
     # a family without MTP layers of its own; its second layer has a sliding window
     "qwen3": partial(
         hf.Qwen3Config, **_SHAPE, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1

@@ -57,15 +57,18 @@ class Without(LogitsProcessor):
         return logits_BV.index_fill(1, torch.tensor(self.ids), -torch.inf)
 
 
+def decoder_and_processor(family: str, folder: Path) -> tuple[Decoder, Any]:
+    write_image_model(family, folder)
+    decoder = Decoder.from_pretrained(folder, dtype="float32", multimodal=True)
+    return decoder, IMAGES.find_processor(str(folder), load_tokenizer(str(folder)))
+
+
 @pytest.mark.parametrize("family", first_is_quick(FAMILIES))
 @torch.no_grad()
 def test_a_batch_of_prompts_with_images_has_the_tokens_of_plain_generate_for_each_prompt_alone(
     family: str, tmp_path: Path
 ) -> None:
-    folder = write_image_model(family, tmp_path / "student")
-    decoder = Decoder.from_pretrained(folder, dtype="float32", multimodal=True)
-    processor = IMAGES.find_processor(str(folder), load_tokenizer(str(folder)))
-    assert processor is not None
+    decoder, processor = decoder_and_processor(family, tmp_path)
     check_generation(decoder, CPU, processor)
     generator = Generator(decoder, Sampling(NEW, temperature=0.0), CPU, processor=processor)
     examples = processor.example_prompts()
@@ -102,10 +105,7 @@ def as_inverted(image: MediaFile) -> MediaFile:
 
 
 def test_a_prompt_that_ends_with_an_image_is_refused(tmp_path: Path) -> None:
-    folder = write_image_model("qwen3_vl", tmp_path / "student")
-    decoder = Decoder.from_pretrained(folder, dtype="float32", multimodal=True)
-    processor = IMAGES.find_processor(str(folder), load_tokenizer(str(folder)))
-    assert processor is not None
+    decoder, processor = decoder_and_processor("qwen3_vl", tmp_path)
     images = processor.example_prompts()[1][1]
     ids = processor.expand(f"what is {processor.processor.image_token}", images, special=True).ids
     request = GenerationRequest(7, np.asarray(ids, dtype=np.int32), 0, media=images)

@@ -81,22 +81,15 @@ def test_check_shows_images_and_the_trained_student_has_its_processor(
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        (
-            {
-                "rollout.prompts_per_step": 2,
-                "rollout.max_new_tokens": 4,
-                "rollout.engine": "vllm",
-                "rollout.url": "http://127.0.0.1:1",
-            },
-            "rollout.engine",
-        ),
-        ({"rollout.prompts_per_step": 2, "rollout.max_new_tokens": 4, "parallel.context": 2}, "parallel.context"),
+        ({"rollout.engine": "vllm", "rollout.url": "http://127.0.0.1:1"}, "rollout.engine"),
+        ({"parallel.context": 2}, "parallel.context"),
     ],
 )
 def test_what_cannot_read_images_is_refused_by_its_key(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
     write_image_model("qwen3_vl", tmp_path / "student")
     write_image_model("qwen3_vl", tmp_path / "teacher", seed=1)
     write_data(tmp_path)
-    config = write_run(tmp_path, **SETTINGS, **settings)
+    rollout = {"rollout.prompts_per_step": 2, "rollout.max_new_tokens": 4}
+    config = write_run(tmp_path, **SETTINGS, **rollout, **settings)
     with pytest.raises(ConfigError, match=rf"{key}: the data has images, "):
         load_run_data(config, {})

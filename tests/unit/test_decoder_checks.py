@@ -6,6 +6,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,8 @@ from stillhouse.objective import forward_kl
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+SMALL: dict[str, Any] = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 32}
+SMALL |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def t5() -> PreTrainedModel:
@@ -253,18 +249,15 @@ def test_a_decoder_is_freed_at_once_and_its_copy_is_another_one() -> None:
 
 
 def test_documents_longer_than_the_positions_reach() -> None:
-    check_document_length(Decoder(build("llama")).pretrained, 100_000, "student")  # rotary positions have no limit
+    rotary = build("llama")
+    check_document_length(rotary, 100_000, "student")  # rotary positions have no limit
+    assert warn_of_positions(rotary, 128, "student") == []
+    (warning,) = warn_of_positions(rotary, 129, "student")
+    assert warning.startswith("student has max_position_embeddings 128, and the longest document has 129 tokens")
     learned = Decoder(build("gpt2"))
     check_document_length(learned.pretrained, 128, "student")
     with pytest.raises(ValueError, match=r"student has learned positions for 128 tokens: .* got 129"):
         check_document_length(learned.pretrained, 129, "student")
-
-
-def test_positions_that_the_model_does_not_name_are_warned_of() -> None:
-    model = build("llama")
-    assert warn_of_positions(model, 128, "student") == []
-    (warning,) = warn_of_positions(model, 129, "student")
-    assert warning.startswith("student has max_position_embeddings 128, and the longest document has 129 tokens")
 
 
 def test_documents_beyond_a_switch_of_rotary_angles() -> None:
@@ -288,24 +281,19 @@ def test_the_name_is_passed_on_unchanged(name: str, monkeypatch: pytest.MonkeyPa
     received: list[Any] = []
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
-    def from_pretrained(name_or_path: Any, **options: Any) -> Any:
+    def receive(answer: Any, name_or_path: Any, **options: Any) -> Any:
         received.append((name_or_path, options))
-        return build("llama"), {"missing_keys": set()}
+        return answer
 
-    def configuration(name_or_path: Any, **options: Any) -> Any:
-        received.append((name_or_path, options))
-        return LlamaConfig(**SMALL)
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", configuration)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", partial(receive, LlamaConfig(**SMALL)))
+    answer = build("llama"), {"missing_keys": set[str]()}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", partial(receive, answer))
     Decoder.from_pretrained(name, revision="abc", dtype="bfloat16", attention="eager")
+    assert len(received) == 2
     for received_name, options in received:
         assert received_name is name
-        assert options["revision"] == "abc"
-        assert options["trust_remote_code"] is False
-    (_, (_, options)) = received
-    assert options["dtype"] == torch.bfloat16
-    assert options["attn_implementation"] == "eager"
+        assert (options["revision"], options["trust_remote_code"]) == ("abc", False)
+    assert (options["dtype"], options["attn_implementation"]) == (torch.bfloat16, "eager")
 
 
 @pytest.mark.parametrize("name", ["nobody-here/no-such-model", "/no/such/folder", "no_such_folder", "a/b/c"])
