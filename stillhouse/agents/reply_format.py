@@ -175,16 +175,18 @@ class ReplyFormat(TurnFormat):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, role: ReplyRole, processor: MediaProcessor | None = None):
         self._role, self._what = role, f"a reply of the role {role}"
         super().__init__(tokenizer, processor, self._turns("a"), None)
+        if not self.marker or self._tail.strip() != self.marker:
+            problem = f"does not end a turn of the assistant with a special token, but with {self._last_turn[-60:]!r}"
+            written = self._written(self._turns(_REPLIES[0]))
+            if ANCHOR in self._last_turn and _REPLIES[0] not in written:
+                problem = f"does not write a message of the role {role} with its content: {written[-200:]!r}"
+            raise self._error(problem)
         frames = set()
         for reply_text in _REPLIES:
             head, is_written, tail = self._suffix(self._turns(reply_text)).partition(reply_text)
             if not is_written:
                 raise self._error(f"does not write a message of the role {role} with its content: {head!r:.200}")
             frames.add((head, tail))
-        # after the replies, because the marker may be the header of one
-        if not self.marker or self._tail.strip() != self.marker:
-            end = self._last_turn[-60:]
-            raise self._error(f"does not end a turn of the assistant with a special token, but with {end!r}")
         if len(frames) > 1:
             raise self._error(f"writes messages of the role {role} in different ways: {sorted(frames)!r:.200}")
         self._prove_ids(self._turns(_REPLIES[1]), None, self.reply_ids(_REPLIES[1]))

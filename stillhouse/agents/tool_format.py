@@ -157,10 +157,10 @@ class ToolFormat(TurnFormat):
     def calls(self, turn: str) -> list[ToolCall]:
         """The calls in a turn of the model, without its end marker. A problem of a call is for the model to read."""
         try:
-            parsed = self._parse(turn, self.prompt, self._parsed_by)
+            message = parse_response(turn, self._parsed_by, prefix=self.prompt, tools=self.schemas)
         except _UNPARSED as error:
             return [ToolCall(UNKNOWN, {}, f"the call cannot be parsed ({first_line(error)})")]
-        calls = [self._checked(call) for call in parsed]
+        calls = [self._checked(call) for call in message.get("tool_calls", [])]
         if not calls and self._opening in turn.rpartition("</think>")[2]:
             return [ToolCall(UNKNOWN, {}, "the call cannot be parsed")]
         if len(calls) > 1 and not self.has_several:
@@ -203,15 +203,13 @@ class ToolFormat(TurnFormat):
         turn = text.removeprefix(self._prompted if prefix else self._before).rstrip().removesuffix(self.marker)
         expected = [{"name": name, "arguments": arguments} for name, arguments in calls]
         try:
-            parsed: Any = [call["function"] for call in self._parse(turn, prefix, parsed_by)]
+            parsed_message = parse_response(turn, parsed_by, prefix=prefix, tools=self.schemas)
+            parsed: Any = [call["function"] for call in parsed_message.get("tool_calls", [])]
             if [_bare(call) for call in parsed] == expected:
                 return ""
         except _UNPARSED as error:
             parsed = first_line(error)
         return f"writes {str(expected)[:100]} as {turn[-100:]!r}, which is parsed back as {parsed!r:.60}"
-
-    def _parse(self, turn: str, prefix: str, parsed_by: dict[str, Any]) -> Any:
-        return parse_response(turn, parsed_by, prefix=prefix, tools=self.schemas).get("tool_calls", [])
 
     def _checked(self, call: Any) -> ToolCall:
         function = _bare(call.get("function")) if isinstance(call, dict) else None

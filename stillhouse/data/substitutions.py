@@ -88,10 +88,9 @@ class Substitutions:
 
     def items(self, document: int) -> list[Substitution]:
         """The substitutions of one document."""
-        return [
-            Substitution(*self.spans_P2[at].tolist(), self.tokens_N[self.offsets[at] : self.offsets[at + 1]])
-            for at in range(self.parts[document], self.parts[document + 1])
-        ]
+        part = slice(self.parts[document], self.parts[document + 1])
+        places = zip(self.spans_P2[part].tolist(), self.offsets[part], self.offsets[1:][part], strict=True)
+        return [Substitution(start, stop, self.tokens_N[first:end]) for (start, stop), first, end in places]
 
     def tokens(self, document: int, ids_S: np.ndarray) -> np.ndarray:
         """All ids that the teacher reads of a document. ids_S: those of the student."""

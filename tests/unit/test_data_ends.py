@@ -1,15 +1,16 @@
 """Where a text begins and ends: special tokens that it has already, and those with which a student learns to stop."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit.documents import load_records
 from kit.families import build
+from kit.template_messages import add, chat_templates
 from kit.toy_tokenizer import SPECIAL, TEXT, toy_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import get_json_schema
 
 from stillhouse.agents.reply_format import ReplyFormat
 from stillhouse.agents.tool_format import ToolFormat
@@ -21,19 +22,10 @@ USER = {"role": "user", "content": "two and two?"}
 FOUR = {"role": "assistant", "content": "four"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-ADD: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
-}
+ADD = get_json_schema(add)
 REPLY = {"role": "tool", "content": "4"}
 THINKS = {"role": "assistant", "content": "four", "reasoning_content": "two more than two"}
 ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
-
-
 OF_GLM = (*ENDS, "<|assistant|>", "<|system|>", "[gMASK]", "<sop>")
 OF_GPT_OSS = ("<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
 
@@ -51,10 +43,7 @@ def glm_tokenizer(name: str, special: tuple[str, ...] = OF_GLM) -> PreTrainedTok
     )
     backend.add_tokens(["<tool_call>", "</tool_call>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0])
-    trl = find_spec("trl")
-    assert trl is not None
-    assert trl.origin is not None
-    tokenizer.chat_template = (Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+    tokenizer.chat_template = chat_templates()[name]
     return tokenizer
 
 
@@ -112,9 +101,8 @@ def test_a_reply_follows_the_header_that_ended_the_turn(turn: dict[str, Any]) ->
 
 def test_a_header_that_is_no_end_of_sequence_ends_no_turn(tmp_path: Path) -> None:
     tokenizer = glm_tokenizer("glm4moe")
-    (warning,) = (
-        documents := load_records(tmp_path, [{"messages": [USER, FOUR, USER, CALLS]}], tokenizer, max_tokens=512)
-    ).report.warnings
+    documents = load_records(tmp_path, [{"messages": [USER, FOUR, USER, CALLS]}], tokenizer, max_tokens=512)
+    (warning,) = documents.report.warnings
     assert "no token that ends a text is a target (the student's: <|endoftext|>)" in warning
     assert documents.report.trained_ends == []
     assert "<|user|>" not in texts(documents, tokenizer)[1]
@@ -159,9 +147,8 @@ def test_an_end_that_only_the_middle_of_a_conversation_has_does_not_teach_to_sto
     for name, tokens in (("gptoss_training", "completion"), ("gptoss", "all")):
         tokenizer = glm_tokenizer(name, OF_GPT_OSS)
         for messages, ends in (([USER, FOUR], ["<|return|>"]), ([USER, FOUR, USER], [])):
-            report = load_records(
-                tmp_path, [{"messages": messages}], tokenizer, tokens=tokens, max_tokens=2048
-            ).report
+            options: dict[str, Any] = {"tokens": tokens, "max_tokens": 2048}
+            report = load_records(tmp_path, [{"messages": messages}], tokenizer, **options).report
             assert tokenizer.convert_ids_to_tokens(report.trained_ends) == ends
             assert any("does not learn to stop" in line for line in report.warnings) == (not ends)
 
@@ -193,9 +180,8 @@ def test_trained_ends_are_saved_beside_those_of_the_model(tmp_path: Path, named:
     assert (saved.temperature, saved.max_length) == (0.6, 77)
     assert set(eos_ids(toy_tokenizer(), decoder)) == {2, *read_end_ids(str(tmp_path / "saved"))}
     (tmp_path / "saved" / "generation_config.json").unlink()
-    assert read_end_ids(str(tmp_path / "saved")) == sorted(
-        eos_ids(toy_tokenizer(eos_token=None), Decoder(build("qwen3")))
-    )  # type: ignore[arg-type]
+    without_end: Any = toy_tokenizer(eos_token=None)  # type: ignore[arg-type]
+    assert read_end_ids(str(tmp_path / "saved")) == sorted(eos_ids(without_end, Decoder(build("qwen3"))))
 
 
 RENDERED = "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>"

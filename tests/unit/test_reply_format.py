@@ -1,14 +1,13 @@
 """Replies of environments as turns of the chat template: the tokens of `apply_chat_template`, and nothing forged."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 from kit import slow
 from kit.on_policy_runs import episodic
-from kit.template_messages import HERMES, tool_tokenizer
+from kit.template_messages import HERMES, chat_templates, tool_tokenizer
 from kit.toy_tokenizer import PLAIN_TEMPLATE, TEMPLATES, toy_tokenizer
 
 from stillhouse.agents.replies import MessageReplies, TextReplies
@@ -60,10 +59,9 @@ def test_replies_have_the_tokens_of_apply_chat_template(template: str, role: Lit
 @pytest.mark.parametrize("name", [slow(name) for name in OF_TRL])
 def test_templates_of_families(name: str) -> None:
     """Read from the installed TRL."""
-    trl = pytest.importorskip("trl")
-    source = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    added = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>")
-    tokenizer = tool_tokenizer(source, *added, "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|user|>")
+    added = ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>", "<|user|>"]
+    added += ["<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"]
+    tokenizer = tool_tokenizer(chat_templates()[name], *added)
     if not OF_TRL[name]:
         assert "Hello" in tokenizer.decode(ReplyFormat(tokenizer, "user").reply_ids("Hello"))
         return
