@@ -168,13 +168,11 @@ class ModelSources:
 
     def _sharded_student(self) -> ModelSource:
         """The source of this process's shard of the student. The weights are from files or from `student.init`."""
-        init, folder = self.student.init, ""
-        options = {"offload": self.offload, "autocast": self.autocast}
-        if init is None:
-            return self.sharded("student", **options)
+        if (init := self.student.init) is None:
+            return self.sharded("student", offload=self.offload, autocast=self.autocast)
         teacher = self.teachers["teacher"] if init.source == "teacher" else None
         folder = None if teacher is None else local_folder(str(teacher.model), teacher.revision)
-        source = self.sharded("student", **options, weights=folder)
+        source = self.sharded("student", offload=self.offload, autocast=self.autocast, weights=folder)
         read = _initial_weights(self.student, init, folder, self.seed)
 
         def load(decoder: Decoder) -> None:

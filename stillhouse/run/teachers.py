@@ -160,10 +160,9 @@ def teacher_of_stages(
 
     None: no model of the teacher is needed in the student's stages.
     """
-    if store is not None:
-        options = {"offload": models.offload, "folder": store.teacher_folder}
-        return models.sharded("teacher", **options) if store.signal.is_exact else None
-    if teacher is None or not teacher.source_kind.runs_model or models.teacher_is_base:
+    if store is not None and store.signal.is_exact:
+        return models.sharded("teacher", offload=models.offload, folder=store.teacher_folder)
+    if store is not None or teacher is None or not teacher.source_kind.runs_model or models.teacher_is_base:
         return None
     if layout.degrees.processes == 1 and not head_only:
         return models.whole_teacher("teacher")
