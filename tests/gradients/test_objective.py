@@ -35,6 +35,7 @@ from kit.objective_cases import (
     run,
     some_weights,
     sums,
+    trainable,
 )
 from kit.tensors import Largest
 from torch import Tensor
@@ -146,7 +147,7 @@ WITH_CONSTANT_WEIGHTS = ("k2, corrected", "k3, masked", "cispo", "masked", "sequ
 def test_logits_objective_equals_the_pass_from_hidden_states() -> None:
     leaves, terms, weights_T = make_leaves(), all_terms(), some_weights()
     expected = run(linear_objective, leaves, terms, weights_T=weights_T, normalizer=5)
-    fresh = {name: leaf.requires_grad_() for name, leaf in vars(leaves).items()}
+    fresh = trainable(leaves)
     logits_TV = OutputHead(fresh["weight"], fresh["bias"]).logits(fresh["hidden"])
     output = logits_objective(logits_TV, terms, weights_T=weights_T, normalizer=5)
     output.loss.backward()

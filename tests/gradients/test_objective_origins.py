@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.objective_cases import DTYPES, Leaves, T, converted, distance, make_leaves, make_signal
+from kit.objective_cases import DTYPES, Leaves, T, converted, distance, make_leaves, make_signal, trainable
 from kit.rollout_cases import NORMALIZER, SAMPLING, Batch, fused, make_batch
 from kit.tensors import Largest
 from torch import Tensor
@@ -59,15 +59,15 @@ def spec_of(case: str) -> ObjectiveSpec:
 
 def plain(spec: ObjectiveSpec, leaves: Leaves, batch: Batch, signal: Signal) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of plain objectives, each on the rows of its origin, from whole logits."""
-    fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
-    head = OutputHead(fresh["weight"], fresh.get("bias"))
+    copies = trainable(leaves)
+    head = OutputHead(copies["weight"], copies.get("bias"))
     masks, loss = origin_masks(batch.labels_T, batch.per_token), torch.zeros((), dtype=torch.float64)
     for origin, part in spec.by_origin.items():
         terms = part.terms(batch.labels_T, {TEACHER: signal}, batch.per_token, student=head)
         weights_T = batch.weights_T * masks[origin]
-        loss = loss + dense_objective(fresh["hidden"], head, terms, weights_T=weights_T, normalizer=NORMALIZER).loss
-    gradients = torch.autograd.grad(loss, list(fresh.values()))
-    return loss.detach(), dict(zip(fresh, gradients, strict=True))
+        loss = loss + dense_objective(copies["hidden"], head, terms, weights_T=weights_T, normalizer=NORMALIZER).loss
+    gradients = torch.autograd.grad(loss, list(copies.values()))
+    return loss.detach(), dict(zip(copies, gradients, strict=True))
 
 
 @pytest.mark.parametrize("rows_are_compiled", [False, True])

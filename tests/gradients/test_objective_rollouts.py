@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit.objective_cases import DTYPES, D, Leaves, T, V, converted, distance, make_full, make_leaves
+from kit.objective_cases import DTYPES, D, Leaves, T, V, converted, distance, make_full, make_leaves, run, trainable
 from kit.rollout_cases import (
     NORMALIZER,
     SAMPLING,
@@ -38,14 +38,14 @@ from stillhouse.parallel.teacher_student_pair import distill_targets
 
 
 def plain(spec: ObjectiveSpec, leaves: Leaves, batch: Batch, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
+    copies = trainable(leaves)
 
     def log_p(temperature: float | Tensor) -> Tensor:
         return torch.log_softmax(logits_TV / temperature, 1)
 
-    loss = plain_loss(spec, Leaves(fresh["hidden"], fresh["weight"], fresh.get("bias")), log_p, batch)
-    gradients = torch.autograd.grad(loss, list(fresh.values()))
-    return loss.detach(), dict(zip(fresh, gradients, strict=True))
+    loss = plain_loss(spec, Leaves(copies["hidden"], copies["weight"], copies.get("bias")), log_p, batch)
+    gradients = torch.autograd.grad(loss, list(copies.values()))
+    return loss.detach(), dict(zip(copies, gradients, strict=True))
 
 
 #: the largest relative error of a gradient; the leaves' rounding is part of the problem
@@ -155,22 +155,12 @@ def test_without_marks_everything_is_as_before() -> None:
     signal, _ = teacher()
     batch = replace(make_batch(), per_token={})
     spec = parse_objective("0.3*cross_entropy + 0.7*reverse_kl - 0.01*entropy")
-    first, second, third = spec.terms(batch.labels_T, {TEACHER: signal})
-    assert [term.weights_T for term in (first, second, third)] == [None, None, None]
+    terms = spec.terms(batch.labels_T, {TEACHER: signal})
+    assert [term.weights_T for term in terms] == [None, None, None]
     output, gradients = fused(spec, make_leaves(), batch, signal)
-    fresh = make_leaves()
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in vars(fresh).items()}
-    plain_output = linear_objective(
-        leaves["hidden"],
-        OutputHead(leaves["weight"], leaves["bias"]),
-        [first, second, third],
-        weights_T=batch.weights_T,
-        normalizer=NORMALIZER,
-    )
-    plain_output.loss.backward()
-    assert torch.equal(output.loss, plain_output.loss)
-    for name, leaf in leaves.items():
-        assert torch.equal(gradients[name], leaf.grad), name
+    expected = run(linear_objective, make_leaves(), terms, weights_T=batch.weights_T, normalizer=NORMALIZER)
+    assert torch.equal(output.loss, expected.output.loss)
+    assert_equal_tensors(gradients, expected.gradients)
 
 
 def test_a_batch_without_sampled_tokens_gives_an_exact_zero() -> None:

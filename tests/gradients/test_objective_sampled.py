@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.objective_cases import Leaves, T, distance, generator, make_labels, make_leaves, run
+from kit.objective_cases import Leaves, T, distance, generator, make_labels, make_leaves, run, trainable
 from kit.tensors import assert_near
 from torch import Tensor
 
@@ -241,7 +241,7 @@ def test_surrogates_are_their_papers(case: str, temperature: float) -> None:
     formula, options = SURROGATES[case]
     old_T = old_log_probs(temperature)
 
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in vars(make_leaves()).items()}
+    leaves = trainable(make_leaves())
     log_q_T = of_labels(Leaves(**leaves), temperature)
     value_T = torch.where(HAS_LABEL, -formula((log_q_T - old_T).exp(), ADVANTAGES, log_q_T), 0.0)
     value_T.sum().backward()
@@ -314,7 +314,7 @@ def test_the_term_with_the_ratios_of_sequences_is_gspo() -> None:
     """A sequence counts once if its tokens have the weight 1 / length; the ratios come from the same weights."""
     sequence_T, advantages_N = torch.arange(T) // 13, torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64)
     old_T, tokens_N = old_log_probs(1.0) * 0.9, torch.bincount(sequence_T[HAS_LABEL])
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in vars(make_leaves()).items()}
+    leaves = trainable(make_leaves())
     log_q_T = of_labels(Leaves(**leaves), 1.0)
     loss = -gspo(log_q_T, old_T, sequence_T, advantages_N)
     loss.backward()
@@ -336,8 +336,7 @@ def test_the_documentations_sequence_level_ratios_are_gspos() -> None:
     old_T = old_log_probs(1.0) * 0.9
     gradients = []
     for fused in (True, False):
-        leaves = make_leaves()
-        fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items()}
+        fresh = trainable(make_leaves())
         head = OutputHead(fresh["weight"], fresh["bias"])
         if fused:
             loss = names["gspo_loss"](fresh["hidden"], head, LABELS, old_T, sequence_T, advantages_N, 0.3, 0.4)

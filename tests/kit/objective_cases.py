@@ -309,6 +309,11 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+def trainable(leaves: Leaves) -> dict[str, Tensor]:
+    """Return copies of the leaves that receive a gradient, by name."""
+    return {name: leaf.detach().clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
+
+
 def run(
     objective: Callable[..., ObjectiveOutput],
     leaves: Leaves,
@@ -319,12 +324,11 @@ def run(
     **options: Any,
 ) -> Result:
     """Run the objective on copies of the leaves, and return its output and gradients."""
-    fresh = {name: leaf.detach().clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
-    output = objective(
-        fresh["hidden"], OutputHead(fresh["weight"], fresh.get("bias"), **(head or {})), terms, **options
-    )
+    copies = trainable(leaves)
+    head_of_copies = OutputHead(copies["weight"], copies.get("bias"), **(head or {}))
+    output = objective(copies["hidden"], head_of_copies, terms, **options)
     (output.loss * upstream).backward()
-    return Result(output, {name: leaf.grad for name, leaf in fresh.items() if leaf.grad is not None})
+    return Result(output, {name: leaf.grad for name, leaf in copies.items() if leaf.grad is not None})
 
 
 def sums(output: ObjectiveOutput) -> dict[str, Tensor]:

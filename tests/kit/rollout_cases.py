@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from kit.objective_cases import Leaves, T, V, generator, make_full, make_labels, make_leaves
+from kit.objective_cases import Leaves, T, V, generator, make_full, make_labels, make_leaves, trainable
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
@@ -208,12 +208,12 @@ def fused(
     **head: Any,
 ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
     """Run a spec's processor; returns its output and the leaves' gradients. head: further arguments of the head."""
-    fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
-    output_head = OutputHead(fresh["weight"], fresh.get("bias"), **head)
+    copies = trainable(leaves)
+    output_head = OutputHead(copies["weight"], copies.get("bias"), **head)
     processor = StepLoss(spec, NORMALIZER, chunk_tokens)
-    output = processor(hidden_states=fresh["hidden"][None], head=output_head, context=batch.targets(teachers))
+    output = processor(hidden_states=copies["hidden"][None], head=output_head, context=batch.targets(teachers))
     output.loss.backward()
-    gradients = {name: leaf.grad for name, leaf in fresh.items()}
+    gradients = {name: leaf.grad for name, leaf in copies.items()}
     assert all(gradient is not None for gradient in gradients.values())
     return output, gradients  # type: ignore[return-value]
 

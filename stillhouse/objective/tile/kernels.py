@@ -121,19 +121,14 @@ def kernel_piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor
     pieces = -(-columns // block)
     sums_PBX = student_BV.new_empty(pieces, rows, len(names))
     renormalizable = {type(kl): names.index(("excess", at)) for at, kl in plan.renormalizable.items()}
+    strides = student_BV.stride(0), teacher_BV.stride(0)
+    arguments = [student_BV, teacher_BV, sums_PBX, rows, columns, *strides, plan.temperatures[0]]
     launch(
         "raw_sums_kernel",
         (pieces, rows),
         tiles_BV,
         sums_PBX,
-        student_BV,
-        teacher_BV,
-        sums_PBX,
-        rows,
-        columns,
-        student_BV.stride(0),
-        teacher_BV.stride(0),
-        plan.temperatures[0],
+        *arguments,
         X=len(names),
         HAS_TEACHER=plan.tiles == 2,
         IS_UNIT=plan.temperatures[0] == 1.0,
@@ -158,26 +153,11 @@ def kernel_normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], norm
     (rows, columns), (block, warps) = student_BV.shape, SUMS
     pieces = -(-columns // block)
     sums_PB2 = student_BV.new_empty(pieces, rows, 2)
-    launch(
-        "normalized_sums_kernel",
-        (pieces, rows),
-        [*tiles_BV, normalizers_BX],
-        sums_PB2,
-        student_BV,
-        teacher_BV,
-        normalizers_BX,
-        sums_PB2,
-        rows,
-        columns,
-        student_BV.stride(0),
-        teacher_BV.stride(0),
-        normalizers_BX.stride(0),
-        plan.temperatures[0],
-        IS_UNIT=plan.temperatures[0] == 1.0,
-        **_jsd_constants(plan),
-        BLOCK=block,
-        num_warps=warps,
-    )
+    read = [student_BV, teacher_BV, normalizers_BX]
+    strides = [tensor.stride(0) for tensor in read]
+    arguments = [*read, sums_PB2, rows, columns, *strides, plan.temperatures[0]]
+    constants = _jsd_constants(plan) | {"IS_UNIT": plan.temperatures[0] == 1.0, "BLOCK": block, "num_warps": warps}
+    launch("normalized_sums_kernel", (pieces, rows), read, sums_PB2, *arguments, **constants)
     return sums_PB2.sum(0)
 
 
@@ -187,29 +167,19 @@ def kernel_gradient(
     """`pointwise.gradient`, without buckets."""
     student_BV, teacher_BV = tiles_BV[0], tiles_BV[-1]
     out_BV = student_BV if out_BV is None else out_BV
-    rows, columns = student_BV.shape
-    block, warps = GRADIENT
+    (rows, columns), (block, warps) = student_BV.shape, GRADIENT
     names = [*plan.normalizers, *plan.coefficients]
     slopes = {type(pair[0]): names.index(("slope", at)) for at, pair in enumerate(plan.pairs)}
     constants = _jsd_constants(plan)
     del constants["WEIGHT_P"]
+    tensors = [student_BV, teacher_BV, rows_BX, out_BV]
+    strides = [tensor.stride(0) for tensor in tensors]
     launch(
         "gradient_kernel",
         (-(-columns // block), rows),
         [*(tiles_BV if plan.pairs else tiles_BV[:1]), rows_BX],
         out_BV,
-        student_BV,
-        teacher_BV,
-        rows_BX,
-        out_BV,
-        columns,
-        student_BV.stride(0),
-        teacher_BV.stride(0),
-        rows_BX.stride(0),
-        out_BV.stride(0),
-        plan.temperatures[0],
-        plan.softcap or 1.0,
-        plan.scale,
+        *(*tensors, columns, *strides, plan.temperatures[0], plan.softcap or 1.0, plan.scale),
         HAS_PAIR=bool(plan.pairs),
         IS_UNIT=plan.temperatures[0] == 1.0,
         IS_CAPPED=plan.softcap is not None,
