@@ -235,7 +235,8 @@ def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor
 def largest(values_CV: Tensor, k: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """Return the K largest values of each row over all ranks and their ids, in descending order, [C, K] each."""
     ranks_RCX = AsyncAllGather(torch.cat(local_top_k(values_CV, k, shard), 1), shard).wait()
-    return merged_top_k(*ranks_RCX.chunk(2, 2), k)[:2]
+    values_RCK, ids_RCK = ranks_RCX.chunk(2, 2)
+    return merged_top_k(values_RCK, ids_RCK, k)[:2]
 
 
 def local_top_k(values_CV: Tensor, k: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
