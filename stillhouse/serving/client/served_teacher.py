@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count, product
+from itertools import count, product
 from pathlib import Path
 from textwrap import shorten
 from threading import Lock
@@ -190,7 +190,8 @@ class RemoteSignals(SignalStore):
                     break
             if not group:
                 return scores
-            scores += chain.from_iterable(self.pool.score(group, url, timeout))
+            for part in self.pool.score(group, url, timeout):
+                scores += part
 
     def close(self) -> None:
         self.pool.close()
