@@ -241,9 +241,9 @@ class LogitRule:
 def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     """Return the router classes for which transformers has an auxiliary loss, if their first output is the logits."""
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    has_loss = hasattr(text_config(model.config), "router_aux_loss_coef")
-    is_first = isinstance(recorded, OutputRecorder) and recorded.index == 0
-    return (recorded.target_class,) if has_loss and is_first else ()
+    if not isinstance(recorded, OutputRecorder) or recorded.index:
+        return ()
+    return (recorded.target_class,) if hasattr(text_config(model.config), "router_aux_loss_coef") else ()
 
 
 def placeholder_ids(model: PreTrainedModel) -> list[int]:
