@@ -9,10 +9,10 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
@@ -30,8 +30,6 @@ _NAMED = 3
 #: the suffix that `set_aside` adds to the name of a damaged checkpoint
 DAMAGED = ".damaged"
 
-Content = TypeVar("Content")
-
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints, oldest first."""
@@ -42,54 +40,44 @@ def checkpoints(folder: Path) -> list[Path]:
 def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None) -> list[str]:
     """Remove all checkpoints except the newest `keep` and the one with the best value of the metric `best`.
 
-    greater: true if a higher value of the metric is better; None: true for agreement and exact match only.
-    Checkpoints with a damaged state.json are kept. Returns one message for each of them.
+    greater: as in `best_checkpoint`. Checkpoints with a damaged state.json are kept; returns a message for each.
     """
     every = checkpoints(folder)
-    metrics, damage = _evaluations(every)
-    kept = set(every[-keep:]) | (set(every) - metrics.keys())
-    if best is not None and (first := _best(metrics, best, greater)) is not None:
-        kept.add(first)
-    for path in every:
-        if path not in kept:
+    best_path, damage = best_checkpoint(every, best or "", greater)
+    for path in every[:-keep]:
+        if path != best_path and path not in damage:
             unfinished = path.with_name(path.name + UNFINISHED)
             path.rename(unfinished)  # an interrupted removal must not leave a folder that looks like a checkpoint
             shutil.rmtree(unfinished)
-    return damage
+    return [*damage.values()]
 
 
-def best_checkpoint(paths: list[Path], metric: str, greater: bool | None = None) -> tuple[Path | None, list[str]]:
-    """The checkpoint with the best value of a metric (None if no checkpoint has the metric), and one message for each
-    damaged state.json. greater: as in `prune`.
+def best_checkpoint(
+    paths: list[Path], metric: str, greater: bool | None = None
+) -> tuple[Path | None, dict[Path, str]]:
+    """The earliest checkpoint with the best value of a metric (None if none has the metric), and a message for each
+    checkpoint with a damaged state.json.
+
+    greater: true if a higher value is better; None: true for agreement, exact match and reward only.
     """
-    metrics, damage = _evaluations(paths)
-    return _best(metrics, metric, greater), damage
+    if greater is None:
+        greater = metric.startswith("eval/exact_match") or metric.endswith(("/agreement", "prompts/reward"))
+    sign = -1.0 if greater else 1.0
+    ranked, damage = list[tuple[float, Path]](), dict[Path, str]()
+    for path in paths:
+        try:
+            metrics = read_state(path).progress.metrics
+        except DamagedCheckpointError as error:
+            damage[path] = str(error)
+        else:
+            ranked += [(sign * metrics[metric], path)] if metric in metrics else []
+    return min(ranked)[1] if ranked else None, damage
 
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that `checkpoints` no longer lists it; returns its new path."""
     names = (f"{path.name}{DAMAGED}{number or ''}" for number in itertools.count())
     return path.rename(next(free for free in map(path.with_name, names) if not free.exists()))
-
-
-def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: bool | None) -> Path | None:
-    """The checkpoint with the best value of a metric. If several checkpoints have it, the earliest is returned."""
-    if greater is None:
-        greater = metric.startswith("eval/exact_match") or metric.endswith(("/agreement", "prompts/reward"))
-    sign = -1.0 if greater else 1.0
-    ranked = [(sign * values[metric], path) for path, values in metrics.items() if metric in values]
-    return min(ranked)[1] if ranked else None
-
-
-def _evaluations(paths: list[Path]) -> tuple[dict[Path, dict[str, float]], list[str]]:
-    metrics: dict[Path, dict[str, float]] = {}
-    damage: list[str] = []
-    for path in paths:
-        try:
-            metrics[path] = read_state(path).progress.metrics
-        except DamagedCheckpointError as error:
-            damage.append(str(error))
-    return metrics, damage
 
 
 @dataclass(frozen=True)
@@ -109,39 +97,39 @@ def verified(
     with_student: whether the folder `student`, which a resumed run does not read, is checked, too.
     Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files (they may be intact).
     """
-    state = _on_all_ranks(lambda: read_state(path), ranks)
+    with _reading_on(ranks):
+        state = read_state(path)
     if len(set(ranks.gather(json.dumps(asdict(state), sort_keys=True)))) > 1:
         raise DamagedCheckpointError(f"{path} is not the same for all ranks: they read different files {STATE}")
-    _on_all_ranks(
-        lambda: _require_files(path, state, ranks, shared, ("",) if with_student else _READ_TO_RESUME), ranks
-    )
-    _on_all_ranks(lambda: require_covered(path, stored_tensors(path / RESUME)), ranks)
+    with _reading_on(ranks):
+        _require_files(path, state, ranks, shared, ("",) if with_student else _READ_TO_RESUME)
+    with _reading_on(ranks):
+        require_covered(path, stored_tensors(path / RESUME))
     return IntactCheckpoint(path, state)
 
 
-def _on_all_ranks(read: Callable[[], Content], ranks: Ranks) -> Content:
+@contextmanager
+def _reading_on(ranks: Ranks) -> Iterator[None]:
     with ranks.all_raise(DamagedCheckpointError, ValueError):
         try:
-            content = read()
+            yield
         except OSError as error:
             raise ValueError(f"a checkpoint cannot be read: {error}") from error
-    return content
 
 
 def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixes: tuple[str, ...]) -> None:
-    """Raise DamagedCheckpointError for a file with one of these prefixes that is lost or changed, and for a
-    safetensors file without a hash in state.json, because it would be loaded, too.
-    """
+    """A safetensors file without a hash in state.json is refused, too, because it would be loaded."""
     expected = {name: value for name, value in state.files.items() if name.startswith(prefixes)}
     there = {name for name in file_names(path) if name.startswith(prefixes) and name != STATE}
-    damage = [f"{name} is lost" for name in expected.keys() - there]
     foreign = (name for name in there - expected.keys() if name.endswith(".safetensors"))
-    damage += [f"{name} does not belong to it" for name in foreign]
     names = sorted(expected)
     share = ranks.share(names) if shared else names[local_rank() :: local_processes()]
     actual = hashes(path, [name for name in share if name in there])
-    damage += [
-        f"{name} is not what was written (its hash differs)" for name in actual if actual[name] != expected[name]
+    changed = (name for name in actual if actual[name] != expected[name])
+    damage = [
+        *(f"{name} is lost" for name in expected.keys() - there),
+        *(f"{name} does not belong to it" for name in foreign),
+        *(f"{name} is not what was written (its hash differs)" for name in changed),
     ]
     if not expected:
         damage.append(f"it has no files in {RESUME}")
@@ -164,12 +152,9 @@ def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Whether two chunks have a common element. A sweep along the dim with the most distinct offsets finds it."""
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    if len(chunks) < 2:
-        return False
-    dims = range(len(chunks[0].sizes))
-    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=None)
-    if along is None:
-        return True  # two chunks of one scalar
+    if len(chunks) < 2 or not chunks[0].sizes:
+        return len(chunks) > 1  # two chunks of one scalar
+    along = max(range(len(chunks[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
         active = [other for other in active if other.offsets[along] + other.sizes[along] > chunk.offsets[along]]

@@ -37,9 +37,6 @@ def save_student(
 ) -> None:
     """Save the student (with an adapter: only the adapter), the tokenizer, and the files of its processor of media.
 
-    The generation_config lists the tokens with which the student was trained to stop. It is beside an adapter, too,
-    because that of the base may lack them.
-
     student: the student, or this process's shard of it.
     resume: the folder of a checkpoint's tensors; read if the student has an adapter or is distributed over `ranks`.
     """
@@ -47,6 +44,7 @@ def save_student(
         matrices = [name for name in stored_tensors(resume) if name.startswith(WEIGHT) and is_lora(name)]
         stored = {name.removeprefix(WEIGHT): matrix for name, matrix in read_full(resume, matrices).items()}
         save_lora(student, stored, folder)
+        # it lists the tokens with which the student was trained to stop, which that of the base may lack
         if (generation := student.pretrained.generation_config) is not None:
             generation.save_pretrained(folder)
     elif ranks.group is None:
@@ -83,10 +81,9 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
         tensors = read_full(resume, [keys[name] for name in names])
         return {name: tensors[keys[name]] for name in names}
 
-    tensors_of = {name: stored[key] for name, key in keys.items()}
     shapes = {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
-        for name, tensor in tensors_of.items()
+        name: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="meta")
+        for name, key in keys.items()
     }
     converted = revert_weight_conversion(model, dict(shapes))
     if any(converted.get(name) is not tensor for name, tensor in shapes.items()):
@@ -124,8 +121,6 @@ def write_weights(
 def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | None = None) -> None:
     """Merge an adapter into the weights of its base model, in host memory; save the result as a Hugging Face model.
 
-    Its generation_config is that beside the adapter (adapters of earlier versions have none).
-
     dtype: the dtype of the computation and of the files; None: `base.dtype`
     """
     model = load_causal_lm(
@@ -133,5 +128,5 @@ def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | N
     )
     match_tied_flag(model)
     merged_lora(model, adapter).save_pretrained(folder)
-    if (generation := adapter / GENERATION_CONFIG_NAME).is_file():
+    if (generation := adapter / GENERATION_CONFIG_NAME).is_file():  # adapters of earlier versions have none
         shutil.copyfile(generation, folder / GENERATION_CONFIG_NAME)

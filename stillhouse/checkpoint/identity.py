@@ -3,6 +3,7 @@
 A value that changes the weights only by rounding errors, such as the layout, is not part of the identity.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,7 @@ _FREE = {
     *(f"teacher.{key}" for key, kind in source_kinds().items() if kind.is_address),
 }
 
-#: keys that earlier versions did not have, each with the value that gives the behaviour of those versions; so runs of
-#: earlier versions can be resumed
+#: keys that earlier versions did not have, with the values that give their behaviour: their runs can be resumed
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "data.image_pixels": None,
@@ -77,22 +77,16 @@ class RunIdentity:
 def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Select the values that must not change when a run is resumed, from all values by dotted keys."""
     several = [key for key in sorted(values) if key.startswith("teachers.") and isinstance(values[key], Mapping)]
-    decisive = {key: value for key, value in values.items() if key not in several}
-    decisive |= {f"{key}.{name}": value for key in several for name, value in values[key].items()}
-    if decisive.get("rollout", ...) is None:
-        del decisive["rollout"]  # so that runs of versions without this section can be resumed
-    free = tuple(f"{key}." for key in _FREE)
-    return {
-        key: value
-        for key, value in decisive.items()
-        if not f"{_as_single(key)}.".startswith(free) and _ADDED.get(_as_single(key), ...) != value
-    }
-
-
-def _as_single(key: str) -> str:
-    """Convert a key `teachers.<name>.<key>` to `teacher.<key>`; return any other key unchanged."""
-    section, _, rest = key.partition(".")
-    return f"teacher.{rest.partition('.')[2]}" if section == "teachers" and "." in rest else key
+    flat = {key: value for key, value in values.items() if key not in several}
+    flat |= {f"{key}.{name}": value for key in several for name, value in values[key].items()}
+    if flat.get("rollout", ...) is None:
+        del flat["rollout"]  # so that runs of versions without this section can be resumed
+    free, decisive = tuple(f"{key}." for key in _FREE), dict[str, Any]()
+    for key, value in flat.items():
+        single = re.sub(r"^teachers\.[^.]*\.", "teacher.", key)  # the rules of one of several teachers are the same
+        if not f"{single}.".startswith(free) and _ADDED.get(single, ...) != value:
+            decisive[key] = value
+    return decisive
 
 
 def configuration_hash(values: Mapping[str, Any]) -> str:

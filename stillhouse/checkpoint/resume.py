@@ -5,6 +5,7 @@ The servers of a resumed run must have the same models as at the beginning of th
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,8 @@ def open_checkpoint(
 
     paths: on rank 0, the result of `candidates` after the folder was locked; ignored on other ranks
     fallback: whether a damaged checkpoint is renamed and the previous one is used (`checkpoint.fallback`)
-    base: the name of the base model of the student's adapter; None without an adapter
-    Raises DamagedCheckpointError if a checkpoint is damaged and no older one may be used. Raises ValueError if the
-    checkpoint was saved with other data or models.
+    base: the name of the base model of the student's adapter
+    Raises DamagedCheckpointError for damage if no older checkpoint may be used, ValueError for other data or models.
     """
     paths = [Path(name) for name in ranks.from_first([str(path) for path in paths])]
     damaged: dict[Path, DamagedCheckpointError] = {}
@@ -72,24 +72,21 @@ def open_checkpoint(
             checkpoint = verified(path, ranks, shared=folder.owns(path))
         except DamagedCheckpointError as error:
             older = paths[number] if number < len(paths) else None
-            if older is None or not fallback:
-                remedy = "there is no earlier checkpoint: choose another folder as out to start again"
-                if not folder.owns(path):
-                    remedy = "name another checkpoint as checkpoint.resume"
-                elif older is not None:
-                    remedy = (
-                        f"with checkpoint.fallback=true the run continues from {older.name}, the checkpoint before it"
-                    )
-                raise DamagedCheckpointError(f"{error}; {remedy}") from error
-            damaged[path] = error
-            continue
-        _require_unchanged(checkpoint, folder, identity, base)
-        if is_first():
-            for damaged_path, problem in damaged.items():
-                log_rank0(
-                    f"warning: {problem}; it was renamed to {set_aside(damaged_path)}, and the run continues from "
-                    f"{path}"
+            if older is not None and fallback:
+                damaged[path] = error
+                continue
+            remedy = "there is no earlier checkpoint: choose another folder as out to start again"
+            if not folder.owns(path):
+                remedy = "name another checkpoint as checkpoint.resume"
+            elif older is not None:
+                remedy = (
+                    f"with checkpoint.fallback=true the run continues from {older.name}, the checkpoint before it"
                 )
+            raise DamagedCheckpointError(f"{error}; {remedy}") from error
+        _require_unchanged(checkpoint, folder, identity, base)
+        for damaged_path, problem in damaged.items() if is_first() else ():
+            renamed = set_aside(damaged_path)
+            log_rank0(f"warning: {problem}; it was renamed to {renamed}, and the run continues from {path}")
         return checkpoint
     return None
 
@@ -117,33 +114,22 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
         {name: digest for name, digest in data.items() if name.startswith(PROCESSOR)}
         for data in (identity.data, before.data)
     )
+    since, or_else = f"since {path} was written; restore", "or choose another folder as out"
     changed = sorted(dict(processors.items() ^ processors_before.items()))
     if changed and processors and processors_before:  # earlier versions did not write them
         sections = " and ".join(f"{name.removeprefix(PROCESSOR)}.model" for name in changed)
-        raise ValueError(
-            f"{sections}: the files of its processor of {MEDIA} have changed since {path} was written; restore them, "
-            "or choose another folder as out"
-        )
+        raise ValueError(f"{sections}: the files of its processor of {MEDIA} have changed {since} them, {or_else}")
     documents = {name: digest for name, digest in identity.data.items() if name not in processors}
     if changed := [f"data.{split}" for split in _changed(before.data, documents)]:
-        raise ValueError(
-            f"{' and '.join(changed)}: the documents have changed since {path} was written; restore "
-            "them, or choose another folder as out"
-        )
+        raise ValueError(f"{' and '.join(changed)}: the documents have changed {since} them, {or_else}")
     models = dict(identity.models)
     for name, words in COMPLETION_KEYS.items():
         now = models.pop(name, None)
         if None not in (was := before.models.get(name), now) and was != now:
             values = f" from {was} to {now}" if max(len(str(was)), len(str(now))) < SHORT else ""
-            raise ValueError(
-                f"{words}: changed{values} since {path} was written; restore the files, or choose "
-                "another folder as out"
-            )
+            raise ValueError(f"{words}: changed{values} {since} the files, {or_else}")
     if changed := _changed(before.models, models):
-        raise ValueError(
-            f"{' and '.join(changed)}: its files have changed since {path} was written; restore them, or choose "
-            "another folder as out"
-        )
+        raise ValueError(f"{' and '.join(changed)}: its files have changed {since} them, {or_else}")
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -212,9 +198,14 @@ def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
     """The candidates if `checkpoint.resume` is a path: in a new run, only the checkpoint at `path`.
 
     If `path` is the run's newest checkpoint, or if the run started from `path`, the run's checkpoints are returned.
+    The newest readable state.json has the path of the checkpoint of another run from which the run started.
     """
-    newest = newest_first[0] if newest_first else None
-    if newest is not None and path.resolve() in (newest.resolve(), _started_from(newest_first)):
+    newest, start = next(iter(newest_first), None), None
+    for readable in newest_first:
+        with suppress(DamagedCheckpointError):  # `open_checkpoint` reports the damage
+            start = read_state(readable).progress.started_from
+            break
+    if newest is not None and path.resolve() in (newest.resolve(), None if start is None else Path(start)):
         return newest_first
     if not (path / STATE).is_file():
         raise ConfigError(
@@ -230,22 +221,10 @@ def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
     )
 
 
-def _started_from(newest_first: list[Path]) -> Path | None:
-    """The checkpoint of another run from which this run started. The newest readable state.json contains its path."""
-    for path in newest_first:
-        try:
-            start = read_state(path).progress.started_from
-        except DamagedCheckpointError:
-            continue  # `open_checkpoint` reports the damage
-        return None if start is None else Path(start)
-    return None
-
-
 class _Writer(BaseModel):
-    """likeliest: the most likely token after each of a few prompts, and its log-probability"""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    #: the most likely token after each of a few prompts, and its log-probability
     likeliest: list[tuple[int, float]]
 
 
@@ -253,8 +232,7 @@ def require_same_writer(engine: RemoteEngine, folder: RunFolder) -> None:
     """Save the servers' answers in a new run; in a resumed run, raise ValueError if the weights differ."""
     path, now = folder.path / WRITER, _Writer(likeliest=[*engine.weights.top_tokens])
     if not path.exists():
-        if any(folder.checkpoints.glob("step-*")):
-            raise ValueError(f"{path} is missing: whether the servers have the same weights cannot be checked")
+        _require_new_run(folder, path, "the servers have the same weights")
         folder.write_json(WRITER, now.model_dump())
         return
     try:
@@ -268,22 +246,27 @@ def require_same_writer(engine: RemoteEngine, folder: RunFolder) -> None:
         )
 
 
+def _require_new_run(folder: RunFolder, path: Path, what: str) -> None:
+    if any(folder.checkpoints.glob("step-*")):
+        raise ValueError(f"{path} is missing: whether {what} cannot be checked")
+
+
 def require_same_teachers(stores: Mapping[str, SignalStore], folder: RunFolder, ranks: Ranks) -> None:
     """Raise ValueError on all ranks if a served teacher now gives other answers than at the run's beginning."""
     for section, store in stores.items():
-        if store.proof is not None:
-            with ranks.all_raise(ValueError):
-                if not ranks.is_first:
-                    continue
-                _, dot, name = section.partition(".")
-                path = folder.path / f"{SERVED_TEACHER}{dot}{name}.safetensors"
-                if path.exists():
-                    store.proof.compare(path)
-                elif any(folder.checkpoints.glob("step-*")):
-                    raise ValueError(f"{path} is missing: whether the teacher is still the same cannot be checked")
-                else:
-                    partial = path.with_name(path.name + UNFINISHED)
-                    with explained_write_errors(path):
-                        store.proof.save(partial)
-                        flush(partial)
-                        partial.rename(path)
+        if store.proof is None:
+            continue
+        with ranks.all_raise(ValueError):
+            if not ranks.is_first:
+                continue
+            _, dot, name = section.partition(".")
+            path = folder.path / f"{SERVED_TEACHER}{dot}{name}.safetensors"
+            if path.exists():
+                store.proof.compare(path)
+                continue
+            _require_new_run(folder, path, "the teacher is still the same")
+            partial = path.with_name(path.name + UNFINISHED)
+            with explained_write_errors(path):
+                store.proof.save(partial)
+                flush(partial)
+                partial.rename(path)

@@ -16,7 +16,7 @@ R samples with N tokens in total.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,20 +37,22 @@ from stillhouse.output.disk import file_names, hashes, require_space, written_to
 from stillhouse.output.progress import DamagedCheckpointError, Progress, State, folder_name, write_state
 from stillhouse.rollout import Completion, QueueState, Sample
 
-#: the arrays of the file and their dtypes
-_DTYPES: dict[str, type] = {
-    "number_R": np.int64,
-    "prompt_R": np.int64,
-    "tokens_R": np.int64,
-    "finish_R": np.uint8,
-    "has_reward_R": np.uint8,
-    "reward_R": np.float64,
-    "ids_N": np.int32,
-    "log_probs_N": np.float32,
-    "versions_N": np.int32,
-    "is_written_N": np.uint8,
-}
 _FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
+#: the arrays of the file: their dtypes, and their values of a sample. A name ends with the array's dim
+_ARRAYS: dict[str, tuple[type, Callable[[Sample], Any]]] = {
+    "number_R": (np.int64, lambda sample: [sample.number]),
+    "prompt_R": (np.int64, lambda sample: [sample.prompt]),
+    "tokens_R": (np.int64, lambda sample: [len(sample.completion.ids_N)]),
+    "finish_R": (np.uint8, lambda sample: [_FINISHES.index(sample.completion.finish)]),
+    "has_reward_R": (np.uint8, lambda sample: [sample.reward is not None]),
+    "reward_R": (np.float64, lambda sample: [sample.reward or 0.0]),
+    "ids_N": (np.int32, lambda sample: sample.completion.ids_N),
+    "log_probs_N": (np.float32, lambda sample: sample.completion.log_probs_N),
+    "versions_N": (np.int32, lambda sample: sample.completion.versions_N),
+    "is_written_N": (np.uint8, lambda sample: sample.is_generated_N),
+}
+#: the largest values of some arrays
+_LARGEST = {"finish_R": len(_FINISHES) - 1, "has_reward_R": 1, "is_written_N": 1}
 
 
 def require_room(folder: Path, engine: Engine) -> int:
@@ -73,10 +75,8 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoints/step-<n>, completely or not at all; return its path. A collective of all ranks.
 
-    queue: the queue of samples in an on-policy run; rank 0 writes it.
-    processor_files: the files of the student's processor of media.
-    Raises ValueError if a weight or the optimizer's state is not finite, or if the disk has too little space. In both
-    cases, nothing is written.
+    queue: the queue of samples in an on-policy run.
+    Raises ValueError, and writes nothing, for state that is not finite, or a disk with too little space.
     """
     final, ranks = folder / folder_name(progress.step), engine.student.ranks
     scattered = (
@@ -103,11 +103,8 @@ def save_checkpoint(
             if queue is not None:
                 write_queue(partial, queue)
         names = ranks.from_first(file_names(partial) if ranks.is_first else [])
-        files = {
-            name: digest
-            for digests in ranks.gather(hashes(partial, ranks.share(names)))
-            for name, digest in digests.items()
-        }
+        digests = ranks.gather(hashes(partial, ranks.share(names)))
+        files = {name: digest for rank_files in digests for name, digest in rank_files.items()}
         if not all(files.values()):
             raise ValueError(scattered)
         if ranks.is_first:
@@ -138,24 +135,10 @@ class _Groups(BaseModel):
 
 def write_queue(folder: Path, state: QueueState) -> None:
     samples = state.samples
-    completions = [sample.completion for sample in samples]
-    per_sample = {
-        "number_R": [sample.number for sample in samples],
-        "prompt_R": [sample.prompt for sample in samples],
-        "tokens_R": [len(completion.ids_N) for completion in completions],
-        "finish_R": [_FINISHES.index(completion.finish) for completion in completions],
-        "has_reward_R": [sample.reward is not None for sample in samples],
-        "reward_R": [sample.reward or 0.0 for sample in samples],
+    arrays: dict[str, np.ndarray] = {
+        name: np.concatenate([np.zeros(0, dtype), *map(values, samples)]).astype(dtype)
+        for name, (dtype, values) in _ARRAYS.items()
     }
-    per_token = {
-        "ids_N": [completion.ids_N for completion in completions],
-        "log_probs_N": [completion.log_probs_N for completion in completions],
-        "versions_N": [completion.versions_N for completion in completions],
-        "is_written_N": [sample.is_generated_N for sample in samples],
-    }
-    arrays: dict[str, np.ndarray] = {name: np.array(values, _DTYPES[name]) for name, values in per_sample.items()}
-    for name, parts in per_token.items():
-        arrays[name] = np.concatenate([np.zeros(0, _DTYPES[name]), *parts]).astype(_DTYPES[name])
     groups = {
         "asked_at": list(state.requested_at.items()),
         "trained": state.trained,
@@ -180,64 +163,56 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
         requested_at, count = dict(groups.asked_at), len(arrays["tokens_R"])
         if len(requested_at) != len(groups.asked_at):
             raise ValueError("a group that was asked for more than once")
-        parts_R = [()] * count if groups.reward_parts is None else groups.reward_parts
-        calls_R = [(0, 0)] * count if groups.tool_calls is None else groups.tool_calls
-        object_rewards_R = [None] * count if groups.object_rewards is None else groups.object_rewards
-        for name, values in (
-            ("reward_parts", parts_R),
-            ("tool_calls", calls_R),
-            ("object_rewards", object_rewards_R),
-        ):
-            if len(values) != count:
+        added = {name: getattr(groups, name) for name in ("reward_parts", "tool_calls", "object_rewards")}
+        for name, values in added.items():
+            if values is not None and len(values) != count:
                 raise ValueError(f"{name} of {len(values)} samples: expected {count}")
-        if any(errors > calls for calls, errors in calls_R):
-            raise ValueError(f"tool_calls {str(calls_R)[:80]}: expected at most as many errors as calls")
+        if any(errors > calls for calls, errors in groups.tool_calls or ()):
+            raise ValueError(f"tool_calls {str(groups.tool_calls)[:80]}: expected at most as many errors as calls")
         tokens_R = [slice(*ends) for ends in pairwise(offsets_of(arrays["tokens_R"]).tolist())]
-        samples = [_sample(arrays, number, tokens) for number, tokens in enumerate(tokens_R)]
+        samples = [_sample(arrays, number, tokens, added) for number, tokens in enumerate(tokens_R)]
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"]))
         raise ValueError(f"{path} cannot be read: {where}: {problem['msg']}") from error
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    samples = [
-        replace(sample, reward_parts=parts, tool_calls=calls, tool_errors=errors, object_reward=object_reward)
-        for sample, parts, (calls, errors), object_reward in zip(
-            samples, parts_R, calls_R, object_rewards_R, strict=True
-        )
-    ]
     return QueueState(samples, requested_at, groups.trained)
 
 
 def _require_form(arrays: Mapping[str, np.ndarray]) -> None:
     """Raise ValueError unless the arrays have the names, dtypes and lengths that `write_queue` writes."""
-    if arrays.keys() != _DTYPES.keys():
-        raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_DTYPES)}")
-    for name, array in arrays.items():
-        if array.dtype != _DTYPES[name] or array.ndim != 1:
-            raise ValueError(f"{name} of {array.dtype} with {array.ndim} dimensions: expected {_DTYPES[name]} with 1")
+    if arrays.keys() != _ARRAYS.keys():
+        raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_ARRAYS)}")
+    for name, (dtype, _) in _ARRAYS.items():
+        if arrays[name].dtype != dtype or arrays[name].ndim != 1:
+            what = f"{name} of {arrays[name].dtype} with {arrays[name].ndim} dimensions"
+            raise ValueError(f"{what}: expected {dtype} with 1")
     samples, tokens = len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
     for name, array in arrays.items():
         expected = samples if name.endswith("_R") else tokens
         if len(array) != expected:
             raise ValueError(f"{name} has {len(array)} values: expected {expected}, for {samples} samples")
+        if len(array) and array.max() > _LARGEST.get(name, math.inf):
+            raise ValueError(f"{name} with the value {array.max()}: expected 0 to {_LARGEST[name]}")
     if samples and arrays["tokens_R"].min() < 1:
         raise ValueError("a sample without tokens")
-    for name, most in (("finish_R", len(_FINISHES) - 1), ("has_reward_R", 1), ("is_written_N", 1)):
-        if len(arrays[name]) and arrays[name].max() > most:
-            raise ValueError(f"{name} with the value {arrays[name].max()}: expected 0 to {most}")
 
 
-def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice) -> Sample:
-    completion = Completion(
-        arrays["ids_N"][tokens],
-        arrays["log_probs_N"][tokens],
-        arrays["versions_N"][tokens],
-        _FINISHES[arrays["finish_R"][number]],
+def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice, added: Mapping[str, Any]) -> Sample:
+    """added: lists of more values of each sample; None in files of earlier versions"""
+    ids_N, log_probs_N, versions_N = (arrays[name][tokens] for name in ("ids_N", "log_probs_N", "versions_N"))
+    sample = Sample(
+        int(arrays["number_R"][number]),
+        int(arrays["prompt_R"][number]),
+        Completion(ids_N, log_probs_N, versions_N, _FINISHES[arrays["finish_R"][number]]),
+        float(arrays["reward_R"][number]) if arrays["has_reward_R"][number] else None,
     )
-    reward = float(arrays["reward_R"][number]) if arrays["has_reward_R"][number] else None
-    sample = Sample(int(arrays["number_R"][number]), int(arrays["prompt_R"][number]), completion, reward)
     if (sample.is_generated_N != arrays["is_written_N"][tokens]).any():
         problem = "has tokens with a version that no model wrote, or tokens of a model without one"
         raise ValueError(f"sample {sample.number} {problem}")
-    return sample
+    absent: dict[str, Any] = {"reward_parts": (), "tool_calls": (0, 0), "object_rewards": None}
+    parts, (calls, errors), object_reward = (
+        absent[name] if values is None else values[number] for name, values in added.items()
+    )
+    return replace(sample, reward_parts=parts, tool_calls=calls, tool_errors=errors, object_reward=object_reward)

@@ -143,11 +143,11 @@ def _chosen(path: Path, step: str | None) -> Path:
         return every[-1]
     if step == "best":
         settings = load_config(path / "config.yaml").checkpoint
-        best, damage = None, list[str]()
+        best, damage = None, dict[Path, str]()
         if settings.best is not None:
             best, damage = best_checkpoint(every, settings.best, settings.greater_is_better)
         if damage:
-            raise ValueError(f"--step: the best checkpoint is not known: {damage[0]}; name a step")
+            raise ValueError(f"--step: the best checkpoint is not known: {next(iter(damage.values()))}; name a step")
         if best is None:
             raise ValueError(f"--step: no checkpoint in {path} has the metric of checkpoint.best: name a step")
         return best
