@@ -5,8 +5,14 @@ from stillhouse.signals.cross_tokenizer import CrossTokenizerStore
 from stillhouse.signals.in_stage_teachers import InStageTeacher, SelfTeacher, WeightAverage
 from stillhouse.signals.scorer import LocalModelStore
 from stillhouse.signals.separate_teacher import SeparateTeacher
-from stillhouse.signals.several_teachers import SeveralTeachers
-from stillhouse.signals.signal_source import NoTeacher, PendingSignals, ReadySignals, RequestedSteps, SignalSource
+from stillhouse.signals.signal_source import (
+    NoTeacher,
+    PendingSignals,
+    ReadySignals,
+    RequestedSteps,
+    SeveralTeachers,
+    SignalSource,
+)
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.signal_store import ChosenTeacher, SignalsLostError, SignalStore, StoredTeacher
 

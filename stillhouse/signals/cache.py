@@ -5,7 +5,7 @@ its first row is read.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
@@ -57,14 +57,11 @@ class SignalCache(SignalStore):
         self.manifest = CacheManifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"), folder / MANIFEST)
         self.signal, self.width, self.identity = self.manifest.signal, self.manifest.width, self.manifest.identity
         self.vocabulary = self.manifest.vocabulary
-        self._files: list[Any] = [self._open(number) for number in range(self.manifest.shards)]
-        self._verified: set[int] = set()
-        self._lock = Lock()
-        self.documents = {
-            document: where
-            for number, file in enumerate(self._files)
-            for document, where in self._table(number, file)
-        }
+        self._verified, self._lock = set[int](), Lock()
+        self._files: list[Any] = []
+        self.documents: dict[bytes, StoredDocument] = {}
+        for number in range(self.manifest.shards):
+            self._open(number)
         digest = documents_hash((document, stored.rows) for document, stored in self.documents.items())
         if digest != self.manifest.documents_hash:
             raise ValueError(f"{folder}: a shard's table of documents was changed: write the cache again")
@@ -79,27 +76,21 @@ class SignalCache(SignalStore):
                     f"{self.folder} {has}, and {what} has {MEDIA}: expected a cache of this data, written with the "
                     f"same settings of the student's processor of {MEDIA} and the same data.image_pixels"
                 )
-        ids = [
-            document_id(
-                documents.tokens(number), None if media_inputs is None else media_inputs.of(documents, number)
-            )
-            for number in range(len(documents))
-        ]
-        stored = [self.documents.get(document) for document in ids]
-        missing = [
-            number
-            for number, place in enumerate(stored)
-            if place is None or not place.has(target_rows(documents.targets(number)))
-        ]
+        missing: dict[int, StoredDocument | None] = {}
+        for number in range(len(documents)):
+            media = None if media_inputs is None else media_inputs.of(documents, number)
+            stored = self.documents.get(document_id(documents.tokens(number), media))
+            if stored is None or not stored.has(target_rows(documents.targets(number))):
+                missing[number] = stored
         if missing:
-            is_stored = stored[missing[0]] is not None
-            why = "rows of it are missing; was it written for other target tokens?" if is_stored else "it is absent"
-            if documents.has_media and not is_stored:
-                why = f"it is absent; was {MEDIUM} changed after the cache was written?"
+            why = "rows of it are missing; was it written for other target tokens?"
+            if next(iter(missing.values())) is None:
+                asks = f"; was {MEDIUM} changed after the cache was written?" if documents.has_media else ""
+                why = f"it is absent{asks}"
             raise ValueError(
                 f"{self.folder} lacks {len(missing):,} of the {len(documents):,} documents of {what}, the first is "
-                f"{documents.sources[missing[0]]} ({why}); expected a cache of this data, with the same tokenizer, "
-                "template and longest document"
+                f"{documents.sources[next(iter(missing))]} ({why}); expected a cache of this data, with the same "
+                "tokenizer, template and longest document"
             )
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
@@ -139,7 +130,8 @@ class SignalCache(SignalStore):
             raise ValueError(f"{path} is missing: the cache is not whole")
         return path
 
-    def _open(self, number: int) -> Any:
+    def _open(self, number: int) -> None:
+        """Open a shard, and read its table of documents."""
         path = self._present(shard_name(number))
         with reading(f"{path} {_DAMAGED}"):
             file = safe_open(path, framework="pt")
@@ -154,10 +146,6 @@ class SignalCache(SignalStore):
                 raise ValueError(
                     f"{path}: '{name}' is {stored_dtype} of shape {actual}: expected [rows, *{shape}] of {dtype}"
                 )
-        return file
-
-    def _table(self, number: int, file: Any) -> Iterator[tuple[bytes, StoredDocument]]:
-        path = self.folder / shard_name(number)
         with reading(f"{path} {_DAMAGED}"):
             ids, first, offsets = (file.get_tensor(name) for name in ("document", "first_row", "offsets"))
         raw, starts, borders = ids.numpy().tobytes(), first.tolist(), offsets.tolist()
@@ -165,8 +153,9 @@ class SignalCache(SignalStore):
         if (len(starts), len(borders)) != (documents, documents + 1) or borders != sorted(borders) or borders[0] != 0:
             raise ValueError(f"{path} is damaged: its table of documents has gaps")
         for at, (start, (first_row, stop_row)) in enumerate(zip(starts, pairwise(borders), strict=True)):
-            document = raw[at * ID_BYTES : (at + 1) * ID_BYTES]
-            yield document, StoredDocument(number, at, first_row, range(start, start + stop_row - first_row))
+            rows = range(start, start + stop_row - first_row)
+            self.documents[raw[at * ID_BYTES : (at + 1) * ID_BYTES]] = StoredDocument(number, at, first_row, rows)
+        self._files.append(file)
 
     def _verify(self, number: int) -> None:
         with self._lock:

@@ -115,7 +115,7 @@ def draw_ids(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperatur
     if head.shard is not None and not head.shard.is_alone:
         raise ValueError("draws need the whole vocabulary on one rank: expected tensor=1, or another signal")
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD))
-    parts: list[dict[str, Tensor]] = []
+    parts = []
     for rows_CE, chunk_CM in zip(hidden_CE.split(ROWS // 4), uniform_CM.split(ROWS // 4), strict=True):
         logits_CV = projection.logits(rows_CE).double().div_(temperature)
         cumulative_CV = logits_CV.sub_(logits_CV.amax(1, keepdim=True)).exp_().cumsum(1)
@@ -151,9 +151,8 @@ def top_k_log_probs(
     """
     if labels_C is not None and head.shard is not None and not head.shard.is_alone:
         raise ValueError("a label's log-probability needs the whole vocabulary on one rank: expected tensor=1")
-    _require_ids(k, head)
     parts = []
-    for rows, logits_CV in _logits(hidden_CE, head, temperature):
+    for rows, logits_CV in _logits(hidden_CE, head, temperature, k):
         if labels_C is None:
             best = top_k(logits_CV, k, head.shard)
         else:
@@ -198,12 +197,12 @@ def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: i
     Returns log_prob [C], rank [C] int64 (the number of ids with at least the label's logit), ids [C, K] and
     log_probs [C, K]; K may be 0. Raises ValueError if the vocabulary has fewer than K ids.
     """
-    _require_ids(k, head)
     parts = []
-    for rows, logits_CV in _logits(hidden_CE, head, 1.0):
+    for rows, logits_CV in _logits(hidden_CE, head, 1.0, k):
         label_C1 = labels_C[rows].to(logits_CV.device)[:, None]
-        value_C1 = _gathered(_values(logits_CV, label_C1, head), head).amax(0)
-        above_C = _gathered((logits_CV >= value_C1).sum(1, keepdim=True).to(logits_CV.dtype), head).sum(0)[:, 0]
+        value_C1 = AsyncAllGather(_values(logits_CV, label_C1, head), head.shard).wait().amax(0)
+        above_C1 = (logits_CV >= value_C1).sum(1, keepdim=True).to(logits_CV.dtype)
+        above_C = AsyncAllGather(above_C1, head.shard).wait().sum(0)[:, 0]
         best = top_k(logits_CV, max(k, 1), head.shard)
         parts.append(
             {
@@ -214,11 +213,6 @@ def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: i
             }
         )
     return _joined(parts)
-
-
-def _require_ids(k: int, head: OutputHead) -> None:
-    if not 0 <= k <= head.rows:
-        raise ValueError(f"top_k={k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
 
 
 def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,7 +233,7 @@ def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) ->
     else:
         largest_C1 = logits_CV.new_full((len(logits_CV), 1), -math.inf)
         rest_C1 = torch.zeros_like(largest_C1)
-    all_RCS = _gathered(torch.cat([values_CK, largest_C1, rest_C1], 1), head)
+    all_RCS = AsyncAllGather(torch.cat([values_CK, largest_C1, rest_C1], 1), head.shard).wait()
     largest_C = all_RCS[..., -2].amax(0)
     outside_C = (all_RCS[..., -1] * (all_RCS[..., -2] - largest_C).exp()).sum(0)
     return all_RCS[..., :-2].amax(0), largest_C, outside_C
@@ -255,17 +249,17 @@ def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
     return logits_CV.gather(1, columns_CK.clamp(0, columns - 1)).masked_fill(~is_held_CK, -math.inf)
 
 
-def _logits(hidden_CE: Tensor, head: OutputHead, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of at most `ROWS` rows, at least one, with their logits divided by the temperature."""
+def _logits(hidden_CE: Tensor, head: OutputHead, temperature: float, k: int = 0) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of at most `ROWS` rows, at least one, with their logits divided by the temperature.
+
+    Raises ValueError if the vocabulary has fewer than K ids.
+    """
+    if not 0 <= k <= head.rows:
+        raise ValueError(f"top_k={k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD), head.shard)
     for start in range(0, max(1, len(hidden_CE)), ROWS):
         rows = slice(start, start + ROWS)
         yield rows, projection.logits(hidden_CE[rows]).div_(temperature)
-
-
-def _gathered(values_CS: Tensor, head: OutputHead) -> Tensor:
-    """The values of all ranks, [R, C, S]."""
-    return AsyncAllGather(values_CS, head.shard).wait()
 
 
 def _stored(ids_CK: Tensor, log_probs_CK: Tensor, tail_C: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

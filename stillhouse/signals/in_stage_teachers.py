@@ -1,6 +1,6 @@
 """Teachers that run in the student's stages: another model, or the student itself, perhaps with averaged weights."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -48,15 +48,17 @@ class WeightAverage:
         """Use the averages as the student's weights until the context ends; a copy of the weights is in memory."""
         parameters = {name: parameter for name, parameter in self._student.named_parameters() if name in self.tensors}
         kept = {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                local(parameter.detach()).copy_(local(self.tensors[name]))
+
+        def set_weights(tensors: Mapping[str, Tensor]) -> None:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    local(parameter.detach()).copy_(local(tensors[name]))
+
+        set_weights(self.tensors)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    local(parameter.detach()).copy_(kept[name])
+            set_weights(kept)
 
 
 class InStageTeacher(SignalSource):
@@ -89,10 +91,7 @@ class SelfTeacher(SignalSource):
         self._student, self._autocast, self._average = student, autocast, average
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        """Compute the signals, which are `StudentHidden` or, with averaged weights, `FullVocab`.
-
-        Processes without the student's last stage get no signals.
-        """
+        """Compute the signals on the student's last stage: `StudentHidden` or, with averaged weights, `FullVocab`."""
         processor: OutputProcessor = _hidden if self._average is None else _WithHead()
         read = [batch.as_read_by_teacher for batch in micro_batches]
         with nullcontext() if self._average is None else self._average.applied():

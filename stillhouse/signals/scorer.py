@@ -4,9 +4,9 @@ The layers run once for all documents, packed into rows as in training. Each req
 the hidden states of its rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
 from stillhouse.data.media import MEDIA, MediaInputs, MediaProcessor, media_kind
+from stillhouse.data.offsets import offsets_of
 from stillhouse.models import Decoder, NotFiniteError, check_document_length
 from stillhouse.models.document_packing import ROWS
 from stillhouse.objective import OutputHead
@@ -59,7 +60,17 @@ class Scorer:
 
         Raises RuntimeError if the forward pass fails, and ValueError for media that do not fit their documents.
         """
-        return [_checked(tensors) for tensors in self.tensors(requests)]
+        outcomes: list[Outcome] = []
+        for tensors in self.tensors(requests):
+            problems = [
+                f"the teacher's {name} are not finite"
+                for name, tensor in tensors.items()
+                if tensor.isnan().any() or (name == "hidden" and tensor.isinf().any())
+            ]
+            if "counts" in tensors and not (tensors["ids"][:, :1] >= 0).all():
+                problems.append("the teacher's logits are not finite, so that no id can be sampled")
+            outcomes.append(NotFiniteError(problems[0]) if problems else tensors)
+        return outcomes
 
     def tensors(self, requests: Sequence[ScoreRequest], batch_tokens: int | None = None) -> list[dict[str, Tensor]]:
         """Return the tensors of each request on the CPU. They may not be finite.
@@ -73,19 +84,18 @@ class Scorer:
                     f"a document has {MEDIA}, and the teacher was not loaded with a processor of {MEDIA}"
                 )
             media_inputs = _RequestMedia(self._media_inputs, [request.document for request in requests])
-        tokens = [request.document.tokens for request in requests]
-        tokens_N = np.concatenate(tokens).astype(np.int32)
+        tokens_N = np.concatenate([request.document.tokens for request in requests]).astype(np.int32)
         documents = Documents(
             tokens_N,
             np.zeros(len(tokens_N), dtype=bool),
-            np.concatenate([[0], np.cumsum([len(ids_N) for ids_N in tokens])]).astype(np.int64),
-            np.zeros(len(tokens), dtype=np.uint64),
-            [""] * len(tokens),
+            offsets_of([request.tokens for request in requests]),
+            np.zeros(len(requests), dtype=np.uint64),
+            [""] * len(requests),
             DataReport("requests"),
         )
         row_tokens = longest = int(documents.lengths_D.max())
         if by_length := self._decoder.packing.name == ROWS:
-            row_tokens = max(longest, batch_tokens or len(documents.tokens_N))
+            row_tokens = max(longest, batch_tokens or len(tokens_N))
         sequences = PackedSequences(
             documents, max_tokens=row_tokens, seed=0, shuffle=False, by_length=by_length, media_inputs=media_inputs
         )
@@ -108,7 +118,8 @@ class Scorer:
             wanted: SignalRows.of(wanted, [requests[at].document for at in numbers], [starts[at] for at in numbers])
             for wanted, numbers in numbers_by_wanted.items()
         }
-        (signals,) = self._runner.forward([StageInputs(micro_batch.to(self._device), {}, _ExtractAll(rows))])
+        inputs = StageInputs(micro_batch.to(self._device), {}, partial(_extract_all, rows))
+        (signals,) = self._runner.forward([inputs])
         by_document: dict[int, dict[str, Tensor]] = {number: {} for number in firsts}
         for wanted, numbers in numbers_by_wanted.items():
             lengths = [len(requests[number].document.rows) for number in numbers]
@@ -141,23 +152,10 @@ def proven_media_inputs(
     return MediaInputs(processor, decoder.axis_positions)
 
 
-@dataclass(frozen=True)
-class _ExtractAll:
-    rows: Mapping[Wanted, SignalRows]
-
-    def __call__(
-        self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0
-    ) -> dict[Wanted, dict[str, Tensor]]:
-        return {wanted: extract(wanted, hidden_states, head, rows) for wanted, rows in self.rows.items()}
-
-
-def _checked(tensors: dict[str, Tensor]) -> Outcome:
-    for name, tensor in tensors.items():
-        if tensor.isnan().any() or (name == "hidden" and tensor.isinf().any()):
-            return NotFiniteError(f"the teacher's {name} are not finite")
-    if "counts" in tensors and not (tensors["ids"][:, :1] >= 0).all():
-        return NotFiniteError("the teacher's logits are not finite, so that no id can be sampled")
-    return tensors
+def _extract_all(
+    rows: Mapping[Wanted, SignalRows], *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0
+) -> dict[Wanted, dict[str, Tensor]]:
+    return {wanted: extract(wanted, hidden_states, head, some) for wanted, some in rows.items()}
 
 
 class LocalModelStore(SignalStore):
@@ -166,8 +164,6 @@ class LocalModelStore(SignalStore):
     It is used to write a cache, and for a teacher with another tokenizer. Such a teacher has other rows than the
     student, so it cannot run in the student's stages.
 
-    name: the teacher's name
-    identity: a hash of the teacher's files
     load: loads the model onto a device
     tokens: the maximum number of tokens in a forward pass; a longer document gets its own forward pass
     processor: the teacher's processor of media; None: the documents are texts
@@ -202,40 +198,36 @@ class LocalModelStore(SignalStore):
 
         Raises ValueError if the model cannot read the documents that `require` got.
         """
-        if self._decoder is None:
-            decoder = self._load(device).requires_grad_(False)
-            check_document_length(decoder.pretrained, self._longest, "teacher")
-            if self._largest_id >= decoder.vocabulary_rows:
-                raise ValueError(
-                    f"a text has the teacher's token id {self._largest_id}, but the teacher's head has "
-                    f"{decoder.vocabulary_rows} rows: model and tokenizer do not belong together"
-                )
-            if self._processor is not None:
-                self._media_inputs = proven_media_inputs(decoder, self._processor)
-            self._decoder = decoder
+        if self._decoder is not None:
+            return
+        decoder = self._load(device).requires_grad_(False)
+        check_document_length(decoder.pretrained, self._longest, "teacher")
+        if self._largest_id >= decoder.vocabulary_rows:
+            raise ValueError(
+                f"a text has the teacher's token id {self._largest_id}, but the teacher's head has "
+                f"{decoder.vocabulary_rows} rows: model and tokenizer do not belong together"
+            )
+        if self._processor is not None:
+            self._media_inputs = proven_media_inputs(decoder, self._processor)
+        self._decoder = decoder
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
         assert self._decoder is not None
         device = next(self._decoder.parameters()).device
         scorer = Scorer(single_process_runner(self._decoder, None), device, self._media_inputs)
         requests = [ScoreRequest(document, self.signal) for document in wanted]
+        batches: list[list[ScoreRequest]] = []
+        for request in requests:
+            if not batches or sum(other.tokens for other in batches[-1]) + request.tokens > self._tokens:
+                batches.append([])
+            batches[-1].append(request)
         with self._running, torch.no_grad():
             if self._packs_all:
                 signals = scorer.tensors(requests, self._tokens)
             else:
-                signals = [tensors for batch in self._batches(requests) for tensors in scorer.tensors(batch)]
+                signals = [tensors for batch in batches for tensors in scorer.tensors(batch)]
         for document, tensors in zip(wanted, signals, strict=True):
             if problem := problem_in(self.signal, self._decoder.vocabulary_rows, tensors):
                 where = f" on {document.source}" if document.source else ""
                 raise ValueError(f"the teacher's {problem}{where}: expected a teacher that can run in this dtype")
         return signals
-
-    def _batches(self, requests: Sequence[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
-        batch: list[ScoreRequest] = []
-        for request in requests:
-            if batch and sum(other.tokens for other in batch) + request.tokens > self._tokens:
-                yield batch
-                batch = []
-            batch.append(request)
-        if batch:
-            yield batch

@@ -69,10 +69,10 @@ class Transfer:
 def route(shapes: Sequence[MicroBatchShape], teacher_DCT: Tensor, student_DCT: Tensor) -> Iterator[Transfer]:
     """Yield all transfers of a step, in the same order on every process.
 
-    teacher_DCT, student_DCT: the ranks of each layout's last stage, by their data, context and tensor coordinates
-
     Each process of the student's last stage receives each of its columns once, without padding. All tensor ranks of
     the teacher have the same columns, so each of them sends to a part of the student's tensor ranks.
+
+    teacher_DCT, student_DCT: the ranks of each layout's last stage, by their data, context and tensor coordinates
     """
     teacher_data, teacher_context, teacher_tensor = teacher_DCT.shape
     student_data, student_context, student_tensor = student_DCT.shape
@@ -100,8 +100,7 @@ class SeparateTeacher(SignalSource):
     With layout.offload, the weights are in host memory between requests. A single process moves all weights to the
     device for each request; with several processes, FSDP moves them layer by layer.
 
-    The constructor is a collective of all processes. It raises ValueError for a model that does not fit the layout,
-    and for a model family that cannot be divided into pipeline stages.
+    The constructor is a collective of all processes. It raises ValueError for a model that does not fit the layout.
     """
 
     def __init__(
@@ -115,24 +114,25 @@ class SeparateTeacher(SignalSource):
         head: TeacherHead | None,
         keep_head: bool = False,
     ):
-        self._head, self._mesh = head, mesh
+        self._head, self._mesh, self._student_mesh = head, mesh, student_mesh
         layers = source if keep_head else replace(source, build=partial(only_layers, source.build))
         self._runner = build_runner(layout, mesh, layers, None)
         decoder = self._runner.decoders[0]  # of the process's first stage, if it has several stages
         self.decoders = {"teacher": decoder}
-        self._device, self._width = mesh.device, decoder.width
-        self._dtype = next(decoder.parameters()).dtype
+        self._width, self._dtype = decoder.width, next(decoder.parameters()).dtype
         self._on_device: Callable[[], AbstractContextManager[None]] = nullcontext
         if layout.offload and mesh.ranks.size == 1:
             self._on_device = WaitingWeights(decoder, mesh.device).on_device
         if needs_proof(layout, mesh, layers):
             with self._on_device():
                 prove_runner(self._runner, layers, None, teacher_in_stages=False)
-        self._transfer: _HiddenTransfer | None = None
+        #: the ranks of the last stages of the teacher and of the student, as in `route`; None in a single process
+        self._last_ranks: tuple[Tensor, Tensor] | None = None
         if student_mesh.ranks.size > 1:
-            teacher_DCT = mesh.tokens.mesh[layout.last_rank]
             student_DCT = student_mesh.tokens.mesh[student_layout.last_rank]
-            self._transfer = _HiddenTransfer(mesh, student_mesh, teacher_DCT, student_DCT, self._width, self._dtype)
+            self._last_ranks = mesh.tokens.mesh[layout.last_rank], student_DCT
+            # NCCL requires all ranks in the first operation of a group, but only some take part in the transfers
+            dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         """Compute the signals of this process's micro-batches at once, because signals of later steps need memory.
@@ -144,10 +144,10 @@ class SeparateTeacher(SignalSource):
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> ReadySignals:
         """As `request`, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
-        transfer, step = self._transfer, micro_batches.all_ranks
+        step = micro_batches.all_ranks
         has_all = len(numbers) == len(step)
         teacher_micro_batches: Sequence[MicroBatch] = micro_batches if numbers else ()
-        if numbers and not (has_all and transfer is None):
+        if numbers and not (has_all and self._last_ranks is None):
             part = step if has_all else StepMicroBatches([step[number] for number in numbers])
             teacher_micro_batches = shard_micro_batches(part, self._mesh)
         inputs = [StageInputs(batch.as_read_by_teacher, {}, _hidden_states) for batch in teacher_micro_batches]
@@ -159,40 +159,29 @@ class SeparateTeacher(SignalSource):
             for batch, values_BSE in zip(teacher_micro_batches, hidden, strict=False)
         ]
         received: list[Tensor | None]
-        if transfer is not None:
-            received = transfer(hidden, numbers, micro_batches)
+        if self._last_ranks is not None:
+            received = self._transferred(hidden, numbers, micro_batches, *self._last_ranks)
         else:
             computed = dict(zip(numbers, hidden, strict=True))
-            absent = torch.zeros((), dtype=self._dtype, device=self._device)
+            absent = torch.zeros((), dtype=self._dtype, device=self._mesh.device)
             received = [
                 computed.get(number, absent.expand(*batch.shape_BS, self._width))
                 for number, batch in enumerate(micro_batches)
             ]
-        return ReadySignals([self._signals(hidden_BSE) for hidden_BSE in received])
+        signals: list[Signals] = [{}] * len(received)
+        for number, hidden_BSE in enumerate(received):
+            if hidden_BSE is not None:
+                assert self._head is not None
+                signals[number] = {TEACHER: TeacherHidden(hidden_BSE.flatten(0, 1), self._head)}
+        return ReadySignals(signals)
 
-    def _signals(self, hidden_BSE: Tensor | None) -> Signals:
-        if hidden_BSE is None:
-            return {}
-        assert self._head is not None
-        return {TEACHER: TeacherHidden(hidden_BSE.flatten(0, 1), self._head)}
-
-
-class _HiddenTransfer:
-    """Sends the teacher's hidden states to the processes of the student's last stage.
-
-    teacher_DCT, student_DCT: the ranks of each layout's last stage, by their data, context and tensor coordinates
-    """
-
-    def __init__(
-        self, mesh: Mesh, student_mesh: Mesh, teacher_DCT: Tensor, student_DCT: Tensor, width: int, dtype: torch.dtype
-    ):
-        self.mesh, self._student_mesh, self._width, self._dtype = mesh, student_mesh, width, dtype
-        self._teacher_DCT, self._student_DCT = teacher_DCT, student_DCT
-        # NCCL requires all ranks in the first operation of a group, but only some ranks take part in the transfers
-        dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
-
-    def __call__(
-        self, hidden: Sequence[Tensor], chosen: Sequence[int], micro_batches: ShardedMicroBatches
+    def _transferred(
+        self,
+        hidden: Sequence[Tensor],
+        chosen: Sequence[int],
+        micro_batches: ShardedMicroBatches,
+        teacher_DCT: Tensor,
+        student_DCT: Tensor,
     ) -> list[Tensor | None]:
         """Return the hidden states of this process's micro-batches; None without the student's last stage.
 
@@ -200,7 +189,7 @@ class _HiddenTransfer:
         chosen: the numbers of the micro-batches on which the teacher runs. All others have `rows` = 0, because the
             teacher sends nothing for them. They include the repeated ones that the student's layout adds.
         """
-        mesh, student_mesh, step, rank = self.mesh, self._student_mesh, micro_batches.all_ranks, dist.get_rank()
+        mesh, student_mesh, step, rank = self._mesh, self._student_mesh, micro_batches.all_ranks, dist.get_rank()
         padded_BS = padded_shapes(step.shapes_BS, student_mesh.degrees, uniform_shapes=micro_batches.uniform_shapes)
         shapes = [MicroBatchShape(0, 0, (0, 0), shape_BS) for shape_BS in padded_BS]
         teacher_BS = padded_shapes([step.shapes_BS[number] for number in chosen], mesh.degrees) if chosen else []
@@ -209,7 +198,7 @@ class _HiddenTransfer:
         sent = dict(zip(chosen[mesh.coordinate("data") :: mesh.degrees.data], hidden, strict=False))
         numbers = range(student_mesh.coordinate("data"), len(shapes), student_mesh.degrees.data)
         received: dict[int, Tensor] = {}
-        for number in numbers if rank in self._student_DCT else ():
+        for number in numbers if rank in student_DCT else ():
             rows, tokens = padded_BS[number]
             size = rows, tokens // student_mesh.degrees.context, self._width
             # without the teacher, the zeros are a single expanded element, to save memory
@@ -222,7 +211,7 @@ class _HiddenTransfer:
 
         operations: list[dist.P2POp] = []
         incoming: list[tuple[Tensor, Tensor]] = []
-        for transfer in route(shapes, self._teacher_DCT, self._student_DCT):
+        for transfer in route(shapes, teacher_DCT, student_DCT):
             shape = shapes[transfer.micro_batch]
             if rank == transfer.sender:
                 columns = local_columns(transfer, shape.teacher_BS, mesh)

@@ -2,18 +2,25 @@
 
 pending = source.request(micro_batches)     may be called up to `steps_ahead` steps before the signals are needed
 signals = pending.result()                  for each of this process's micro-batches, by the teachers' names
+
+Several teachers are one source, too: each teacher scores all documents, or each document has one teacher.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from stillhouse.models import Decoder
-from stillhouse.objective import Signals
-from stillhouse.parallel import ShardedMicroBatches
+from stillhouse.objective import RoutedSignal, Signals
+from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, shard_micro_batches
+from stillhouse.parallel.host_memory import copied_to
 
 
 class PendingSignals(Protocol):
@@ -100,3 +107,100 @@ class NoTeacher(SignalSource):
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         return ReadySignals([{}] * len(micro_batches))
+
+
+class SeveralTeachers(SignalSource):
+    """The source of the signals of all teachers.
+
+    teachers: each teacher's source of signals, by the teacher's name
+    route: the column of the data that names each document's teacher; None: each teacher scores all documents
+    heads_are_sharded: whether FSDP shards the teachers' output heads on the student's last stage
+    """
+
+    def __init__(
+        self,
+        teachers: Mapping[str, SignalSource],
+        student: DistributedStudent,
+        route: str | None = None,
+        *,
+        heads_are_sharded: bool = False,
+    ):
+        self.teachers, self._student, self._route = teachers, student, route
+        self._heads_are_sharded = heads_are_sharded
+        self.steps_ahead = max(teacher.steps_ahead for teacher in teachers.values())
+        self.decoders = {
+            f"teachers.{name}": decoder for name, source in teachers.items() for decoder in source.decoders.values()
+        }
+
+    def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
+        """Request the signals. A teacher with `steps_ahead` = 0 gets its request only when `result` is called."""
+        rows = None if self._route is None else self._rows(micro_batches, self._route)
+        pending: dict[str, PendingSignals] = {}
+        for name, source in self.teachers.items():
+            view = self._view(micro_batches, name, rows)
+            deferred = DeferredSignals(partial(self._signals_of, name, view))
+            pending[name] = source.request(view) if source.steps_ahead else deferred
+        return DeferredSignals(partial(self._result, pending, len(micro_batches), rows))
+
+    def _result(
+        self, pending: Mapping[str, PendingSignals], micro_batches: int, rows: "_RoutedRows | None"
+    ) -> Sequence[Signals]:
+        teachers = {name: signals.result() for name, signals in pending.items()}
+        results: list[Signals] = []
+        for number in range(micro_batches):
+            named = {name: signal for name, signals in teachers.items() for signal in signals[number].values()}
+            if rows is not None:
+                routed = {name: RoutedSignal(signal, rows[1][number][name]) for name, signal in named.items()}
+                if not self._heads_are_sharded:  # else all ranks must gather the heads in the same order
+                    # teachers without rows are dropped, but at least one is kept
+                    with_rows = {name: signal for name, signal in routed.items() if len(signal.index)}
+                    routed = with_rows or dict([*routed.items()][:1])
+                named = dict(routed)
+            results.append(named)
+        return results
+
+    def _signals_of(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
+        """Compute the signals of a teacher with `steps_ahead` = 0. view: the result of `_view` for this teacher"""
+        source = self.teachers[name]
+        if self._route is None:
+            return source.request(view).result()
+        step, route = view.all_ranks, self._route
+        numbers = [
+            number
+            for number in range(len(step))
+            if any(step.value(document, route) == name for document in step.documents_of(number))
+        ]
+        return source.request_some(view, numbers).result()
+
+    def _rows(self, micro_batches: ShardedMicroBatches, route: str) -> "_RoutedRows":
+        on_cpu = []
+        for batch in micro_batches.on_cpu:
+            index, document_T = batch.valid_index, batch.document_T
+            documents, place_C = document_T[index].unique(return_inverse=True)
+            names = [micro_batches.all_ranks.value(document, route) for document in documents.tolist()]
+            is_of = {name: torch.tensor([other == name for other in names]) for name in self.teachers}
+            on_cpu.append({name: index[is_of_D.bool()[place_C]] for name, is_of_D in is_of.items()})
+        device = self._student.device
+        return on_cpu, [{name: copied_to(index, device) for name, index in rows.items()} for rows in on_cpu]
+
+    def _view(self, micro_batches: ShardedMicroBatches, name: str, rows: "_RoutedRows | None") -> ShardedMicroBatches:
+        """The micro-batches with one teacher's inputs and, with a route, only the rows of that teacher."""
+        step, view = micro_batches.all_ranks.for_teacher(name), micro_batches
+        if step is not micro_batches.all_ranks:
+            view = shard_micro_batches(step, self._student.mesh, uniform_shapes=micro_batches.uniform_shapes)
+        if rows is None:
+            return view
+        on_cpu, routed = (
+            [replace(batch, valid_index=rows_of[name]) for batch, rows_of in zip(batches, rows_by_batch, strict=True)]
+            for batches, rows_by_batch in zip((view.on_cpu, view), rows, strict=True)
+        )
+        return ShardedMicroBatches(routed, view.all_ranks, uniform_shapes=view.uniform_shapes, on_cpu=on_cpu)
+
+    def close(self) -> None:
+        for teacher in self.teachers.values():
+            teacher.close()
+
+
+#: for each micro-batch of this process: the rows with a non-zero weight, by the name of their teacher; first on the
+#: CPU, then on the device
+_RoutedRows = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]

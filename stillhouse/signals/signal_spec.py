@@ -95,14 +95,10 @@ class SignalSpec:
         dtype = DTYPES[self.dtype]
         if self.kind == "hidden":
             return {"hidden": ((width,), dtype)}
+        ids = (self.entries + self.with_label,), torch.int32
         if self.kind == "sampled":
-            return {"ids": ((self.entries,), torch.int32), "counts": ((self.entries,), torch.uint8)}
-        entries = self.entries + self.with_label
-        return {
-            "ids": ((entries,), torch.int32),
-            "log_probs": ((entries,), dtype),
-            "tail_log_prob": ((), torch.float32),
-        }
+            return {"ids": ids, "counts": ((self.entries,), torch.uint8)}
+        return {"ids": ids, "log_probs": (ids[0], dtype), "tail_log_prob": ((), torch.float32)}
 
     def bytes_per_token(self, width: int) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(width).values())
@@ -146,26 +142,19 @@ def problem_in(spec: SignalSpec, vocabulary: int, tensors: Mapping[str, Tensor])
     """Describe the first value that no teacher can give; "" if there is none. vocabulary: the teacher's head rows"""
     if spec.kind == "hidden":
         return "" if tensors["hidden"].isfinite().all() else "'hidden' is not finite"
-    if spec.kind == "sampled":
-        return _problem_of_draws(tensors["ids"], tensors["counts"], spec.entries, vocabulary)
-    return _problem_of_ids(spec, vocabulary, tensors["ids"], tensors["log_probs"], tensors["tail_log_prob"])
-
-
-def _problem_of_draws(ids_NM: Tensor, counts_NM: Tensor, draws: int, vocabulary: int) -> str:
-    if (ids_NM >= vocabulary).any() or (ids_NM < -1).any():
-        return f"'ids' has an id that is not in the vocabulary of {vocabulary}"
-    if ((ids_NM >= 0) != (counts_NM > 0)).any() or (ids_NM[:, 1:] >= 0)[ids_NM[:, :-1] < 0].any():
-        return "'ids' and 'counts' do not fit each other"
-    if ((ids_NM[:, 1:] <= ids_NM[:, :-1]) & (ids_NM[:, 1:] >= 0)).any():
-        return "'ids' has an id twice in a row, or not in ascending order"
-    if (counts_NM.sum(1, dtype=torch.int64) != draws).any():
-        return f"'counts' of a row do not add up to {draws} draws"
-    return ""
-
-
-def _problem_of_ids(spec: SignalSpec, vocabulary: int, ids_NK: Tensor, log_probs_NK: Tensor, tail_N: Tensor) -> str:
+    ids_NK = tensors["ids"]
     if (ids_NK >= vocabulary).any() or (ids_NK < -1).any():
         return f"'ids' has an id that is not in the vocabulary of {vocabulary}"
+    if spec.kind == "sampled":
+        counts_NK, is_id_NK = tensors["counts"], ids_NK >= 0
+        if (is_id_NK != (counts_NK > 0)).any() or is_id_NK[:, 1:][~is_id_NK[:, :-1]].any():
+            return "'ids' and 'counts' do not fit each other"
+        if ((ids_NK[:, 1:] <= ids_NK[:, :-1]) & is_id_NK[:, 1:]).any():
+            return "'ids' has an id twice in a row, or not in ascending order"
+        if (counts_NK.sum(1, dtype=torch.int64) != spec.entries).any():
+            return f"'counts' of a row do not add up to {spec.entries} draws"
+        return ""
+    log_probs_NK, tail_N = tensors["log_probs"], tensors["tail_log_prob"]
     if log_probs_NK.isnan().any() or tail_N.isnan().any():
         return "'log_probs' or 'tail_log_prob' has NaN"
     if (log_probs_NK > 0).any() or (tail_N > MASS_TOLERANCE["float32"]).any():

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -180,7 +179,19 @@ class StoredTeacher(SignalSource):
         """Return the signals of a step. tensors: those of this process; empty if it does not read."""
         if not self._student.has_last_stage:
             return [{}] * len(micro_batches)
-        return [self._signals(tensors[at] if tensors else None, batch) for at, batch in enumerate(micro_batches)]
+        signals: list[Signals] = []
+        for at, batch in enumerate(micro_batches):
+            device, group = batch.labels_T.device, self._student.mesh.group("tensor")
+            on_cpu = tensors[at] if tensors else self._empty(batch, device)
+            moved = {name: copied_to(tensor, device) for name, tensor in on_cpu.items()}
+            for tensor in () if group is None else moved.values():
+                dist.broadcast(tensor, group=group, group_src=0)
+            if self.store.signal.kind == "hidden":
+                assert self._head is not None
+                signals.append({TEACHER: TeacherHidden(moved["hidden"], self._head)})
+            else:
+                signals.append({TEACHER: self.store.signal.as_signal(moved, self._tail)})
+        return signals
 
     def close(self) -> None:
         """Abandon the requests in progress."""
@@ -222,18 +233,6 @@ class StoredTeacher(SignalSource):
             for name, (shape, dtype) in self.store.signal.tensors(self.store.width).items()
         }
 
-    def _signals(self, read_tensors: dict[str, Tensor] | None, micro_batch: MicroBatch) -> Signals:
-        device, group = micro_batch.labels_T.device, self._student.mesh.group("tensor")
-        tensors = self._empty(micro_batch, device) if read_tensors is None else read_tensors
-        tensors = {name: copied_to(tensor, device) for name, tensor in tensors.items()}
-        if group is not None:
-            for tensor in tensors.values():
-                dist.broadcast(tensor, group=group, group_src=0)
-        if self.store.signal.kind != "hidden":
-            return {TEACHER: self.store.signal.as_signal(tensors, self._tail)}
-        assert self._head is not None
-        return {TEACHER: TeacherHidden(tensors["hidden"], self._head)}
-
 
 class ChosenTeacher(StoredTeacher):
     """Requests the teacher's log-probabilities of the student's top-k ids, except ids that the teacher's head lacks.
@@ -254,21 +253,16 @@ class ChosenTeacher(StoredTeacher):
         super().__init__(store, student, tail, name)
         assert store.vocabulary is not None
         self._vocabulary, self._autocast = store.vocabulary, autocast
-        self._processor = _TopKOfStudent(store.signal.entries)
 
     def _ids(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
         """The student's top-k ids at the rows with a non-zero weight; empty on processes that do not read."""
-        top_k = student_forward(self._student, micro_batches, self._processor, self._autocast)
-        results = top_k if self._student.has_results else []
-        return [tensors["ids"].masked_fill(tensors["ids"] >= self._vocabulary, -1) for tensors in results]
+        results = student_forward(self._student, micro_batches, self._top_k, self._autocast)
+        ids = [tensors["ids"] for tensors in results] if self._student.has_results else []
+        return [ids_CK.masked_fill(ids_CK >= self._vocabulary, -1) for ids_CK in ids]
 
-
-@dataclass(frozen=True)
-class _TopKOfStudent:
-    k: int
-
-    def __call__(
+    def _top_k(
         self, *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
     ) -> dict[str, Tensor]:
         assert context.valid_index is not None
-        return top_k_log_probs(hidden_states.flatten(0, -2)[context.valid_index], head, self.k, 1.0)
+        hidden_CE = hidden_states.flatten(0, -2)[context.valid_index]
+        return top_k_log_probs(hidden_CE, head, self.store.signal.entries, 1.0)
