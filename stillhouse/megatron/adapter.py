@@ -100,14 +100,11 @@ def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> 
         return table
     names = {base_name(name): name for name in decoder.state_dict()}
     adapted = {name.removesuffix(f".{_A}") for name in names if name.endswith(f".{_A}")}
-    parameter_blocks: defaultdict[tuple[int, str], list[Block]] = defaultdict(list)
-    for block in table.blocks:
-        parameter_blocks[block.chunk, block.parameter].append(block)
     blocks = [replace(block, name=names.get(block.name, block.name)) for block in table.blocks]
     shapes = dict(table.shapes)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    for (number, parameter), layer_blocks in parameter_blocks.items():
+    for (number, parameter), layer_blocks in table.by_parameter().items():
         path = parameter.removesuffix(".weight")
         if any(block.name.removesuffix(".weight") in adapted for block in layer_blocks) and path != parameter:
             layer = chunks[number].get_submodule(path)

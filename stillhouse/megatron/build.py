@@ -17,9 +17,9 @@ from torch import Tensor
 from stillhouse.data import MicroBatch
 from stillhouse.megatron.chunks import Chunks
 from stillhouse.megatron.families import UnsupportedModelError, require_family
-from stillhouse.megatron.loading import LOAD_ERRORS
 from stillhouse.megatron.model_config import RECOMPUTE, split_options, transformer_config
 from stillhouse.megatron.student import MegatronStudent
+from stillhouse.megatron.weights import LOAD_ERRORS
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.adapter import Lora, initial_matrix, is_lora
 from stillhouse.models.document_packing import COLUMNS, UnpackedRows

@@ -40,11 +40,18 @@ from stillhouse.megatron.layers import (
     add_balance,
     require_losses,
 )
-from stillhouse.megatron.loading import copy_tensors, load_from_source
 from stillhouse.megatron.model_config import refused_settings, rotary_frequencies
 from stillhouse.megatron.processor import MegatronProcessor, MultiTokenGPTModel
 from stillhouse.megatron.rows import MegatronRows
-from stillhouse.megatron.weights import Place, WeightTable, require_full_coverage, weight_table
+from stillhouse.megatron.weights import (
+    Key,
+    Place,
+    WeightTable,
+    copy_tensors,
+    load_from_source,
+    require_full_coverage,
+    weight_table,
+)
 from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.adapter import Lora, is_lora
 from stillhouse.models.document_packing import ROWS
@@ -61,12 +68,10 @@ from stillhouse.parallel.layer_loss_interface import LayerLoss
 class Chunks:
     """A model's chunks on this rank: those of its pipeline stages.
 
-    table: the places of the chunks' parameters in the full model. processor: calls the output processor of a pass.
-    unrounded: the weights in float32 that the dtype of the parameters rounds; the optimizer takes them from here.
-    wrapped: the chunks in wrappers that add up the gradients of the data ranks; empty for a frozen model.
-    balance: the load balancing of the routers; None without it. packs: whether the documents of a micro-batch are
-    packed; otherwise, each has a row. lora: the adapter; None without it. matrices: the shapes of its matrices by
-    their names in the full model.
+    processor: calls the output processor of a pass. unrounded: the weights in float32 that the parameters' dtype
+    rounds; the optimizer takes them from here. wrapped: the chunks in wrappers that add up the gradients of the data
+    ranks; empty for a frozen model. packs: whether the documents of a micro-batch are packed; otherwise, each has a
+    row. matrices: the shapes of the adapter's matrices by their names in the full model.
     """
 
     config: PreTrainedConfig
@@ -74,7 +79,7 @@ class Chunks:
     models: Sequence[nn.Module]
     table: WeightTable
     processor: MegatronProcessor
-    unrounded: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    unrounded: dict[Key, Tensor] = field(default_factory=dict)
     wrapped: Sequence[Any] = ()
     balance: RouterBalance | None = None
     packs: bool = True
@@ -152,14 +157,17 @@ class Chunks:
         """The number of MTP layers."""
         return self.transformer.mtp_num_layers or 0
 
+    def named_parameters(self) -> Iterator[tuple[Key, nn.Parameter]]:
+        for number, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                yield (number, name), parameter
+
     def set_adapter(self, matrices: Iterable[tuple[str, Tensor]]) -> None:
         """Set the adapter's matrices on this rank. matrices: all of the full model, with their names."""
-        blocks = tuple(block for block in self.table.blocks if is_lora(block.name))
-        held = {(block.chunk, block.parameter) for block in blocks}
-        shapes = {key: shape for key, shape in self.table.shapes.items() if key in held}
-        for key in held:
+        table = self.table.part({block.key for block in self.table.blocks if is_lora(block.name)})
+        for key in table.shapes:
             self.unrounded.pop(key, None)
-        self.unrounded.update(copy_tensors(self.models, replace(self.table, blocks=blocks, shapes=shapes), matrices))
+        self.unrounded.update(copy_tensors(self.models, table, matrices))
 
     def run(
         self,
@@ -170,11 +178,10 @@ class Chunks:
         backward: bool,
         losses: Sequence[LayerLoss] = (),
     ) -> list[Any]:
-        """Run micro-batches through Megatron-Core's schedule.
+        """Run micro-batches through Megatron-Core's schedule; return the processor's results on the last stage.
 
-        Returns the processor's result for each micro-batch on the last stage, otherwise an empty list. backward:
-        also add the gradient of the results' losses. losses: the load-balancing loss of each micro-batch, if there
-        is one. With a loss of MTP layers, the processor gets a tuple of the hidden states of all depths.
+        backward: also add the gradient of the results' losses. losses: the load-balancing losses, if there are some.
+        With a loss of MTP layers, the processor gets a tuple of the hidden states of all depths.
         Raises ValueError if the model did not call the processor.
         """
         is_interleaved = self.transformer.virtual_pipeline_model_parallel_size is not None
@@ -210,10 +217,7 @@ class Chunks:
 class _SchedulePass:
     """One pass of micro-batches through the chunks of a model on this rank.
 
-    results: the processor's results, one for each micro-batch, on the last stage.
-
     with_depths: whether the processor gets a tuple of the hidden states of all depths, instead of those of depth 0.
-    backward: whether the schedule computes the gradients of the results' losses.
     """
 
     def __init__(self, chunks: Chunks, processor: OutputProcessor, *, with_depths: bool, backward: bool):
@@ -267,13 +271,11 @@ class _SchedulePass:
 def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> list[MultiTokenGPTModel]:
     """Return the model chunks of this rank, in the order of Megatron-Core's schedules.
 
-    config: the transformers configuration from which `transformer` was made. Megatron-Core's process groups must
-    exist. A tied head under a pipeline makes this a collective of the first and the last stage.
+    config: the transformers configuration from which `transformer` was made. Under a pipeline, a tied head makes this
+    a collective of the first and the last stage.
     """
-    stages: list[int | None] = [None]
-    if transformer.virtual_pipeline_model_parallel_size is not None:
-        stages = [*range(transformer.virtual_pipeline_model_parallel_size)]
-    return [_build_chunk(config, transformer, vp_stage) for vp_stage in stages]
+    count = transformer.virtual_pipeline_model_parallel_size
+    return [_build_chunk(config, transformer, stage) for stage in ([None] if count is None else range(count))]
 
 
 def _build_chunk(
@@ -282,10 +284,10 @@ def _build_chunk(
     family = require_family(config)
     place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     block = _block_spec(config, transformer, family, vp_stage)
-    mtp = None
+    mtp, has_engine = None, transformer.transformer_impl == "transformer_engine"
     if transformer.mtp_num_layers:  # these layers are like the last layer
-        mtp = get_gpt_mtp_block_spec(transformer, block, _has_transformer_engine(transformer), vp_stage=vp_stage)
-    for layer in () if mtp is None or _has_transformer_engine(transformer) else mtp.layer_specs:
+        mtp = get_gpt_mtp_block_spec(transformer, block, has_engine, vp_stage=vp_stage)
+    for layer in () if mtp is None or has_engine else mtp.layer_specs:
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RmsNorm
     rows, ranks = config.vocab_size, transformer.tensor_model_parallel_size
     model = MultiTokenGPTModel(
@@ -331,13 +333,11 @@ def _frozen_padding(pad: int, embedding: Any, inputs: tuple[Tensor], output: Ten
 def _block_spec(
     config: PreTrainedConfig, transformer: TransformerConfig, family: Family, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
+    has_engine = transformer.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(
-        transformer,
-        use_transformer_engine=_has_transformer_engine(transformer),
-        normalization="RMSNorm",
-        vp_stage=vp_stage,
+        transformer, use_transformer_engine=has_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
-    if _has_transformer_engine(transformer):
+    if has_engine:
         if transformer.params_dtype == torch.float32:  # its attention separates packed documents in 16 bits alone
             for layer in block.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = CausalAttention
@@ -362,7 +362,3 @@ def _block_spec(
             attention.linear_proj = NormedProjection
             layer.submodules.mlp.keywords["submodules"].linear_fc2 = NormedProjection
     return block
-
-
-def _has_transformer_engine(transformer: TransformerConfig) -> bool:
-    return transformer.transformer_impl == "transformer_engine"

@@ -19,8 +19,7 @@ from stillhouse.engine.engine import DEFAULT_TRAIN, Engine, StepOutput
 from stillhouse.engine.optimizer import weight_kinds
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
-from stillhouse.megatron.optimizer_shards import require_partition, trained_parameters
-from stillhouse.megatron.state import MegatronState
+from stillhouse.megatron.state import MegatronState, require_partition, trained_parameters
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.megatron.weights import gather, local_blocks
 from stillhouse.models import NotFiniteError

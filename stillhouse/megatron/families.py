@@ -8,8 +8,7 @@ V vocabulary, D width, F width of a feed-forward network, E experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,88 +33,80 @@ class Shard:
     size: int = 1
 
 
-#: yields the pieces of a parameter of this shape on this rank
-PieceRule = Callable[[Sequence[int], Shard, PreTrainedConfig], Iterator[Piece]]
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter on this rank. names: of its tensors in the full model. shape: on this rank."""
+
+    names: Sequence[str]
+    shape: Sequence[int]
+    shard: Shard
+    config: PreTrainedConfig
+
+    def rows(self, start: int, stop: int) -> tuple[slice, ...]:
+        """Return the index of rows of a tensor of this shape."""
+        return slice(start, stop), *(slice(0, size) for size in self.shape[1:])
 
 
-def _rule(
-    function: Callable[[Sequence[str], Sequence[int], Shard, PreTrainedConfig], Iterator[Piece]],
-) -> Callable[..., PieceRule]:
-    """Return a function that takes the names of tensors in the full model and returns the rule of a parameter."""
-    return lambda *names: partial(function, names)
+#: a function that yields the pieces of a parameter, and the parameter's names in the full model
+PieceRule = tuple[Any, ...]
 
 
-@_rule
-def whole_tensor(
-    names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig
-) -> Iterator[Piece]:
+def whole_tensor(parameter: ShardedParameter) -> Iterator[Piece]:
     """Each rank has the full tensor."""
-    yield _rows(0, shape[0], shape), names[0], _rows(0, shape[0], shape)
+    index = parameter.rows(0, parameter.shape[0])
+    yield index, parameter.names[0], index
 
 
-@_rule
-def columns(names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+def columns(parameter: ShardedParameter) -> Iterator[Piece]:
     """The full tensor is sharded along its second dim."""
-    rows, count = shape
-    index = slice(0, rows), slice(shard.rank * count, (shard.rank + 1) * count)
-    yield _rows(0, rows, shape), names[0], index
+    (rows, count), rank = parameter.shape, parameter.shard.rank
+    yield parameter.rows(0, rows), parameter.names[0], (slice(0, rows), slice(rank * count, (rank + 1) * count))
 
 
-@_rule
-def rows(names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+def rows(parameter: ShardedParameter) -> Iterator[Piece]:
     """This rank's rows of each of the tensors, one tensor after the other."""
-    count = shape[0] // len(names)
-    for number, name in enumerate(names):
-        local = _rows(number * count, (number + 1) * count, shape)
-        yield local, name, _rows(shard.rank * count, (shard.rank + 1) * count, shape)
+    count, rank = parameter.shape[0] // len(parameter.names), parameter.shard.rank
+    for number, name in enumerate(parameter.names):
+        local = parameter.rows(number * count, (number + 1) * count)
+        yield local, name, parameter.rows(rank * count, (rank + 1) * count)
 
 
-@_rule
-def latent_rows(
-    names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig
-) -> Iterator[Piece]:
+def latent_rows(parameter: ShardedParameter) -> Iterator[Piece]:
     """This rank's rows of a projection to latent vectors; with Transformer Engine, each rank has all rows.
 
     names: of the tensor, and the configuration's keys whose sum is the number of all rows.
     """
-    name, *sizes = names
-    has_all = shape[0] == sum(getattr(config, size) for size in sizes)
-    return rows(name)(shape, Shard() if has_all else shard, config)
+    name, *sizes = parameter.names
+    has_all = parameter.shape[0] == sum(getattr(parameter.config, size) for size in sizes)
+    return rows(replace(parameter, names=[name], shard=Shard() if has_all else parameter.shard))
 
 
-@_rule
-def query_groups(
-    names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig
-) -> Iterator[Piece]:
+def query_groups(parameter: ShardedParameter) -> Iterator[Piece]:
     """For each query group of this rank: the rows of its queries, of its key and of its value."""
+    config, shard = parameter.config, parameter.shard
     width, groups = head_width(config), config.num_key_value_heads // shard.size
     heads = config.num_attention_heads // config.num_key_value_heads, 1, 1
     start = 0
     for group in range(shard.rank * groups, (shard.rank + 1) * groups):
-        for name, count in zip(names, heads, strict=True):
+        for name, count in zip(parameter.names, heads, strict=True):
             stop = start + count * width
-            full = _rows(group * count * width, (group + 1) * count * width, shape)
-            yield _rows(start, stop, shape), name, full
+            full = parameter.rows(group * count * width, (group + 1) * count * width)
+            yield parameter.rows(start, stop), name, full
             start = stop
 
 
-@_rule
-def vocabulary(names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+def vocabulary(parameter: ShardedParameter) -> Iterator[Piece]:
     """The rows of the vocabulary are sharded; the last rows may be padding, which is in no tensor of the model."""
-    start, real = shard.rank * shape[0], real_rows(shape[0], shard, config)
+    count = parameter.shape[0]
+    start, real = parameter.shard.rank * count, real_rows(count, parameter.shard, parameter.config)
     if real:
-        yield _rows(0, real, shape), names[0], _rows(start, start + real, shape)
+        yield parameter.rows(0, real), parameter.names[0], parameter.rows(start, start + real)
 
 
-@_rule
-def expert_row(names: Sequence[str], shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+def expert_row(parameter: ShardedParameter) -> Iterator[Piece]:
     """A bias of one expert, a matrix with one row, which is a row of the full tensor."""
-    yield (0, slice(0, shape[1])), names[0], (slice(0, shape[1]),)
-
-
-def _rows(start: int, stop: int, shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of rows of a tensor of this shape."""
-    return slice(start, stop), *(slice(0, size) for size in shape[1:])
+    columns = slice(0, parameter.shape[1])
+    yield (0, columns), parameter.names[0], (columns,)
 
 
 def real_rows(rows: int, shard: Shard, config: PreTrainedConfig) -> int:
@@ -131,69 +122,69 @@ def head_width(config: PreTrainedConfig) -> int:
 #: the parameters of a layer, by Megatron-Core's names; names of the full model are relative to the layer.
 #: Transformer Engine has the norms of a projection's input in the projection
 _DENSE: dict[str, PieceRule] = {
-    "input_layernorm.weight": whole_tensor("input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_weight": whole_tensor("input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": query_groups(
-        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
-    ),
-    "self_attention.linear_qkv.bias": query_groups(
-        "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
-    ),
-    "self_attention.q_layernorm.weight": whole_tensor("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": whole_tensor("self_attn.k_norm.weight"),
-    "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
-    "pre_mlp_layernorm.weight": whole_tensor("post_attention_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": whole_tensor("post_attention_layernorm.weight"),
-    "mlp.linear_fc1.weight": rows("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": columns("mlp.down_proj.weight"),
+    "input_layernorm.weight": (whole_tensor, "input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": (whole_tensor, "input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": (query_groups, *(f"self_attn.{part}_proj.weight" for part in "qkv")),
+    "self_attention.linear_qkv.bias": (query_groups, *(f"self_attn.{part}_proj.bias" for part in "qkv")),
+    "self_attention.q_layernorm.weight": (whole_tensor, "self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": (whole_tensor, "self_attn.k_norm.weight"),
+    "self_attention.linear_proj.weight": (columns, "self_attn.o_proj.weight"),
+    "pre_mlp_layernorm.weight": (whole_tensor, "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": (whole_tensor, "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.weight": (rows, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": (columns, "mlp.down_proj.weight"),
 }
 #: the parameters of an expert, which is never cut, have a * for its number
 _EXPERTS: dict[str, PieceRule] = {
-    "mlp.router.weight": whole_tensor("mlp.gate.weight"),
-    "mlp.experts.*.linear_fc1.weight": whole_tensor("mlp.experts.gate_up_proj"),
-    "mlp.experts.*.linear_fc2.weight": whole_tensor("mlp.experts.down_proj"),
+    "mlp.router.weight": (whole_tensor, "mlp.gate.weight"),
+    "mlp.experts.*.linear_fc1.weight": (whole_tensor, "mlp.experts.gate_up_proj"),
+    "mlp.experts.*.linear_fc2.weight": (whole_tensor, "mlp.experts.down_proj"),
 }
 #: DeepSeek's latent attention, the correction of its router's scores, and its shared experts
 _LATENT: dict[str, PieceRule] = {
-    "self_attention.linear_q_down_proj.weight": latent_rows("self_attn.q_a_proj.weight", "q_lora_rank"),
-    "self_attention.q_layernorm.weight": whole_tensor("self_attn.q_a_layernorm.weight"),
-    "self_attention.linear_q_up_proj.layer_norm_weight": whole_tensor("self_attn.q_a_layernorm.weight"),
-    "self_attention.linear_q_up_proj.weight": rows("self_attn.q_b_proj.weight"),
-    "self_attention.linear_kv_down_proj.weight": latent_rows(
-        "self_attn.kv_a_proj_with_mqa.weight", "kv_lora_rank", "qk_rope_head_dim"
+    "self_attention.linear_q_down_proj.weight": (latent_rows, "self_attn.q_a_proj.weight", "q_lora_rank"),
+    "self_attention.q_layernorm.weight": (whole_tensor, "self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.layer_norm_weight": (whole_tensor, "self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.weight": (rows, "self_attn.q_b_proj.weight"),
+    "self_attention.linear_kv_down_proj.weight": (
+        latent_rows,
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
     ),
-    "self_attention.kv_layernorm.weight": whole_tensor("self_attn.kv_a_layernorm.weight"),
-    "self_attention.linear_kv_up_proj.layer_norm_weight": whole_tensor("self_attn.kv_a_layernorm.weight"),
-    "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight"),
-    "mlp.router.expert_bias": whole_tensor("mlp.gate.e_score_correction_bias"),
-    "mlp.shared_experts.linear_fc1.weight": rows(
-        "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
+    "self_attention.kv_layernorm.weight": (whole_tensor, "self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": (whole_tensor, "self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.weight": (rows, "self_attn.kv_b_proj.weight"),
+    "mlp.router.expert_bias": (whole_tensor, "mlp.gate.e_score_correction_bias"),
+    "mlp.shared_experts.linear_fc1.weight": (
+        rows,
+        *(f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up")),
     ),
-    "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_experts.down_proj.weight"),
+    "mlp.shared_experts.linear_fc2.weight": (columns, "mlp.shared_experts.down_proj.weight"),
 }
 #: Gemma 2 and 3 have four norms in a layer; the names of the second and third differ in meaning from those of other
 #: families
 _GEMMA: dict[str, PieceRule] = {
-    "self_attention.linear_proj.post_norm.weight": whole_tensor("post_attention_layernorm.weight"),
-    "pre_mlp_layernorm.weight": whole_tensor("pre_feedforward_layernorm.weight"),
-    "mlp.linear_fc2.post_norm.weight": whole_tensor("post_feedforward_layernorm.weight"),
+    "self_attention.linear_proj.post_norm.weight": (whole_tensor, "post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.weight": (whole_tensor, "pre_feedforward_layernorm.weight"),
+    "mlp.linear_fc2.post_norm.weight": (whole_tensor, "post_feedforward_layernorm.weight"),
 }
 _GPT_OSS: dict[str, PieceRule] = {
-    "self_attention.linear_proj.bias": whole_tensor("self_attn.o_proj.bias"),
-    "self_attention.core_attention.softmax_offset": rows("self_attn.sinks"),
-    "mlp.router.weight": whole_tensor("mlp.router.weight"),
-    "mlp.router.bias": whole_tensor("mlp.router.bias"),
-    "mlp.experts.*.linear_fc1.weight_IO": whole_tensor("mlp.experts.gate_up_proj"),
-    "mlp.experts.*.linear_fc1.shift_1O": expert_row("mlp.experts.gate_up_proj_bias"),
-    "mlp.experts.*.linear_fc2.weight_IO": whole_tensor("mlp.experts.down_proj"),
-    "mlp.experts.*.linear_fc2.shift_1O": expert_row("mlp.experts.down_proj_bias"),
+    "self_attention.linear_proj.bias": (whole_tensor, "self_attn.o_proj.bias"),
+    "self_attention.core_attention.softmax_offset": (rows, "self_attn.sinks"),
+    "mlp.router.weight": (whole_tensor, "mlp.router.weight"),
+    "mlp.router.bias": (whole_tensor, "mlp.router.bias"),
+    "mlp.experts.*.linear_fc1.weight_IO": (whole_tensor, "mlp.experts.gate_up_proj"),
+    "mlp.experts.*.linear_fc1.shift_1O": (expert_row, "mlp.experts.gate_up_proj_bias"),
+    "mlp.experts.*.linear_fc2.weight_IO": (whole_tensor, "mlp.experts.down_proj"),
+    "mlp.experts.*.linear_fc2.shift_1O": (expert_row, "mlp.experts.down_proj_bias"),
 }
 #: the parameters of an MTP layer beside those of its transformer layer
 MTP_NAMES: dict[str, PieceRule] = {
-    "enorm.weight": whole_tensor("enorm.weight"),
-    "hnorm.weight": whole_tensor("hnorm.weight"),
-    "eh_proj.weight": rows("eh_proj.weight"),
-    "final_layernorm.weight": whole_tensor("post_norm.weight"),
+    "enorm.weight": (whole_tensor, "enorm.weight"),
+    "hnorm.weight": (whole_tensor, "hnorm.weight"),
+    "eh_proj.weight": (rows, "eh_proj.weight"),
+    "final_layernorm.weight": (whole_tensor, "post_norm.weight"),
 }
 
 
@@ -201,8 +192,7 @@ MTP_NAMES: dict[str, PieceRule] = {
 class Family:
     """How a model family differs from Llama.
 
-    names: where the parameters of a layer lie, by Megatron-Core's names. Names of the full model are relative to the
-    layer, and the parameters of an expert, which is never cut, have a * for its number.
+    names: where the parameters of a layer lie, by Megatron-Core's names.
     qkv_bias: whether the projections to queries, keys and values have a bias, but no other projection.
     qk_norm: whether the queries and keys of each head are normalized.
     experts: returns the fields for layers with experts; None: no layer has experts.

@@ -2,8 +2,14 @@
 
 A tensor of the full model consists of rectangular blocks on the processes (`weights.py`). DCP writes and reads such a
 tensor by the protocol that `BlockTensor` implements. So a run may change its layout, and its engine, when it resumes.
+
+Megatron-Core's distributed optimizer shards weights in float32, moments and gradients: each data rank has a range of
+the elements of a parameter, which does not respect the borders of rows. So one parameter at a time is collected, on a
+rank that `trained_parameters` chooses, such that all data ranks of a group have about the same number of elements.
+`collect` and `spread` are collectives of the data ranks.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,23 +17,150 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from stillhouse.engine.optimizer import empty_state
 from stillhouse.engine.state_folder import AVERAGE, MOMENT, RANDOM, WEIGHT, read_in_place, require_fit, stored_tensors
-from stillhouse.megatron.optimizer_shards import MOMENTS, TrainedParameter
+from stillhouse.megatron.chunks import Chunks
 from stillhouse.megatron.student import MegatronStudent
-from stillhouse.megatron.weights import Block, local_blocks
+from stillhouse.megatron.weights import Block, Key, index_key, local_blocks
 from stillhouse.signals import WeightAverage
+
+#: the names of AdamW's moments
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class TrainedParameter:
+    """A parameter of a chunk, and what this data rank has of it.
+
+    group: the data ranks that share the parameter. owner: the rank in the group on which it is collected. elements:
+    the range of this rank's elements in the flattened parameter. optimizer, master: of these elements, in float32.
+    """
+
+    key: Key
+    blocks: Sequence[Block]
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    owner: int
+    elements: slice
+    optimizer: torch.optim.Optimizer | None
+    master: Tensor
+
+    @property
+    def is_owner(self) -> bool:
+        return self.group.rank() == self.owner
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of the elements; empty before the first step."""
+        return {} if self.optimizer is None else self.optimizer.state[self.master]
+
+    def values(self, kind: str) -> Tensor:
+        """Return this rank's elements of a moment of the optimizer by its name, otherwise of the float32 weight."""
+        empty = self.master.new_empty(0)
+        return self.state.get(kind, empty) if kind in MOMENTS else self.master.detach()
+
+    @property
+    def gradient(self) -> Tensor:
+        """This rank's elements of the gradient, summed over the data ranks."""
+        return self.on_rank(self.parameter.main_grad)  # type: ignore[attr-defined]
+
+    def collect(self, values: Tensor, *, everywhere: bool = False) -> Tensor | None:
+        """Return the full tensor in float32 on the owner, or on all ranks; on other ranks None."""
+        full = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=values.device)
+        full[self.elements] = values
+        bits = full.view(torch.int32)  # a sum of integers with zeros keeps each bit, a sum of numbers loses -0.0
+        if everywhere:
+            dist.all_reduce(bits, group=self.group)
+        elif self.group.size() > 1:
+            dist.reduce(bits, group_dst=self.owner, group=self.group)
+        return full.view(self.parameter.shape) if everywhere or self.is_owner else None
+
+    def spread(self, full: Tensor | None) -> Tensor:
+        """Return the full tensor of the owner on all ranks."""
+        tensor = torch.empty(self.parameter.shape, device=self.master.device) if full is None else full
+        dist.broadcast(tensor, group_src=self.owner, group=self.group)
+        return tensor
+
+    def on_rank(self, full: Tensor) -> Tensor:
+        """Return this rank's elements of a full tensor."""
+        return full.flatten()[self.elements]
+
+
+def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]:
+    """Return all trained parameters of this rank, in the same order on all data ranks of a group.
+
+    Parameters with parts of one tensor of the full model, such as the experts of a layer, have one owner.
+    """
+    keys = {parameter: key for key, parameter in chunks.named_parameters()}
+    blocks = chunks.table.by_parameter()
+    # the parameters with the data ranks that share them
+    groups: dict[nn.Parameter, dist.ProcessGroup] = {
+        parameter: buffer.data_parallel_group
+        for wrapped in chunks.wrapped
+        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers)
+        for parameter in buffer.params
+    }
+    tensors = {
+        parameter: (group, next((block.name for block in blocks[keys[parameter]]), keys[parameter][1]))
+        for parameter, group in groups.items()
+    }
+    # the owner of each tensor: of the largest tensors first, the rank with the fewest elements so far
+    sizes: defaultdict[tuple[dist.ProcessGroup, str], int] = defaultdict(int)
+    for parameter, tensor in tensors.items():
+        sizes[tensor] += parameter.numel()
+    loads: dict[dist.ProcessGroup, list[int]] = {group: [0] * group.size() for group, _ in sizes}
+    owners: dict[tuple[dist.ProcessGroup, str], int] = {}
+    for (group, name), size in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0][1])):
+        owners[group, name] = loads[group].index(min(loads[group]))
+        loads[group][owners[group, name]] += size
+    parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
+    part_of = {parameter: part for part in parts for parameter in part.model_param_gbuf_map}
+    entries = []
+    for parameter, group in groups.items():
+        # without an element on this rank
+        elements, optimizer, master = slice(0, 0), None, torch.empty(0, device=parameter.device)
+        if (part := part_of.get(parameter)) is not None:
+            param_group, number = part.model_param_group_index_map[parameter]
+            span = part._get_model_param_range_map(parameter)["param"]
+            elements, optimizer = slice(span.start, span.end), part.optimizer
+            master = optimizer.param_groups[param_group]["params"][number]
+        key, owner = keys[parameter], owners[tensors[parameter]]
+        entries.append(TrainedParameter(key, blocks[key], parameter, group, owner, elements, optimizer, master))
+    return entries
+
+
+def require_partition(entries: Sequence[TrainedParameter]) -> None:
+    """Raise ValueError unless each element of each parameter is on exactly one data rank of its group.
+
+    Otherwise `collect` would return wrong values. A collective of the data ranks.
+    """
+    groups: defaultdict[dist.ProcessGroup, list[TrainedParameter]] = defaultdict(list)
+    for entry in entries:
+        groups[entry.group].append(entry)
+    for group, members in groups.items():
+        ranges: list[Any] = [None] * group.size()
+        dist.all_gather_object(
+            ranges, [(entry.elements.start, entry.elements.stop) for entry in members], group=group
+        )
+        for entry, *parts in zip(members, *ranges, strict=True):
+            held = sorted(part for part in parts if part[0] < part[1])
+            if [0, *(stop for _, stop in held)] != [*(start for start, _ in held), entry.parameter.numel()]:
+                raise ValueError(
+                    f"the data ranks have the elements {held} of parameter '{entry.key[1]}': expected each of its "
+                    f"{entry.parameter.numel()} elements once"
+                )
 
 
 class BlockTensor(Tensor):
     """A tensor of the full model, without memory, of which this process has some blocks. DCP needs a tensor here.
 
-    blocks: parts of parameters or moments, by their first element's place. offsets, region: the rectangle that the
-    blocks fill, since a file has at most one part of a tensor; a copy, unless there is only one block.
+    blocks: parts of parameters or moments, by the place of their first elements. offsets, region: the rectangle that
+    the blocks fill, since a file has at most one part of a tensor; a copy, unless there is only one block.
     """
 
     blocks: dict[tuple[int, ...], Tensor]
@@ -85,30 +218,25 @@ class BlockTensor(Tensor):
 
 @dataclass(frozen=True)
 class MegatronState:
-    """trained: the student's parameters with the optimizer's shards. average: of the weights, if there is one.
-
-    A kind is WEIGHT, AVERAGE or the name of a moment. Of each kind, one data rank writes a parameter's tensors.
-    """
+    """A kind is WEIGHT, AVERAGE or the name of a moment. Of each kind, one data rank writes a parameter's tensors."""
 
     student: MegatronStudent
     trained: Sequence[TrainedParameter]
     average: WeightAverage | None = None
 
     def tensors(self) -> dict[str, Any]:
-        """Return this process's blocks and its random state, by name. The copy of a tied embedding is left out.
-
-        A collective of all processes.
-        """
+        """Return this process's blocks and its random state, by name. A collective of all processes."""
         held, steps, averages = self._empty(), self._steps(), self._averages()
         for block, weight in self._buffers():
             held[f"{WEIGHT}{block.name}"].include(block, weight)
         for entry in self.trained:
-            for kind in (WEIGHT, *MOMENTS) if steps else (WEIGHT,):
-                full = entry.collect(entry.values(kind))
-                if full is not None:
-                    _include(held, entry, kind, full, copies=False)
+            full = {kind: entry.collect(entry.values(kind)) for kind in ((WEIGHT, *MOMENTS) if steps else (WEIGHT,))}
             if entry.is_owner and averages:
-                _include(held, entry, AVERAGE, averages[entry.parameter], copies=False)
+                full[AVERAGE] = averages[entry.parameter]
+            for kind, tensor in full.items():
+                for block in entry.blocks:
+                    if tensor is not None and not block.is_copy:
+                        held[_key(kind, block.name)].include(block, tensor[block.local])
         return _joined(held) | steps | self._random()
 
     def parameters_without_moments(self) -> list[str]:
@@ -133,27 +261,34 @@ class MegatronState:
         full: dict[tuple[Any, str], Tensor] = {}
         for entry in self.trained:
             for kind in self._kinds if entry.is_owner else ():
-                full[entry.key, kind] = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
-                _include(wanted, entry, kind, full[entry.key, kind], copies=True)
+                tensor = full[entry.key, kind] = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
+                for block in entry.blocks:
+                    wanted[_key(kind, block.name)].include(block, tensor[block.local])
         for block, buffer in self._buffers():
             wanted[f"{WEIGHT}{block.name}"].include(block, buffer)
         here = _joined(wanted)
         random = {name: value for name, value in self._random().items() if name in stored}
         read_in_place(folder, here | steps | random)
-        for tensor in here.values():
-            tensor.spread()
+        for block_tensor in here.values():
+            block_tensor.spread()
         self._restore(full, _only_value(map(float, steps.values())))
         for name, value in random.items():
             torch.set_rng_state(value) if name.startswith(f"{RANDOM}cpu") else torch.cuda.set_rng_state(value)
 
     def not_finite(self) -> list[str]:
-        """Return the first element that is not finite of each of this process's weights and moments."""
-        return [
-            _name_of_element(entry, int(places[0]))
-            for entry in self.trained
-            for kind in (WEIGHT, *(moment for moment in MOMENTS if moment in entry.state))
-            if len(places := (~entry.values(kind).isfinite()).nonzero())
-        ]
+        """Return the tensors of this process's weights and moments that have an element that is not finite."""
+        names = []
+        for entry in self.trained:
+            for kind in (WEIGHT, *(moment for moment in MOMENTS if moment in entry.state)):
+                if len(places := (~entry.values(kind).isfinite()).nonzero()):
+                    first = torch.tensor(entry.elements.start + int(places[0]))
+                    element = torch.unravel_index(first, entry.parameter.shape)
+                    names.append(entry.key[1])  # padding is in no block
+                    for block in entry.blocks:
+                        bounds = zip(index_key(block.local), element, strict=True)
+                        if all(start <= at < stop for (start, stop), at in bounds):
+                            names[-1] = block.name
+        return names
 
     def bytes_to_write(self, *, all_moments: bool = False) -> int:
         """As `TorchState.bytes_to_write`."""
@@ -241,25 +376,6 @@ def _joined(tensors: Mapping[str, BlockTensor]) -> dict[str, BlockTensor]:
 def _key(kind: str, name: str) -> str:
     """Return the name of a tensor in the state's folder."""
     return f"{kind}{name}" if kind in (WEIGHT, AVERAGE) else f"{MOMENT}{name}.{kind}"
-
-
-def _include(
-    held: Mapping[str, BlockTensor], entry: TrainedParameter, kind: str, full: Tensor, *, copies: bool
-) -> None:
-    """Add the blocks of a parameter's tensor. copies: also those of a tied weight's copy."""
-    for block in entry.blocks:
-        if copies or not block.is_copy:
-            held[_key(kind, block.name)].include(block, full[block.local])
-
-
-def _name_of_element(entry: TrainedParameter, number: int) -> str:
-    """Return the tensor of the full model that has one of this rank's elements of a parameter."""
-    element = torch.unravel_index(torch.tensor(entry.elements.start + number), entry.parameter.shape)
-    for block in entry.blocks:
-        local: Any = block.local
-        if all(part.start <= int(index) < part.stop for part, index in zip(local, element, strict=True)):
-            return block.name
-    return entry.key[1]
 
 
 def _only_value(steps: Iterable[float]) -> float:

@@ -22,7 +22,7 @@ from stillhouse.data import StepMicroBatches
 from stillhouse.megatron.adapter import without_adapter
 from stillhouse.megatron.chunks import Chunks
 from stillhouse.megatron.families import Index
-from stillhouse.megatron.weights import WeightTable, index_key, local_blocks
+from stillhouse.megatron.weights import index_key, local_blocks
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import initial_matrix
 from stillhouse.models.processors import full_vocab
@@ -39,10 +39,9 @@ from stillhouse.parallel.teacher_student_pair import DecoderHead, InStage, disti
 
 
 class MegatronStudent(DistributedStudent):
-    """student, teacher: the chunks of both models. decoder, teacher_decoder: the full models without values.
-    teacher_head: the head of a teacher that is not in the stages, on ranks with the last stage.
-    teacher_is_base: whether the teacher is the student without its adapter. data_parallel: settings of the sums of
-    gradients, by Megatron-Core's names.
+    """decoder, teacher_decoder: the full models without values. teacher_head: of a teacher that is not in the stages,
+    on ranks with the last stage. teacher_is_base: whether the teacher is the student without its adapter.
+    data_parallel: settings of the sums of gradients, by Megatron-Core's names.
     """
 
     def __init__(
@@ -77,19 +76,12 @@ class MegatronStudent(DistributedStudent):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the chunks, whose names are Megatron-Core's."""
-        for number, model in enumerate(self.student.models):
-            for name, parameter in model.named_parameters():
-                yield f"{number}.{name}", parameter
+        return ((f"{number}.{name}", parameter) for (number, name), parameter in self.student.named_parameters())
 
     def initialize_adapter(self, seed: int, *, fresh: bool = True) -> None:
         """As in the interface. To be called before the optimizer exists, because it copies the matrices."""
         matrices = self.student.matrices.items()
         self.student.set_adapter((name, initial_matrix(name, shape, seed, fresh=fresh)) for name, shape in matrices)
-
-    @cached_property
-    def _stage_tensors(self) -> "list[StageTensor]":
-        tensors = self._decoder.state_dict()
-        return stage_tensors(self.student.table, {name: tensors[name] for name in self.shapes})
 
     def stage_weights(self) -> dict[str, StageWeight]:
         chunks = self.student
@@ -102,6 +94,28 @@ class MegatronStudent(DistributedStudent):
             tensor.name: StageWeight(tensor.empty, partial(tensor.gathered, parts[tensor.name], device))
             for tensor in self._stage_tensors
         }
+
+    @cached_property
+    def _stage_tensors(self) -> "list[StageTensor]":
+        """The tensors of this rank's stages, without the last stage's copy of a tied embedding. A collective."""
+        dense, experts = dict[str, list[Index]](), dict[str, list[Index]]()
+        for block in self.student.table.blocks:
+            if not block.is_copy:
+                places = experts if ".experts." in block.parameter else dense
+                places.setdefault(block.name, []).append(block.index)
+        groups = (
+            (parallel_state.get_tensor_model_parallel_group(), dense),
+            (parallel_state.get_expert_tensor_and_model_parallel_group(), experts),
+        )
+        tensors, empty = dict[str, StageTensor](), self._decoder.state_dict()
+        for group, places in groups:
+            rank_places: list[Any] = [None] * group.size()
+            dist.all_gather_object(rank_places, places, group=group)
+            # a tensor rank whose rows of the vocabulary are only padding has no block of it
+            for name in dict.fromkeys(name for places in rank_places for name in places):
+                ranks = [places.get(name, []) for places in rank_places]
+                tensors[name] = StageTensor(name, empty[name], group, ranks)
+        return [tensors[name] for name in self.shapes if name in tensors]
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """As in the interface. Under a pipeline, evaluations have a multiple of its ranks as micro-batches, too."""
@@ -155,7 +169,7 @@ class MegatronStudent(DistributedStudent):
 
 @dataclass(frozen=True)
 class StageTensor:
-    """A full tensor without values, and the places of the blocks of each rank of the group, in the group's order."""
+    """A full tensor without values, and the places of the blocks of each rank of the group."""
 
     name: str
     empty: Tensor
@@ -193,27 +207,3 @@ class StageTensor:
                 seen.add(key)
                 target.copy_(part)
         return full
-
-
-def stage_tensors(table: WeightTable, empty: Mapping[str, Tensor]) -> list[StageTensor]:
-    """Return the tensors of this rank's stages. A collective of all ranks.
-
-    empty: all tensors of the full model, on the meta device. The last stage's copy of a tied embedding is left out.
-    """
-    dense, experts = dict[str, list[Index]](), dict[str, list[Index]]()
-    for block in table.blocks:
-        if not block.is_copy:
-            places = experts if ".experts." in block.parameter else dense
-            places.setdefault(block.name, []).append(block.index)
-    groups = (
-        (parallel_state.get_tensor_model_parallel_group(), dense),
-        (parallel_state.get_expert_tensor_and_model_parallel_group(), experts),
-    )
-    tensors: dict[str, StageTensor] = {}
-    for group, places in groups:
-        rank_places: list[Any] = [None] * group.size()
-        dist.all_gather_object(rank_places, places, group=group)
-        # a tensor rank whose rows of the vocabulary are only padding has no block of it
-        for name in dict.fromkeys(name for places in rank_places for name in places):
-            tensors[name] = StageTensor(name, empty[name], group, [places.get(name, []) for places in rank_places])
-    return [tensors[name] for name in empty if name in tensors]

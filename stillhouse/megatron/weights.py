@@ -1,14 +1,19 @@
-"""Maps the parameters of this rank's GPTModels to the tensors of the full model, in rectangular blocks.
+"""Maps the parameters of this rank's GPTModels to rectangular blocks of the full model's tensors, and loads them.
 
 table = weight_table(chunks, config, Place.current())
 require_full_coverage(table, shapes)                # a collective: each element exactly once over all ranks
 for block, gradient in local_blocks(chunks, table, lambda parameter: parameter.main_grad):
     full[block.name][block.index] = gradient
+
+A `ModelSource` loads weights into a decoder. So each chunk is loaded through a decoder that has the chunk's layers,
+in shards that contain all blocks that this rank has of a tensor. A process never has more than its part of the model
+and one further tensor: the chunk's memory is returned before the decoder's is allocated, whose tensors are freed one
+by one.
 """
 
 import re
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,19 +22,35 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed import tensor as dtensor
+from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedConfig
 
+from stillhouse.config import ConfigError
 from stillhouse.megatron.families import (
     MTP_NAMES,
     Index,
     Piece,
     PieceRule,
     Shard,
+    ShardedParameter,
     real_rows,
     require_family,
     vocabulary,
     whole_tensor,
 )
+from stillhouse.models import Decoder, ProofError
+from stillhouse.models.checkpoint_names import save_as
+from stillhouse.models.dtensors import local, shard_slices
+from stillhouse.parallel import Mesh, ModelSource
+from stillhouse.parallel.backbone_cut import require_cuttable
+from stillhouse.parallel.stages import keep_layers
+
+#: what a source raises for weights that cannot be read or are wrong, on the ranks that need them
+LOAD_ERRORS = (ProofError, ConfigError, ValueError, OSError)
+#: the number of a chunk, and the name of a parameter in it
+Key = tuple[int, str]
 
 _EMBEDDING, _HEAD = "backbone.embed_tokens.weight", "head.linear.weight"
 _LAYER = re.compile(r"(?:decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?(.+)")
@@ -59,8 +80,8 @@ class Place:
 class Block:
     """A rectangle of one parameter of this rank, and the same rectangle of a tensor of the full model.
 
-    chunk: the number of the model chunk. is_copy: whether this is the last stage's copy of the embedding, as its tied
-    head or for MTP layers, so that the block counts only on the first stage.
+    is_copy: whether this is the last stage's copy of the embedding, as its tied head or for MTP layers, so that the
+    block counts only on the first stage.
     """
 
     chunk: int
@@ -70,28 +91,39 @@ class Block:
     index: Index
     is_copy: bool = False
 
+    @property
+    def key(self) -> Key:
+        return self.chunk, self.parameter
+
 
 @dataclass(frozen=True)
 class WeightTable:
     """All blocks of this rank.
 
-    stage: this rank's pipeline coordinate. shapes: the shape of each (chunk, parameter) without vocabulary padding.
+    stage: this rank's pipeline coordinate. shapes: the shapes of the parameters without vocabulary padding.
     """
 
     stage: int
     blocks: tuple[Block, ...]
-    shapes: Mapping[tuple[int, str], tuple[int, ...]]
+    shapes: Mapping[Key, tuple[int, ...]]
 
-    def in_chunk(self, number: int) -> "WeightTable":
-        """Return the blocks of one chunk."""
-        shapes = {key: shape for key, shape in self.shapes.items() if key[0] == number}
-        return replace(self, blocks=tuple(block for block in self.blocks if block.chunk == number), shapes=shapes)
+    def part(self, keys: Iterable[Key]) -> "WeightTable":
+        """Return the blocks of these parameters."""
+        shapes = {key: self.shapes[key] for key in keys}
+        return replace(self, blocks=tuple(block for block in self.blocks if block.key in shapes), shapes=shapes)
+
+    def by_parameter(self) -> dict[Key, list[Block]]:
+        """Return the blocks of each parameter. A shard of the vocabulary that has only padding rows has none."""
+        blocks: dict[Key, list[Block]] = {key: [] for key in self.shapes}
+        for block in self.blocks:
+            blocks[block.key].append(block)
+        return blocks
 
 
 def weight_table(chunks: Sequence[nn.Module], config: PreTrainedConfig, place: Place) -> WeightTable:
     """Return the blocks of this rank's chunks. Raises ValueError for a parameter that the family's names lack."""
     blocks: list[Block] = []
-    shapes: dict[tuple[int, str], tuple[int, ...]] = {}
+    shapes: dict[Key, tuple[int, ...]] = {}
     for number, chunk in enumerate(chunks):
         # a checkpoint also contains the corrections of router scores, which are buffers
         buffers = (named for named in chunk.named_buffers() if named[0].endswith(".expert_bias"))
@@ -99,8 +131,8 @@ def weight_table(chunks: Sequence[nn.Module], config: PreTrainedConfig, place: P
             shape = tuple(tensor.shape)
             is_head = parameter == "output_layer.weight" and bool(config.tie_word_embeddings)
             is_copy = is_head or (parameter == "embedding.word_embeddings.weight" and not chunk.pre_process)
-            for local, name, index in _pieces(chunk, parameter, shape, config, place):
-                blocks.append(Block(number, parameter, local, name, index, is_copy))
+            for region, name, index in _pieces(chunk, parameter, shape, config, place):
+                blocks.append(Block(number, parameter, region, name, index, is_copy))
             if parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 shape = (real_rows(shape[0], place.tensor, config), *shape[1:])
             shapes[number, parameter] = shape
@@ -110,14 +142,14 @@ def weight_table(chunks: Sequence[nn.Module], config: PreTrainedConfig, place: P
 def _pieces(
     chunk: nn.Module, parameter: str, shape: Sequence[int], config: PreTrainedConfig, place: Place
 ) -> Iterator[Piece]:
-    """Yield the pieces of a chunk's parameter."""
     outside: dict[str, PieceRule] = {
-        "embedding.word_embeddings.weight": vocabulary(_EMBEDDING),
-        "output_layer.weight": vocabulary(_EMBEDDING if config.tie_word_embeddings else _HEAD),
-        "decoder.final_layernorm.weight": whole_tensor("backbone.norm.weight"),
+        "embedding.word_embeddings.weight": (vocabulary, _EMBEDDING),
+        "output_layer.weight": (vocabulary, _EMBEDDING if config.tie_word_embeddings else _HEAD),
+        "decoder.final_layernorm.weight": (whole_tensor, "backbone.norm.weight"),
     }
     if parameter in outside:
-        yield from outside[parameter](shape, place.tensor, config)
+        pieces, *names = outside[parameter]
+        yield from pieces(ShardedParameter(names, shape, place.tensor, config))
         return
     in_layer = _LAYER.fullmatch(parameter)
     name = parameter if in_layer is None else in_layer[2]
@@ -133,11 +165,12 @@ def _pieces(
         # Megatron-Core counts the layers of all stages from 1
         layer = chunk.get_submodule(f"decoder.layers.{in_layer[1]}").layer_number - 1  # type: ignore[operator]
         prefix = f"backbone.layers.{layer}."
-    for local, relative, index in rule(shape, place.tensor, config):
+    pieces, *names = rule
+    for region, relative, index in pieces(ShardedParameter(names, shape, place.tensor, config)):
         if expert is not None:
             first = place.expert.rank * config.num_local_experts // place.expert.size
             index = (first + int(expert["module"] or expert["tensor"]), *index)
-        yield local, f"{prefix}{relative}", index
+        yield region, f"{prefix}{relative}", index
 
 
 def require_coverage(tables: Sequence[WeightTable], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -147,12 +180,9 @@ def require_coverage(tables: Sequence[WeightTable], shapes: Mapping[str, Sequenc
     for vocabulary padding. Ranks of one pipeline stage may have the same blocks, because they are replicas.
     """
     for rank, table in enumerate(tables):
-        regions_of_parameter: dict[tuple[int, str], list[Index]] = {key: [] for key in table.shapes}
-        for block in table.blocks:
-            regions_of_parameter[block.chunk, block.parameter].append(block.local)
-        for (chunk, parameter), regions in regions_of_parameter.items():
-            what = f"parameter '{parameter}' in chunk {chunk} of rank {rank}"
-            _require_partition(what, table.shapes[chunk, parameter], regions)
+        for key, blocks in table.by_parameter().items():
+            what = f"parameter '{key[1]}' in chunk {key[0]} of rank {rank}"
+            _require_partition(what, table.shapes[key], [block.local for block in blocks])
     counts: Counter[tuple[str, int, tuple[Any, ...], bool]] = Counter()
     indices: dict[tuple[Any, ...], Index] = {}
     for table in tables:
@@ -168,10 +198,15 @@ def require_coverage(tables: Sequence[WeightTable], shapes: Mapping[str, Sequenc
 
 
 def require_full_coverage(table: WeightTable, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Like `require_coverage`, for this rank's table and those of all other ranks. A collective of all ranks."""
-    tables: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, table)
-    require_coverage(tables, shapes)
+    """As `require_coverage`, of this rank's table and those of all other ranks. A collective of all ranks."""
+    require_coverage(_gathered(table), shapes)
+
+
+def _gathered(item: Any) -> list[Any]:
+    """Return an object of each rank. A collective of all ranks."""
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, item)
+    return objects
 
 
 def local_blocks(
@@ -179,8 +214,7 @@ def local_blocks(
 ) -> Iterator[tuple[Block, Tensor]]:
     """Yield each block with its part of a parameter's value, a view.
 
-    value: returns a tensor of the parameter's shape, or None to leave the parameter out. A family with corrections of
-    router scores has buffers among its parameters, which have no gradient.
+    value: returns a tensor of the shape of a parameter or a buffer, or None to leave it out.
     """
     for block in table.blocks:
         tensor = value(tensor_of(chunks[block.chunk], block.parameter))
@@ -198,12 +232,10 @@ def gather(
 
     A collective of all ranks. Raises ValueError if replicas of a block differ.
     """
-    local = [(block.name, block.index, part.detach()) for block, part in local_blocks(chunks, table, value)]
-    rank_parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rank_parts, local)
+    parts_here = [(block.name, block.index, part.detach()) for block, part in local_blocks(chunks, table, value)]
     full: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
-    for name, index, part in (entry for parts in rank_parts for entry in parts):
+    for name, index, part in (entry for parts in _gathered(parts_here) for entry in parts):
         tensor = full.setdefault(name, part.new_full(tuple(shapes[name]), torch.nan))
         key = name, index_key(index)
         if key in seen and not torch.equal(tensor[index], part):
@@ -214,6 +246,7 @@ def gather(
 
 
 def tensor_of(chunk: nn.Module, name: str) -> Tensor:
+    """Return a parameter or a buffer."""
     module, _, leaf = name.rpartition(".")
     return getattr(chunk.get_submodule(module), leaf)
 
@@ -248,3 +281,118 @@ def _require_partition(what: str, shape: Sequence[int], regions: Iterable[Index]
             f"{what} of shape {tuple(shape)}: element {element} is in {int(counts[tuple(cell)])} blocks; expected "
             "exactly one"
         )
+
+
+def load_from_source(
+    chunks: Sequence[Any], table: WeightTable, source: ModelSource, decoder: Decoder, mesh: Mesh
+) -> dict[Key, Tensor]:
+    """Load the weights of this rank's chunks, and return those that were rounded. A collective of all ranks.
+
+    decoder: the full model without values, which transformers saves under the names of the files from now on.
+    Raises one of `LOAD_ERRORS` on all ranks, for example for weights that are missing or not finite.
+    """
+    meshes = [axis for axis in (mesh.weights["tensor"], mesh.experts["expert"]) if axis.size() > 1]
+    shared, unrounded = decoder.shared_names(), dict[Key, Tensor]()
+    with mesh.ranks.all_raise(*LOAD_ERRORS):
+        for number, chunk in enumerate(chunks):
+            chunk_table, part = table.part(key for key in table.shapes if key[0] == number), source.build()
+            if not (chunk.pre_process and chunk.post_process):
+                first_layer = chunk.decoder.layers[0].layer_number - 1  # Megatron-Core counts from 1
+                layers = range(first_layer, first_layer + len(chunk.decoder.layers))
+                cut = require_cuttable(part.config)
+                keep_layers(part, cut, layers, first=chunk.pre_process, last=chunk.post_process)
+            if source.load_weights is not None:
+                _shard(part, chunk_table.blocks, shared, meshes)
+                for _, parameter in chunk_table.shapes:
+                    tensor_of(chunk, parameter).untyped_storage().resize_(0)
+                source.load_weights(part)
+            unrounded |= copy_tensors(chunks, chunk_table, _freed_after_use(part, shared))
+            save_as(decoder.pretrained, part.pretrained)
+    return unrounded
+
+
+@torch.no_grad()
+def copy_tensors(
+    chunks: Sequence[nn.Module], table: WeightTable, tensors: Iterable[tuple[str, Tensor]]
+) -> dict[Key, Tensor]:
+    """Copy tensors of the full model, or shards of them, into the parameters. Padding rows become zero.
+
+    Returns the unrounded values of the parameters with a gradient whose dtype rounds a value.
+    Raises ValueError for a tensor of another shape, and if one is missing.
+    """
+    blocks: defaultdict[str, list[Block]] = defaultdict(list)
+    for block in table.blocks:
+        blocks[block.name].append(block)
+    unrounded: dict[Key, Tensor] = {}
+    untouched = {key: tensor_of(chunks[key[0]], key[1]) for key in table.shapes}
+    for name, tensor in tensors:
+        place = shard_slices(tensor)
+        for block in blocks.pop(name, ()):
+            if (parameter := untouched.pop(block.key, None)) is not None:
+                _allocate_zeros(parameter)
+            whole = tensor_of(chunks[block.chunk], block.parameter)
+            target, within = whole[block.local], list[slice | int]()
+            for part, shard in zip(block.index, place, strict=True):
+                first = shard.start
+                within.append(part - first if isinstance(part, int) else slice(part.start - first, part.stop - first))
+            source = local(tensor)[tuple(within)]
+            if source.shape != target.shape:
+                raise ValueError(
+                    f"tensor '{name}' has shape {tuple(tensor.shape)}: parameter '{block.parameter}' needs "
+                    f"its part {block.index} with shape {tuple(target.shape)}"
+                )
+            target.copy_(source)
+            if whole.requires_grad and block.key not in unrounded and not torch.equal(target.to(source), source):
+                unrounded[block.key] = whole.to(source)
+            if block.key in unrounded:
+                unrounded[block.key][block.local] = source
+    for name, (block, *_) in blocks.items():
+        raise ValueError(f"there is no tensor '{name}', and parameter '{block.parameter}' needs it")
+    for parameter in untouched.values():  # shards of the vocabulary that have only padding rows
+        _allocate_zeros(parameter)
+    return unrounded
+
+
+def _allocate_zeros(parameter: Tensor) -> None:
+    storage = parameter.untyped_storage()
+    if not storage.nbytes():  # otherwise it may also have other parameters
+        storage.resize_(parameter.numel() * parameter.element_size())
+    parameter.zero_()
+
+
+def _freed_after_use(decoder: Decoder, shared: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the decoder's tensors under their names in the full model, and free the memory of each afterwards."""
+    for name, tensor in decoder.state_dict().items():
+        yield shared.get(name, name), tensor  # the last stage of a pipeline has its own copy of a tied head
+        storage = local(tensor).untyped_storage()
+        if storage.resizable():  # not pages of a file, which the system frees itself
+            storage.resize_(0)
+
+
+def _shard(
+    decoder: Decoder, blocks: Sequence[Block], shared: Mapping[str, str], meshes: Sequence[DeviceMesh]
+) -> None:
+    """Replace each parameter of a decoder on the meta device by the smallest shard that has all blocks of it.
+
+    shared: the names of tied weights in the full model, each with the name in the blocks. meshes: of one axis each.
+    """
+    bounds: defaultdict[str, list[tuple[tuple[int, int], ...]]] = defaultdict(list)
+    for block in blocks:
+        bounds[block.name].append(index_key(block.index))
+    tied = decoder.shared_names()
+    for name, parameter in list(decoder.named_parameters()):
+        whole = parameter.detach()
+        shards = [
+            whole
+        ]  # a tensor of which this rank needs nothing, or more than any shard along one axis, stays whole
+        for dim, bounds_of in enumerate(zip(*bounds[shared.get(name, name)], strict=True)):
+            start, stop = min(first for first, _ in bounds_of), max(last for _, last in bounds_of)
+            for mesh in meshes if stop - start < whole.shape[dim] else ():
+                shard = distribute_tensor(whole, mesh, [dtensor.Shard(dim)], src_data_rank=None)
+                place = shard_slices(shard)[dim]
+                if place.start <= start and stop <= place.stop:
+                    shards.append(shard)
+        module, _, leaf = name.rpartition(".")
+        smallest = min(shards, key=lambda shard: local(shard).numel())
+        setattr(decoder.get_submodule(module), leaf, nn.Parameter(smallest, parameter.requires_grad))
+    decoder.share(tied)

@@ -42,7 +42,7 @@ from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.megatron.adapter import LoraBranch
 from stillhouse.megatron.build import build_megatron_student
 from stillhouse.megatron.engine import MegatronEngine
-from stillhouse.megatron.optimizer_shards import MOMENTS, TrainedParameter, require_partition, trained_parameters
+from stillhouse.megatron.state import MOMENTS, TrainedParameter, require_partition, trained_parameters
 from stillhouse.megatron.weights import gather, local_blocks
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.adapter import ALL_LINEAR

@@ -20,10 +20,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
 from stillhouse.megatron.families import Shard
-from stillhouse.megatron.loading import copy_tensors
 from stillhouse.megatron.model_config import rotary_frequencies, transformer_config
 from stillhouse.megatron.rows import context_positions
-from stillhouse.megatron.weights import Place, WeightTable, require_coverage, weight_table
+from stillhouse.megatron.weights import Place, WeightTable, copy_tensors, require_coverage, weight_table
 from stillhouse.tools.parity import worst
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"

@@ -28,7 +28,7 @@ from stillhouse.megatron.build import build_megatron_student, megatron_logits
 from stillhouse.megatron.chunks import Chunks
 from stillhouse.megatron.engine import MegatronEngine
 from stillhouse.megatron.model_config import transformer_config
-from stillhouse.megatron.optimizer_shards import trained_parameters
+from stillhouse.megatron.state import trained_parameters
 from stillhouse.megatron.weights import gather
 from stillhouse.models import Decoder, add_lora, balance_routers, initialize_lora
 from stillhouse.models.adapter import is_lora

@@ -23,11 +23,10 @@ from transformers import PreTrainedConfig
 from stillhouse.engine.loss import StepLoss
 from stillhouse.megatron.chunks import build_chunks
 from stillhouse.megatron.families import FAMILIES
-from stillhouse.megatron.loading import copy_tensors
 from stillhouse.megatron.model_config import transformer_config
 from stillhouse.megatron.processor import MegatronProcessor
 from stillhouse.megatron.rows import context_positions
-from stillhouse.megatron.weights import Place, WeightTable, gather, require_full_coverage, weight_table
+from stillhouse.megatron.weights import Place, WeightTable, copy_tensors, gather, require_full_coverage, weight_table
 from stillhouse.models import Decoder
 from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
