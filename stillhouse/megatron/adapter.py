@@ -36,9 +36,7 @@ _A, _B = "lora_A.default.weight", "lora_B.default.weight"
 class LoraBranch(nn.Module):
     """What an adapter adds to the output of a linear layer. `add` is a forward hook of the layer.
 
-    rows: (projection, its number of rows) for each part of the layer's output on this rank, in order; None is a part
-    without an adapter.
-
+    rows: (projection or None, its number of rows) for each part of the layer's output on this rank, in order.
     If the layer's output is sharded over the tensor ranks (column parallel), so are the rows of B, and each rank has
     the full A. If its input is sharded (row parallel), so are the columns of A, and each rank has the full B. Tensor
     ranks communicate only A x, [S, B, R] for each projection. With sequence parallelism, each rank computes the

@@ -5,7 +5,7 @@ documents, L columns of the longest one, D width, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -50,13 +50,11 @@ def build_megatron_student(
 ) -> MegatronStudent:
     """Build this process's part of the models, and prove it. A collective of all processes.
 
-    Each process reads its part of the models from their files.
     Raises ValueError for a model or a layout that Megatron-Core does not have, ProofError for wrong logits.
     """
-    try:
+    requested = None
+    with suppress(AssertionError, RuntimeError):  # the first from a torch without CUDA
         requested = torch.device(torch.cuda.current_device())
-    except (AssertionError, RuntimeError):  # the first from a torch without CUDA
-        requested = None
     if requested is None or requested.type != mesh.device.type:
         raise ValueError(
             f"parallel.engine: megatron on {mesh.device.type}: Megatron-Core requests CUDA devices; expected a "
@@ -67,12 +65,12 @@ def build_megatron_student(
             f"parallel.sequence with tensor {layout.degrees.tensor}: expected a divisor of {COLUMNS}, because the "
             "columns of the documents' rows are a multiple of it"
         )
-    degrees, chunks = layout.degrees, SCHEMES[layout.schedule].per_rank
+    degrees, per_rank = layout.degrees, SCHEMES[layout.schedule].per_rank
     # Megatron-Core's ranks have the order of those of `Mesh`
     sizes = {
         "tensor_model_parallel_size": degrees.tensor,
         "pipeline_model_parallel_size": degrees.pipeline,
-        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 and degrees.pipeline > 1 else None,
+        "virtual_pipeline_model_parallel_size": per_rank if per_rank > 1 and degrees.pipeline > 1 else None,
         "context_parallel_size": degrees.context,
         "expert_model_parallel_size": degrees.experts,
         "expert_tensor_parallel_size": 1,
@@ -89,7 +87,13 @@ def build_megatron_student(
     student, decoder = _build_model(student_source, layout, mesh, options, is_student=True, prove=prove)
     teacher = teacher_decoder = head = None
     if teacher_source is not None and teacher_head_only:
-        head = _teacher_head(layout, mesh, teacher_source)
+        heads = {}
+        with mesh.ranks.all_raise(ProofError):
+            if mesh.coordinate("pipeline") == layout.last_rank:
+                head = load_head(teacher_source, layout, mesh)
+                heads[teacher_source.name] = head
+        if teacher_source.has_values:
+            prove_heads(mesh, heads)
     elif teacher_source is not None:
         teacher, teacher_decoder = _build_model(teacher_source, layout, mesh, options, is_student=False, prove=prove)
     return MegatronStudent(
@@ -99,7 +103,7 @@ def build_megatron_student(
         teacher,
         decoder,
         teacher_decoder,
-        teacher_head=head,
+        teacher_head=None if head is None else DecoderHead(head),
         teacher_is_base=student_source.teacher_is_base,
         data_parallel=data_parallel,
     )
@@ -110,8 +114,7 @@ def _build_model(
 ) -> tuple[Chunks, Decoder]:
     """Return a model's chunks with their weights, and the full model without values.
 
-    options: of `transformer_config`, for the layout and from `parallel.megatron`.
-    Raises ValueError for a student whose trained weights are not float32: the optimizer updates float32 weights.
+    options: of `transformer_config`, for the layout and from `parallel.megatron`
     """
     decoder = source.build()
     dtype = next(decoder.parameters()).dtype
@@ -145,24 +148,12 @@ def _build_model(
     return chunks, decoder
 
 
-def _teacher_head(layout: Layout, mesh: Mesh, source: ModelSource) -> DecoderHead | None:
-    """Load and prove a teacher's head on the last stage. A collective of all processes."""
-    heads = {}
-    with mesh.ranks.all_raise(ProofError):
-        if mesh.coordinate("pipeline") == layout.last_rank:
-            heads[source.name] = load_head(source, layout, mesh)
-    if source.has_values:
-        prove_heads(mesh, heads)
-    return DecoderHead(heads[source.name]) if heads else None
-
-
 def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
     """Compare the logits of each rank of the last stage with those of transformers. A collective of all processes.
 
-    Megatron-Core's layers get documents of different lengths as in a run, transformers' one document per row.
-    It is enough that one process runs transformers, with weights that it reads again, because it sends its logits to
-    all others. It has a part of the layers at a time, about as many as a process of this layout has. An adapter has
-    other matrices during the proof, because the first B is 0.
+    Megatron-Core's layers get documents of different lengths as in a run, transformers' one document per row. One
+    process runs transformers, with a part of the layers at a time, about as many as a process of this layout has.
+    An adapter has other matrices during the proof, because the first B is 0.
     Returns the largest error (see `TOLERANCE`). Raises ProofError on all processes.
     """
     degrees, dtype = mesh.degrees, chunks.transformer.params_dtype
@@ -211,9 +202,8 @@ def megatron_logits(
 ) -> list[tuple[list[Tensor], int]]:
     """Return the logits of all depths of equal micro-batches on the last stage, without gradients.
 
-    ids_BS, positions_BS: the tokens of all context ranks, which divide the columns, and their positions in their
-    documents. Each rank gets the logits [B, S, rows] of its own columns and of its rows of the vocabulary, which may
-    end with padding, and the number of the first row.
+    ids_BS, positions_BS: the tokens of all context ranks, and their positions in their documents. Each rank gets the
+    logits [B, S, rows] of its own columns and of its rows of the vocabulary, and the number of the first row.
     """
     labels_T = torch.full_like(ids_BS.flatten(), -1)
     batch = MicroBatch(
@@ -231,7 +221,7 @@ def megatron_logits(
 
 
 def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> Tensor:
-    """Return logits [K, N, L, V] in this process alone. parts: how many parts of the layers are loaded one by one."""
+    """Return logits [K, N, L, V]. parts: how many parts of the layers are loaded one by one."""
     full = source.build()
     count, mtp = full.config.num_hidden_layers, {} if full.mtp is None else {"mtp_input_ids": ids_NL}
     parts = min(parts, count)
@@ -262,7 +252,7 @@ def _drawn_adapter(chunks: Chunks) -> Iterator[None]:
     if chunks.lora is None:
         yield
         return
-    trained = [one for model in chunks.models for one in model.parameters() if one.requires_grad]
+    trained = [parameter for _, parameter in chunks.named_parameters() if parameter.requires_grad]
     kept, unrounded = [parameter.detach().clone() for parameter in trained], dict(chunks.unrounded)
     chunks.set_adapter(_drawn_matrices(chunks.matrices, chunks.lora))
     try:

@@ -29,8 +29,6 @@ from stillhouse.signals import WeightAverage
 
 
 class MegatronEngine(Engine):
-    """The optimizer is AdamW."""
-
     student: MegatronStudent
 
     def __init__(
@@ -92,7 +90,7 @@ class MegatronEngine(Engine):
         return norm
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the optimizer's weights in float32 by their names here. A collective of the data ranks."""
+        """Yield the optimizer's weights in float32. A collective of the data ranks."""
         for entry in trained_parameters(self.student.student, self.optimizer):
             full = entry.collect(entry.master.detach(), everywhere=True)
             assert full is not None

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from stillhouse.megatron.rows import all_positions, context_positions
+from stillhouse.megatron.rows import context_positions
 from stillhouse.models import Activations, varlen
 from stillhouse.models.layer_losses import RouterBalance
 from stillhouse.parallel.layer_loss_interface import LayerLoss
@@ -62,6 +62,7 @@ class CausalAttention(nn.Module):
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=_device(config)))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        self._is_plain = softcap is None and self.softmax_offset is None
         self.scale = 1 / sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         # the number of keys before its own that a query sees
@@ -92,10 +93,6 @@ class CausalAttention(nn.Module):
         query, key, value = (heads_THC[:, None] for heads_THC in (query, key, value))
         return self._attend_documents(query, key, value, packed_seq_params.cu_seqlens_q.diff().tolist())[:, 0]
 
-    @property
-    def _is_plain(self) -> bool:
-        return self.softcap is None and self.softmax_offset is None
-
     def _attend_documents(
         self, query_SBHC: Tensor, key_SBHC: Tensor, value_SBHC: Tensor, lengths: Sequence[int]
     ) -> Tensor:
@@ -112,7 +109,9 @@ class CausalAttention(nn.Module):
     def _attend(self, query_SBHC: Tensor, key_KBHC: Tensor, value_KBHC: Tensor) -> Tensor:
         mask_SK = None
         if len(query_SBHC) < len(key_KBHC) or self.window is not None or not self._is_plain:
-            distance_SK = context_positions(len(key_KBHC))[:, None] - all_positions(len(key_KBHC))
+            ranks = range(parallel_state.get_context_parallel_world_size())
+            gathered_K = torch.cat([context_positions(len(key_KBHC), rank) for rank in ranks])
+            distance_SK = context_positions(len(key_KBHC))[:, None] - gathered_K
             mask_SK = distance_SK >= 0
             if self.window is not None:
                 mask_SK &= distance_SK <= self.window
@@ -151,9 +150,9 @@ class CausalAttention(nn.Module):
 class LatentAttention(MLASelfAttention):
     """Multi-head latent attention whose gradients are exact under tensor parallelism.
 
-    The tensor ranks share the rotated part of the keys, but each rank's heads give only a part of its gradient.
-    Megatron-Core's local layers do not add these parts. Here the projections are sharded over the tokens again, as
-    with Transformer Engine, so that the gather that follows adds them. Tensor parallelism needs sequence parallelism.
+    The tensor ranks share the rotated part of the keys, but each rank's heads give only a part of its gradient, which
+    Megatron-Core's local layers do not add. Here the projections are sharded over the tokens again, as with
+    Transformer Engine, so that the gather that follows adds the parts.
     """
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,9 +175,8 @@ def _gathered(heads_SBHC: Tensor) -> Tensor:
 class RmsNorm(nn.Module):
     """RMSNorm with sequence parallelism, which Megatron-Core's own norm refuses without Transformer Engine and Apex.
 
-    The order of operations is that of transformers: normalized in float32, rounded, then multiplied by the weight.
-    rounds_last: multiplied by the weight in float32, then rounded, as in gpt-oss; also with
-    `layernorm_zero_centered_gamma`, which is Gemma's factor of 1 + weight.
+    As in transformers, the result in float32 is rounded, then multiplied by the weight. rounds_last: multiplied in
+    float32, then rounded, as in gpt-oss, and with Gemma's factor of 1 + weight (`layernorm_zero_centered_gamma`).
     """
 
     def __init__(
@@ -271,28 +269,21 @@ def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module]) -> None:
     A layer that backward computes again adds the loss only then, because only then it has gradients. So `balance`
     must have the micro-batch's loss again when the micro-batch's backward begins (`chunks.py`).
     """
-    for name, router in _routers(chunks).items():
-        router.register_forward_hook(partial(_add_loss, balance, name))
+    for number, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(partial(_add_loss, balance, f"{number}.{name}"))
 
 
 def require_losses(chunks: Sequence[nn.Module], losses: Sequence[LayerLoss]) -> None:
     """Raise ValueError unless each router of the chunks has added each loss. losses: one for each micro-batch"""
-    routers = _routers(chunks)
+    routers = sum(isinstance(module, TopKRouter) for chunk in chunks for module in chunk.modules())
     for loss in losses:
-        if len(loss.losses()) != len(routers):
+        if len(loss.losses()) != routers:
             raise ValueError(
-                f"{len(loss.losses())} of {len(routers)} routers of Megatron-Core added the load-balancing loss: "
+                f"{len(loss.losses())} of {routers} routers of Megatron-Core added the load-balancing loss: "
                 "expected all of them, in a forward pass with gradients or in one that backward computes again"
             )
-
-
-def _routers(chunks: Sequence[nn.Module]) -> dict[str, TopKRouter]:
-    return {
-        f"{number}.{name}": module
-        for number, chunk in enumerate(chunks)
-        for name, module in chunk.named_modules()
-        if isinstance(module, TopKRouter)
-    }
 
 
 def _add_loss(balance: RouterBalance, name: str, router: TopKRouter, inputs: tuple[Any, ...], outputs: Any) -> Any:

@@ -61,10 +61,9 @@ def transformer_config(
     """Return Megatron-Core's configuration of a model.
 
     dtype: of the weights and of the hidden states that pipeline stages send. depths: the number of MTP layers.
-    options: fields of `TransformerConfig` for the layout, memory and speed; a field that the model or the loss
-    determines is refused.
+    options: fields of `TransformerConfig` for the layout, memory and speed.
     Raises UnsupportedModelError, naming the key, for what Megatron-Core does not compute as transformers does, and
-    ValueError for options that the model determines or Megatron-Core refuses.
+    ValueError for options that the model or the loss determines or Megatron-Core refuses.
     """
     family = require_family(config)
     _require_exact(config, family)
@@ -111,7 +110,6 @@ def transformer_config(
 def rotary_frequencies(config: PreTrainedConfig, layer_type: str = "full_attention") -> tuple[Tensor, float]:
     """Return the rotary embedding's inverse frequencies [C] in float32, and the factor of rotated queries and keys.
 
-    Both are computed by transformers itself, except for the formula without scaling, which each model has.
     layer_type: for families whose layer types have different embeddings; other families ignore it.
     """
     by_type = "full_attention" in config.rope_parameters
@@ -270,8 +268,7 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of TransformerConfig and those of DistributedDataParallelConfig.
 
-    Raises ValueError, with the key, for a name of neither, a setting that is not passed on, a value of another type
-    than the field's, and modules that need Transformer Engine.
+    Raises ValueError, with the key, for an unknown or unsupported setting, and a value of another type.
     """
     types = get_type_hints(MLATransformerConfig) | get_type_hints(DistributedDataParallelConfig)
     names = {field.name for kind in (MLATransformerConfig, DistributedDataParallelConfig) for field in fields(kind)}

@@ -28,8 +28,7 @@ from stillhouse.models.document_packing import COLUMNS, UnpackedRows
 @dataclass(frozen=True)
 class MegatronRows:
     """ids_NL, positions_NL: the tokens in the layers, and their positions in their documents. rows: of all context
-    ranks. documents: the columns of each document in a row. packed: the borders of packed documents, as attention
-    reads them; None: each row is one document.
+    ranks. documents: the columns of each document in a row. packed: None: each row is one document.
     """
 
     ids_NL: Tensor
@@ -69,7 +68,7 @@ class MegatronRows:
         return cls(ids_NL, positions_NL, rows, documents, borders(documents, ids_NK.device) if packs else None)
 
     def pack_tokens(self, values: Tensor) -> Tensor:
-        """Return values [N·L, …] of the rows as those of this rank's columns [B·S, …], in the same way as `pack`."""
+        """As `pack`, for values [N·L, …], which become [B·S, …]."""
         return self.pack(values.unflatten(0, self.ids_NL.shape)).flatten(0, 1)
 
     def pack(self, hidden_NLD: Tensor) -> Tensor:
@@ -113,10 +112,9 @@ def _places(documents: Sequence[int], *ranks: int) -> Iterator[tuple[Tensor, Ten
     """Yield, for context ranks (by default all), the columns of a row that a rank has, in their order, and their
     positions in their documents. documents: the columns of each.
     """
-    size = parallel_state.get_context_parallel_world_size()
     starts = [*accumulate(documents, initial=0)][:-1]
-    for rank in ranks or range(size):
-        positions = [_positions(rank, size, document) for document in documents]
+    for rank in ranks or range(parallel_state.get_context_parallel_world_size()):
+        positions = [context_positions(document, rank) for document in documents]
         columns = [start + document_positions for start, document_positions in zip(starts, positions, strict=True)]
         yield torch.cat(columns), torch.cat(positions)
 
@@ -130,28 +128,18 @@ def borders(documents: Sequence[int], device: torch.device) -> PackedSeqParams:
     )
 
 
-def context_positions(tokens: int) -> Tensor:
-    """Return the positions of a document's tokens that this context rank has, in their order.
+def context_positions(tokens: int, rank: int | None = None) -> Tensor:
+    """Return the positions of a document's tokens that a context rank (by default this one) has, in their order.
 
     The document is divided into two chunks per rank, and rank r has chunk r and the r-th chunk from the end, so that
-    all ranks have the same work. tokens: of the full document with its padding, a multiple of twice the number of
-    context ranks if there are several.
+    all ranks have the same work. tokens: of the full document with its padding. Raises ValueError for several context
+    ranks unless it is a multiple of twice their number.
     """
-    rank = parallel_state.get_context_parallel_rank()
-    return _positions(rank, parallel_state.get_context_parallel_world_size(), tokens)
-
-
-def all_positions(tokens: int) -> Tensor:
-    """Return the positions of a document's tokens in the order in which the ranks' parts of it are gathered."""
     size = parallel_state.get_context_parallel_world_size()
-    return torch.cat([_positions(rank, size, tokens) for rank in range(size)])
-
-
-def _positions(rank: int, size: int, tokens: int) -> Tensor:
-    """As `context_positions`, for rank `rank` of `size` context ranks."""
     if size == 1:
         return torch.arange(tokens)
     if tokens % (2 * size):
         raise ValueError(f"documents of {tokens} tokens over {size} context ranks: expected a multiple of {2 * size}")
+    rank = parallel_state.get_context_parallel_rank() if rank is None else rank
     chunks = torch.arange(tokens).chunk(2 * size)
     return torch.cat([chunks[rank], chunks[-1 - rank]])

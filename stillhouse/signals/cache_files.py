@@ -58,12 +58,10 @@ _WIDEST, _REACH = 41, 6
 class CacheManifest:
     """A description of a cache's content and of the teacher that computed it.
 
-    teacher: the model's name
     teacher_hash, tokenizer_hash: hashes of the teacher's files and of its tokenizer
     vocabulary, width: rows of the teacher's head, and its width
-    documents, rows, shards: numbers of documents, rows and shards
     documents_hash: a hash of the ids and row ranges of all documents
-    versions: versions of the libraries
+    versions: of the libraries
     packed: whether ids and counts are stored with the smallest possible number of bits
     media: how tensors were made of media (`MediaProcessor.pixels_identity`); None if the documents are texts
     teacher_media: a hash of the teacher's processor of media; None if it has none of its own
@@ -109,21 +107,15 @@ class CacheManifest:
             return bits_for(self.vocabulary) + bits_for(self.signal.entries)
         return bits_for(self.vocabulary + self.signal.with_label)
 
-    @property
-    def content(self) -> dict[str, Any]:
-        """All fields except the versions."""
-        return {key: value for key, value in self._fields.items() if key != "versions"}
-
-    @property
-    def _fields(self) -> dict[str, Any]:
-        """Caches of texts have no field for media, as before there were media."""
-        fields = {_STORED.get(key, key): value for key, value in asdict(self).items()}
+    def fields(self, *removed: str) -> dict[str, Any]:
+        """The fields in the file. Caches of texts have no field for media, as before there were media."""
+        fields = {_STORED.get(key, key): value for key, value in asdict(self).items() if key not in removed}
         return {key: value for key, value in fields.items() if value is not None or key not in _STORED.values()}
 
     @property
     def identity(self) -> str:
-        """A hash of the content. The header of each shard contains it, so that shards of other caches are refused."""
-        return json_hash(self.content)
+        """A hash of all fields except the versions. The header of each shard contains it."""
+        return json_hash(self.fields("versions"))
 
     def summary(self, folder: Path) -> str:
         """Describe a complete cache in two lines, for a terminal."""
@@ -137,14 +129,14 @@ class CacheManifest:
         )
 
     def differences(self, other: "CacheManifest") -> list[tuple[str, Any, Any]]:
-        """For each field of `content` that differs: its name, its value here and its value in `other`."""
-        ours, others = self.content, other.content
+        """For each field that differs, except the versions: its name, its value here and its value in `other`."""
+        ours, others = self.fields("versions"), other.fields("versions")
         return [
             (name, ours.get(name), others.get(name)) for name in ours | others if ours.get(name) != others.get(name)
         ]
 
     def to_json(self) -> str:
-        return json.dumps(self._fields, indent=2) + "\n"
+        return json.dumps(self.fields(), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, path: object) -> "CacheManifest":
@@ -202,16 +194,11 @@ def shard_name(number: int) -> str:
 
 
 def record_name(number: int) -> str:
-    """The name of the file with a shard's hash."""
     return f"{SHARDS}/{number:05d}.json"
 
 
 class StoredDocument(NamedTuple):
-    """The place of a document in a cache: the document `number` of a shard.
-
-    rows: the rows of the document that are stored
-    start: the row of the shard's tensors at which these rows begin
-    """
+    """The document `number` of a shard. rows: those that are stored, from row `start` of the shard's tensors on"""
 
     shard: int
     number: int
@@ -223,10 +210,7 @@ class StoredDocument(NamedTuple):
 
 
 def read_rows(manifest: CacheManifest, file: Any, stored: StoredDocument, rows: range) -> dict[str, Tensor]:
-    """Return the signal's tensors for some rows of a document, from its opened shard.
-
-    Raises ValueError if the shard's tensors are inconsistent.
-    """
+    """Return the signal's tensors for some rows of a document. Raises ValueError for inconsistent tensors."""
     first, last = rows.start - stored.rows.start, rows.stop - stored.rows.start
     if manifest.packed and manifest.signal.kind == "sampled":
         return _packed_draws(manifest, file, stored, first, last)
