@@ -92,14 +92,6 @@ def edited_step(newest: Path) -> str:
     return "its state.json is not what was written (its hash differs)"
 
 
-def state(content: str) -> Callable[[Path], str]:
-    def damage(newest: Path) -> str:
-        (newest / "state.json").write_text(content)
-        return "its state.json "
-
-    return damage
-
-
 def of_another_step(newest: Path) -> str:
     shutil.copy(newest.parent / BEFORE / "state.json", newest / "state.json")
     return "is the checkpoint of step 2: expected the name step-00000002"
@@ -114,41 +106,26 @@ def text_as_step(newest: Path) -> str:
     return "is of another version: state.json: progress.step: Input should be a valid integer"
 
 
-DAMAGE = {
-    "zeroed bytes": zeroed,
-    "no moments": without_moments,
-    "a file too many": one_too_many,
-    "an edited step": edited_step,
-    "the state of another step": of_another_step,
-    "half a state": state('{"progress": {"st'),
-    "an empty state": state(""),
-    "a list as state": state("[1, 2]"),
-    "a state without hashes": state('{"step": 4, "tokens": 1}'),
-    "a step of another type": text_as_step,
-}
+#: changes of a checkpoint, and contents of its state.json
+DAMAGE: list[Callable[[Path], str] | str] = [
+    *(zeroed, without_moments, one_too_many, edited_step, of_another_step, text_as_step),
+    *('{"progress": {"st', "", "[1, 2]", '{"step": 4, "tokens": 1}'),
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_within_a_checkpoint_is_found(complete_run: Path, tmp_path: Path, damage: str) -> None:
+def test_damage_within_a_checkpoint_is_found(
+    complete_run: Path, tmp_path: Path, damage: Callable[[Path], str] | str
+) -> None:
     newest = Path(shutil.copytree(complete_run / "out" / "checkpoints" / NEWEST, tmp_path / NEWEST))
     shutil.copytree(complete_run / "out" / "checkpoints" / BEFORE, tmp_path / BEFORE)
-    problem = DAMAGE[damage](newest)
+    problem = "its state.json "
+    if isinstance(damage, str):
+        (newest / "state.json").write_text(damage)
+    else:
+        problem = damage(newest)
     with pytest.raises(DamagedCheckpointError, match=f"^{re.escape(str(newest))} .*{re.escape(problem)}"):
         verified(newest)
-
-
-def test_a_run_falls_back_from_a_damaged_checkpoint_if_it_may(complete_run: Path, tmp_path: Path) -> None:
-    out = interrupted(complete_run, tmp_path)
-    problem = zeroed(out / "checkpoints" / NEWEST)
-    before = contents(out)
-    assert run("distill", complete_run / "run.yaml", f"out={out}", code=1).err == (
-        f"error: {out}/checkpoints/{NEWEST} is damaged: {problem}; with checkpoint.fallback=true the run continues "
-        f"from {BEFORE}, the checkpoint before it\n"
-    )
-    assert contents(out) == before
-    run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true")
-    assert contents(out / "model") == contents(complete_run / "out" / "model")
-    assert (out / "checkpoints" / f"{NEWEST}.damaged").is_dir()
 
 
 def test_an_older_damaged_checkpoint_is_a_warning_and_is_kept(complete_run: Path, tmp_path: Path) -> None:
@@ -221,21 +198,14 @@ def test_a_model_that_was_replaced(tmp_path: Path, which: str) -> None:
     assert name in run("check", tmp_path / "run.yaml", f"out={out}", code=1).err
 
 
-def huge_update(folder: Path) -> list[str]:
-    return [str(folder / "run.yaml"), "train.learning_rate=1e308", "train.warmup=0", "checkpoint.every=1"]
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_weights_are_checked_before_they_are_saved(tmp_path: Path, processes: int) -> None:
     write_run(tmp_path)
-    if processes == 1:
-        err = run("distill", *huge_update(tmp_path), code=1).err
-    else:
-        ranks = Ranks(2, "distill", *huge_update(tmp_path))
-        assert ranks.wait() == [1, 1]
-        err = ranks[0].err
-    assert err.startswith("error: step 1: 'student.backbone.")
-    assert "not finite after the update, so no checkpoint of it is written" in err
+    huge_update = "train.learning_rate=1e308", "train.warmup=0", "checkpoint.every=1"
+    ranks = Ranks(processes, "distill", tmp_path / "run.yaml", *huge_update)
+    assert ranks.wait() == [1] * processes
+    assert ranks[0].err.startswith("error: step 1: 'student.backbone.")
+    assert "not finite after the update, so no checkpoint of it is written" in ranks[0].err
     assert list((tmp_path / "out" / "checkpoints").iterdir()) == []
 
 

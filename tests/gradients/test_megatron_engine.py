@@ -7,7 +7,7 @@ weights after two steps with clipping and weight decay. megatron-core is the rea
 import pytest
 import torch
 from kit import slow
-from kit.shard_ranks import on_ranks
+from kit.shard_ranks import message_of, on_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -44,7 +44,7 @@ from stillhouse.megatron.build import build_megatron_student
 from stillhouse.megatron.engine import MegatronEngine
 from stillhouse.megatron.state import MOMENTS, TrainedParameter, require_partition, trained_parameters
 from stillhouse.megatron.weights import gather, local_blocks
-from stillhouse.models import Decoder, ProofError
+from stillhouse.models import Decoder
 from stillhouse.models.adapter import ALL_LINEAR
 from stillhouse.models.document_packing import ROWS
 from stillhouse.objective.spec import parse_objective
@@ -61,18 +61,15 @@ def refused_teacher(rank: Rank, family: str) -> str:
             ModelSource(partial(decoder, Job(case), 0), name=name)
             for name, case in (("student", student), ("teacher", Case(family)))
         ]
-        try:
-            build_megatron_student(Layout(student.degrees), Mesh(student.degrees, torch.device("cpu")), *sources)
-        except ValueError as error:
-            return str(error)
-    return ""
+        mesh = Mesh(student.degrees, torch.device("cpu"))
+        return message_of(build_megatron_student, Layout(student.degrees), mesh, *sources)
 
 
 @dataclass
 class Distances:
     """Of the first step's gradients from those in float64, relative to the norm of the latter.
 
-    float32, bfloat16: those of the other engine in one process. megatron: by the dtype of the residual stream.
+    float32, bfloat16: of the other engine in one process. megatron: by the dtype of the residual stream.
     weights: the largest difference between the float32 weights before the first step and the loaded ones.
     """
 
@@ -150,11 +147,7 @@ def without_an_adapters_part(rank: Rank, job: Job) -> str:
         return arguments[-1] if "k_proj" in branch.A else added(branch, *arguments)
 
     with laid_out(job.case), patch.object(LoraBranch, "add", add):
-        try:
-            megatron_engine(job, parse_objective("cross_entropy"))
-        except ProofError as error:
-            return str(error)
-    return ""
+        return message_of(megatron_engine, job, parse_objective("cross_entropy"))
 
 
 def resumed_in_another_layout(rank: Rank, cases: tuple[Case, Case]) -> dict[str, float]:
@@ -217,11 +210,9 @@ def wrong_partition(rank: Rank, ranges: tuple[slice, slice]) -> str:
     assert group is not None
     elements, parameter = ranges[group.rank()], torch.nn.Parameter(torch.zeros(2, 3))
     master = torch.zeros(elements.stop - elements.start)
-    try:
-        require_partition([TrainedParameter((0, "norm"), (), parameter, group, 0, elements, None, master)])
-    except ValueError as error:
-        return str(error)
-    return ""
+    return message_of(
+        require_partition, [TrainedParameter((0, "norm"), (), parameter, group, 0, elements, None, master)]
+    )
 
 
 LIMIT = 180.0

@@ -24,7 +24,7 @@ from kit.megatron_jobs import apart
 from kit.megatron_models import LAYERS, ROWS_V, Layout, Norm, S, build, laid_out, micro_batch
 from kit.megatron_weights_jobs import Case
 from kit.pages import code_blocks
-from kit.shard_ranks import Rank, on_ranks
+from kit.shard_ranks import Rank, message_of, on_ranks
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid import hybrid_block
@@ -90,11 +90,7 @@ def build_hybrid(layout: Layout) -> HybridModel:
 def refusal(rank: Rank, layout: Layout) -> str:
     """A job: the message for a processor in a HybridModel as it is installed."""
     with laid_out(layout):
-        try:
-            MegatronProcessor(build_hybrid(layout), cross_entropy())
-        except ValueError as error:
-            return str(error)
-    return ""
+        return message_of(MegatronProcessor, build_hybrid(layout), cross_entropy())
 
 
 def compare_hybrid(rank: Rank, layout: Layout) -> tuple[float, dict[str, float]]:

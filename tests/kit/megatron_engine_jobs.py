@@ -15,7 +15,7 @@ import torch.distributed as dist
 from kit import varlen_reference
 from kit.causal_families import of_config
 from kit.megatron_weights_jobs import Case, laid_out, model_config
-from kit.shard_ranks import Rank
+from kit.shard_ranks import Rank, message_of
 from torch import Tensor
 
 from stillhouse.config import TrainConfig
@@ -387,8 +387,4 @@ def silent_model(rank: Rank, case: Case) -> str:
         model = chunks.models[-1]
         called = model.forward
         model.forward = lambda *inputs, **hook: called(*inputs)
-        try:
-            megatron_logits(chunks, *2 * [torch.arange(S).expand(B, S)], 2)
-        except ValueError as error:
-            return str(error)
-    return ""
+        return message_of(megatron_logits, chunks, *2 * [torch.arange(S).expand(B, S)], 2)

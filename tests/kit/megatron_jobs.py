@@ -28,7 +28,7 @@ from kit.megatron_models import (
     micro_batch,
     shard_of,
 )
-from kit.shard_ranks import Rank
+from kit.shard_ranks import Rank, message_of
 from kit.tensors import Largest
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -161,7 +161,7 @@ def plain_with_depths(rank: Rank, _: None) -> None:
 
 def refusals(rank: Rank, _: None) -> list[str]:
     """A job: the errors for a bare function as processor, a DTensor as weight, and deferred weight gradients."""
-    batch, messages = micro_batch(0, False), []
+    batch = micro_batch(0, False)
     with laid_out(Layout()):
         model = build(Layout(depths=1), 0)
         inputs = (batch.input_ids_BS, batch.position_ids_BS, None)
@@ -178,12 +178,8 @@ def refusals(rank: Rank, _: None) -> list[str]:
             model.output_layer.weight = nn.Parameter(weight)
             model(*inputs, output_processor=hook)
 
-        for mistake in (lambda: model(*inputs, output_processor=print), dtensor_weight, deferred):
-            try:
-                mistake()
-            except ValueError as error:
-                messages.append(str(error))
-    return messages
+        mistakes = (lambda: model(*inputs, output_processor=print), dtensor_weight, deferred)
+        return [message_of(mistake) for mistake in mistakes]
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,15 @@ def kill(folder: Path, *overrides: str) -> Path:
     return out
 
 
+def assert_parity(folder: Path) -> list[str]:
+    """Compare the gradients of all layouts of two processes; return the rows of the table."""
+    ranks = Ranks(2, "parity", folder / "run.yaml", "parallel.engine=megatron", hook=without_cuda)
+    assert ranks.wait(LIMIT) == [0] * 2, ranks.texts
+    rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
+    assert all(float(line.split()[-2]) <= 1e-5 for line in rows), rows
+    return rows
+
+
 def save_student(folder: Path, family: str) -> None:
     """Save a student of a family that only `causal_families.py` has, with the tokenizer of `write_run`'s models."""
     from kit.megatron_weights_jobs import Case, model_config  # needs Megatron-Core

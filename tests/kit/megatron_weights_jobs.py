@@ -6,6 +6,7 @@ B rows of one document each, S tokens per row, D width, V vocabulary.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, temporary_groups
 
 B, S, MICRO_BATCHES = 2, 12, 2
+MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,12 @@ class Difference:
     logits: float | None
     gradients: dict[str, float]
     reloaded: bool
+
+
+def save(folder: Path, case: Case) -> Path:
+    """Save a case's model; return the folder."""
+    of_config(model_config(case)).save_pretrained(folder)
+    return folder
 
 
 def model_config(case: Case) -> PreTrainedConfig:

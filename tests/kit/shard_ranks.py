@@ -178,6 +178,15 @@ def on_ranks(function: Callable[..., Result], count: int, *arguments: Any, limit
     return pool.call(_unpacked, (function, arguments), limit=limit)
 
 
+def message_of(function: Callable[..., object], *arguments: Any) -> str:
+    """Return the message of the ValueError that a call raises on this rank; "" without an error."""
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _unpacked(rank: Rank, job: tuple[Callable[..., Result], tuple[Any, ...]]) -> Result:
     function, arguments = job
     return function(rank, *arguments)

@@ -14,7 +14,7 @@ from kit import loading_memory, slow
 from kit.causal_families import of_config
 from kit.families import build
 from kit.runs import write_run
-from kit.shard_ranks import RankPool, on_ranks
+from kit.shard_ranks import RankPool, message_of, on_ranks
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("megatron.core")
@@ -27,7 +27,7 @@ from unittest.mock import patch
 from kit.loading_memory import MIB, growth, return_freed_memory
 from kit.megatron_engine_jobs import build_chunks
 from kit.megatron_runs import without_cuda
-from kit.megatron_weights_jobs import Case, laid_out, model_config
+from kit.megatron_weights_jobs import GEMMA, LATENT, MOE, Case, laid_out, model_config, save
 from kit.ranks import Ranks
 from kit.shard_ranks import Rank
 
@@ -37,7 +37,7 @@ from stillhouse.megatron.build import prove_chunks
 from stillhouse.megatron.families import FAMILIES
 from stillhouse.megatron.model_config import transformer_config
 from stillhouse.megatron.weights import gather, tensor_of
-from stillhouse.models import Decoder, ProofError
+from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights
 
@@ -107,11 +107,7 @@ def prove_damaged(rank: Rank, job: tuple[Path, Case, float]) -> str:
             name = next(name for _, name in chunks.table.shapes if name.endswith("linear_fc2.weight"))
             with torch.no_grad():
                 tensor_of(chunks.models[0], name)[0] *= factor
-        try:
-            prove_chunks(chunks, source, mesh)
-        except ProofError as error:
-            return str(error)
-    return ""
+        return message_of(prove_chunks, chunks, source, mesh)
 
 
 def prove_with_borders(_: Rank, job: tuple[Path, Case, Callable[[Sequence[int]], Sequence[int]]]) -> str:
@@ -123,11 +119,7 @@ def prove_with_borders(_: Rank, job: tuple[Path, Case, Callable[[Sequence[int]],
     with laid_out(case), patch.object(rows, "borders", lambda documents, device: borders(change(documents), device)):
         mesh, source = Mesh(case.degrees, CPU), loading_memory.source(folder)
         chunks, _ = build_chunks(case, mesh, source)
-        try:
-            prove_chunks(chunks, source, mesh)
-        except ProofError as error:
-            return str(error)
-    return ""
+        return message_of(prove_chunks, chunks, source, mesh)
 
 
 @dataclass(frozen=True)
@@ -154,15 +146,9 @@ def measure(_: Rank, job: tuple[Path, Path, Case]) -> Memory:
     return Memory(share, loading, proof)
 
 
-MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 LIMIT = 180.0
 #: of the models that `write_run` saves
 VOCABULARY = 400
-
-
-def save(folder: Path, case: Case) -> Path:
-    of_config(model_config(case)).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -241,20 +227,18 @@ def test_wrong_borders_of_packed_documents_fail_the_proof(
         assert error.startswith("model: the logits of Megatron-Core differ from those of transformers by ")
 
 
-def changed(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name] = change(tensors[name])
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = change(tensors[name])
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
 
 
-def nan_in_the_last_row(folder: Path) -> None:
-    changed(
-        folder, "model.layers.1.self_attn.q_proj.weight", lambda rows: torch.cat([rows[:-1], rows[-1:] * torch.nan])
-    )
-
-
-def another_shape(folder: Path) -> None:
-    changed(folder, "model.layers.1.mlp.down_proj.weight", lambda weight: weight[:, 1:].clone())
+Q_PROJ, DOWN_PROJ = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
+nan_in_the_last_row = changed(Q_PROJ, lambda rows: torch.cat([rows[:-1], rows[-1:] * torch.nan]))
+another_shape = changed(DOWN_PROJ, lambda weight: weight[:, 1:].clone())
 
 
 def lost_file(folder: Path) -> None:

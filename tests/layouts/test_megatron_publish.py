@@ -3,6 +3,7 @@
 megatron-core is the real one, on a CPU. The control is the folder from which the student was loaded.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,9 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: `ma
 
 from functools import partial
 
-from kit.causal_families import of_config
 from kit.loading_memory import growth, read_manifest, source
 from kit.megatron_engine_jobs import Job, build_chunks, decoder, megatron_engine
-from kit.megatron_weights_jobs import Case, laid_out, model_config
+from kit.megatron_weights_jobs import GEMMA, LATENT, MOE, Case, laid_out, save
 from kit.shard_ranks import Rank
 from transformers import AutoModelForCausalLM
 
@@ -40,12 +40,18 @@ def published_adapter(rank: Rank, job: tuple[Job, Path]) -> tuple[str, dict[str,
     trained, folder = job
     with laid_out(trained.case):
         student = megatron_engine(trained, parse_objective("cross_entropy")).student
-        with torch.no_grad():
-            for _, parameter in student.named_parameters():
-                parameter.mul_(1 + parameter.requires_grad)
-        path = publish(student, folder, 7, bucket_bytes=1)
-        copy = StudentCopy(student, partial(decoder, trained, 0))
-        return str(path), {name: tensor.clone() for name, tensor in copy.decoder.state_dict().items()}
+        return _doubled(student, folder, 1, partial(decoder, trained, 0))
+
+
+def _doubled(
+    student: MegatronStudent, folder: Path, bucket_bytes: int, build: Callable[[], Decoder]
+) -> tuple[str, dict[str, Tensor]]:
+    with torch.no_grad():
+        for _, parameter in student.named_parameters():
+            parameter.mul_(1 + parameter.requires_grad)
+    path = publish(student, folder, 7, bucket_bytes=bucket_bytes)
+    copy = StudentCopy(student, build)
+    return str(path), {name: tensor.clone() for name, tensor in copy.decoder.state_dict().items()}
 
 
 #: a job: the layout, the student's folder, the folder of the versions, and the largest size of a file
@@ -59,13 +65,8 @@ def published(rank: Rank, job: PublishJob) -> tuple[str, dict[str, Tensor]]:
     """
     case, model, folder, bucket_bytes = job
     with laid_out(case):
-        student = of_folder(case, model)
-        with torch.no_grad():
-            for _, parameter in student.named_parameters():
-                parameter.mul_(2)
-        path = publish(student, folder, 7, bucket_bytes=bucket_bytes)
-        copy = StudentCopy(student, partial(Decoder.from_pretrained, model, verify=False))
-        return str(path), {name: tensor.clone() for name, tensor in copy.decoder.state_dict().items()}
+        build = partial(Decoder.from_pretrained, model, verify=False)
+        return _doubled(of_folder(case, model), folder, bucket_bytes, build)
 
 
 def growth_of_publishing(rank: Rank, job: tuple[Case, Path, Path, Path, int]) -> float:
@@ -96,7 +97,6 @@ def of_folder(case: Case, model: Path) -> MegatronStudent:
     return MegatronStudent(layout, mesh, chunks, None, empty)
 
 
-MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 #: of three rows of the vocabulary each, the fourth tensor rank has only padding
 FEW_TOKENS = {"vocab_size": 9, "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": None}
 QUICK = [Case("qwen3", tied=True, tensor=2)]
@@ -117,11 +117,6 @@ LONG = [
 ]
 # in the order of the numbers of processes, so that cases share them
 LONG.sort(key=lambda case: case.processes)
-
-
-def save(folder: Path, case: Case) -> Path:
-    of_config(model_config(case)).save_pretrained(folder)
-    return folder
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

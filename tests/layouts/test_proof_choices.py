@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.causal_families import build
-from kit.shard_ranks import Rank, on_ranks
+from kit.shard_ranks import Rank, message_of, on_ranks
 from transformers import PreTrainedModel
 
 from stillhouse.models import Decoder, document_packing
@@ -91,11 +91,7 @@ def test_the_proof_finds_how_models_compute(case: Pair) -> None:
 def refused(_: Rank, folder: str) -> str:
     """A job: the error of a student in bfloat16 under fsdp."""
     source = ModelSource(partial(empty_decoder, folder, dtype="bfloat16"))
-    try:
-        build_runner(Layout(FSDP), mesh_of(FSDP), source, None)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return message_of(build_runner, Layout(FSDP), mesh_of(FSDP), source, None)
 
 
 def test_a_layer_that_trains_several_dtypes_is_refused(tmp_path: Path) -> None:
@@ -112,12 +108,9 @@ def with_other_kernels(rank: Rank, family: str) -> str:
         document_packing.find_spec = lambda name: original("torch")  # type: ignore[assignment]
     try:
         source = ModelSource(partial(unproven, partial(build, family)))
-        build_proven_runner(Layout(FSDP), mesh_of(FSDP), source, None)
-    except ValueError as error:
-        return str(error)
+        return message_of(build_proven_runner, Layout(FSDP), mesh_of(FSDP), source, None)
     finally:
         document_packing.find_spec = original
-    return ""
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])

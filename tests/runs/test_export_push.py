@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ import yaml
 from artefacts.write_artefacts import ARTEFACTS
 from huggingface_hub import constants
 from kit.runs import ROOT, contents, run
+from kit.stub_servers import QuietHandler
 
 import stillhouse
 
@@ -37,14 +38,14 @@ class StubHub:
         self._objects: dict[str, bytes] = {}
         hub = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
                 hub.answer(self, self._body())
 
             def do_PUT(self) -> None:
                 content = self._body()
                 hub._objects[hashlib.sha256(content).hexdigest()] = content
-                reply(self, 200, {})
+                self.reply(200, {})
 
             def _body(self) -> bytes:
                 if self.headers.get("Transfer-Encoding") != "chunked":
@@ -55,9 +56,6 @@ class StubHub:
                     self.rfile.readline()
                 self.rfile.readline()
                 return content
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -70,44 +68,48 @@ class StubHub:
         self._server.shutdown()
         self._server.server_close()
 
-    def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+    def answer(self, request: QuietHandler, body: bytes) -> None:
         path = request.path.partition("?")[0]
         if request.headers.get("Authorization") != f"Bearer {TOKEN}":
-            reply(request, 401, {"error": "Invalid username or password."})
+            request.reply(401, {"error": "Invalid username or password."})
         elif any(part in path for part in self.fails):
-            reply(request, 403, {"error": "no rights"})  # a client repeats a request that gets 500
+            request.reply(403, {"error": "no rights"})  # a client repeats a request that gets 500
         elif path == "/api/validate-yaml":
             metadata = yaml.safe_load(json.loads(body)["content"].split("---\n")[1])
             errors = [] if isinstance(metadata, dict) else [{"message": "the card has no metadata"}]
-            reply(request, 400 if errors else 200, {"errors": errors, "warnings": []})
+            request.reply(400 if errors else 200, {"errors": errors, "warnings": []})
         elif path == "/api/repos/create":
             self._create(request, json.loads(body))
         elif "/preupload/" in path:
             files = [
-                {"path": file["path"], "uploadMode": mode_of(file["path"]), "shouldIgnore": False}
-                for file in json.loads(body)["files"]
+                {
+                    "path": path,
+                    "uploadMode": "lfs" if path.endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for path in (file["path"] for file in json.loads(body)["files"])
             ]
-            reply(request, 200, {"files": files})
+            request.reply(200, {"files": files})
         elif path.endswith(".git/info/lfs/objects/batch"):
             objects = [
                 {**entry, "actions": {"upload": {"href": f"{self.url}/objects/{entry['oid']}"}}}
                 for entry in json.loads(body)["objects"]
             ]
-            reply(request, 200, {"transfer": "basic", "objects": objects})
+            request.reply(200, {"transfer": "basic", "objects": objects})
         elif "/commit/" in path:
             self._commit(request, path.removeprefix("/api/models/").partition("/commit/")[0], body)
         else:
-            reply(request, 404, {"error": f"no route {path}"})
+            request.reply(404, {"error": f"no route {path}"})
 
-    def _create(self, request: BaseHTTPRequestHandler, wanted: dict[str, Any]) -> None:
+    def _create(self, request: QuietHandler, wanted: dict[str, Any]) -> None:
         name = f"{wanted['organization']}/{wanted['name']}"
         is_new = name not in self.repositories
         self.repositories.setdefault(name, {})
         if is_new and (wanted.get("private") or wanted.get("visibility") == "private"):
             self.private.add(name)
-        reply(request, 200 if is_new else 409, {"url": f"{self.url}/{name}"})
+        request.reply(200 if is_new else 409, {"url": f"{self.url}/{name}"})
 
-    def _commit(self, request: BaseHTTPRequestHandler, name: str, body: bytes) -> None:
+    def _commit(self, request: QuietHandler, name: str, body: bytes) -> None:
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "header":
@@ -118,20 +120,7 @@ class StubHub:
                 assert line["key"] == "lfsFile", line
                 self.repositories[name][value["path"]] = self._objects[value["oid"]]
         commit = "0" * 40
-        reply(request, 200, {"commitUrl": f"{self.url}/{name}/commit/{commit}", "commitOid": commit})
-
-
-def mode_of(path: str) -> str:
-    return "lfs" if path.endswith(".safetensors") else "regular"
-
-
-def reply(request: BaseHTTPRequestHandler, status: int, content: Any) -> None:
-    encoded = json.dumps(content).encode()
-    request.send_response(status)
-    request.send_header("Content-Type", "application/json")
-    request.send_header("Content-Length", str(len(encoded)))
-    request.end_headers()
-    request.wfile.write(encoded)
+        request.reply(200, {"commitUrl": f"{self.url}/{name}/commit/{commit}", "commitOid": commit})
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 from kit import slow
-from kit.megatron_runs import LIMIT, assert_near_losses, assert_same, assert_same_steps, kill, megatron, without_cuda
+from kit.megatron_runs import (
+    LIMIT,
+    assert_near_losses,
+    assert_parity,
+    assert_same,
+    assert_same_steps,
+    kill,
+    megatron,
+    without_cuda,
+)
 from kit.ranks import Ranks
 from kit.runs import contents, run, write_run
 from kit.tensors import assert_near
@@ -96,11 +105,7 @@ def test_a_base_in_bfloat16_has_an_adapter_in_float32(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_parity_compares_the_gradients_of_a_drawn_adapter(tmp_path: Path) -> None:
     write(tmp_path, "llama")
-    ranks = Ranks(2, "parity", tmp_path / "run.yaml", "parallel.engine=megatron", hook=without_cuda)
-    assert ranks.wait(LIMIT) == [0] * 2, ranks.texts
-    rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
-    assert len(rows) == 5, ranks[0].out
-    assert all(float(line.split()[-2]) <= 1e-5 for line in rows), rows
+    assert len(assert_parity(tmp_path)) == 5
 
 
 def test_a_stage_without_an_adapter_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import torch
 from kit import slow
 from kit.families import FAMILIES
 from kit.layout_runs import weights
-from kit.megatron_runs import LIMIT, assert_near_losses, assert_same, kill, megatron, save_student, without_cuda
-from kit.ranks import Ranks
+from kit.megatron_runs import assert_near_losses, assert_parity, assert_same, kill, megatron, save_student
 from kit.runs import contents, run, write_run
 from kit.signal_hooks import kill_at
 from safetensors.torch import load_file
@@ -104,12 +103,8 @@ def test_a_run_in_bfloat16_resumes_with_the_other_engine_from_float32_weights(tm
 @pytest.mark.slow
 def test_parity_compares_the_layouts_of_megatron_core(tmp_path: Path) -> None:
     write_run(tmp_path, family="qwen3_moe")
-    ranks = Ranks(2, "parity", tmp_path / "run.yaml", "parallel.engine=megatron", hook=without_cuda)
-    assert ranks.wait(LIMIT) == [0] * 2, ranks.texts
-    rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
     layouts = {"fsdp 2", "fsdp 2 × expert 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"}
-    assert {line.split("  ")[0] for line in rows} >= layouts, ranks[0].out
-    assert all(float(line.split()[-2]) <= 1e-5 for line in rows), rows
+    assert {line.split("  ")[0] for line in assert_parity(tmp_path)} >= layouts
 
 
 def test_parity_compares_every_pair_of_axes() -> None:

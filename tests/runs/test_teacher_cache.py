@@ -94,19 +94,13 @@ def flipped(at: int) -> Callable[[bytes], bytes]:
     return lambda content: content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-def swap(first: Path, second: Path) -> None:
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-
-
 HEAD = "teacher/model.safetensors"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a changed number": (edited(shard_name(1), flipped(-1000)), "00001.safetensors was changed"),
     "a changed document": (edited(shard_name(1), flipped(-5)), "table of documents was changed"),
     "a truncated shard": (edited(shard_name(1), lambda content: content[:-8]), "00001.safetensors is damaged"),
     "a lost shard": (lambda cache: (cache / shard_name(0)).unlink(), "00000.safetensors is missing"),
-    "swapped shards": (lambda cache: swap(cache / shard_name(0), cache / shard_name(1)), "is not shard 0 of this"),
+    "an exchanged shard": (lambda cache: shutil.copy(cache / shard_name(1), cache / shard_name(0)), "is not shard 0"),
     "a changed head": (edited(HEAD, flipped(-5)), "model.safetensors was changed"),
     "an edited description": (
         edited("cache.json", lambda content: content.replace(b"float32", b"float16")),

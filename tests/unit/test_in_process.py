@@ -14,7 +14,7 @@ from kit import first_is_quick
 from kit.families import build
 from kit.on_policy_runs import CPU, requests
 from kit.runs import wait_for
-from kit.shard_ranks import Rank, on_ranks
+from kit.shard_ranks import Rank, message_of, on_ranks
 from torch import Tensor
 
 from stillhouse.models import Decoder, add_lora, initialize_lora
@@ -77,11 +77,7 @@ def an_error_on_one_rank(rank: Rank, problem: Problem) -> str:
     engine, _ = engine_with_copy(problem)
     if rank.number == 1:
         engine.generator.decoder.output_weight.data[7] = torch.nan
-    try:
-        engine.generate(requests(LENGTHS, seed=5))
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return message_of(engine.generate, requests(LENGTHS, seed=5))
 
 
 def told_early(rank: Rank, problem: Problem, marker: Path) -> list[Any]:
