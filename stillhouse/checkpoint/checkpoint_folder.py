@@ -38,9 +38,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None) -> list[str]:
-    """Remove all checkpoints except the newest `keep` and the one with the best value of the metric `best`.
+    """Remove all checkpoints except the newest `keep`, the one with the best value of a metric, and damaged ones.
 
-    greater: as in `best_checkpoint`. Checkpoints with a damaged state.json are kept; returns a message for each.
+    Returns a message for each damaged state.json. greater: as in `best_checkpoint`
     """
     every = checkpoints(folder)
     best_path, damage = best_checkpoint(every, best or "", greater)

@@ -57,9 +57,8 @@ def save_student(
 def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
     """Write what transformers' `save_pretrained` would write for the full model, from a checkpoint's weights.
 
-    part: this process's shard of the model. Only one file of at most `file_bytes` is in host memory at a time. For a
-    model family whose weights transformers converts when it saves them (it splits stacked experts), the full model is
-    in host memory.
+    part: this process's shard of the model. Only one file of at most `file_bytes` is in host memory at a time; of a
+    family whose weights transformers converts when it saves them (stacked experts), the full model is.
     """
     stored = stored_tensors(resume)
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
@@ -119,10 +118,7 @@ def write_weights(
 
 
 def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | None = None) -> None:
-    """Merge an adapter into the weights of its base model, in host memory; save the result as a Hugging Face model.
-
-    dtype: the dtype of the computation and of the files; None: `base.dtype`
-    """
+    """Merge an adapter into its base model, in host memory and in `dtype` (None: `base.dtype`), and save it."""
     model = load_causal_lm(
         base.model, revision=base.revision, dtype=dtype or base.dtype, trust_remote_code=base.trust_remote_code
     )

@@ -56,10 +56,7 @@ _LARGEST = {"finish_R": len(_FINISHES) - 1, "has_reward_R": 1, "is_written_N": 1
 
 
 def require_room(folder: Path, engine: Engine) -> int:
-    """Return the bytes of a checkpoint of the run. Raises ValueError on all ranks if the disk has no room for it.
-
-    folder: the folder of the run's checkpoints, which need not exist. A collective of all ranks.
-    """
+    """Return the bytes of a checkpoint. Raises ValueError on all ranks if the folder's disk has no room for it."""
     needed_bytes = engine.bytes_to_save(all_moments=True)
     require_space(folder, needed_bytes, engine.student.ranks)
     return needed_bytes
@@ -113,9 +110,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
-    """Load weights, their average, optimizer and random generators; return the progress of the checkpoint.
+    """Load weights, their average, optimizer and random generators, of any layout; return the checkpoint's progress.
 
-    The checkpoint may have been saved under another layout. Raises ValueError if it was saved from another model.
+    Raises ValueError if it was saved from another model.
     """
     engine.load(checkpoint.path / RESUME, checkpoint.state.without_moments)
     return checkpoint.state.progress

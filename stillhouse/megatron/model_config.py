@@ -266,10 +266,7 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of TransformerConfig and those of DistributedDataParallelConfig.
-
-    Raises ValueError, with the key, for an unknown or unsupported setting, and a value of another type.
-    """
+    """Return the fields of TransformerConfig and of DistributedDataParallelConfig. Raises ValueError with the key."""
     types = get_type_hints(MLATransformerConfig) | get_type_hints(DistributedDataParallelConfig)
     names = {field.name for kind in (MLATransformerConfig, DistributedDataParallelConfig) for field in fields(kind)}
     for name, value in options.items():

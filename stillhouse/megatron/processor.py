@@ -100,10 +100,7 @@ class MegatronProcessor:
         return (self._packed(result),) if self.flat else result
 
     def unpack(self, packed: Tensor) -> Any:
-        """Restore the `ObjectiveOutput`, without values per token, from the tensor that a flat processor returned.
-
-        For several depths, return a tuple with one `ObjectiveOutput` for each depth.
-        """
+        """Restore the `ObjectiveOutput` (of several depths, a tuple), without values per token, from a packed one."""
         if packed.dim() == 2:
             return tuple(self.unpack(depth) for depth in packed)
         loss, *metrics = packed.unbind()
@@ -139,8 +136,7 @@ class MegatronProcessor:
 class MultiTokenGPTModel(GPTModel):
     """A GPTModel that also calls the output processor for every depth of multi-token prediction.
 
-    With an output processor, the last stage returns a tuple of the processor's results for depths 0 … n; Megatron
-    itself computes no logits and no loss. Without an output processor, this behaves like GPTModel.
+    With one, the last stage returns a tuple of its results for depths 0 … n, without Megatron's logits and loss.
     """
 
     def _postprocess(

@@ -131,9 +131,8 @@ def borders(documents: Sequence[int], device: torch.device) -> PackedSeqParams:
 def context_positions(tokens: int, rank: int | None = None) -> Tensor:
     """Return the positions of a document's tokens that a context rank (by default this one) has, in their order.
 
-    The document is divided into two chunks per rank, and rank r has chunk r and the r-th chunk from the end, so that
-    all ranks have the same work. tokens: of the full document with its padding. Raises ValueError for several context
-    ranks unless it is a multiple of twice their number.
+    There are two chunks per rank. Rank r has chunk r and the r-th chunk from the end, so that all ranks have the same
+    work. tokens: of the document with its padding. Raises ValueError unless the context ranks can divide them.
     """
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:

@@ -135,10 +135,7 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
 
 
 def require_partition(entries: Sequence[TrainedParameter]) -> None:
-    """Raise ValueError unless each element of each parameter is on exactly one data rank of its group.
-
-    Otherwise `collect` would return wrong values. A collective of the data ranks.
-    """
+    """Raise ValueError unless each element of each parameter is on exactly one data rank. A collective of these."""
     groups: defaultdict[dist.ProcessGroup, list[TrainedParameter]] = defaultdict(list)
     for entry in entries:
         groups[entry.group].append(entry)
@@ -344,7 +341,7 @@ class MegatronState:
         return local_blocks(chunks.models, chunks.table, lambda one: None if isinstance(one, nn.Parameter) else one)
 
     def _steps(self, *, created: bool = False) -> dict[str, Any]:
-        """Return the number of steps that each parameter's moments are of; nothing before the first step.
+        """Return the step number of each parameter's moments; nothing before the first step.
 
         created: the state was created here, also on ranks that have no element of a parameter.
         """

@@ -126,10 +126,7 @@ class MegatronStudent(DistributedStudent):
             return self._run(inputs, backward=False)
 
     def forward_backward(self, inputs: Sequence[StageInputs]) -> tuple[list[Any], list[tuple[str, Tensor]]]:
-        """Add the gradients of the losses.
-
-        Returns the processor's results as `forward`, and the values of the losses in this rank's routers.
-        """
+        """Add the gradients of the losses; return the processor's results, and the losses in this rank's routers."""
         losses = [
             part.start(entry.micro_batch, self._decoder, entry.normalizer)
             for entry in inputs
@@ -139,10 +136,7 @@ class MegatronStudent(DistributedStudent):
         return results, [named for loss in losses for named in loss.losses()]
 
     def _run(self, inputs: Sequence[StageInputs], **options: Any) -> list[Any]:
-        """Run the teacher if a signal is `InStage`, whose place its hidden states take, then the student.
-
-        options: of `Chunks.run`
-        """
+        """Run the teacher if a signal is `InStage`, whose place its hidden states take, then the student."""
         signals: list[dict[str, Any]] = [dict(entry.signals) for entry in inputs]
         name = next((name for name, signal in signals[0].items() if isinstance(signal, InStage)), None)
         if name is not None:
@@ -177,10 +171,7 @@ class StageTensor:
     places: Sequence[Sequence[Index]]
 
     def gathered(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the full tensor. A collective of the group. parts: the blocks of this rank.
-
-        Raises ValueError on all ranks of the group if the copies of a block differ.
-        """
+        """Return the full tensor. A collective of the group. Raises ValueError if the copies of a block differ."""
         full = torch.empty_like(self.empty, device=device)
         sizes = [sum(full[index].numel() for index in places) for places in self.places]
         sent = full.new_zeros(max(sizes))

@@ -98,10 +98,7 @@ class Block:
 
 @dataclass(frozen=True)
 class WeightTable:
-    """All blocks of this rank.
-
-    stage: this rank's pipeline coordinate. shapes: the shapes of the parameters without vocabulary padding.
-    """
+    """All blocks of this rank. stage: its pipeline coordinate. shapes: without vocabulary padding."""
 
     stage: int
     blocks: tuple[Block, ...]
@@ -176,8 +173,8 @@ def _pieces(
 def require_coverage(tables: Sequence[WeightTable], shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise ValueError unless the tables of all ranks cover each element of each tensor exactly once.
 
-    shapes: of all tensors of the full model. The blocks must also cover each element of each parameter once, except
-    for vocabulary padding. Ranks of one pipeline stage may have the same blocks, because they are replicas.
+    The same holds for each element of each parameter, except vocabulary padding. Ranks of one stage may be replicas.
+    shapes: of all tensors of the full model
     """
     for rank, table in enumerate(tables):
         for key, blocks in table.by_parameter().items():
@@ -228,10 +225,7 @@ def gather(
     shapes: Mapping[str, Sequence[int]],
     value: Callable[[Tensor], Tensor | None],
 ) -> dict[str, Tensor]:
-    """Return the full tensors on every rank, for models that fit into the memory of one process.
-
-    A collective of all ranks. Raises ValueError if replicas of a block differ.
-    """
+    """Return the full tensors on every rank. A collective. Raises ValueError if replicas of a block differ."""
     parts_here = [(block.name, block.index, part.detach()) for block, part in local_blocks(chunks, table, value)]
     full: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
@@ -317,8 +311,8 @@ def copy_tensors(
 ) -> dict[Key, Tensor]:
     """Copy tensors of the full model, or shards of them, into the parameters. Padding rows become zero.
 
-    Returns the unrounded values of the parameters with a gradient whose dtype rounds a value.
-    Raises ValueError for a tensor of another shape, and if one is missing.
+    Returns the unrounded values of trained parameters whose dtype rounds one. Raises ValueError for a tensor that is
+    missing or has another shape.
     """
     blocks: defaultdict[str, list[Block]] = defaultdict(list)
     for block in table.blocks:

@@ -39,11 +39,7 @@ _DAMAGED = "is damaged: write the cache again"
 
 
 class SignalCache(SignalStore):
-    """An opened cache.
-
-    Raises ValueError with the file's name if the folder is not a complete cache, or if a file is missing, truncated,
-    from another cache, or changed since it was written.
-    """
+    """An opened cache. Raises ValueError with the file's name unless it is complete and unchanged."""
 
     teacher_folder: Path
 
@@ -107,7 +103,7 @@ class SignalCache(SignalStore):
             self.read_document(document, stored.rows)
 
     def read_document(self, document: bytes, rows: range) -> dict[str, Tensor]:
-        """Return the tensors of `SignalSpec.tensors` for rows of one document. document: its id
+        """Return the signal of rows of one document, by its id.
 
         Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
         """

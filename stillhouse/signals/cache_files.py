@@ -62,11 +62,9 @@ class CacheManifest:
     vocabulary, width: rows of the teacher's head, and its width
     documents_hash: a hash of the ids and row ranges of all documents
     versions: of the libraries
-    packed: whether ids and counts are stored with the smallest possible number of bits
+    packed: whether ids and counts are stored with the smallest possible number of bits; refused for hidden states
     media: how tensors were made of media (`MediaProcessor.pixels_identity`); None if the documents are texts
     teacher_media: a hash of the teacher's processor of media; None if it has none of its own
-
-    Raises ValueError for a signal that cannot be packed.
     """
 
     signal: SignalSpec
@@ -169,10 +167,7 @@ def documents_hash(documents: Iterable[tuple[bytes, range]]) -> str:
 
 
 def target_rows(targets: np.ndarray) -> range:
-    """The range from the first to the last row that predicts a target; row t predicts token t + 1.
-
-    targets: [tokens] bool
-    """
+    """The range from the first to the last row that predicts a target; row t predicts token t + 1."""
     predicting = np.flatnonzero(targets[1:])
     return range(int(predicting[0]), int(predicting[-1]) + 1) if len(predicting) else range(0)
 

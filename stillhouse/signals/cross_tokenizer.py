@@ -95,7 +95,6 @@ class CrossTokenizerStore(SignalStore):
     """Signals for the student's documents, made from the teacher's signals for the same texts.
 
     inner: the teacher's store; its signal must be "top_k" with a label
-
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
 
@@ -180,8 +179,7 @@ class CrossTokenizerStore(SignalStore):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """For each span: the student's ids, their log-probabilities and the log-probability of the tail, in float64.
 
-        starts_S: the teacher's row that predicts x_0
-        first_S, log_p_S: y_0 and log P
+        starts_S: the teacher's row that predicts x_0. first_S, log_p_S: y_0 and log P
         begins_S: whether the student's tokenizer puts a space before y_0
         """
         x_0_S, log_x_0_S = teacher.labels_R[starts_S], teacher.log_labels_R[starts_S]
@@ -213,10 +211,7 @@ class CrossTokenizerStore(SignalStore):
 
 @dataclass(frozen=True)
 class _TeacherRows:
-    """The teacher's signal at some rows of a document, in float64. The labels are separated from the K ids.
-
-    labels_R, log_labels_R: the next token of each row, and its log-probability
-    """
+    """The teacher's signal at some rows of a document, in float64. labels_R: the next tokens, not among the K ids"""
 
     rows: range
     ids_RK: Tensor

@@ -250,10 +250,7 @@ def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
 
 
 def _logits(hidden_CE: Tensor, head: OutputHead, temperature: float, k: int = 0) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of at most `ROWS` rows, at least one, with their logits divided by the temperature.
-
-    Raises ValueError if the vocabulary has fewer than K ids.
-    """
+    """Yield slices of at most `ROWS` rows, at least one, with logits / temperature. Raises ValueError for K > V."""
     if not 0 <= k <= head.rows:
         raise ValueError(f"top_k={k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD), head.shard)

@@ -18,10 +18,9 @@ from stillhouse.signals.signal_source import ReadySignals, SignalSource
 
 
 class WeightAverage:
-    """Exponential moving averages of the student's trained weights on this process, initialised with the weights.
+    """Exponential moving averages of the student's trained weights on this process, sharded like the weights.
 
-    The averages are at least float32, because rounding to bfloat16 would lose most of each update. They are sharded
-    like the weights.
+    They are at least float32, because rounding to bfloat16 would lose most of each update.
     """
 
     def __init__(self, student: DistributedStudent, decay: float):
@@ -80,9 +79,7 @@ class SelfTeacher(SignalSource):
     """The student as its own teacher: with its present weights and a privileged prompt, or with averaged weights.
 
     The teacher runs at the beginning of each step, in eval mode and without gradients: it needs the step's weights.
-
     autocast: the dtype of the student's matrix products; None: the dtype of its weights
-    average: the weights of the teacher; None: the student's present weights
     """
 
     def __init__(

@@ -144,10 +144,7 @@ class _RequestMedia(MediaInputs):
 def proven_media_inputs(
     decoder: Decoder, processor: MediaProcessor, agreed: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> MediaInputs:
-    """Prove a teacher on documents with media, and return what makes its inputs of media.
-
-    agreed: see `prove_images`. Raises ProofError, naming the model, for a model that does not read media exactly.
-    """
+    """Prove a teacher on documents with media, and return what makes its inputs. agreed: see `prove_images`"""
     media_kind(processor).prove(decoder, processor, agreed)
     return MediaInputs(processor, decoder.axis_positions)
 
@@ -161,10 +158,9 @@ def _extract_all(
 class LocalModelStore(SignalStore):
     """A signal store with a full copy of a teacher in this process, which runs on the documents of each read.
 
-    It is used to write a cache, and for a teacher with another tokenizer. Such a teacher has other rows than the
+    It is used to write a cache, and for a teacher with another tokenizer: such a teacher has other rows than the
     student, so it cannot run in the student's stages.
 
-    load: loads the model onto a device
     tokens: the maximum number of tokens in a forward pass; a longer document gets its own forward pass
     processor: the teacher's processor of media; None: the documents are texts
     packs_all: whether all documents of a read are packed before they are divided into batches, for less padding
@@ -194,10 +190,7 @@ class LocalModelStore(SignalStore):
         self._largest_id = max(self._largest_id, int(documents.tokens_N.max(initial=0)))
 
     def start(self, device: torch.device) -> None:
-        """Load the model, and prove it on media if it reads some.
-
-        Raises ValueError if the model cannot read the documents that `require` got.
-        """
+        """Load the model, and prove it on media. Raises ValueError if it cannot read the documents of `require`."""
         if self._decoder is not None:
             return
         decoder = self._load(device).requires_grad_(False)

@@ -43,8 +43,7 @@ from stillhouse.signals.signal_source import ReadySignals, SignalSource
 class MicroBatchShape:
     """The shape of a micro-batch in both layouts.
 
-    rows, tokens: rows, and tokens per row, before padding
-    teacher_BS, student_BS: the padded shapes
+    rows, tokens: rows, and tokens per row, before padding. teacher_BS, student_BS: the padded shapes
     teacher_number: the micro-batch's number among the micro-batches on which the teacher runs
     """
 
@@ -93,14 +92,13 @@ def route(shapes: Sequence[MicroBatchShape], teacher_DCT: Tensor, student_DCT: T
 class SeparateTeacher(SignalSource):
     """The layers of a teacher, with their own layout and mesh.
 
-    source: the teacher's model
     head: the teacher's head; None on processes without the student's last stage
     keep_head: whether the model in `decoders` also has the teacher's output head
 
     With layout.offload, the weights are in host memory between requests. A single process moves all weights to the
     device for each request; with several processes, FSDP moves them layer by layer.
 
-    The constructor is a collective of all processes. It raises ValueError for a model that does not fit the layout.
+    The constructor is a collective. It raises ValueError for a model that does not fit the layout.
     """
 
     def __init__(
@@ -135,10 +133,7 @@ class SeparateTeacher(SignalSource):
             dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        """Compute the signals of this process's micro-batches at once, because signals of later steps need memory.
-
-        The signals are `TeacherHidden`. Processes without the student's last stage get no signals.
-        """
+        """Compute the signals, `TeacherHidden` on the student's last stage, now: those of later steps need memory."""
         return self.request_some(micro_batches, range(len(micro_batches.all_ranks)))
 
     @torch.no_grad()
@@ -185,9 +180,9 @@ class SeparateTeacher(SignalSource):
     ) -> list[Tensor | None]:
         """Return the hidden states of this process's micro-batches; None without the student's last stage.
 
-        hidden: the teacher's hidden states that this process has computed
-        chosen: the numbers of the micro-batches on which the teacher runs. All others have `rows` = 0, because the
-            teacher sends nothing for them. They include the repeated ones that the student's layout adds.
+        hidden: those that this process has computed
+        chosen: the numbers of the micro-batches on which the teacher runs. It sends nothing for others (`rows` = 0),
+            such as the repeated ones that the student's layout adds.
         """
         mesh, student_mesh, step, rank = self._mesh, self._student_mesh, micro_batches.all_ranks, dist.get_rank()
         padded_BS = padded_shapes(step.shapes_BS, student_mesh.degrees, uniform_shapes=micro_batches.uniform_shapes)

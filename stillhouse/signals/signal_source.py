@@ -65,7 +65,7 @@ class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
         self._requested: deque[tuple[ShardedMicroBatches, PendingSignals]] = deque()
 
     def build_next(self) -> None:
-        """Build the micro-batches that the next `__next__` needs, while the device computes the present step.
+        """Build the next step's micro-batches while the device computes the present step.
 
         Their signals are not requested yet: a request may need the weights after the present step.
         """
@@ -110,9 +110,8 @@ class NoTeacher(SignalSource):
 
 
 class SeveralTeachers(SignalSource):
-    """The source of the signals of all teachers.
+    """The source of the signals of all teachers, by the teachers' names.
 
-    teachers: each teacher's source of signals, by the teacher's name
     route: the column of the data that names each document's teacher; None: each teacher scores all documents
     heads_are_sharded: whether FSDP shards the teachers' output heads on the student's last stage
     """

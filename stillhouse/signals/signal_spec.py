@@ -37,7 +37,7 @@ MASS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 
 @dataclass(frozen=True)
 class SignalSpec:
-    """The kind and the sizes of a signal.
+    """The kind and the sizes of a signal. Raises ValueError if the values do not fit together.
 
     kind: "hidden": the exact distribution at any temperature. "top_k": the K most likely ids. "chosen": K ids of the
         caller. "sampled": draws (random sampling distillation, arXiv 2503.16870)
@@ -46,8 +46,6 @@ class SignalSpec:
     temperature: divides the teacher's logits before log-probabilities are computed or ids are sampled
     with_label: whether "top_k" has an additional entry for the document's next token; the tail then excludes it. If
         this token is among the K ids, the entry has id -1 and log-probability -inf
-
-    Raises ValueError if the values do not fit together.
     """
 
     kind: SignalKind
@@ -125,10 +123,8 @@ class SignalSpec:
 class DocumentRows:
     """The rows of a document for which signals are requested.
 
-    tokens: all ids of the document
-    ids_NK: for "chosen", the K ids of each requested row; -1 is an absent entry
+    tokens: all ids of the document. ids_NK: for "chosen", the K ids of each requested row; -1 is an absent entry
     source: where the document is from, for messages; "" if unknown
-    media: the document's media; None without media
     """
 
     tokens: np.ndarray

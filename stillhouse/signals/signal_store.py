@@ -79,9 +79,8 @@ class SignalStore(ABC):
 
     @abstractmethod
     def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
-        """Raise ValueError unless the store has signals for these documents.
+        """Raise ValueError unless the store has signals for these documents, whose name in the message is `what`.
 
-        what: the documents' name in the message
         media_inputs: makes the tensors of the documents' media; None if the data has no media
         """
 
@@ -92,7 +91,7 @@ class SignalStore(ABC):
 
     @abstractmethod
     def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
-        """The tensors of `SignalSpec.tensors` for each document, on the CPU. Several threads may call this at once.
+        """The signal's tensors for each document, on the CPU. Several threads may call this at once.
 
         Raises ValueError or OSError if the signals are not available.
         """
