@@ -20,7 +20,7 @@ from stillhouse.megatron.families import UnsupportedModelError, require_family
 from stillhouse.megatron.model_config import RECOMPUTE, split_options, transformer_config
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.megatron.weights import LOAD_ERRORS
-from stillhouse.models import Decoder, ProofError
+from stillhouse.models import ProofError
 from stillhouse.models.adapter import Lora, initial_matrix, is_lora
 from stillhouse.models.document_packing import COLUMNS, UnpackedRows
 from stillhouse.models.forward_modes import evaluating
@@ -84,8 +84,8 @@ def build_megatron_student(
     # with as many micro-batches as ranks, the interleaved schedule waits forever if its stages also send shapes
     sends_shapes = layout.stages > 1 and sizes["virtual_pipeline_model_parallel_size"] is None
     options |= {"sequence_parallel": layout.sequence, "variable_seq_lengths": sends_shapes}
-    student, decoder = _build_model(student_source, layout, mesh, options, is_student=True, prove=prove)
-    teacher = teacher_decoder = head = None
+    student = _build_model(student_source, layout, mesh, options, is_student=True, prove=prove)
+    teacher = head = None
     if teacher_source is not None and teacher_head_only:
         heads = {}
         with mesh.ranks.all_raise(ProofError):
@@ -95,24 +95,16 @@ def build_megatron_student(
         if teacher_source.has_values:
             prove_heads(mesh, heads)
     elif teacher_source is not None:
-        teacher, teacher_decoder = _build_model(teacher_source, layout, mesh, options, is_student=False, prove=prove)
-    return MegatronStudent(
-        layout,
-        mesh,
-        student,
-        teacher,
-        decoder,
-        teacher_decoder,
-        teacher_head=None if head is None else DecoderHead(head),
-        teacher_is_base=student_source.teacher_is_base,
-        data_parallel=data_parallel,
-    )
+        teacher = _build_model(teacher_source, layout, mesh, options, is_student=False, prove=prove)
+    decoder_head, is_base = None if head is None else DecoderHead(head), student_source.teacher_is_base
+    models: dict[str, Any] = {"teacher": teacher, "teacher_head": decoder_head, "teacher_is_base": is_base}
+    return MegatronStudent(layout, mesh, student, **models, data_parallel=data_parallel)
 
 
 def _build_model(
     source: ModelSource, layout: Layout, mesh: Mesh, options: Mapping[str, Any], *, is_student: bool, prove: bool
-) -> tuple[Chunks, Decoder]:
-    """Return a model's chunks with their weights, and the full model without values.
+) -> Chunks:
+    """Return a model's chunks with their weights.
 
     options: of `transformer_config`, for the layout and from `parallel.megatron`
     """
@@ -145,7 +137,7 @@ def _build_model(
         prove_chunks(chunks, source, mesh)
     tied = decoder.shared_names()
     decoder.to("meta").share(tied)  # the chunks have the values now; the move makes two parameters of a tied one
-    return chunks, decoder
+    return chunks
 
 
 def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
@@ -159,12 +151,13 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
     degrees, dtype = mesh.degrees, chunks.transformer.params_dtype
     tokens = TOKENS + -TOKENS % degrees.context  # context ranks divide the columns
     random = torch.Generator().manual_seed(0)
-    ids_BS = torch.randint(chunks.config.vocab_size, (len(ENDS), tokens), generator=random).to(mesh.device)
+    config = chunks.decoder.config
+    ids_BS = torch.randint(config.vocab_size, (len(ENDS), tokens), generator=random).to(mesh.device)
     positions_BS = torch.stack(
         [torch.cat([torch.arange(stop - start) for start, stop in pairwise((0, *ends, tokens))]) for ends in ENDS]
     ).to(mesh.device)
     depths = 1 + chunks.depths
-    expected_KBSV = torch.empty(depths, *ids_BS.shape, chunks.config.vocab_size, device=mesh.device)
+    expected_KBSV = torch.empty(depths, *ids_BS.shape, config.vocab_size, device=mesh.device)
     with mesh.ranks.all_raise(*LOAD_ERRORS):
         if mesh.ranks.is_first:
             rows = UnpackedRows.of(positions_BS)
@@ -178,7 +171,7 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
         part.chunk(degrees.context, dim=2)[mesh.coordinate("context")] for part in (expected_KBSV, is_real_KBS)
     )
     # rounding can change the experts of single tokens
-    is_routed = require_family(chunks.config).experts is not None and dtype != torch.float32
+    is_routed = require_family(config).experts is not None and dtype != torch.float32
     errors = [torch.zeros(1)]
     with _drawn_adapter(chunks):
         logits = megatron_logits(chunks, ids_BS, positions_BS, degrees.pipeline)
@@ -249,12 +242,12 @@ def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> 
 @contextmanager
 def _drawn_adapter(chunks: Chunks) -> Iterator[None]:
     """Let the adapter have the matrices of the proof until the context ends."""
-    if chunks.lora is None:
+    if (lora := chunks.decoder.lora) is None:
         yield
         return
     trained = [parameter for _, parameter in chunks.named_parameters() if parameter.requires_grad]
     kept, unrounded = [parameter.detach().clone() for parameter in trained], dict(chunks.unrounded)
-    chunks.set_adapter(_drawn_matrices(chunks.matrices, chunks.lora))
+    chunks.set_adapter(_drawn_matrices(chunks.matrices, lora))
     try:
         yield
     finally:

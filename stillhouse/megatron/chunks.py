@@ -9,7 +9,7 @@ and always for Gemma, gpt-oss and a student with an adapter, they are Megatron-C
 S tokens of a row on this rank, B rows, D width, C half of the width of a head.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ from stillhouse.megatron.weights import (
     weight_table,
 )
 from stillhouse.models import Decoder, OutputProcessor
-from stillhouse.models.adapter import Lora, is_lora
+from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import ROWS
 from stillhouse.models.families import LogitRule
 from stillhouse.models.layer_hooks import Current
@@ -71,10 +71,10 @@ class Chunks:
     processor: calls the output processor of a pass. unrounded: the weights in float32 that the parameters' dtype
     rounds; the optimizer takes them from here. wrapped: the chunks in wrappers that add up the gradients of the data
     ranks; empty for a frozen model. packs: whether the documents of a micro-batch are packed; otherwise, each has a
-    row. matrices: the shapes of the adapter's matrices by their names in the full model.
+    row. decoder: the full model without values.
     """
 
-    config: PreTrainedConfig
+    decoder: Decoder
     transformer: TransformerConfig
     models: Sequence[nn.Module]
     table: WeightTable
@@ -83,8 +83,6 @@ class Chunks:
     wrapped: Sequence[Any] = ()
     balance: RouterBalance | None = None
     packs: bool = True
-    lora: Lora | None = None
-    matrices: Mapping[str, torch.Size] = field(default_factory=dict)
 
     @classmethod
     def build(cls, source: ModelSource, decoder: Decoder, transformer: TransformerConfig, mesh: Mesh) -> "Chunks":
@@ -101,28 +99,14 @@ class Chunks:
         names = {*tensors} - {*decoder.shared_names()}
         require_full_coverage(table, {name: tensors[name].shape for name in names})
         unrounded = load_from_source(models, table, source, decoder, mesh)
-        processor = MegatronProcessor(
-            models[-1],
-            full_vocab,
-            vocab_size=decoder.config.vocab_size,
-            softcap=LogitRule.from_config(decoder.config).softcap,
-        )
+        config, packs = decoder.config, decoder.packing.name != ROWS
+        softcap = LogitRule.from_config(config).softcap
+        processor = MegatronProcessor(models[-1], full_vocab, vocab_size=config.vocab_size, softcap=softcap)
         balance = decoder.layer_losses.get(RouterBalance.name)
         assert balance is None or isinstance(balance, RouterBalance)
         if balance is not None:
             add_balance(balance, models)
-        return cls(
-            decoder.config,
-            transformer,
-            models,
-            table,
-            processor,
-            unrounded,
-            balance=balance,
-            packs=decoder.packing.name != ROWS,
-            lora=decoder.lora,
-            matrices={name: tensor.shape for name, tensor in tensors.items() if is_lora(name)},
-        )
+        return cls(decoder, transformer, models, table, processor, unrounded, balance=balance, packs=packs)
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
         """replicas: of the optimizer's shards. options: further fields of `DistributedDataParallelConfig`."""
@@ -130,12 +114,8 @@ class Chunks:
         self.transformer.finalize_model_grads_func = lambda models, num_tokens=None, **others: reduce_gradients(
             models, None, **others
         )
-        settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            num_distributed_optimizer_instances=replicas,
-            **options,
-        )
+        options |= {"num_distributed_optimizer_instances": replicas, "use_distributed_optimizer": True}
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options)
         wrapped = [
             DistributedDataParallel(self.transformer, settings, model, disable_bucketing=number > 0)
             for number, model in enumerate(self.models)
@@ -156,6 +136,11 @@ class Chunks:
     def depths(self) -> int:
         """The number of MTP layers."""
         return self.transformer.mtp_num_layers or 0
+
+    @property
+    def matrices(self) -> dict[str, torch.Size]:
+        """The shapes of the adapter's matrices by their names in the full model."""
+        return {name: tensor.shape for name, tensor in self.decoder.state_dict().items() if is_lora(name)}
 
     def named_parameters(self) -> Iterator[tuple[Key, nn.Parameter]]:
         for number, model in enumerate(self.models):

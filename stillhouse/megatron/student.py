@@ -23,7 +23,6 @@ from stillhouse.megatron.adapter import without_adapter
 from stillhouse.megatron.chunks import Chunks
 from stillhouse.megatron.families import Index
 from stillhouse.megatron.weights import index_key, local_blocks
-from stillhouse.models import Decoder
 from stillhouse.models.adapter import initial_matrix
 from stillhouse.models.processors import full_vocab
 from stillhouse.parallel import (
@@ -39,9 +38,9 @@ from stillhouse.parallel.teacher_student_pair import DecoderHead, InStage, disti
 
 
 class MegatronStudent(DistributedStudent):
-    """decoder, teacher_decoder: the full models without values. teacher_head: of a teacher that is not in the stages,
-    on ranks with the last stage. teacher_is_base: whether the teacher is the student without its adapter.
-    data_parallel: settings of the sums of gradients, by Megatron-Core's names.
+    """teacher: in the same stages. teacher_head: of another teacher, on ranks with the last stage. teacher_is_base:
+    whether the teacher is the student without its adapter. data_parallel: settings of the sums of gradients, by
+    Megatron-Core's names.
     """
 
     def __init__(
@@ -49,22 +48,20 @@ class MegatronStudent(DistributedStudent):
         layout: Layout,
         mesh: Mesh,
         student: Chunks,
-        teacher: Chunks | None,
-        decoder: Decoder,
-        teacher_decoder: Decoder | None = None,
         *,
+        teacher: Chunks | None = None,
         teacher_head: DecoderHead | None = None,
         teacher_is_base: bool = False,
         data_parallel: Mapping[str, Any] | None = None,
     ):
+        decoder, with_teacher = student.decoder, teacher if teacher_head is None else teacher_head
         self.layout, self.mesh, self.decoders, self.teacher_head = layout, mesh, [decoder], teacher_head
-        self.teacher = teacher_decoder if teacher_head is None else teacher_head.decoder
+        self.teacher = None if with_teacher is None else with_teacher.decoder
         self.has_last_stage = mesh.coordinate("pipeline") == layout.degrees.pipeline - 1
         self.prefetch = None
         self.teacher_is_base = teacher_is_base
         self.student = student.trained(layout.degrees.replicate, **(data_parallel or {}))
         self.teacher_chunks = None if teacher is None else teacher.frozen()
-        self._decoder = decoder
         tensors, shared = decoder.state_dict(), decoder.shared_names()
         self.has_gradient = False  # whether a pass has added to the gradients since they were set to zero
         #: of the tensors of the full model; a tied head has the embedding's name
@@ -107,7 +104,7 @@ class MegatronStudent(DistributedStudent):
             (parallel_state.get_tensor_model_parallel_group(), dense),
             (parallel_state.get_expert_tensor_and_model_parallel_group(), experts),
         )
-        tensors, empty = dict[str, StageTensor](), self._decoder.state_dict()
+        tensors, empty = dict[str, StageTensor](), self.decoders[0].state_dict()
         for group, places in groups:
             rank_places: list[Any] = [None] * group.size()
             dist.all_gather_object(rank_places, places, group=group)
@@ -128,7 +125,7 @@ class MegatronStudent(DistributedStudent):
     def forward_backward(self, inputs: Sequence[StageInputs]) -> tuple[list[Any], list[tuple[str, Tensor]]]:
         """Add the gradients of the losses; return the processor's results, and the losses in this rank's routers."""
         losses = [
-            part.start(entry.micro_batch, self._decoder, entry.normalizer)
+            part.start(entry.micro_batch, self.decoders[0], entry.normalizer)
             for entry in inputs
             for part in entry.losses
         ]

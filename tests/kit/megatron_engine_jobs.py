@@ -275,12 +275,12 @@ def megatron_engine(job: Job, spec: ObjectiveSpec, **precision: torch.dtype) -> 
     return MegatronEngine(student, spec, train=TRAIN, parts=parts(job, student))
 
 
-def build_chunks(case: Case, mesh: Mesh, source: ModelSource) -> tuple[Chunks, Decoder]:
+def build_chunks(case: Case, mesh: Mesh, source: ModelSource) -> Chunks:
     sends_shapes = case.pipeline > 1 and case.chunks == 1
     options = case.sizes | {"sequence_parallel": case.sequence, "variable_seq_lengths": sends_shapes}
     empty = source.build()
     transformer = transformer_config(empty.config, dtype=next(empty.parameters()).dtype, **options)
-    return Chunks.build(source, empty, transformer, mesh), empty
+    return Chunks.build(source, empty, transformer, mesh)
 
 
 def values(engine: MegatronEngine) -> dict[str, Tensor]:
@@ -381,7 +381,7 @@ def reordered(rank: Rank, job: Job) -> tuple[float, dict[str, float]]:
 def silent_model(rank: Rank, case: Case) -> str:
     """A job: the message for a model that drops the output processor, at the first pass of the proof."""
     with laid_out(case):
-        chunks, _ = build_chunks(
+        chunks = build_chunks(
             case, Mesh(case.degrees, torch.device("cpu")), ModelSource(partial(decoder, Job(case), 0))
         )
         model = chunks.models[-1]

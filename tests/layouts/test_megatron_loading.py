@@ -68,7 +68,7 @@ def load(_: Rank, job: tuple[Path, Case, str]) -> Loading:
     expected = Decoder.from_pretrained(folder, dtype=dtype, verify=False).state_dict()
     with laid_out(case):
         mesh, source = Mesh(case.degrees, CPU), ModelSource(partial(empty_decoder, folder, dtype=dtype), counted)
-        chunks, _ = build_chunks(case, mesh, source)
+        chunks = build_chunks(case, mesh, source)
         of_files = sum(read)
         shapes = {name: tensor.shape for name, tensor in expected.items()}
         loaded = gather(chunks.models, chunks.table, shapes, lambda tensor: tensor)
@@ -102,7 +102,7 @@ def prove_damaged(rank: Rank, job: tuple[Path, Case, float]) -> str:
     folder, case, factor = job
     with laid_out(case):
         mesh, source = Mesh(case.degrees, CPU), loading_memory.source(folder)
-        chunks, _ = build_chunks(case, mesh, source)
+        chunks = build_chunks(case, mesh, source)
         if rank.number == case.processes - 1:
             name = next(name for _, name in chunks.table.shapes if name.endswith("linear_fc2.weight"))
             with torch.no_grad():
@@ -118,7 +118,7 @@ def prove_with_borders(_: Rank, job: tuple[Path, Case, Callable[[Sequence[int]],
     borders = rows.borders
     with laid_out(case), patch.object(rows, "borders", lambda documents, device: borders(change(documents), device)):
         mesh, source = Mesh(case.degrees, CPU), loading_memory.source(folder)
-        chunks, _ = build_chunks(case, mesh, source)
+        chunks = build_chunks(case, mesh, source)
         return message_of(prove_chunks, chunks, source, mesh)
 
 
@@ -138,9 +138,9 @@ def measure(_: Rank, job: tuple[Path, Path, Case]) -> Memory:
     with laid_out(case):
         mesh = Mesh(case.degrees, CPU)
         first = loading_memory.source(small)
-        prove_chunks(build_chunks(case, mesh, first)[0], first, mesh)
+        prove_chunks(build_chunks(case, mesh, first), first, mesh)
         source = loading_memory.source(large)
-        loading, (chunks, _) = growth(partial(build_chunks, case, mesh, source))
+        loading, chunks = growth(partial(build_chunks, case, mesh, source))
         share = sum(parameter.nbytes for model in chunks.models for parameter in model.parameters()) / MIB
         proof, _ = growth(partial(prove_chunks, chunks, source, mesh))
     return Memory(share, loading, proof)
