@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stillhouse.checkpoint.identity import RunIdentity
+from stillhouse.checkpoint.resume import RunIdentity
 from stillhouse.config import RunConfig, TrainConfig, load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data import DataReport, Documents, PackedSequences

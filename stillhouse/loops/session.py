@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.checkpoint.identity import RunIdentity
+from stillhouse.checkpoint.resume import RunIdentity
 from stillhouse.config import (
     CheckpointConfig,
     EvalConfig,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import ROLLOUTS, IntactCheckpoint, prune
-from stillhouse.checkpoint.identity import RunIdentity
+from stillhouse.checkpoint.resume import RunIdentity
 from stillhouse.checkpoint.save import load_checkpoint, read_queue, require_room, save_checkpoint
 from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput

@@ -10,8 +10,17 @@ import torch
 
 from stillhouse.checkpoint.checkpoint_folder import RESUME, IntactCheckpoint
 from stillhouse.checkpoint.export_weights import save_merged, save_student
-from stillhouse.checkpoint.identity import COMPLETION_KEYS, DECAY, ORDER, PROCESSOR, RunIdentity, configuration_hash
-from stillhouse.checkpoint.resume import candidates, open_checkpoint, require_same_teachers
+from stillhouse.checkpoint.resume import (
+    COMPLETION_KEYS,
+    DECAY,
+    ORDER,
+    PROCESSOR,
+    RunIdentity,
+    candidates,
+    configuration_hash,
+    open_checkpoint,
+    require_same_teachers,
+)
 from stillhouse.config import EvalConfig, RolloutConfig, RunConfig, SourceConfig, as_config_error, dump_config
 from stillhouse.data import DataReport, Documents, save_tokenizer, text_fingerprint, tokenizer_fingerprint
 from stillhouse.data.media import media_kind

@@ -28,7 +28,7 @@ from stillhouse.checkpoint.checkpoint_folder import (
     verified,
 )
 from stillhouse.checkpoint.export_weights import save_merged, write_weights
-from stillhouse.checkpoint.identity import configuration_hash
+from stillhouse.checkpoint.resume import configuration_hash
 from stillhouse.config import RunConfig, StudentConfig, load_config
 from stillhouse.engine.state_folder import RANDOM
 from stillhouse.libraries import reading

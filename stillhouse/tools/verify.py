@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stillhouse.checkpoint.checkpoint_folder import DAMAGED, checkpoints, verified
-from stillhouse.checkpoint.identity import configuration_hash
+from stillhouse.checkpoint.resume import configuration_hash
 from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.output.disk import UNFINISHED

@@ -22,7 +22,7 @@ from kit.signal_hooks import signal_at
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
 
-from stillhouse.checkpoint.identity import decisive_values
+from stillhouse.checkpoint.resume import decisive_values
 from stillhouse.config import ConfigError
 from stillhouse.config.read_config import dotted_values
 from stillhouse.run.run import distill, prepare

@@ -13,8 +13,7 @@ from kit.runs import assert_same_run, contents, evaluations, losses, run, write_
 from kit.signal_hooks import kill_at
 from kit.toy_tokenizer import toy_tokenizer
 
-from stillhouse.checkpoint.identity import DECAY, RunIdentity
-from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
+from stillhouse.checkpoint.resume import DECAY, RunIdentity, candidates, require_unchanged_sources
 from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.output.folder import RunFolder

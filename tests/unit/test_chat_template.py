@@ -11,7 +11,7 @@ from kit.runs import contents, run, session_of, write_records, write_run
 from kit.toy_tokenizer import SPECIAL, TEMPLATES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stillhouse.checkpoint.identity import configuration_hash
+from stillhouse.checkpoint.resume import configuration_hash
 from stillhouse.config.read_config import dotted_values
 
 TEMPLATE = (

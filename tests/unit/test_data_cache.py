@@ -20,7 +20,7 @@ from kit.fork_server import fork_server
 from kit.runs import ROOT, session_of, write_run
 from kit.toy_tokenizer import toy_tokenizer
 
-from stillhouse.checkpoint.identity import configuration_hash
+from stillhouse.checkpoint.resume import configuration_hash
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data import Documents, LoadOptions, load_documents, make_micro_batch, token_cache
 from stillhouse.data.read.data_source import local_files, read_records

@@ -18,7 +18,7 @@ from torch._inductor import config as inductor
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from stillhouse.checkpoint.checkpoint_folder import stored_tensors, verified
-from stillhouse.checkpoint.identity import decisive_values
+from stillhouse.checkpoint.resume import decisive_values
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.config.read_config import dotted_values
