@@ -134,11 +134,11 @@ class SeveralTeachers(SignalSource):
     def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
         """Request the signals. A teacher with `steps_ahead` = 0 gets its request only when `result` is called."""
         rows = None if self._route is None else self._rows(micro_batches, self._route)
+        views = {name: self._view(micro_batches, name, rows) for name in self.teachers}
         pending: dict[str, PendingSignals] = {}
         for name, source in self.teachers.items():
-            view = self._view(micro_batches, name, rows)
-            deferred = DeferredSignals(partial(self._signals_of, name, view))
-            pending[name] = source.request(view) if source.steps_ahead else deferred
+            deferred = DeferredSignals(partial(self._signals_of, name, views[name]))
+            pending[name] = source.request(views[name]) if source.steps_ahead else deferred
         return DeferredSignals(partial(self._result, pending, len(micro_batches), rows))
 
     def _result(
