@@ -15,8 +15,8 @@ from kit.causal_families import CAUSAL, build, poisoned_memory
 from kit.loading_memory import export_under
 from kit.runs import session_of, write_run
 from kit.shard_ranks import on_ranks
+from kit.tensors import tensors_in
 from kit.toy_tokenizer import toy_tokenizer
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForImageTextToText, PreTrainedModel
 
@@ -47,10 +47,6 @@ CASES = [
     *((family, False) for family in QUICK),
     *(slow(family, False) for family in CAUSAL if family not in {*QUICK, *LEFT_OUT}),
 ]
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def require_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -93,17 +89,17 @@ def test_weights_are_read_and_written_as_by_transformers(tmp_path: Path, family:
 
     loaded.save_pretrained(export)
     if not whole:
-        require_same(tensors(export), tensors(model))
+        require_same(tensors_in(export), tensors_in(model))
     require_readable(export, loaded)
     (tmp_path / "resume").mkdir()
     write_tensors(
         tmp_path / "resume", {WEIGHT + key: value for key, value in loaded.state_dict().items()}, ONE_PROCESS
     )
     save_from_checkpoint(tmp_path, sharded, tmp_path / "resume")
-    require_same(tensors(tmp_path), tensors(export))
+    require_same(tensors_in(tmp_path), tensors_in(export))
 
     published = publish(single_process_runner(loaded, None), tmp_path / "weights", 1)
-    require_same(tensors(published), tensors(export))
+    require_same(tensors_in(published), tensors_in(export))
     for name in ("config.json", "generation_config.json"):
         assert (published / name).read_bytes() == (export / name).read_bytes() == (tmp_path / name).read_bytes()
 
@@ -139,8 +135,8 @@ def test_two_processes_write_the_files_of_one(tmp_path: Path, family: str, whole
     build(family, whole=whole).save_pretrained(tmp_path / "model")
     Decoder.from_pretrained(tmp_path / "model", dtype="float32", verify=False).save_pretrained(tmp_path / "one")
     on_ranks(export_under, 2, (tmp_path / "model", tmp_path / "two", Degrees(fsdp=2)))
-    expected = tensors(tmp_path / "one")
+    expected = tensors_in(tmp_path / "one")
     for folder in ("export", "weights/version-00000007"):
-        require_same(tensors(tmp_path / "two" / folder), expected)
+        require_same(tensors_in(tmp_path / "two" / folder), expected)
         for name in ("config.json", "generation_config.json"):
             assert (tmp_path / "two" / folder / name).read_bytes() == (tmp_path / "one" / name).read_bytes()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit import loading_memory, slow
 from kit.shard_ranks import RankPool, on_ranks
-from safetensors.torch import load_file
+from kit.tensors import tensors_in
 from torch import Tensor
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
@@ -118,10 +118,6 @@ LONG = [
 LONG.sort(key=lambda case: case.processes)
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
 @pytest.mark.parametrize("case", [*QUICK, *map(slow, LONG)], ids=lambda case: case.name)
 def test_the_bytes_are_those_of_the_folder(tmp_path: Path, case: Case) -> None:
     """Each weight was doubled after loading, so that a version of the weights in files would be found.
@@ -132,13 +128,13 @@ def test_the_bytes_are_those_of_the_folder(tmp_path: Path, case: Case) -> None:
     # the corrections of router scores are not parameters
     expected = {
         name: tensor if name.endswith("e_score_correction_bias") else 2 * tensor
-        for name, tensor in tensors(model).items()
+        for name, tensor in tensors_in(model).items()
     }
     for bucket_bytes in (*[BUCKET_BYTES] * (case in QUICK), 20_000):
         folder = tmp_path / str(bucket_bytes)
         answer = on_ranks(published, case.processes, (case, model, folder, bucket_bytes), limit=180)
         path = Path(answer[0][0])
-        assert_same_bytes(tensors(path), expected)
+        assert_same_bytes(tensors_in(path), expected)
         assert read_manifest(path).tensors.keys() == expected.keys()
         read = Decoder(AutoModelForCausalLM.from_pretrained(path)).state_dict()
         for _, copy in answer:

@@ -13,9 +13,8 @@ from huggingface_hub import ModelCard
 from kit import slow
 from kit.layout_runs import distill
 from kit.runs import Command, contents, run, save_model, session_of, write_run, write_texts
-from kit.tensors import assert_equal_tensors
+from kit.tensors import assert_equal_tensors, tensors_in
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,10 +44,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-
-
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
     return model.eval()(IDS).logits
@@ -70,7 +65,7 @@ def test_a_step_is_chosen(trained: Path, tmp_path: Path, step: str | None, numbe
     out = trained / "out"
     checkpoint = export_run(out, tmp_path / "made", step, PLAIN)
     assert checkpoint.path == out / "checkpoints" / f"step-{number:08d}"
-    assert_equal_tensors(weights(tmp_path / "made"), weights(checkpoint.path / "student"))
+    assert_equal_tensors(tensors_in(tmp_path / "made"), tensors_in(checkpoint.path / "student"))
 
 
 @pytest.mark.parametrize(
@@ -98,8 +93,8 @@ def test_the_logits_are_the_trained_students(tmp_path: Path, family: str, tied: 
     for (name, one), (other, two) in zip(half.named_parameters(), trained.named_parameters(), strict=True):
         assert name == other
         assert torch.equal(one, two.bfloat16()), name
-    names = set(weights(tmp_path / "made"))
-    assert set(weights(tmp_path / "half")) == names
+    names = set(tensors_in(tmp_path / "made"))
+    assert set(tensors_in(tmp_path / "half")) == names
     assert ("lm_head.weight" in names) != tied
 
 
@@ -289,7 +284,7 @@ def test_an_adapter_is_merged_or_alone(tmp_path: Path, family: str) -> None:
     run("distill", tmp_path / "run.yaml")
     export_run(tmp_path / "out", tmp_path / "alone", None, ExportSettings(merge=False))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
-    plain = weights(tmp_path / "student")
+    plain = tensors_in(tmp_path / "student")
     adapter = PeftModel.from_pretrained(base, tmp_path / "alone")
     expected = logits(adapter)
     assert ModelCard.load(tmp_path / "alone" / "README.md").data.library_name == "peft"
@@ -297,9 +292,9 @@ def test_an_adapter_is_merged_or_alone(tmp_path: Path, family: str) -> None:
     merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     assert (merged - expected).abs().max() <= 1e-5 * expected.abs().max()
     export_run(tmp_path / "out", tmp_path / "half", None, ExportSettings(dtype="bfloat16"))
-    lora_of = {name: weight.float() for name, weight in weights(tmp_path / "alone").items()}
+    lora_of = {name: weight.float() for name, weight in tensors_in(tmp_path / "alone").items()}
     changed = 0
-    for name, tensor in weights(tmp_path / "half").items():
+    for name, tensor in tensors_in(tmp_path / "half").items():
         part = f"base_model.model.{name.removesuffix('.weight')}"
         weight = plain[name]
         if f"{part}.lora_A.weight" in lora_of:
@@ -336,7 +331,7 @@ def test_a_student_with_mtp_layers_is_exported_with_or_without_them(trained: Pat
     run("distill", tmp_path / "run.yaml")
     run("export", tmp_path / "out", "--out", tmp_path / "with")
     run("export", tmp_path / "out", "--no-mtp", "--dtype", "float32", "--out", tmp_path / "without")
-    tensors, rest = (weights(tmp_path / name) for name in ("with", "without"))
+    tensors, rest = (tensors_in(tmp_path / name) for name in ("with", "without"))
     layers = json.loads((tmp_path / "with" / "config.json").read_text())["num_hidden_layers"]
     of_mtp = {name for name in tensors if name.startswith((f"model.layers.{layers}.", f"model.layers.{layers + 1}."))}
     assert len({name.split(".")[2] for name in of_mtp}) == 2

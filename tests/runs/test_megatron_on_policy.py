@@ -12,8 +12,7 @@ from kit.on_policy_runs import SAME, assert_same_rollouts, rollout_figures, writ
 from kit.runs import run
 from kit.serving import Server
 from kit.signal_hooks import record_trained, trained, wrong_in
-from safetensors.torch import load_file
-from torch import Tensor
+from kit.tensors import tensors_in
 
 pytest.importorskip("megatron.core")
 
@@ -74,15 +73,11 @@ def test_a_run_with_servers_is_that_of_torch(family: str, folder: Path, servers:
 def assert_published(out: Path, dtype: torch.dtype = torch.float32) -> None:
     """The last version that was published has the bytes of the same step's export, rounded to a dtype."""
     run("export", out, "--step", STEPS - 1, "--out", out / "exported")
-    exported, published = tensors(out / "exported"), tensors(out / "weights" / f"version-{STEPS - 1:08d}")
+    exported, published = tensors_in(out / "exported"), tensors_in(out / "weights" / f"version-{STEPS - 1:08d}")
     assert published.keys() == exported.keys()
     for name, tensor in exported.items():
         assert published[name].dtype == tensor.dtype
         assert published[name].equal(tensor.to(dtype).to(tensor.dtype)), name
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)

@@ -13,8 +13,8 @@ from kit import loading_memory
 from kit.families import build
 from kit.loading_memory import growth_under, publish_under, read_manifest
 from kit.shard_ranks import RankPool, on_ranks
+from kit.tensors import tensors_in
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -40,10 +40,6 @@ def publish_on(model: Path, folder: Path, layout: str, bucket_bytes: int, lora: 
         publish_under, LAYOUTS[layout].processes, (model, folder, LAYOUTS[layout], bucket_bytes, lora)
     )
     return Path(path)
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def assert_same_bytes(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -76,7 +72,7 @@ def test_files_are_at_most_a_bucket_and_transformers_reads_them(tmp_path: Path, 
     for path in files:
         with safe_open(path, framework="pt") as file:
             assert sum(file.get_tensor(name).nbytes for name in file.keys()) <= max(40_000, largest)  # noqa: SIM118
-    assert_same_bytes(tensors(published), tensors(tmp_path / "model"))
+    assert_same_bytes(tensors_in(published), tensors_in(tmp_path / "model"))
     read = AutoModelForCausalLM.from_pretrained(published)
     assert_same_bytes(dict(read.state_dict()), dict(student.pretrained.state_dict()))
 
@@ -99,8 +95,8 @@ def test_a_layout_writes_the_bytes_of_one_process(tmp_path: Path, layout: str, t
     for bucket_bytes in (BUCKET_BYTES, 30_000):
         folder = tmp_path / f"weights {bucket_bytes}"
         path = publish_on(tmp_path / "model", folder, layout, bucket_bytes)
-        expected = tensors(tmp_path / "model")
-        assert_same_bytes(tensors(path), expected)
+        expected = tensors_in(tmp_path / "model")
+        assert_same_bytes(tensors_in(path), expected)
         assert read_manifest(path).tensors.keys() == expected.keys()
         AutoModelForCausalLM.from_pretrained(path)
         assert os.listdir(folder) == ["version-00000007"]
@@ -125,7 +121,7 @@ def test_stacked_experts_are_written_one_by_one(tmp_path: Path) -> None:
     expert = ["expert 2"] if is_supported("expert parallelism") else []
     for layout in ("fsdp 2", *expert, "pipeline 2"):
         path = publish_on(tmp_path / "model", tmp_path / layout, layout, 30_000)
-        assert_same_bytes(tensors(path), tensors(tmp_path / "model"))
+        assert_same_bytes(tensors_in(path), tensors_in(tmp_path / "model"))
 
 
 def test_of_an_adapter_the_adapter_alone_is_written(tmp_path: Path) -> None:
@@ -136,14 +132,14 @@ def test_of_an_adapter_the_adapter_alone_is_written(tmp_path: Path) -> None:
     one = publish(single_process_runner(student, None), tmp_path / "one", 7)
     assert read_manifest(one).kind == "adapter"
     assert {path.name for path in one.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json", MANIFEST}
-    expected = tensors(one)
+    expected = tensors_in(one)
     matrices = [tensor for name, tensor in student.state_dict().items() if is_lora(name)]
     assert sorted(tensor.flatten().tolist() for tensor in expected.values()) == sorted(
         matrice.flatten().tolist() for matrice in matrices
     )
     for layout in ("fsdp 2", "tensor 2", "pipeline 2"):
         path = publish_on(tmp_path / "model", tmp_path / layout, layout, BUCKET_BYTES, lora=True)
-        assert_same_bytes(tensors(path), expected)
+        assert_same_bytes(tensors_in(path), expected)
         assert {file.name for file in path.iterdir()} == {file.name for file in one.iterdir()}
 
 
@@ -154,11 +150,11 @@ def test_the_present_weights_are_written_and_two_versions_stay(tmp_path: Path) -
         with torch.no_grad():
             student.output_weight.fill_(version)
         published = publish(runner, tmp_path, version)
-        assert (tensors(published)["lm_head.weight"] == version).all()
+        assert (tensors_in(published)["lm_head.weight"] == version).all()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000003", "version-00000004"]
     with torch.no_grad():
         student.output_weight.fill_(44)
-    assert (tensors(publish(runner, tmp_path, 4))["lm_head.weight"] == 44).all()  # the same version once more
+    assert (tensors_in(publish(runner, tmp_path, 4))["lm_head.weight"] == 44).all()  # the same version once more
 
 
 def test_an_interrupted_version_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
