@@ -54,6 +54,14 @@ def assert_equal_tensors(tensors: Named, expected: Named) -> None:
         assert torch.equal(tensors[name], tensor), name
 
 
+def assert_same_bytes(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare names, dtypes and bytes."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
 def assert_near(tensors: Named, expected: Named, within: float) -> None:
     """Compare within a relative distance, which fails if it is NaN. Both have the same names, in any order."""
     tensors, expected = dict(tensors), dict(expected)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit import loading_memory, slow
 from kit.shard_ranks import RankPool, on_ranks
-from kit.tensors import tensors_in
+from kit.tensors import assert_same_bytes, tensors_in
 from torch import Tensor
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
@@ -168,13 +168,6 @@ def test_an_adapter_is_published_in_the_format_of_peft(tmp_path: Path, case: Cas
     assert read_manifest(path).kind == "adapter"
     for _, copy in answer:
         assert_same_bytes(copy, expected.state_dict())
-
-
-def assert_same_bytes(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_replicas_that_differ_are_refused_and_nothing_is_published(tmp_path: Path) -> None:

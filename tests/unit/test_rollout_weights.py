@@ -13,9 +13,8 @@ from kit import loading_memory
 from kit.families import build
 from kit.loading_memory import growth_under, publish_under, read_manifest
 from kit.shard_ranks import RankPool, on_ranks
-from kit.tensors import tensors_in
+from kit.tensors import assert_same_bytes, tensors_in
 from safetensors import safe_open
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.libraries import is_supported
@@ -40,13 +39,6 @@ def publish_on(model: Path, folder: Path, layout: str, bucket_bytes: int, lora: 
         publish_under, LAYOUTS[layout].processes, (model, folder, LAYOUTS[layout], bucket_bytes, lora)
     )
     return Path(path)
-
-
-def assert_same_bytes(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
