@@ -13,11 +13,10 @@ from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_opti
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from torch import Tensor
 
-from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
-from stillhouse.engine.engine import DEFAULT_TRAIN, Engine, StepOutput
+from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.optimizer import weight_kinds
-from stillhouse.engine.parts import LossPart, RouterBalancing
+from stillhouse.engine.parts import RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.megatron.state import MegatronState, require_partition, trained_parameters
 from stillhouse.megatron.student import MegatronStudent
@@ -25,7 +24,6 @@ from stillhouse.megatron.weights import gather, local_blocks
 from stillhouse.models import NotFiniteError
 from stillhouse.objective import Signals
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.signals import WeightAverage
 
 
 class MegatronEngine(Engine):
@@ -36,25 +34,23 @@ class MegatronEngine(Engine):
         student: MegatronStudent,
         objective: ObjectiveSpec,
         *,
-        train: TrainConfig = DEFAULT_TRAIN,
         autocast: torch.dtype | None = None,
-        chunk_tokens: int | None = None,
-        parts: Sequence[LossPart] = (),
-        average: WeightAverage | None = None,
+        **options: Any,
     ):
+        """options: as of `Engine`. Raises ValueError for what this engine has not."""
+        super().__init__(student, objective, **options)
         # the rules of the configuration refuse these before a model is loaded
-        others = [part.key for part in parts if not isinstance(part, (MtpLoss, RouterBalancing))]
-        if train.optimizer != "adamw" or others:
+        others = [part.key for part in self.parts if not isinstance(part, (MtpLoss, RouterBalancing))]
+        if self._train.optimizer != "adamw" or others:
             raise ValueError(
                 "parallel.engine: megatron with another optimizer than adamw, or a loss beside the objective, that "
                 "of MTP layers and the routers' load balancing: expected none of them"
             )
         if autocast not in (None, dtype := student.student.transformer.params_dtype):
             raise ValueError(f"autocast to {autocast} of parameters in {dtype}: expected parameters in {autocast}")
-        super().__init__(student, objective, train=train, chunk_tokens=chunk_tokens, parts=parts, average=average)
-        if average is not None:
+        if self.average is not None:
             for (number, name), weight in student.student.unrounded.items():
-                average.tensors[f"{number}.{name}"].copy_(weight)
+                self.average.tensors[f"{number}.{name}"].copy_(weight)
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
