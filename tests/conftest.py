@@ -15,7 +15,7 @@ from stillhouse.libraries import FEATURES, is_supported
 
 # Triton reads it when it is imported. Its interpreter runs kernels on a CPU
 os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest_plugins = ["kit.serving", "kit.writer_cases"]
+pytest_plugins = ["kit.damaged_checkpoints", "kit.serving", "kit.writer_cases"]
 # no deadline, because the time of an example depends on the load of the machine
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")

@@ -1,4 +1,4 @@
-"""Complete runs with all their checkpoints, of which tests damage copies."""
+"""Complete runs on two ranks with all their checkpoints, of which tests damage copies."""
 
 from collections.abc import Callable
 from functools import cache
@@ -7,18 +7,9 @@ from pathlib import Path
 import pytest
 from kit import slow
 from kit.ranks import Ranks
-from kit.runs import run, write_run
+from kit.runs import write_run
 
 LAYOUTS = ["fsdp", *(slow(layout) for layout in ("tensor", "pipeline"))]
-
-
-@pytest.fixture(scope="session")
-def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run in one process with all its checkpoints."""
-    folder = tmp_path_factory.mktemp("complete")
-    write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
-    run("distill", folder / "run.yaml")
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.runs import run, write_run
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -95,6 +96,15 @@ DAMAGES: dict[str, Callable[[Path, Path], None]] = {
 
 
 NEWEST, BEFORE = "step-00000004", "step-00000002"
+
+
+@pytest.fixture(scope="session")
+def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run in one process with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("complete")
+    write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    run("distill", folder / "run.yaml")
+    return folder
 
 
 def interrupted(complete_run: Path, folder: Path) -> Path:

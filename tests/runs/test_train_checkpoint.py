@@ -206,16 +206,8 @@ def kill_while_saving(function: str, step: int) -> None:
     setattr(module, function, wrapped)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
-    run("distill", folder / "run.yaml")
-    return folder
-
-
-def test_there_is_no_pickle_in_a_run(uninterrupted: Path) -> None:
-    out = uninterrupted / "out"
+def test_there_is_no_pickle_in_a_run(complete_run: Path) -> None:
+    out = complete_run / "out"
     assert names(out / "checkpoints") == ["step-00000002", "step-00000004", "step-00000006"]
     for folder in [out / "model", *(out / "checkpoints").iterdir()]:
         files = [path for path in folder.rglob("*") if path.is_file()]
@@ -231,10 +223,10 @@ def test_there_is_no_pickle_in_a_run(uninterrupted: Path) -> None:
 
 @pytest.mark.parametrize("function", ["save_student", "flush"])
 def test_a_kill_while_saving_loses_only_what_came_after_the_last_one(
-    tmp_path: Path, uninterrupted: Path, function: str
+    tmp_path: Path, complete_run: Path, function: str
 ) -> None:
     """The kill comes between writing resume/ and the student, or just before the folder gets its final name."""
-    settings = [uninterrupted / "run.yaml", f"out={tmp_path}/out"]
+    settings = [complete_run / "run.yaml", f"out={tmp_path}/out"]
     killed = Command("distill", *settings, hook=kill_while_saving, hook_arguments=(function, 4))
     assert killed.wait() == -signal.SIGKILL
     folder = tmp_path / "out" / "checkpoints"
@@ -244,8 +236,8 @@ def test_a_kill_while_saving_loses_only_what_came_after_the_last_one(
     assert metrics(tmp_path / "out")[-1]["step"] == 4
     again = run("distill", *settings)
     assert f"resuming from {folder}/step-00000002" in again.out
-    assert names(folder) == names(uninterrupted / "out" / "checkpoints")
-    assert contents(tmp_path / "out" / "model") == contents(uninterrupted / "out" / "model")
+    assert names(folder) == names(complete_run / "out" / "checkpoints")
+    assert contents(tmp_path / "out" / "model") == contents(complete_run / "out" / "model")
 
 
 def kill_before_pruned(step: int) -> None:
@@ -262,22 +254,22 @@ def kill_before_pruned(step: int) -> None:
 
 
 def test_a_kill_while_an_old_one_is_removed_does_not_leave_half_of_it_behind(
-    tmp_path: Path, uninterrupted: Path
+    tmp_path: Path, complete_run: Path
 ) -> None:
-    settings = [uninterrupted / "run.yaml", f"out={tmp_path}/out", "checkpoint.keep=1", "checkpoint.best=null"]
+    settings = [complete_run / "run.yaml", f"out={tmp_path}/out", "checkpoint.keep=1", "checkpoint.best=null"]
     killed = Command("distill", *settings, hook=kill_before_pruned, hook_arguments=(2,))
     assert killed.wait() == -signal.SIGKILL
     assert names(tmp_path / "out" / "checkpoints") == ["step-00000002.partial", "step-00000004"]
     run("distill", *settings)
     assert names(tmp_path / "out" / "checkpoints") == ["step-00000006"]
-    assert contents(tmp_path / "out" / "model") == contents(uninterrupted / "out" / "model")
+    assert contents(tmp_path / "out" / "model") == contents(complete_run / "out" / "model")
 
 
 @pytest.mark.parametrize("settings", [{"family": "gpt2"}, {"tied": True}], ids=["family", "tie"])
 def test_a_checkpoint_of_another_model_is_refused(
-    tmp_path: Path, uninterrupted: Path, settings: dict[str, Any]
+    tmp_path: Path, complete_run: Path, settings: dict[str, Any]
 ) -> None:
     write_run(tmp_path, **settings)
-    path = uninterrupted / "out" / "checkpoints" / "step-00000004"
+    path = complete_run / "out" / "checkpoints" / "step-00000004"
     failed = run("distill", tmp_path / "run.yaml", f"checkpoint.resume={path}", code=1)
     assert f"error: {path} does not fit this student" in failed.err
