@@ -34,7 +34,7 @@ from kit.megatron_engine_jobs import (
     run,
     values,
 )
-from kit.megatron_weights_jobs import Case, laid_out
+from kit.megatron_weights_jobs import GEMMA, LATENT, MOE, YARN, Case, laid_out
 from kit.shard_ranks import Rank
 from torch import Tensor
 
@@ -222,6 +222,8 @@ QUICK = [
     Job(Case("qwen3", tied=True, tensor=2)),
     Job(Case("llama", pipeline=2)),
     Job(Case("qwen3", context=2), uneven=True),
+    Job(Case(MOE, context=2, expert=2), "cross_entropy"),
+    Job(Case(GEMMA, tensor=2, sequence=True, tied=True), "cross_entropy"),
 ]
 SLOW = [
     Job(Case("llama", pipeline=2, tied=True), depths=2, uneven=True),
@@ -268,6 +270,38 @@ SLOW = [
         recompute=True,
     ),
 ]
+#: every second layer has a window of 5 tokens
+WINDOWS = {"use_sliding_window": True, "layer_types": 2 * ["full_attention", "sliding_attention"]}
+#: all layers have experts, and their weights are normalized over the chosen experts
+NORMALIZED = {"norm_topk_prob": True, "mlp_only_layers": []}
+FAMILIES = [
+    Case("qwen2", tensor=2, sequence=True),
+    Case("qwen2", pipeline=2, tied=True),
+    Case("llama", context=2, options={"rope_parameters": YARN}),
+    Case("llama", tensor=2, pipeline=2, sequence=True, tied=True),
+    Case("qwen3", tensor=2, pipeline=2, chunks=2),
+    Case("qwen3", pipeline=2, options=WINDOWS),
+    Case(MOE, data=2, tied=True, options=NORMALIZED),
+    Case(MOE, tensor=2, sequence=True),
+    Case(MOE, tensor=2, expert=2, sequence=True, tied=True, options=NORMALIZED),
+    Case(MOE, pipeline=2, expert=2, data=2, chunks=2),
+    Case(MOE, tensor=2, expert=2, data=2, sequence=True),
+    Case(MOE, context=2, expert=2, options={"use_sliding_window": True}),
+    Case(LATENT, data=2, options={"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    Case(LATENT, context=2, tied=True),
+    Case(LATENT, expert=2, data=2),
+    Case(LATENT, pipeline=2, chunks=2, tied=True),
+    Case("gemma2", tensor=2, sequence=True, tied=True),
+    Case("gemma2", context=2),
+    Case("gemma2", pipeline=2, chunks=2, tied=True),
+    Case("gpt_oss", context=2, expert=2),
+    Case("gpt_oss", tensor=2, expert=2, sequence=True, tied=True),
+    Case(GEMMA, data=2),
+    Case(GEMMA, tensor=2),
+    Case(GEMMA, context=2, tied=True),
+    Case(GEMMA, pipeline=2, chunks=2, tied=True),
+]
+SLOW += [Job(case, "cross_entropy") for case in FAMILIES]
 # in the order of the numbers of processes, so that cases share them
 SLOW.sort(key=lambda job: job.case.processes)
 
