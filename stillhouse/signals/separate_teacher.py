@@ -13,14 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.objective import TEACHER, OutputHead, Signals
+from stillhouse.models.processors import hidden_states
+from stillhouse.objective import TEACHER, Signals
 from stillhouse.parallel import (
     Layout,
     Mesh,
@@ -145,7 +145,7 @@ class SeparateTeacher(SignalSource):
         if numbers and not (has_all and self._last_ranks is None):
             part = step if has_all else StepMicroBatches([step[number] for number in numbers])
             teacher_micro_batches = shard_micro_batches(part, self._mesh)
-        inputs = [StageInputs(batch.as_read_by_teacher, {}, _hidden_states) for batch in teacher_micro_batches]
+        inputs = [StageInputs(batch.as_read_by_teacher, {}, hidden_states) for batch in teacher_micro_batches]
         with self._on_device():
             hidden = self._runner.forward(inputs) if inputs else []
         # without an output head, no output processor is called; without the last stage, there is nothing to map
@@ -226,7 +226,3 @@ class SeparateTeacher(SignalSource):
         for part, received_BSE in incoming:
             part.copy_(received_BSE)
         return [received.get(number) for number in numbers]
-
-
-def _hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
-    return hidden_states
