@@ -133,8 +133,17 @@ class CrossTokenizerStore(SignalStore):
             {name: torch.zeros(len(request.rows), *shape, dtype=dtype) for name, (shape, dtype) in forms}
             for request in wanted
         ]
+        # the spans with a token that a requested row predicts, except one with the document's first token
         spans = [
-            _needed_spans(request.rows, document.spans) for request, document in zip(wanted, aligned, strict=True)
+            [
+                span
+                for span in document.spans
+                if span.student.stop - 1 > request.rows.start
+                and span.student.start - 1 < request.rows.stop
+                and span.student.start > 0
+                and span.teacher.start > 0
+            ]
+            for request, document in zip(wanted, aligned, strict=True)
         ]
         numbers = [number for number, spans_of_document in enumerate(spans) if spans_of_document]
         requests = []
@@ -253,18 +262,6 @@ def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[AlignedSpan], te
     into["log_probs"][places] = teacher.log_probs_RK[starts].float()
     into["tail_log_prob"][places] = torch.logaddexp(teacher.tail_R[starts], log_label_N).float()
     into["weight"][places] = 1.0
-
-
-def _needed_spans(rows: range, spans: Sequence[AlignedSpan]) -> list[AlignedSpan]:
-    """The spans with a token that one of these rows predicts, except one with the document's first token."""
-    return [
-        span
-        for span in spans
-        if span.student.stop - 1 > rows.start
-        and span.student.start - 1 < rows.stop
-        and span.student.start > 0
-        and span.teacher.start > 0
-    ]
 
 
 def _summed_by_id(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
