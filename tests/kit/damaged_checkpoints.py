@@ -67,31 +67,21 @@ def _older_with_this_number(final: Path, before: Path) -> None:
     _manifest_of(final, lambda manifest: manifest.update(version=manifest["version"] + 1))
 
 
-def _older_files(final: Path, before: Path) -> None:
-    shutil.copy(before / WEIGHTS, final / WEIGHTS)
-
-
-def _pipe(final: Path, before: Path) -> None:
+def _removed(final: Path) -> Path:
     (final / WEIGHTS).unlink()
-    os.mkfifo(final / WEIGHTS)
+    return final / WEIGHTS
 
 
-def _link(final: Path, before: Path) -> None:
-    (final / WEIGHTS).unlink()
-    (final / WEIGHTS).symlink_to("/dev/zero")
-
-
-def _elsewhere(final: Path, before: Path) -> None:
-    _manifest_of(final, lambda manifest: manifest["files"].update({f"../{before.name}/{WEIGHTS}": "0" * 64}))
-
-
-def _cut(final: Path, before: Path) -> None:
-    os.truncate(final / WEIGHTS, 1000)
-
-
-DAMAGES: dict[str, Callable[[Path, Path], None]] = {
-    fault.__name__.strip("_").replace("_", " "): fault
-    for fault in (_older, _older_with_this_number, _older_files, _pipe, _link, _elsewhere, _cut)
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "older": _older,
+    "older with this number": _older_with_this_number,
+    "older files": lambda final, before: shutil.copy(before / WEIGHTS, final / WEIGHTS),
+    "pipe": lambda final, _: os.mkfifo(_removed(final)),
+    "link": lambda final, _: _removed(final).symlink_to("/dev/zero"),
+    "elsewhere": lambda final, before: _manifest_of(
+        final, lambda manifest: manifest["files"].update({f"../{before.name}/{WEIGHTS}": "0" * 64})
+    ),
+    "cut": lambda final, _: os.truncate(final / WEIGHTS, 1000),
 }
 
 
