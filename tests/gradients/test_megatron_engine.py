@@ -34,7 +34,7 @@ from kit.megatron_engine_jobs import (
     run,
     values,
 )
-from kit.megatron_weights_jobs import GEMMA, LATENT, MOE, YARN, Case, laid_out
+from kit.megatron_weights_jobs import GEMMA, LATENT, MOE, WINDOWS, YARN, Case, laid_out
 from kit.shard_ranks import Rank
 from torch import Tensor
 
@@ -270,8 +270,6 @@ SLOW = [
         recompute=True,
     ),
 ]
-#: every second layer has a window of 5 tokens
-WINDOWS = {"use_sliding_window": True, "layer_types": 2 * ["full_attention", "sliding_attention"]}
 #: all layers have experts, and their weights are normalized over the chosen experts
 NORMALIZED = {"norm_topk_prob": True, "mlp_only_layers": []}
 FAMILIES = [

@@ -12,6 +12,7 @@ from kit.config_cases import refused_calls
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
 
+from kit import megatron_weights_jobs
 from kit.megatron_weights_jobs import MOE, YARN, Case, make_tables, model_config
 from kit.shard_ranks import on_ranks
 from megatron.core import parallel_state
@@ -98,7 +99,7 @@ def test_padding_rows_are_zero_and_tensors_of_another_shape_are_refused() -> Non
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("megatron"))
 def test_what_megatron_does_not_compute_exactly_is_refused(call: str, message: str) -> None:
-    model_type, options, layout = eval(call)
+    model_type, options, layout = eval(call, vars(megatron_weights_jobs))
     config = model_config(Case(model_type, options=options))
     with pytest.raises(ValueError, match=message):
         transformer_config(config, **layout)
