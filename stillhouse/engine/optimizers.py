@@ -103,9 +103,5 @@ def adamw_options(kinds: "Kinds", train: TrainConfig) -> dict[str, Any]:
     """Return the arguments of all forms of AdamW."""
     from stillhouse.engine.optimizer import parameter_groups
 
-    return {
-        "params": parameter_groups(kinds, train),
-        "lr": train.learning_rate,
-        "betas": train.betas,
-        "eps": train.eps,
-    }
+    groups = parameter_groups(kinds, train)
+    return {"params": groups, "lr": train.learning_rate, "betas": train.betas, "eps": train.eps}

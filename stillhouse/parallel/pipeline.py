@@ -141,11 +141,8 @@ class Pipeline:
             received = torch.empty_like(sent)
             peer = dist.get_global_rank(self.group, last if self.rank == first else first)
             # in one batch: if both ranks sent first, they would deadlock (NCCL)
-            messages = [
-                dist.P2POp(dist.isend, sent.contiguous(), peer, self.group),
-                dist.P2POp(dist.irecv, received, peer, self.group),
-            ]
-            for message in dist.batch_isend_irecv(messages):
+            pairs = ((dist.isend, sent.contiguous()), (dist.irecv, received))
+            for message in dist.batch_isend_irecv([dist.P2POp(*pair, peer, self.group) for pair in pairs]):
                 message.wait()
             total = sent + received
         for gradient in gradients:
@@ -177,18 +174,11 @@ class Pipeline:
             number_input = torch.empty(1, dtype=torch.int64, device="meta")
             loss = torch.empty(1, device="meta", requires_grad=True)
             stage_class = PipelineStage if is_at_least("torch", "2.13") else StageWithConstants
-            stages = [
-                stage_class(
-                    stage,
-                    number,
-                    self.count,
-                    self.device,
-                    input_args=hidden if number else (number_input,),
-                    output_args=hidden if number + 1 < self.count else (loss,),
-                    group=self.group,
-                )
-                for number, stage in sorted(self.stages.items())
-            ]
+            stages = []
+            for number, stage in sorted(self.stages.items()):
+                received, sent = hidden if number else (number_input,), hidden if number + 1 < self.count else (loss,)
+                place = number, self.count, self.device
+                stages.append(stage_class(stage, *place, input_args=received, output_args=sent, group=self.group))
             chosen = stages if self.scheme.per_rank > 1 else stages[0]
             self._schedule_key = key
             self._schedule = self.scheme.schedule(

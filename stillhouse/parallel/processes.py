@@ -120,13 +120,11 @@ def choose_device(name: str) -> torch.device:
     if device.type != "cuda":
         return device
     if processes > 1 and device.index not in (None, local_rank()):
-        raise ValueError(
-            f"got {name} for {processes} processes: expected cuda, so that each process gets another GPU"
-        )
+        expected = "expected cuda, so that each process gets another GPU"
+        raise ValueError(f"got {name} for {processes} processes: {expected}")
     if device.index is None:
         device = torch.device("cuda", local_rank())
-    count = torch.cuda.device_count()
-    if device.index >= count:
+    if device.index >= (count := torch.cuda.device_count()):
         raise ValueError(f"got {name}, but this machine has {count} CUDA devices: expected auto or cpu")
     # float32 convolutions, which vision towers have, in full precision: by default, torch rounds them to TF32
     torch.backends.cudnn.allow_tf32 = False

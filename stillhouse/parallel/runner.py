@@ -211,14 +211,11 @@ class Runner(DistributedStudent):
             yield from student.named_parameters()
 
     def stage_weights(self) -> dict[str, StageWeight]:
-        return {
-            name: StageWeight(
-                torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
-                partial(gathered_tensor, tensor, self.device),
-            )
-            for student in self.decoders
-            for name, tensor in student.state_dict().items()
-        }
+        weights: dict[str, StageWeight] = {}
+        for name, tensor in (pair for student in self.decoders for pair in student.state_dict().items()):
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            weights[name] = StageWeight(empty, partial(gathered_tensor, tensor, self.device))
+        return weights
 
     def shared_name(self, name: str) -> str:
         """Return a parameter's name in the full model; a tied head has the embedding's name there."""

@@ -48,9 +48,8 @@ def sleep_at(step: int, seconds: float) -> None:
 def stop_one_rank(folder: Path, out: Path, layout: str, rank: int, **options: Any) -> Ranks:
     """Run two ranks and stop one after step 5. When the other one has ended, kill the stopped one."""
     arguments = ["distill", folder / "run.yaml", f"parallel.{layout}", f"out={out}"]
-    ranks = Ranks(
-        2, *arguments, hook=signal_at, hook_arguments=(5, signal.SIGSTOP, EVERY_RANK), hook_rank=rank, **options
-    )
+    options |= {"hook": signal_at, "hook_arguments": (5, signal.SIGSTOP, EVERY_RANK), "hook_rank": rank}
+    ranks = Ranks(2, *arguments, **options)
     assert ranks[1 - rank].wait(LIMIT) == 1, ranks.texts
     ranks.send(signal.SIGKILL, rank)
     ranks.wait()
@@ -159,9 +158,7 @@ def test_a_rank_that_fails_while_the_others_wait_for_it(folder: Path, failing: i
     ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(0,), hook_rank=failing)
     codes = ranks.wait(grace=1)
     assert codes[failing] == 1
-    assert codes[1 - failing] in (1, 143), (
-        "expected 1 (lost contact with the failing rank) or 143 (ended by the launcher)"
-    )
+    assert codes[1 - failing] in (1, 143)  # lost contact with the failing rank, or ended by the launcher
     assert "no such file here" in ranks[failing].err
     assert "Traceback" not in ranks.err
 

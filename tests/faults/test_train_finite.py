@@ -78,9 +78,8 @@ def test_a_loss_names_its_term_and_its_line(tmp_path: Path, fused: bool) -> None
     assert "cross_entropy" not in message
     assert len(seen) == step - 1 + fused
     assert_equal_tensors(state_of(session.models.engine), seen[step - 2])
-    assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == [
-        f"step-{number:08d}" for number in range(1, step)
-    ]
+    names = [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")]
+    assert names == [f"step-{number:08d}" for number in range(1, step)]
     assert metrics(tmp_path / "out")[-1]["step"] == step - 1
 
 
@@ -120,9 +119,8 @@ def test_steps_after_a_skipped_one_are_as_without_it(tmp_path: Path, fused: bool
             use_fused_adamw(session.models.engine)
         for loss in losses:
             output = forward_backward(session)
-            changed = StepOutput(
-                named=[*output.named, ("loss", torch.tensor(loss)), ("entropy", torch.tensor(math.inf))]
-            )
+            more = (("loss", torch.tensor(loss)), ("entropy", torch.tensor(math.inf)))
+            changed = StepOutput(named=[*output.named, *more])
             norm = session.models.engine.gradient_norm()
             if loss == 0.0:
                 assert session.models.engine.update(1e-2, changed) == norm

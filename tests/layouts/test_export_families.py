@@ -92,9 +92,8 @@ def test_weights_are_read_and_written_as_by_transformers(tmp_path: Path, family:
         require_same(tensors_in(export), tensors_in(model))
     require_readable(export, loaded)
     (tmp_path / "resume").mkdir()
-    write_tensors(
-        tmp_path / "resume", {WEIGHT + key: value for key, value in loaded.state_dict().items()}, ONE_PROCESS
-    )
+    weights = {WEIGHT + key: value for key, value in loaded.state_dict().items()}
+    write_tensors(tmp_path / "resume", weights, ONE_PROCESS)
     save_from_checkpoint(tmp_path, sharded, tmp_path / "resume")
     require_same(tensors_in(tmp_path), tensors_in(export))
 

@@ -124,9 +124,8 @@ def test_one_stored_matrix_is_both(tmp_path: Path) -> None:
         stages = []
         for first in (True, False):
             stage = empty_decoder(tmp_path / stored)
-            keep_layers(
-                stage, require_cuttable(stage.config), range(1 - first, 2 - first), first=first, last=not first
-            )
+            cut, layers = require_cuttable(stage.config), range(1 - first, 2 - first)
+            keep_layers(stage, cut, layers, first=first, last=not first)
             load_weights(stage, tmp_path / stored, torch.device("cpu"))
             stages.append(stage.eval())
         assert torch.equal(stages[1](None, inputs_embeds=stages[0](IDS)), expected(IDS))

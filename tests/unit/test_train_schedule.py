@@ -95,9 +95,7 @@ def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
     assert sum(targets) == 2 * sequences.documents.report.target_tokens
     assert [step.normalizer for step in micro_batches] == targets
     assert sum(step.tokens for step in micro_batches) == 2 * len(sequences.documents.tokens_N)
-    assert [step.shapes_BS for step in micro_batches] == [
-        [batch.shape_BS for batch in step] for step in micro_batches
-    ]
+    assert all(step.shapes_BS == [batch.shape_BS for batch in step] for step in micro_batches)
     with pytest.raises(ValueError, match=f"step {step_schedule.steps} "):
         step_schedule.micro_batches(sequences, step_schedule.steps)
 

@@ -53,9 +53,8 @@ class HiddenStates(LossPart):
 
     def prepare(self, decoder: Decoder, student: StudentConfig, teacher: TeacherConfig | None) -> None:
         assert teacher is not None
-        config = text_config(
-            read_configuration(str(teacher.model), teacher.revision, trust_remote_code=teacher.trust_remote_code)
-        )
+        trusted = teacher.trust_remote_code
+        config = text_config(read_configuration(str(teacher.model), teacher.revision, trust_remote_code=trusted))
         with as_config_error(self.key):
             match_hidden(decoder, self.pairs, config.num_hidden_layers, config.hidden_size)
 
