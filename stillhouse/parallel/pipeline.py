@@ -141,8 +141,11 @@ class Pipeline:
             received = torch.empty_like(sent)
             peer = dist.get_global_rank(self.group, last if self.rank == first else first)
             # in one batch: if both ranks sent first, they would deadlock (NCCL)
-            pairs = ((dist.isend, sent.contiguous()), (dist.irecv, received))
-            for message in dist.batch_isend_irecv([dist.P2POp(*pair, peer, self.group) for pair in pairs]):
+            messages = [
+                dist.P2POp(dist.isend, sent.contiguous(), peer, self.group),
+                dist.P2POp(dist.irecv, received, peer, self.group),
+            ]
+            for message in dist.batch_isend_irecv(messages):
                 message.wait()
             total = sent + received
         for gradient in gradients:
