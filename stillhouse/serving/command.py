@@ -88,12 +88,8 @@ def serve(
     *,
     no_token: bool,
     generate: bool,
-    dtype: str,
-    device: str,
-    attention: str | None,
     revision: str | None,
     quantize: str | None,
-    images: bool,
     weights_root: Path | None,
     **options: Any,
 ) -> None:
@@ -132,5 +128,6 @@ def serve(
     from stillhouse.serving.server.role import ModelOptions
     from stillhouse.serving.server.run_server import run_server
 
-    model = ModelOptions(teacher, dtype, device, attention, revision, quantize, images)
+    loading = {name: options.pop(name) for name in ("dtype", "device", "attention", "images")}
+    model = ModelOptions(teacher, revision=revision, quantize=quantize, **loading)
     run_server(model, generate=generate, require_token=not no_token, weights_root=weights_root, **options)

@@ -1,6 +1,4 @@
-"""What this add-on registers: the servers that it can ask (ours, vLLM and SGLang), as entries of the group
-`stillhouse.servers`, and servers as a source of a teacher's signals, in the group `stillhouse.sources`.
-"""
+"""What this add-on registers: kinds of servers (ours, vLLM and SGLang), and servers as a source of signals."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -43,11 +41,13 @@ class HttpServer(ServerKind):
         return ServedEngine(urls, sampling, self.api(is_tied=is_tied), **options)
 
 
-class _Stillhouse(HttpServer):
+class _KnownServer(HttpServer):
     def api(self, *, is_tied: bool = False) -> Any:
+        from stillhouse.serving.client.sglang import SglangApi
         from stillhouse.serving.client.stillhouse import StillhouseApi
+        from stillhouse.serving.client.vllm import VllmApi
 
-        return StillhouseApi(is_tied=is_tied)
+        return {kind.name: kind for kind in (StillhouseApi, VllmApi, SglangApi)}[self.name](is_tied=is_tied)
 
     def open_reward(self, url: str, name: str, timeout: float, warn: Any, token: str | None) -> Any:
         from stillhouse.serving.client.reward_server import RewardServer
@@ -55,21 +55,7 @@ class _Stillhouse(HttpServer):
         return RewardServer(url, name, timeout, warn, token)
 
 
-class _Vllm(HttpServer):
-    def api(self, *, is_tied: bool = False) -> Any:
-        from stillhouse.serving.client.vllm import VllmApi
-
-        return VllmApi(is_tied=is_tied)
-
-
-class _Sglang(HttpServer):
-    def api(self, *, is_tied: bool = False) -> Any:
-        from stillhouse.serving.client.sglang import SglangApi
-
-        return SglangApi(is_tied=is_tied)
-
-
-STILLHOUSE = _Stillhouse(
+STILLHOUSE = _KnownServer(
     "stillhouse",
     "`stillhouse serve`",
     reads_images=True,
@@ -80,7 +66,7 @@ STILLHOUSE = _Stillhouse(
     counts_next=False,
     hint="expected a server that was started with stillhouse serve MODEL --generate",
 )
-VLLM = _Vllm(
+VLLM = _KnownServer(
     "vllm",
     "vLLM",
     signals=("hidden", "top_k", "chosen"),
@@ -88,7 +74,7 @@ VLLM = _Vllm(
     after_temperature="a vLLM that was started with --logprobs-mode processed_logprobs",
     over_all_tokens="a vLLM that was started without --logprobs-mode processed_logprobs",
 )
-SGLANG = _Sglang(
+SGLANG = _KnownServer(
     "sglang",
     "SGLang",
     signals=("hidden", "top_k"),

@@ -44,15 +44,14 @@ def calls_to(url: str) -> list[Any]:
     return list(StillhouseApi().calls(ServerInfo(url, "t"), SignalSpec("hidden", "float32"), 8, [DOCUMENT]))
 
 
-def score(url: str) -> Any:
+def score(url: str, calls: Any = calls_to) -> Any:
     with closing(ServerPool([url], TIMEOUT)) as servers:
-        return servers.score(calls_to(url))
+        return servers.score(list(calls(url)))
 
 
 def top_k(url: str) -> Any:
-    calls = VllmApi().calls(ServerInfo(url, "t"), SignalSpec("top_k", "float32", 2, 1.0), 0, [DOCUMENT])
-    with closing(ServerPool([url], TIMEOUT)) as servers:
-        return servers.score(list(calls))
+    spec = SignalSpec("top_k", "float32", 2, 1.0)
+    return score(url, lambda url: VllmApi().calls(ServerInfo(url, "t"), spec, 0, [DOCUMENT]))
 
 
 def describe(url: str) -> Any:

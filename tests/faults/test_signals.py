@@ -60,6 +60,13 @@ def start(*arguments: str | Path, launcher: Sequence[str] = (), **options: Any) 
     return subprocess.Popen(command, env=ENVIRONMENT, text=True, **options)
 
 
+def assert_continues(folder: Path, out: Path) -> str:
+    """The run in `out` continues, and becomes the undisturbed one. Returns its output."""
+    ended = run("distill", folder / "run.yaml", f"out={out}")
+    assert_same_run(out, folder / "whole")
+    return ended.out
+
+
 def assert_stopped(command: Command, name: str, step: int, out: Path) -> None:
     """Assert that the run reported the stop in one line and has a checkpoint of the step, but no model."""
     checkpoint = out / "checkpoints" / f"step-{step:08d}"
@@ -82,9 +89,7 @@ def test_a_signal_between_two_checkpoints(whole: Path, name: str) -> None:
     command = Command("distill", whole / "run.yaml", f"out={out}", hook=signal_at, hook_arguments=(step, number))
     assert command.wait() == NAMES[name]
     assert_stopped(command, name, step, out)
-    resumed = run("distill", whole / "run.yaml", f"out={out}")
-    assert f"resuming from {out}/checkpoints/step-{step:08d}\n" in resumed.out
-    assert_same_run(out, whole / "whole")
+    assert f"resuming from {out}/checkpoints/step-{step:08d}\n" in assert_continues(whole, out)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +147,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(whole: Path, where:
     assert command.err.startswith(f"{word}; `stillhouse distill ")
     assert "continues from the run's last checkpoint, or from the start if there is none yet" in command.err
     assert "minimise" in command.out  # lines that were printed before the signal are not lost
-    run(*arguments)
-    assert_same_run(out, whole / "whole")
+    assert_continues(whole, out)
 
 
 @pytest.mark.parametrize("command", ["check", "demo"])
@@ -177,8 +181,7 @@ def test_a_signal_in_an_evaluation_or_a_save_waits_for_its_end(whole: Path) -> N
         )
         assert command.wait() == 130
         assert_stopped(command, "SIGINT", step, out)
-        run("distill", whole / "run.yaml", f"out={out}")
-        assert_same_run(out, whole / "whole")
+        assert_continues(whole, out)
 
 
 def test_a_signal_at_the_end_of_a_run_does_not_stop_it(whole: Path) -> None:
@@ -205,8 +208,7 @@ def test_the_second_signal_ends_it_at_once(whole: Path) -> None:
     command.send(signal.SIGINT)
     assert command.wait() == 130
     assert "interrupted; `stillhouse distill" in command.err
-    run("distill", whole / "run.yaml", f"out={out}")
-    assert_same_run(out, whole / "whole")
+    assert_continues(whole, out)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import first_is_quick
+from kit import first_is_quick, slow
 from kit.image_runs import SETTINGS, write_image_run
 from kit.layout_runs import assert_same_weights
 from kit.mutations import assert_survives
@@ -51,24 +51,14 @@ def server(folder: Path) -> Iterator[Server]:
         yield started
 
 
-def test_hidden_states_give_the_gradients_of_the_teacher_in_the_job(folder: Path, server: Server) -> None:
-    assert_close(gradients(folder, **{"teacher.url": server.url}, **SETTINGS), gradients(folder, **SETTINGS))
+SERVERS = [("qwen3_vl", 1), *(slow(family, 1) for family in FAMILIES[1:]), slow("internvl", 2)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES[1:])
-def test_a_server_gives_the_gradients_of_the_teacher_in_the_job(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "processes"), SERVERS)
+def test_a_server_gives_the_gradients_of_the_teacher_in_the_job(family: str, processes: int, tmp_path: Path) -> None:
     write_image_run(tmp_path, family)
     in_job = gradients(tmp_path, **SETTINGS)
-    with Server(tmp_path / "teacher", "--images") as server:
-        assert_close(gradients(tmp_path, **{"teacher.url": server.url}, **SETTINGS), in_job)
-
-
-@pytest.mark.slow
-def test_two_tensor_parallel_ranks_of_a_server_give_its_signals(tmp_path: Path) -> None:
-    write_image_run(tmp_path, "internvl")
-    in_job = gradients(tmp_path, **SETTINGS)
-    with Server(tmp_path / "teacher", "--images", processes=2) as server:
+    with Server(tmp_path / "teacher", "--images", processes=processes) as server:
         assert_close(gradients(tmp_path, **{"teacher.url": server.url}, **SETTINGS), in_job)
 
 

@@ -10,6 +10,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+from kit import slow
 from kit.image_runs import write_on_policy
 from kit.mutations import assert_survives
 from kit.on_policy_runs import assert_same_rollouts, assert_same_served, served
@@ -41,15 +42,10 @@ def server(folder: Path) -> Iterator[Server]:
         yield started
 
 
-def test_a_served_run_on_prompts_with_images_is_that_of_the_job(folder: Path, server: Server) -> None:
-    run(*served(folder, "served", server.url))
-    assert_same_served(folder / "served", folder / "job")
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_completions_of_a_server(folder: Path, server: Server) -> None:
-    run_ranks(2, *served(folder, "two", server.url), "parallel.fsdp=2")
-    assert_same_served(folder / "two", folder / "job")
+@pytest.mark.parametrize("processes", [1, slow(2)])
+def test_a_served_run_on_prompts_with_images_is_that_of_the_job(folder: Path, server: Server, processes: int) -> None:
+    run_ranks(processes, *served(folder, f"on {processes}", server.url), f"parallel.fsdp={processes}")
+    assert_same_served(folder / f"on {processes}", folder / "job")
 
 
 @pytest.mark.slow

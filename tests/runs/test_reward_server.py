@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -65,13 +66,9 @@ def servers() -> Iterator[Callable[..., Server]]:
 
 
 def reward_of(server: Server, record: Any = None) -> float:
-    client = RewardServer(server.url, f"rollout.reward: {server.url}", 1.0, lambda line: None)
-    try:
-        return client.request(
-            "rollout.reward", "", "2 + 2 =", " 5", record or {"a": 1}, "train.jsonl:3", TURNS
-        ).result(30)
-    finally:
-        client.close()
+    record = record or {"a": 1}
+    with closing(RewardServer(server.url, f"rollout.reward: {server.url}", 1.0, lambda line: None)) as client:
+        return client.request("rollout.reward", "", "2 + 2 =", " 5", record, "train.jsonl:3", TURNS).result(30)
 
 
 def test_a_server_gets_prompt_completion_and_record(servers: Callable[..., Server]) -> None:

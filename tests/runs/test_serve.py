@@ -97,12 +97,6 @@ def assert_same(server: Server, decoder: Decoder, kind: SignalSpec, documents: l
         torch.testing.assert_close(tensors["tail_log_prob"].double(), outside_NV.logsumexp(1), rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("kind", [HIDDEN, TOP_K, CHOSEN], ids=lambda kind: kind.kind)
-def test_served_signals_are_the_teachers_own(server: Server, decoder: Decoder, kind: SignalSpec) -> None:
-    """Of some rows of several documents, which the server packs together; each is compared with itself alone."""
-    assert_same(server, decoder, kind, random_documents(9, kind=kind))
-
-
 def test_requests_of_many_clients_for_different_signals_share_batches(server: Server, decoder: Decoder) -> None:
     def one(number: int) -> None:
         kind = (HIDDEN, TOP_K, CHOSEN)[number % 3]

@@ -72,9 +72,7 @@ class HttpAnswer:
 
 
 class HttpClient:
-    """Sends requests to servers. token: the bearer token. seconds: the limit for each of an answer's parts; the limit
-    for all of it is the caller's.
-    """
+    """Sends requests to servers. token: the bearer token. seconds: the limit for each of an answer's parts."""
 
     def __init__(self, token: str | None, seconds: float, connect_seconds: float):
         self._token = token if token is not None and len(token) >= _LEAST_TOKEN else None
@@ -93,9 +91,9 @@ class HttpClient:
         token. Raises NoAnswerError without a whole answer, and ValueError for one that is too long or encoded.
         """
         method, headers = "GET" if content is None else "POST", self._headers | {"Content-Type": content_type}
+        extensions = {"timeout": self._limits}
         try:
-            request = httpx2.Request(method, server + path, headers=headers, content=content)
-            request.extensions["timeout"] = self._limits
+            request = httpx2.Request(method, server + path, headers=headers, content=content, extensions=extensions)
             response = await self._transport.handle_async_request(request)
             assert isinstance(response.stream, httpx2.AsyncByteStream)
             try:

@@ -87,6 +87,7 @@ class ServerRequest(Generic[T]):
 class Server:
     """held: whether the server gets no requests. error: why the server is given up, if it is.
     limits: of the requests in progress, each with the end that it has if the server answers another request before.
+    is_failing: whether it has failed, and has not answered since then.
     """
 
     url: str
@@ -95,7 +96,7 @@ class Server:
     failures: int = 0
     paused_until: float = 0.0
     last_answer: float = 0.0
-    warned: bool = False
+    is_failing: bool = False
     held: bool = False
     error: ServerError | None = None
     limits: dict[asyncio.Timeout, float] = field(default_factory=dict)
@@ -132,8 +133,8 @@ class ServerPool:
     """The servers of one model. All methods may be called from several threads.
 
     timeout: seconds without an answer of any server after which requests fail.
-    warn: prints a line when a server fails, or answers again. model: the name of the servers' model, for messages.
-    key: the key of the configuration with the timeout, for messages. token: the servers' bearer token.
+    warn: prints a line when a server fails, or answers again. token: the servers' bearer token.
+    model, key: for messages, the name of the servers' model, and the key of the configuration with the timeout.
     answer_seconds: the limit for one answer, from the connection to its last byte and its parsing; None: a quarter of
     the timeout. in_flight: the most requests that one server gets at a time.
     """
@@ -156,8 +157,8 @@ class ServerPool:
         self.timeout, self._warn = timeout, warn
         self._client = HttpClient(token, self._answer_seconds, connect_seconds=min(10.0, timeout / 4))
         self._closed = False
-        #: servers that have failed and answered again since the last `take_returned`
-        self._returned: set[str] = set()
+        #: the URLs of servers that had failed and have answered again; the owner of the pool may remove them
+        self.returned: set[str] = set()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"{model} client", daemon=True).start()
 
@@ -191,14 +192,6 @@ class ServerPool:
         """
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
-
-    def take_returned(self) -> set[str]:
-        """The URLs of servers that had failed and have answered again since the last call."""
-        returned, self._returned = self._returned, set()
-        return returned
-
-    def is_failing(self, url: str) -> bool:
-        return any(server.warned for server in self.servers if server.url == url)
 
     def close(self) -> None:
         """End the requests in progress; later requests raise ServerError."""
@@ -271,7 +264,7 @@ class ServerPool:
             try:
                 seconds = min(self._answer_seconds, max(FIRST_PAUSE, wait.left))
                 # another server may answer in the other half, if this one does not answer at all
-                has_other = any(not (other.warned or other.held) for other in servers if other is not server)
+                has_other = any(not (other.is_failing or other.held) for other in servers if other is not server)
                 result = await self._attempt(server, call, seconds, max(FIRST_PAUSE, wait.left / (1 + has_other)))
             except AskAgainError:
                 server.record_answer()
@@ -357,25 +350,20 @@ class ServerPool:
 
     def _announce(self, server: Server, problem: str) -> None:
         """Warn once when a server fails (`problem`), and once when it answers again ("")."""
-        if problem and not server.warned:
+        if problem and not server.is_failing:
             self._warn(f"the {self._model}'s server {server.url} fails, and is asked again: {problem}")
-        elif not problem and server.warned:
+        elif not problem and server.is_failing:
             self._warn(f"the {self._model}'s server {server.url} answers again")
-            self._returned.add(server.url)
-        server.warned = bool(problem)
+            self.returned.add(server.url)
+        server.is_failing = bool(problem)
 
 
-@dataclass
 class _Wait:
     """How long a request has waited for its servers. problem: of the last attempt, with its server."""
 
-    servers: Sequence[Server]
-    seconds: float
-    problem: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._started = time.monotonic()
-        self.problem = f"{', '.join(server.url for server in self.servers)}: busy with other requests"
+    def __init__(self, servers: Sequence[Server], seconds: float):
+        self.servers, self.seconds, self._started = servers, seconds, time.monotonic()
+        self.problem = f"{', '.join(server.url for server in servers)}: busy with other requests"
 
     @property
     def left(self) -> float:

@@ -21,7 +21,7 @@ from stillhouse.rollout.published_folder import published_folder
 from stillhouse.rollout.records import Completion, CompletionInbox, GenerationRequest, Sampling
 from stillhouse.serving.client.http_client import HttpAnswer, bytes_of_json
 from stillhouse.serving.client.pool import AskAgainError, RefusedError, ServerPool, ServerRequest
-from stillhouse.serving.client.served_weights import UNKNOWN_WEIGHTS, ServedWeights, ServerState
+from stillhouse.serving.client.served_weights import SECONDS_TO_DROP, UNKNOWN_WEIGHTS, ServedWeights, ServerState
 from stillhouse.serving.client.server_api import Published, ServerApi, VersionSpan
 from stillhouse.serving.wire import JSON, SAFETENSORS
 
@@ -38,18 +38,15 @@ class ServedEngine:
 
     vocabulary: rows of the student's head. Ids outside of it are not sent, because they end a vLLM, and not accepted.
     timeout: seconds without an answer of any server after which futures raise ServerError, and the limit per answer.
-    warn: is called with a line when a server fails or answers again.
+    warn: is called with a line when a server fails or answers again. token: the servers' bearer token.
     update_timeout: seconds after which a server that has not loaded new weights counts as one that does not answer.
     keep_weights: the servers keep the weights that they have, such as a teacher's. Otherwise `update_weights` must be
         called before `generate`.
-    probes: prompts that each server completes after it has loaded weights. The caller can score these completions
-        (`weights.probed`, `weights.set_proved`).
-    processor: that of the prompts' images. image_prompts: prompts of which some have images, to compare them with the
-        servers' limits.
+    probes: prompts that each server completes after it has loaded weights (see `weights.probed`).
+    processor: that of the prompts' images. image_prompts: those that are compared with the servers' limits.
     run: the identity of the run that published weights must have; empty: of any run. Adapters that an earlier process
         of this run has left on the servers are dropped.
     other_samplings: those of requests that have their own; log-probabilities are proved for them, too.
-    token: the servers' bearer token.
 
     Raises ValueError for a server whose log-probabilities cannot be used for training. With keep_weights, they are
     not checked, but all servers must have the same weights.
@@ -75,7 +72,7 @@ class ServedEngine:
     ):
         self._sampling, self._api, self._vocabulary = sampling, api, vocabulary
         run_prefix = f"stillhouse-{run}-" if run else ""
-        self._run, self._prefix = run, run_prefix + secrets.token_hex(4)
+        self._run, self._prefix, self._processor = run, run_prefix + secrets.token_hex(4), processor
         self._pool = ServerPool(
             urls,
             timeout,
@@ -86,7 +83,6 @@ class ServedEngine:
             answer_seconds=timeout,
             in_flight=IN_FLIGHT if processor is None else IMAGES_IN_FLIGHT,
         )
-        self._processor = processor
         self.weights = ServedWeights(
             self._pool,
             api,
@@ -157,7 +153,7 @@ class ServedEngine:
             self._api.require_tokenizer(ask, server.url, server.model, tokenizer, text)
 
     def close(self) -> None:
-        self.weights.drop_adapter()
+        self.weights.forget(self.weights.newest, SECONDS_TO_DROP)
         self._pool.close()
 
     def _call(self, request: GenerationRequest, names_adapter: bool) -> ServerRequest[Completion]:
@@ -181,14 +177,16 @@ class ServedEngine:
             body = self._api.request_body(model, request, sampling, limit, self._processor)
             return body if isinstance(body, bytes) else json.dumps(body).encode()
 
-        def parse(response: HttpAnswer) -> Completion:
-            return self._completion(response, *attempt[0], sampling, limit)
-
-        statuses = frozenset({200, self._api.unknown_adapter} if names_adapter else {200})
-        is_slow, hint, tokens = request.has_media, self._api.kind.hint, len(ids) + limit
-        kind_of_body, most_bytes = SAFETENSORS if is_slow else JSON, bytes_of_json(limit, COMPLETION_TOKEN_BYTES)
         return ServerRequest(
-            self._api.path, content, kind_of_body, parse, tokens, most_bytes, hint, statuses, is_slow
+            self._api.path,
+            content,
+            SAFETENSORS if request.has_media else JSON,
+            lambda response: self._completion(response, *attempt[0], sampling, limit),
+            len(ids) + limit,
+            bytes_of_json(limit, COMPLETION_TOKEN_BYTES),
+            self._api.kind.hint,
+            frozenset({200, self._api.unknown_adapter} if names_adapter else {200}),
+            is_slow=request.has_media,
         )
 
     def _completion(

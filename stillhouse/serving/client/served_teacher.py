@@ -139,7 +139,7 @@ class RemoteSignals(SignalStore):
 
     def read(self, documents: Sequence[DocumentRows]) -> Scores:
         if self.proof is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
-            self.proof.repeat([server.url for server in self.servers if not self.pool.is_failing(server.url)])
+            self.proof.repeat([server.url for server in self.pool.servers if not server.is_failing])
         while True:
             answered_by: set[str] = set()
             scores = self.scores(documents, answered_by=answered_by)
@@ -148,8 +148,10 @@ class RemoteSignals(SignalStore):
             # Prove the servers that answer again after a failure, because their weights may have changed. All reads
             # wait for the proof, and do not use answers of servers that cannot be proven now.
             with self._proving:
-                self._unproven.update(self.pool.take_returned())
-                self._unproven -= self.proof.repeat([url for url in self._unproven if not self.pool.is_failing(url)])
+                while self.pool.returned:
+                    self._unproven.add(self.pool.returned.pop())
+                working = {server.url for server in self.pool.servers if not server.is_failing}
+                self._unproven -= self.proof.repeat(self._unproven & working)
                 if not answered_by & self._unproven:
                     return scores
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,6 +75,7 @@ class ServerState:
     """
 
     address: Server
+    url: str
     model: str | None = None
     published: Published | None = None
     restored: int = 0
@@ -81,18 +83,14 @@ class ServerState:
     probe: Probe = field(default_factory=Probe)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def url(self) -> str:
-        return self.address.url
-
 
 @dataclass(eq=False)
 class ServedWeights:
     """versions: version numbers by label. newest: the version that all servers should have.
 
     samplings: those of the requests. keep: the servers keep the weights that they have. top_tokens: if `keep`, those
-    after a few prompts and their log-probabilities, which identify the weights. run_prefix: the beginning of the
-    names of this run's adapters; empty: unknown. The other arguments are those of `ServedEngine`.
+    after `_PROMPTS`. run_prefix: the beginning of the names of this run's adapters; empty: unknown. The other
+    arguments are those of `ServedEngine`.
     """
 
     pool: ServerPool
@@ -112,16 +110,15 @@ class ServedWeights:
     _proved: tuple[Probe, float] = (Probe(), 0.0)
 
     def __post_init__(self) -> None:
-        self.servers = {server.url: ServerState(server) for server in self.pool.servers}
-        #: identify the weights of servers, and show their options
+        self.servers = {server.url: ServerState(server, server.url) for server in self.pool.servers}
         self._prompts = [[token % self.vocabulary for token in prompt] for prompt in _PROMPTS]
 
     @property
     def probed(self) -> dict[str, tuple[Completion, ...]]:
         """The servers' completions of the probes with the newest version, by the server's URL."""
-        assert self.newest is not None
+        newest = self.newest and self.newest.label
         probes = {url: server.probe for url, server in self.servers.items()}
-        return {url: probe.completions for url, probe in probes.items() if probe.label == self.newest.label}
+        return {url: probe.completions for url, probe in probes.items() if probe.label == newest}
 
     def set_proved(self, url: str, most: float) -> None:
         """Record that this server generates with the newest version. Servers that load it later must have the same
@@ -147,12 +144,12 @@ class ServedWeights:
                         f"take its memory: {', '.join(sorted(left))}"
                     )
             if self.keep:
-                self._keep_weights(ask, server)
+                self._keep_weights(server)
             elif self.api.kind.after_temperature:
                 # the part of a sampling on which log-probabilities may depend
                 parts = [replace(one, max_new_tokens=1, stop=(), eos_ids=()) for one in self.samplings]
                 for sampling in dict.fromkeys(parts):
-                    self._require_log_probs(ask, server, sampling)
+                    self._require_log_probs(server, sampling)
 
     def update_all(self, published: Published) -> None:
         """See `ServedEngine.update_weights`."""
@@ -168,21 +165,11 @@ class ServedWeights:
                 raise UnreachableError("; ".join(map(str, absent.values())))
         for url in absent:
             self._update_later(self.servers[url])
-        if before is not None and (adapter := self.adapter_of(before)) is not None:
-            self._forget(adapter)
+        self.forget(before)
 
     def adapter_of(self, published: Published) -> str | None:
         """The name of a version's adapter in requests; None if requests name no adapter."""
         return published.label if published.kind == "adapter" and self.api.names_adapters else None
-
-    def drop_adapter(self) -> None:
-        """Let the servers drop the newest adapter, because the run ends. Waits at most `SECONDS_TO_DROP` for them."""
-        adapter = None if self.newest is None else self.adapter_of(self.newest)
-        if adapter is None:
-            return
-        end = time.monotonic() + SECONDS_TO_DROP
-        for thread in self._forget(adapter):
-            thread.join(max(0.0, end - time.monotonic()))
 
     def restore(self, server: ServerState, published: Published) -> None:
         """Begin to load the newest version on a server, or give the server up if `keep`. Does nothing if the server
@@ -201,24 +188,30 @@ class ServedWeights:
             error = ServerError(f"{server.url} has other weights than when the run began: restore them")
             self.warn(str(error))
             server.address.hold(error)
-            return
-        self.warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
-        self._update_later(server)
+        else:
+            self.warn(f"the student's server {server.url} has other weights than it was given, and gets them again")
+            self._update_later(server)
 
-    def _forget(self, adapter: str) -> list[threading.Thread]:
-        """Let the servers drop an adapter, in threads, because a server may first wait for completions."""
+    def forget(self, published: Published | None, seconds: float = 0.0) -> None:
+        """Let the servers drop the adapter of this version, if it is one. Waits at most `seconds` for them, because a
+        server may first finish completions.
+        """
 
-        def forget(url: str) -> None:
+        def forget(url: str, adapter: str) -> None:
             with suppress(ServerError):  # a server that does not answer is restarted, and then has no adapters
                 self.api.forget(self.pool.asker(url, PATIENCE), adapter)
 
+        if published is None or (adapter := self.adapter_of(published)) is None:
+            return
         present = [url for url, server in self.servers.items() if not server.is_absent]
-        threads = [threading.Thread(target=forget, args=(url,), daemon=True) for url in present]
+        threads = [threading.Thread(target=forget, args=(url, adapter), daemon=True) for url in present]
         for thread in threads:
             thread.start()
-        return threads
+        end = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
-    def _keep_weights(self, ask: Ask, server: ServerState) -> None:
+    def _keep_weights(self, server: ServerState) -> None:
         """Accept the server's weights as version 0. Raises ValueError if another server has other weights."""
 
         def parse(response: HttpAnswer) -> Answer:
@@ -226,7 +219,7 @@ class ServedWeights:
             answer.require(_GREEDY, 1, self.vocabulary)
             return answer
 
-        answers = [self._one_token(ask, server, prompt, _GREEDY, parse) for prompt in self._prompts]
+        answers = [self._one_token(server, prompt, _GREEDY, parse, 0) for prompt in self._prompts]
         labels = {span.label or "" for answer in answers for span in answer.spans}
         top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
         self.top_tokens = self.top_tokens or top_tokens
@@ -238,15 +231,15 @@ class ServedWeights:
 
     def _one_token(
         self,
-        ask: Ask,
         server: ServerState,
         prompt: Sequence[int],
         sampling: Sampling,
         parse: Callable[[HttpAnswer], T],
-        top: int = 0,
+        top: int,
     ) -> T:
         """Request a completion of one token. Raises ValueError for an answer that cannot be read."""
-        response = ask(self.api.path, self.api.body(server.model, prompt, sampling, 1, 0, top=top))
+        body = self.api.body(server.model, prompt, sampling, 1, 0, top=top)
+        response = self.pool.asker(server.url)(self.api.path, body)
         if response.status != 200:
             raise ValueError(f"{response.url}: {response.status} {response.message}; {self.api.kind.hint}")
         try:
@@ -254,9 +247,9 @@ class ServedWeights:
         except ValueError as error:
             raise ValueError(f"{response.url}: {error}") from error
 
-    def _require_log_probs(self, ask: Ask, server: ServerState, sampling: Sampling) -> None:
+    def _require_log_probs(self, server: ServerState, sampling: Sampling) -> None:
         """Raise ValueError unless the server's log-probabilities are those after the temperature and over the full
-        vocabulary, which training needs. Some options of an engine change them, and its answers do not show these.
+        vocabulary, which training needs. Options of an engine change them, and its answers do not show these.
 
         The gap between the first and the last top token must be the gap at temperature 1, divided by the temperature.
         If a request has top_k=2 and the server normalises over two tokens, the first log-probability is too large.
@@ -266,7 +259,7 @@ class ServedWeights:
             return
 
         def top(prompt: Sequence[int], sampling: Sampling, count: int = _TOP) -> list[float]:
-            log_probs = self._one_token(ask, server, prompt, sampling, self.api.top_log_probs, _TOP)[:count]
+            log_probs = self._one_token(server, prompt, sampling, self.api.top_log_probs, _TOP)[:count]
             if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
                 raise ValueError(
                     f"{server.url} gives {log_probs} for the top tokens: expected at least two log-probabilities"
@@ -308,8 +301,7 @@ class ServedWeights:
     ) -> dict[str, UnreachableError]:
         """Load the newest version on servers; return the errors of the servers that have not answered, by URL.
 
-        end: when a server that has not loaded the version counts as one that has not answered, whatever it does. Its
-            thread goes on until the server answers, or until the pool is closed.
+        end: when a server that has not loaded the version counts as one that has not answered. Its thread goes on.
         """
         absent: dict[str, UnreachableError] = {}
         threads = ThreadPoolExecutor(len(self.servers))
@@ -360,14 +352,11 @@ class ServedWeights:
         # alone would prove less, because their probability is often nearly 1 for any weights
         first = self.samplings[0]
         samplings = (Sampling(min(PROBE_TOKENS, first.max_new_tokens), eos_ids=first.eos_ids), _GREEDY)
-        bodies = [
-            self.api.request_body(model, replace(probe, seed=seed), sampling, sampling.max_new_tokens, self.processor)
-            for seed, probe in enumerate(self.probes)
-            for sampling in samplings
-        ]
+        pairs = list(product([replace(probe, seed=seed) for seed, probe in enumerate(self.probes)], samplings))
+        bodies = [self.api.request_body(model, *pair, pair[1].max_new_tokens, self.processor) for pair in pairs]
         with ThreadPoolExecutor(len(bodies)) as threads:  # the server computes concurrent requests as one batch
             responses = list(threads.map(partial(ask, self.api.path), bodies))
-        for response, sampling in zip(responses, samplings * len(self.probes), strict=True):
+        for response, (_, sampling) in zip(responses, pairs, strict=True):
             if adapter is not None and self.api.lacks_adapter(response):
                 return False
             require(response, f"a completion with version {published.version}", self.api.kind.hint)

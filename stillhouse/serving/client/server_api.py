@@ -52,8 +52,7 @@ class ServerInfo:
 
     model: the teacher's name on the server. identity: a hash of its weights. vocabulary: rows of its head. width: E.
     dtype: of its computation. max_tokens, request_tokens: the most tokens of a document, and of all documents of a
-    request. max_top_k: the most ids per token. files: the names and hashes of the files that the server offers.
-    images: those that the server accepts; None: it accepts none.
+    request. max_top_k: the most ids per token. files: names and hashes. images: None: it accepts none.
     """
 
     url: str
@@ -82,9 +81,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """A version of the student in a folder. label: its name in the servers' answers. manifest: the sha256 of the
-    folder's manifest, which lists the hashes of the folder's files.
-    """
+    """A version of the student in a folder. label: its name in answers. manifest: the sha256 of the folder's."""
 
     version: int
     folder: Path
@@ -127,20 +124,14 @@ class Answer:
             )
 
 
-class _Model(BaseModel):
-    id: str
-    parent: str | None = None  # the model of an adapter
-
-
 class _Models(BaseModel):
-    data: list[_Model]
+    data: list[dict[str, Any]]
 
 
 class ServerApi(Protocol):
     """The requests and answers of one kind of server. A subclass may lack methods for what its servers cannot do.
 
-    name: the name of the kind of server among the registered ones.
-    path: the path of requests for completions.
+    name: that of the registered kind of server. path: of requests for completions.
     marks_tokens: whether an answer has the label of each token, or only one label for the completion.
     names_adapters: whether a request names the adapter of its version, which the server keeps beside others. If not,
         an adapter replaces the server's adapter, as a model replaces its weights.
@@ -162,7 +153,6 @@ class ServerApi(Protocol):
 
     @property
     def kind(self) -> "HttpServer":
-        """What is known of servers of this kind."""
         kind: HttpServer = server_kinds()[self.name]
         return kind
 
@@ -177,15 +167,10 @@ class ServerApi(Protocol):
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
     ) -> Iterable[ServerRequest[Scores]]:
-        """The requests for the signals of documents, each for one or more consecutive documents. An iterator may read
-        images when a request is taken from it.
-        """
+        """The requests for the signals of documents, each for one or more consecutive documents."""
 
     def other_version(self, ask: Ask) -> str | None:
-        """A warning if the server is a Stillhouse of another version than this one; None if not.
-
-        Raises ValueError if the two versions do not understand each other's bodies.
-        """
+        """A warning of another version of Stillhouse, if any. Raises ValueError for another format of bodies."""
         return None
 
     # completions
@@ -249,7 +234,7 @@ class ServerApi(Protocol):
         if answer.status == 404:  # an older SGLang
             return []
         models = parsed(_Models, answer.content, f"{answer.url} does not list models", self.kind.hint)
-        return [model.id for model in models.data if model.parent is not None]
+        return [str(model.get("id")) for model in models.data if model.get("parent") is not None]
 
     def load_adapter(self, ask: Ask, published: Published, present: str, hint: str) -> None:
         """Load a version that is an adapter. present: in the answer of a server that has it already."""
@@ -266,7 +251,7 @@ class ServerApi(Protocol):
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
         """The difference between the server's tokenizer and this one, in words; None if they are equal. The server
-        tokenizes `text`, or reports a fingerprint. Raises UnknownTokenizerError if it does not report its tokenizer.
+        tokenizes `text`, or reports a fingerprint. Raises UnknownTokenizerError if it does neither.
         """
         telling = [name for name, kind in server_kinds().items() if getattr(kind, "tells_tokenizer", False)]
         raise UnknownTokenizerError(
@@ -324,13 +309,11 @@ def refuse(response: HttpAnswer, what: str, why: str, hint: str = "") -> NoRetur
 def top_k_tensors(
     entries: Sequence[Mapping[int, float]], document: DocumentRows, spec: SignalSpec, path: str
 ) -> dict[str, Tensor]:
-    """Make the tensors of "top_k" from an engine's log-probabilities. The tail is computed from them.
+    """Make the tensors of "top_k" from an engine's log-probabilities.
 
     entries: entry t has the top ids that row t − 1 predicts in place of token t, and their log-probabilities. Engines
-        add token t itself if it is not among the top ids.
-    path: the path of the request, for messages.
-
-    Raises ValueError unless every entry has the document's token, and K ids with log-probabilities.
+    add token t itself if it is not among the top ids. path: of the request, for messages. Raises ValueError unless
+    every entry has the document's token, and K ids with log-probabilities.
     """
     assert spec.top_k is not None
     if len(entries) != document.rows.stop + 1:
@@ -351,10 +334,8 @@ def top_k_tensors(
 
 
 def id_tensors(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -> dict[str, Tensor]:
-    """Make the tensors of "top_k" or "chosen".
-
-    The probability outside the ids is 1 − Σp in float64, at least `TAIL_FLOOR`. Its precision is that of the engine's
-    numbers. Raises ValueError for numbers that are no log-probabilities.
+    """Make the tensors of "top_k" or "chosen". The probability outside the ids is 1 − Σp in float64, at least
+    `TAIL_FLOOR`. Raises ValueError for numbers that are no log-probabilities.
     """
     mass_N = np.exp(np.minimum(log_probs_NK.astype(np.float64), 1.0)).sum(1)
     if not (mass_N <= 1 + 1e-3).all():

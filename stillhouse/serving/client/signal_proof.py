@@ -6,8 +6,9 @@ them. N rows, E the teacher's width, K ids per row.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 #: a signal's tensors for the rows of one document
 Signal = Mapping[str, Tensor]
+#: requests the signals of documents from one server
+Score = Callable[[Sequence[DocumentRows]], Sequence[Signal]]
 
 #: seconds for a repeated proof of one server
 REPEAT_SECONDS = 5.0
@@ -60,11 +63,8 @@ class Proof:
     answers: Sequence[Signal]
     findings: Sequence[str]
 
-    def repeat(self, urls: Sequence[str]) -> set[str]:
-        """Raise ValueError if one of these servers no longer gives the answers of the start.
-
-        Returns the URLs of the servers that have answered.
-        """
+    def repeat(self, urls: Iterable[str]) -> set[str]:
+        """Return the servers that answer. Raises ValueError if one no longer gives the answers of the start."""
         proven: set[str] = set()
         for url in urls:
             try:
@@ -80,9 +80,7 @@ class Proof:
         """Raise ValueError if the answers differ from those that `save` wrote to this file."""
         with reading(f"{path} is damaged: restore it, or choose another folder as out"):
             tensors = load_file(path)
-            before = [
-                {name: tensors[f"{number} {name}"] for name in answer} for number, answer in enumerate(self.answers)
-            ]
+            before = [{name: tensors[f"{at} {name}"] for name in answer} for at, answer in enumerate(self.answers)]
             pairs = zip(before, self.answers, strict=True)
             if any(one[name].shape != other[name].shape for one, other in pairs for name in one):
                 raise ValueError("it is of another run")
@@ -91,12 +89,8 @@ class Proof:
 
     def save(self, path: Path) -> None:
         """Write the answers, so that a resumed run can detect another teacher at the same address."""
-        named = {
-            f"{number} {name}": tensor.contiguous()
-            for number, answer in enumerate(self.answers)
-            for name, tensor in answer.items()
-        }
-        save_file(named, path)
+        answers = enumerate(self.answers)
+        save_file({f"{at} {name}": it.contiguous() for at, answer in answers for name, it in answer.items()}, path)
 
 
 def prove(
@@ -110,9 +104,8 @@ def prove(
 ) -> Proof:
     """Score a few documents on every server. Raises ValueError for a wrong answer.
 
-    tokenizer: the student's tokenizer. local: the teacher in this process, with which the answers are compared. head:
-    the teacher's output head, with which the cross-entropy of the next tokens is computed from hidden states.
-    media_inputs: makes the tensors of the documents' images; None without images.
+    tokenizer: the student's. local: the teacher in this process, with which the answers are compared. head: the
+    teacher's output head, for the cross-entropy of hidden states. media_inputs: makes the tensors of images, if any.
     """
     probes, spec, servers = make_probes(documents, media_inputs), store.signal, store.servers
     if store.teacher_folder is None:  # otherwise the tokenizer of the teacher's files is compared with the run's
@@ -130,14 +123,7 @@ def prove(
         spec = replace(spec, kind="top_k", top_k=most if spec.kind == "sampled" else min(most, spec.top_k or most))
     first = store.scores(probes, url=servers[0].url, spec=spec)
     for server in servers:
-        proof = _ServerProof(store, spec, probes, server.url, store.scores(probes, url=server.url, spec=spec))
-        proof.prove_informed()
-        proof.prove_alignment()
-        proof.prove_images()
-        proof.prove_temperature()
-        both = f"{server.url} and {servers[0].url} give different signals for the same tokens"
-        _require_near(proof.answers, first, both, "expected servers of the same teacher")
-        proof.prove_signal_of_run()
+        _prove_server(store, spec, probes, server.url, first)
     findings = [f"{len(probes)} documents on {len(servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
     if local is not None:
@@ -220,116 +206,102 @@ def _require_near(
     return compare(torch.cat(differences), tolerance, f"{what} (they differ by {{error:.2g}}): {fix}", ValueError)
 
 
-@dataclass(frozen=True)
-class _ServerProof:
-    """One server's answers for the probes, and the checks of these answers."""
-
-    store: "RemoteSignals"
-    spec: SignalSpec
-    probes: Sequence[DocumentRows]
-    url: str
-    answers: Sequence[Signal]
-
-    def prove_informed(self) -> None:
-        """Refuse uniform distributions and equal hidden states (lost weights), and normalised hidden states."""
-        url, vocabulary = self.url, self.store.vocabulary
-        if "hidden" in self.answers[0]:
-            hidden_NE = torch.cat([answer["hidden"] for answer in self.answers]).float()
-            spread = (hidden_NE - hidden_NE[0]).norm() / hidden_NE.norm().clamp_min(1e-30)
-            if not spread > 1e-6:
-                raise ValueError(
-                    f"{url} gives the same hidden state for every token: it has lost the teacher's weights"
-                )
-            if ((hidden_NE.norm(dim=1) - 1).abs() < 5e-3).all():
-                raise ValueError(
-                    f"{url} gives hidden states of length 1: expected a server that does not normalise them"
-                )
-            return
-        log_probs_NK = torch.cat([answer["log_probs"] for answer in self.answers]).float()
-        if (log_probs_NK.amax(1) - log_probs_NK.amin(1)).max() < 1e-4 and log_probs_NK.shape[1] > 1:
-            uniform = "" if vocabulary is None else f" (−ln {vocabulary} is {-math.log(vocabulary):.4f})"
-            raise ValueError(
-                f"{url} gives every id the log-probability {float(log_probs_NK.mean()):.4f}{uniform}: the teacher is "
-                "uniform; it has lost its weights"
-            )
-
-    def prove_alignment(self) -> None:
-        """Change one token of each document. Its row and later rows must change, and earlier rows must not."""
-        text_tokens = np.unique(np.concatenate([probe.tokens[~_is_placeholder(probe)] for probe in self.probes]))
-        changed, places = list[DocumentRows](), list[int]()
-        for probe in self.probes:
-            changeable, tokens = np.flatnonzero(_changeable(probe)), probe.tokens.copy()
-            place = int(changeable[(len(changeable) - 1) // 2])
-            others = text_tokens[text_tokens != tokens[place]]
-            tokens[place] = others[place % len(others)] if len(others) else int(tokens[place] == 0)
-            changed.append(replace(probe, tokens=tokens))
-            places.append(place)
-        before = at_token = after = 0.0
-        answers = self.store.scores(changed, url=self.url, spec=self.spec)
-        for place, answer, other in zip(places, self.answers, answers, strict=True):
-            differences_N = _row_differences(answer, other)
-            before += float(differences_N[:place].max())
-            at_token += float(differences_N[place])
-            after += float(differences_N[place + 1 :].max())
-        if not at_token > 5 * before or not at_token > 0:
-            raise ValueError(
-                f"{self.url}: after one token was changed, the rows before it changed by {before:.2g} and its own "
-                f"row by {at_token:.2g}. The rows are shifted, or the model is not causal; row t must be the "
-                "distribution of token t + 1"
-            )
-        if not after > before:
-            raise ValueError(
-                f"{self.url}: no row depends on an earlier token: the server has lost the teacher's layers"
-            )
-
-    def prove_images(self) -> None:
-        """Invert and mirror the images. The rows from the first image on must change, and no earlier rows."""
-        changed, expected = list[DocumentRows](), list[Signal]()
-        for probe, answer in zip(self.probes, self.answers, strict=True):
-            if (images := probe.media) is not None:
-                tensors, sizes = images.read()
-                other = {name: -it.flip(-1) if it.is_floating_point() else it for name, it in tensors.items()}
-                made = MediaTensors(other, sizes)
-                media = DocumentMedia(b"", lambda made=made: made, images.placeholder_ids)  # type: ignore[misc]
-                changed.append(replace(probe, media=media))
-                expected.append(answer)
-        answers = self.store.scores(changed, url=self.url, spec=self.spec) if changed else []
-        for probe, answer, changed_answer in zip(changed, expected, answers, strict=True):
-            first, differences_N = np.flatnonzero(_is_placeholder(probe))[0], _row_differences(answer, changed_answer)
-            before, after = float(differences_N[:first].sum()), float(differences_N[first:].max())
-            if not after > 5 * before or not after > 0:
-                raise ValueError(
-                    f"{self.url} ignores images: with other images in a document, its rows before the first image "
-                    f"changed by {before:.2g}, and those from it on by {after:.2g}"
-                )
-
-    def prove_temperature(self) -> None:
-        """Raise ValueError unless gaps of log-probabilities at temperature τ are those at 1, divided by τ."""
-        temperature = self.spec.temperature
-        if temperature is None or temperature == 1.0:
-            return
-        at_1 = self.store.scores(self.probes, url=self.url, spec=replace(self.spec, temperature=1.0))
+def _prove_server(
+    store: "RemoteSignals", spec: SignalSpec, probes: Sequence[DocumentRows], url: str, first: Sequence[Signal]
+) -> None:
+    """first: the answers of the first server for the probes."""
+    score = partial(store.scores, url=url)
+    answers = score(probes, spec=spec)
+    _prove_informed(url, answers, store.vocabulary)
+    _prove_alignment(url, partial(score, spec=spec), probes, answers)
+    _prove_images(url, partial(score, spec=spec), probes, answers)
+    temperature = spec.temperature
+    if temperature is not None and temperature != 1.0:  # gaps of log-probabilities must be those at 1, divided by it
+        at_1 = score(probes, spec=replace(spec, temperature=1.0))
         gap, gap_at_1 = (
-            sum(float((answer["log_probs"][:, 0] - answer["log_probs"][:, -1]).double().sum()) for answer in answers)
-            for answers in (self.answers, at_1)
+            sum(float((answer["log_probs"][:, 0] - answer["log_probs"][:, -1]).double().sum()) for answer in scored)
+            for scored in (answers, at_1)
         )
         if not abs(gap * temperature - gap_at_1) <= 0.01 * abs(gap_at_1):
             raise ValueError(
-                f"{self.url} ignores the temperature {temperature:g}: the gaps between log-probabilities add up to "
+                f"{url} ignores the temperature {temperature:g}: the gaps between log-probabilities add up to "
                 f"{gap:.4g}, and to {gap_at_1:.4g} at temperature 1"
             )
+    both = f"{url} and {store.servers[0].url} give different signals for the same tokens"
+    _require_near(answers, first, both, "expected servers of the same teacher")
+    if spec != store.signal and store.signal.kind == "chosen":
+        again = score([replace(probe, ids_NK=answer["ids"]) for probe, answer in zip(probes, answers, strict=True)])
+        what = f"{url} scores chosen ids otherwise than the same ids as its top ids"
+        _require_near(again, answers, what, "expected the same rows and temperature")
+    elif spec != store.signal:
+        score(probes)
 
-    def prove_signal_of_run(self) -> None:
-        """If `spec` is not the run's signal, request the run's signal. If that is "chosen", compare both answers."""
-        if self.spec == self.store.signal:
-            return
-        if self.store.signal.kind != "chosen":
-            self.store.scores(self.probes, url=self.url)
-            return
-        pairs = zip(self.probes, self.answers, strict=True)
-        again = self.store.scores([replace(probe, ids_NK=answer["ids"]) for probe, answer in pairs], url=self.url)
-        what = f"{self.url} scores chosen ids otherwise than the same ids as its top ids"
-        _require_near(again, self.answers, what, "expected the same rows and temperature")
+
+def _prove_informed(url: str, answers: Sequence[Signal], vocabulary: int | None) -> None:
+    """Refuse uniform distributions and equal hidden states (lost weights), and normalised hidden states."""
+    if "hidden" in answers[0]:
+        hidden_NE = torch.cat([answer["hidden"] for answer in answers]).float()
+        spread = (hidden_NE - hidden_NE[0]).norm() / hidden_NE.norm().clamp_min(1e-30)
+        if not spread > 1e-6:
+            raise ValueError(f"{url} gives the same hidden state for every token: it has lost the teacher's weights")
+        if ((hidden_NE.norm(dim=1) - 1).abs() < 5e-3).all():
+            raise ValueError(f"{url} gives hidden states of length 1: expected a server that does not normalise them")
+        return
+    log_probs_NK = torch.cat([answer["log_probs"] for answer in answers]).float()
+    if (log_probs_NK.amax(1) - log_probs_NK.amin(1)).max() < 1e-4 and log_probs_NK.shape[1] > 1:
+        uniform = "" if vocabulary is None else f" (−ln {vocabulary} is {-math.log(vocabulary):.4f})"
+        raise ValueError(
+            f"{url} gives every id the log-probability {float(log_probs_NK.mean()):.4f}{uniform}: the teacher is "
+            "uniform; it has lost its weights"
+        )
+
+
+def _prove_alignment(url: str, score: Score, probes: Sequence[DocumentRows], answers: Sequence[Signal]) -> None:
+    """Change one token of each document. Its row and later rows must change, and earlier rows must not."""
+    text_tokens = np.unique(np.concatenate([probe.tokens[~_is_placeholder(probe)] for probe in probes]))
+    changed, places = list[DocumentRows](), list[int]()
+    for probe in probes:
+        changeable, tokens = np.flatnonzero(_changeable(probe)), probe.tokens.copy()
+        place = int(changeable[(len(changeable) - 1) // 2])
+        others = text_tokens[text_tokens != tokens[place]]
+        tokens[place] = others[place % len(others)] if len(others) else int(tokens[place] == 0)
+        changed.append(replace(probe, tokens=tokens))
+        places.append(place)
+    before = at_token = after = 0.0
+    for place, answer, other in zip(places, answers, score(changed), strict=True):
+        differences_N = _row_differences(answer, other)
+        before += float(differences_N[:place].max())
+        at_token += float(differences_N[place])
+        after += float(differences_N[place + 1 :].max())
+    if not at_token > 5 * before or not at_token > 0:
+        raise ValueError(
+            f"{url}: after one token was changed, the rows before it changed by {before:.2g} and its own row by "
+            f"{at_token:.2g}. The rows are shifted, or the model is not causal; row t must be the distribution of "
+            "token t + 1"
+        )
+    if not after > before:
+        raise ValueError(f"{url}: no row depends on an earlier token: the server has lost the teacher's layers")
+
+
+def _prove_images(url: str, score: Score, probes: Sequence[DocumentRows], answers: Sequence[Signal]) -> None:
+    """Invert and mirror the images. The rows from the first image on must change, and no earlier rows."""
+    changed, expected = list[DocumentRows](), list[Signal]()
+    for probe, answer in zip(probes, answers, strict=True):
+        if (images := probe.media) is not None:
+            tensors, sizes = images.read()
+            other = {name: -it.flip(-1) if it.is_floating_point() else it for name, it in tensors.items()}
+            made = MediaTensors(other, sizes)
+            media = DocumentMedia(b"", lambda made=made: made, images.placeholder_ids)  # type: ignore[misc]
+            changed.append(replace(probe, media=media))
+            expected.append(answer)
+    for probe, answer, changed_answer in zip(changed, expected, score(changed) if changed else [], strict=True):
+        first, differences_N = np.flatnonzero(_is_placeholder(probe))[0], _row_differences(answer, changed_answer)
+        before, after = float(differences_N[:first].sum()), float(differences_N[first:].max())
+        if not after > 5 * before or not after > 0:
+            raise ValueError(
+                f"{url} ignores images: with other images in a document, its rows before the first image changed by "
+                f"{before:.2g}, and those from it on by {after:.2g}"
+            )
 
 
 def _cross_entropy(
@@ -371,11 +343,10 @@ def _prove_local(
     has_images = media_inputs is not None and any(probe.media is not None for probe in probes)
     inputs = proven_media_inputs(local, media_inputs.processor) if media_inputs is not None and has_images else None
     scorer = Scorer(single_process_runner(local, None), first_parameter.device, inputs)
-    scored: list[Signal] = []
-    for outcome in scorer.score([ScoreRequest(probe, spec) for probe in probes]):
-        if isinstance(outcome, NotFiniteError):
-            raise outcome
-        scored.append(outcome)
+    outcomes = scorer.score([ScoreRequest(probe, spec) for probe in probes])
+    scored = [outcome for outcome in outcomes if not isinstance(outcome, NotFiniteError)]
+    if len(scored) < len(outcomes):
+        raise next(outcome for outcome in outcomes if isinstance(outcome, NotFiniteError))
     # a server that does not report its dtype may compute in half precision
     is_float32 = {store.servers[0].dtype, spec.dtype, str(first_parameter.dtype)[6:]} == {"float32"}
     both = f"{store.name} and the model in this process give different signals for the same tokens"

@@ -15,13 +15,7 @@ from stillhouse.data.media import MediaProcessor, MediaTensors
 from stillhouse.display import escaped
 from stillhouse.serving.client.http_client import HttpAnswer, Size, parsed
 from stillhouse.serving.client.pool import Ask, RefusedError, ServerRequest
-from stillhouse.serving.client.server_api import (
-    Published,
-    Scores,
-    ServerInfo,
-    ask_description,
-    require,
-)
+from stillhouse.serving.client.server_api import Published, Scores, ServerInfo, ask_description, require
 from stillhouse.serving.client.vllm import VllmApi
 from stillhouse.serving.image_support import ImageSupport, require_accepted
 from stillhouse.serving.wire import SAFETENSORS, WIRE_FORMAT, decode_answer, encode_request
@@ -51,14 +45,11 @@ class _Info(BaseModel):
     images: ImageSupport | None = None
 
 
-class _Versions(BaseModel):
-    """wire: servers that do not tell it have the first format."""
+class _AnyInfo(BaseModel):
+    """What every server tells. wire: servers that do not tell it have the first format."""
 
     stillhouse: str
     wire: int = 1
-
-
-class _InfoOfImages(BaseModel):
     images: ImageSupport | None = None
 
 
@@ -81,14 +72,30 @@ class StillhouseApi(VllmApi):
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
     ) -> Iterator[ServerRequest[Scores]]:
-        for group in _groups(documents, info):
+        """A document beyond `REQUEST_TOKENS` or `REQUEST_BYTES` is a request by itself."""
+        limits = np.array([min(REQUEST_TOKENS, info.request_tokens or REQUEST_TOKENS), REQUEST_BYTES, np.inf])
+        if info.images is not None:
+            limits = np.minimum(limits, [np.inf, info.images.max_bytes, info.images.max_images])
+        group: list[_WithImages] = []
+        total = np.zeros(3)
+        for document in documents:
+            images = None if document.media is None else document.media.read()
+            sizes = np.array([len(document.tokens), 0, 0])
+            if images is not None:
+                sizes[1:] = sum(tensor.nbytes for tensor in images.tensors.values()), len(images.sizes)
+            if group and (total + sizes > limits).any():
+                yield _scoring(info, spec, width, group)
+                group, total = [], np.zeros(3)
+            group.append((document, images))
+            total += sizes
+        if group:
             yield _scoring(info, spec, width, group)
 
     def other_version(self, ask: Ask) -> str | None:
         answer = ask("/v1/info", None)
         if answer.status != 200:
             return None  # a server that is no `stillhouse serve`, or a wrong token: other requests tell it
-        server = parsed(_Versions, answer.content, f"{answer.url} is not that of {self.kind.title}")
+        server = parsed(_AnyInfo, answer.content, f"{answer.url} is not that of {self.kind.title}")
         versions = f"{answer.server} runs Stillhouse {server.stillhouse[:40]!r}, and this is {__version__}"
         if server.wire != WIRE_FORMAT:
             raise ValueError(
@@ -102,7 +109,7 @@ class StillhouseApi(VllmApi):
         return None
 
     def require_images(self, ask: Ask, url: str, processor: MediaProcessor, prompts: Documents) -> None:
-        support = ask_description(_InfoOfImages, ask, "/v1/info", self.kind.title).images
+        support = ask_description(_AnyInfo, ask, "/v1/info", self.kind.title).images
         require_accepted(url, support, prompts, processor, "data.train")
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
@@ -134,26 +141,3 @@ def _scoring(info: ServerInfo, spec: SignalSpec, width: int, group: Sequence[_Wi
     content = encode_request(spec, documents, images)
     most_bytes = 2**16 + sum(spec.bytes_per_token(width) * len(document.rows) + 8 for document in documents)
     return ServerRequest("/v1/score", content, SAFETENSORS, parse, tokens, most_bytes)
-
-
-def _groups(documents: Sequence[DocumentRows], info: ServerInfo) -> Iterator[list[_WithImages]]:
-    """Groups of consecutive documents for a request each, with their images. A document beyond `REQUEST_TOKENS` or
-    `REQUEST_BYTES` is a group by itself.
-    """
-    limits = np.array([min(REQUEST_TOKENS, info.request_tokens or REQUEST_TOKENS), REQUEST_BYTES, np.inf])
-    if info.images is not None:
-        limits = np.minimum(limits, [np.inf, info.images.max_bytes, info.images.max_images])
-    group: list[_WithImages] = []
-    total = np.zeros(3)
-    for document in documents:
-        images = None if document.media is None else document.media.read()
-        sizes = np.array([len(document.tokens), 0, 0])
-        if images is not None:
-            sizes[1:] = sum(tensor.nbytes for tensor in images.tensors.values()), len(images.sizes)
-        if group and (total + sizes > limits).any():
-            yield group
-            group, total = [], np.zeros(3)
-        group.append((document, images))
-        total += sizes
-    if group:
-        yield group

@@ -12,7 +12,7 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,32 +72,31 @@ class _Pooled(BaseModel):
 
 
 class _Pooling(BaseModel):
-    data: Annotated[list[_Pooled], Field(min_length=1, max_length=1)]
+    data: tuple[_Pooled]
 
 
-class _PromptLogProb(BaseModel):
+class _LogProb(BaseModel):
     logprob: LogProb
 
 
 class _PromptChoice(BaseModel):
-    prompt_logprobs: list[dict[TokenId, _PromptLogProb] | None]
+    prompt_logprobs: list[dict[TokenId, _LogProb] | None]
 
 
 class _Completion(BaseModel):
-    choices: Annotated[list[_PromptChoice], Field(min_length=1, max_length=1)]
+    choices: tuple[_PromptChoice]
 
 
 class _ChosenScores(BaseModel):
     prompt_token_id_logprobs: str
 
 
-class _LogProb(BaseModel):
+class _TopToken(_LogProb):
     token_id: TokenId
-    logprob: LogProb
 
 
-class _Token(_LogProb):
-    top_logprobs: list[_LogProb] = []
+class _Token(_TopToken):
+    top_logprobs: list[_TopToken] = []
 
 
 class _Span(BaseModel):
@@ -116,7 +115,7 @@ class _Choice(BaseModel):
 
 class _Generated(BaseModel):
     model: str | None = None
-    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
+    choices: tuple[_Choice]
 
 
 class _ServerInfo(BaseModel):

@@ -9,10 +9,9 @@ pixels must be finite. The processor's settings and the rotary positions are com
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,12 +41,10 @@ _REMEMBERED = 64
 Prove = Callable[[Decoder, MediaProcessor], MediaInputs]
 
 
-@dataclass(frozen=True)
-class _Blank:
+class _Blank(NamedTuple):
     """What the processor makes of blank pictures.
 
-    tokens: for each picture, the tokens from its first to its last placeholder. exact: the integer tensors.
-    pixels: the shapes and dtypes of the others.
+    tokens: for each picture, from its first to its last placeholder. exact: the integer tensors. pixels: the others.
     """
 
     tokens: Sequence[np.ndarray]

@@ -5,8 +5,8 @@ queue and never touch the model.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -20,13 +20,25 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stillhouse import __version__
-from stillhouse.serving.server.gate import ENDING, Bodies, InPieces, RequestError, errors, gate, refused, scope_error
+from stillhouse.serving.server.gate import (
+    ENDING,
+    InPieces,
+    RequestError,
+    busy,
+    errors,
+    gate,
+    refused,
+    scope_error,
+    unread_headers,
+)
 from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
 from stillhouse.serving.server.role import Role
 from stillhouse.serving.wire import JSON, SAFETENSORS
 
 #: bodies and answers with fewer bytes are parsed and encoded in the HTTP thread itself
 AT_ONCE_BYTES = 16 * 1024
+#: seconds that a client has for sending a body
+BODY_SECONDS = 120.0
 
 #: the JSON schema of a binary body
 BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
@@ -46,8 +58,8 @@ class Application:
         self.api = FastAPI(
             title="stillhouse serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
-        # a body with images stays in memory until its answer
-        self.bodies = Bodies(role.limits.bodies_bytes + 2 * role.limits.image_bytes)
+        #: the most bytes of all bodies in memory, where one with images stays until its answer; and those there now
+        self._total, self._held = role.limits.bodies_bytes + 2 * role.limits.image_bytes, 0
         self._add_state()
         for kind, answer in _ERRORS.items():
             self.api.add_exception_handler(kind, partial(_answered, answer))
@@ -58,6 +70,47 @@ class Application:
         """Raise RequestError if a request names another model than the served one. None: it names no model."""
         if name not in (None, self.role.name):
             raise RequestError(HTTPStatus.NOT_FOUND, f"The model `{name}` does not exist.", param="model")
+
+    @asynccontextmanager
+    async def read_body(self, request: Request, limits: Mapping[str, int]) -> AsyncIterator[tuple[bytes, str]]:
+        """Yield a request's body and its content type. It counts towards the limit of all bodies until the
+        context ends.
+
+        limits: the most bytes, by content type. Raises RequestError if the body has another content type, is too
+        large, is sent too slowly, or would exceed `total`.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in limits:
+            expected = f"content type '{kind}': expected {' or '.join(limits)}"
+            raise RequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, expected)
+        content, unread, limit = bytearray(), unread_headers(request.scope), limits[kind]
+        too_large = RequestError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body is too large: expected at most {limit:,} bytes of this content type",
+            headers=unread,
+        )
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_large
+        try:
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    async for chunk in request.stream():
+                        if len(content) + len(chunk) > limit:
+                            raise too_large
+                        if self._held + len(chunk) > self._total:
+                            raise busy("too many bodies are being read: try again", headers=unread)
+                        self._held += len(chunk)
+                        content += chunk
+            except TimeoutError as error:
+                raise RequestError(
+                    HTTPStatus.REQUEST_TIMEOUT,
+                    f"the body did not arrive within {BODY_SECONDS:g} s",
+                    headers={"Connection": "close"},
+                ) from error
+            yield bytes(content), kind
+        finally:
+            self._held -= len(content)
 
     def add_operation(
         self,
@@ -80,7 +133,7 @@ class Application:
 
         async def respond(request: Request) -> Response:
             async with AsyncExitStack() as body:
-                reading = self.bodies.read(request, {kind: body_bytes[kind] for kind in schemas})
+                reading = self.read_body(request, {kind: body_bytes[kind] for kind in schemas})
                 content, kind = await body.enter_async_context(reading)
                 parts, encode = await _in_thread_if_large(len(content), parse, content, kind)
                 has_images = any(part.has_media for part in parts)

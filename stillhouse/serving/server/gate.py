@@ -1,5 +1,5 @@
 """What every route shares: errors in the format of the OpenAI API as in vLLM, JSON requests, the bearer token or the
-server's names, limits of request bodies, and answers that are sent in pieces.
+server's names, and answers that are sent in pieces.
 
 The middleware is plain ASGI, so that it refuses a request without the token before it reads any of the body.
 """
@@ -7,13 +7,11 @@ The middleware is plain ASGI, so that it refuses a request without the token bef
 import asyncio
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
@@ -26,8 +24,6 @@ Body = TypeVar("Body", bound=BaseModel)
 ENDING = "the server is about to end"
 #: routes that need no bearer token and are never refused by `Room`, for the probes of an orchestrator
 OPEN_PATHS = ("/healthz",)
-#: seconds that a client has for sending a body
-BODY_SECONDS = 120.0
 _PIECE = 2**20
 
 
@@ -110,7 +106,7 @@ def scope_error(token: str | None, host: str, scope: Scope) -> RequestError | No
         return RequestError(
             HTTPStatus.UNAUTHORIZED,
             "expected the header `Authorization: Bearer` with this server's token",
-            headers={"WWW-Authenticate": "Bearer"} | _unread(scope),
+            headers={"WWW-Authenticate": "Bearer"} | unread_headers(scope),
         )
     instead = "start it with a token (STILLHOUSE_TOKEN) for clients that use another name"
     refusals = {
@@ -131,7 +127,7 @@ def scope_error(token: str | None, host: str, scope: Scope) -> RequestError | No
             except ValueError:
                 site = ""
             if not is_loopback(site):
-                return RequestError(*refusals[name], headers=_unread(scope))
+                return RequestError(*refusals[name], headers=unread_headers(scope))
     return None
 
 
@@ -165,53 +161,6 @@ def gate(
     return answer
 
 
-class Bodies:
-    """Reads request bodies. Each body has its own limit; all bodies in memory have at most `total` bytes together."""
-
-    def __init__(self, total: int):
-        self._total, self._held = total, 0
-
-    @asynccontextmanager
-    async def read(self, request: Request, limits: Mapping[str, int]) -> AsyncIterator[tuple[bytes, str]]:
-        """Yield a request's body and its content type. The body counts towards `total` until the context ends.
-
-        limits: the most bytes, by content type. Raises RequestError if the body has another content type, is too
-        large, is sent too slowly, or would exceed `total`.
-        """
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind not in limits:
-            expected = f"content type '{kind}': expected {' or '.join(limits)}"
-            raise RequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, expected)
-        content, unread, limit = bytearray(), _unread(request.scope), limits[kind]
-        too_large = RequestError(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the body is too large: expected at most {limit:,} bytes of this content type",
-            headers=unread,
-        )
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > limit:
-            raise too_large
-        try:
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    async for chunk in request.stream():
-                        if len(content) + len(chunk) > limit:
-                            raise too_large
-                        if self._held + len(chunk) > self._total:
-                            raise busy("too many bodies are being read: try again", headers=unread)
-                        self._held += len(chunk)
-                        content += chunk
-            except TimeoutError as error:
-                raise RequestError(
-                    HTTPStatus.REQUEST_TIMEOUT,
-                    f"the body did not arrive within {BODY_SECONDS:g} s",
-                    headers={"Connection": "close"},
-                ) from error
-            yield bytes(content), kind
-        finally:
-            self._held -= len(content)
-
-
 class InPieces(Response):
     """A response that is sent in pieces, and calls `sent` after it was sent, or after sending has failed."""
 
@@ -232,7 +181,7 @@ class InPieces(Response):
             self._sent()
 
 
-def _unread(scope: Scope) -> dict[str, str]:
+def unread_headers(scope: Scope) -> dict[str, str]:
     """Headers of an answer that is sent before the request's body was read. The rest of the body is discarded (see
     `drained`); a client that waits for `100 Continue` will not send it, so that its connection is closed.
     """

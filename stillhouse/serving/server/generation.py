@@ -1,8 +1,8 @@
 """The role that generates completions: `POST /inference/v1/generate`, and `POST /v1/weights` for new weights.
 
-A request for a completion has token ids in vLLM's format, one prompt, and gets one completion. Log-probabilities are
-those at the sampling temperature, over the full vocabulary, before top_p, top_k and min_p. (vLLM's `--logprobs-mode
-processed_logprobs` gives those after them.) A request with an unknown or unsupported field is refused.
+A request has token ids in vLLM's format, one prompt, and gets one completion. Log-probabilities are those at the
+sampling temperature, over the full vocabulary, before top_p, top_k and min_p. (vLLM's `--logprobs-mode
+processed_logprobs` gives those after them.)
 """
 
 import asyncio
@@ -56,10 +56,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 @dataclass(frozen=True, eq=False)
 class GenerationPart:
-    """A requested completion.
-
-    tokens: the most tokens of prompt and completion together. images: those of the prompt, if it has any.
-    """
+    """tokens: the most tokens of prompt and completion together. images: those of the prompt, if it has any."""
 
     request: GenerationRequest
     tokens: int
@@ -123,8 +120,53 @@ class CompletionWriter:
         ]
 
     def add_routes(self, application: Application) -> None:
-        add_generate_route(application, self.info["eos_token_ids"])
-        add_weights_route(application, self._updates)
+        lock = asyncio.Lock()
+
+        def generate(content: bytes, kind: str) -> Parsed:
+            """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format.
+
+            A prompt with images is a safetensors body (see stillhouse/serving/wire.py).
+            """
+            sent: ReceivedImages = None, {}
+            try:
+                if kind == SAFETENSORS:
+                    content, sent = decode_prompt(content)
+                body = parse_json(content, GenerateBody)
+                [images] = decode_images(*sent, [np.array(body.token_ids, dtype=np.int32)])
+            except ValueError as error:
+                raise refused(str(error), "images") from error
+            application.require_model(body.model)
+            part = generation_part(body, self.limits, self.info["eos_token_ids"], images)
+            return [part], partial(generation_answer, body, self.name)
+
+        def result_bytes(results: Sequence[VersionedCompletion]) -> int:
+            return sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results)
+
+        schemas = {JSON: GenerateBody.model_json_schema(), SAFETENSORS: BINARY}
+        application.add_operation("/inference/v1/generate", generate, schemas, result_bytes)
+
+        @application.api.post(
+            "/v1/weights",
+            response_class=JSONResponse,
+            responses=errors(400, 408, 413, 415, 429, 500, 503),
+            openapi_extra=required_body({JSON: WeightsBody.model_json_schema()}),
+        )
+        async def weights(request: Request) -> Response:
+            """Load a folder of published weights for all later batches. Answers when the weights are in use."""
+            async with application.read_body(request, {JSON: _WEIGHTS_BYTES}) as (content, _):
+                body = parse_json(content, WeightsBody)
+            if application.queue.is_draining:
+                raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING)
+            if lock.locked():
+                raise busy("other weights are being loaded: try again")
+            async with lock:
+                try:
+                    read = await run_in_threadpool(self._updates.read, Path(body.folder), body.manifest)
+                except ValueError as error:
+                    raise refused(str(error), "folder") from error
+                await asyncio.wrap_future(self._updates.submit(read, body.version))
+            self.info["version"] = body.version
+            return JSONResponse({"version": body.version})
 
     def check(self, parts: Sequence[GenerationPart]) -> None:
         self._images.check([(part.request.prompt_ids, part.images) for part in parts], "images")
@@ -169,60 +211,6 @@ class WeightsBody(StrictBody):
     manifest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
 
-def add_generate_route(application: Application, eos_ids: Sequence[int]) -> None:
-    """eos_ids: the end-of-sequence ids of the model."""
-    role = application.role
-
-    def generate(content: bytes, kind: str) -> Parsed:
-        """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format.
-
-        A prompt with images is a safetensors body (see stillhouse/serving/wire.py).
-        """
-        sent: ReceivedImages = None, {}
-        try:
-            if kind == SAFETENSORS:
-                content, sent = decode_prompt(content)
-            body = parse_json(content, GenerateBody)
-            [images] = decode_images(*sent, [np.array(body.token_ids, dtype=np.int32)])
-        except ValueError as error:
-            raise refused(str(error), "images") from error
-        application.require_model(body.model)
-        return [generation_part(body, role.limits, eos_ids, images)], partial(generation_answer, body, role.name)
-
-    def result_bytes(results: Sequence[VersionedCompletion]) -> int:
-        return sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results)
-
-    schemas = {JSON: GenerateBody.model_json_schema(), SAFETENSORS: BINARY}
-    application.add_operation("/inference/v1/generate", generate, schemas, result_bytes)
-
-
-def add_weights_route(application: Application, updates: WeightUpdates) -> None:
-    lock = asyncio.Lock()
-
-    @application.api.post(
-        "/v1/weights",
-        response_class=JSONResponse,
-        responses=errors(400, 408, 413, 415, 429, 500, 503),
-        openapi_extra=required_body({JSON: WeightsBody.model_json_schema()}),
-    )
-    async def weights(request: Request) -> Response:
-        """Load a folder of published weights for all later batches. Answers when the weights are in use."""
-        async with application.bodies.read(request, {JSON: _WEIGHTS_BYTES}) as (content, _):
-            body = parse_json(content, WeightsBody)
-        if application.queue.is_draining:
-            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING)
-        if lock.locked():
-            raise busy("other weights are being loaded: try again")
-        async with lock:
-            try:
-                read = await run_in_threadpool(updates.read, Path(body.folder), body.manifest)
-            except ValueError as error:
-                raise refused(str(error), "folder") from error
-            await asyncio.wrap_future(updates.submit(read, body.version))
-        application.role.info["version"] = body.version
-        return JSONResponse({"version": body.version})
-
-
 class SamplingBody(StrictBody):
     """How the tokens are sampled. Fields with one allowed value exist for clients that always send them."""
 
@@ -261,7 +249,7 @@ class GenerateBody(StrictBody):
 def generation_part(
     body: GenerateBody, limits: Limits, eos_ids: Sequence[int], images: DocumentMedia | None = None
 ) -> GenerationPart:
-    """The part for the queue. eos_ids: the model's end-of-sequence ids. Raises RequestError beyond the limits."""
+    """The part for the queue. eos_ids: of the model. Raises RequestError beyond the limits."""
     options = body.sampling_params
     limits.check_documents([body.token_ids], "token_ids")
     tokens = len(body.token_ids) + options.max_tokens

@@ -1,8 +1,7 @@
 """The queue between the HTTP server and the model: bounded, and divided into batches by a token budget.
 
-A request has one or more parts: documents to score, or a completion to generate. A large request can take several
-batches, and small requests can share a batch. A request's tokens count towards the queue's limit until its answer has
-been sent. So the limit also bounds the answers that wait in memory for clients that read slowly.
+A request has one or more parts: documents to score, or a completion to generate. Its tokens count towards the queue's
+limit until its answer has been sent. So the limit also bounds the answers that wait for clients that read slowly.
 """
 
 import threading
@@ -56,8 +55,8 @@ class RequestQueue:
     """Requests that wait for the model. All methods may be called from any thread.
 
     batch_tokens: the most tokens of a batch; a document that has more is a batch by itself. queue_tokens: the most
-    tokens of all requests that are accepted and not answered completely. ends: returns whether the server has to end.
-    It is called for each request, because the model's thread may compute a batch for minutes before it calls `drain`.
+    tokens of all requests that are accepted and not answered completely. ends: returns whether the server has to end;
+    it is called for each request, because the model's thread may compute for minutes before it calls `drain`.
     deterministic: whether a batch has the parts of one request only, so that an answer does not depend on other
     clients: the rounding of a matrix product depends on its number of rows.
     """

@@ -59,17 +59,7 @@ def run_server(
     weights_root: Path | None,
     deterministic: bool,
 ) -> None:
-    """Serve a model until a signal to end, such as SIGTERM (see `preemption.handling`).
-
-    generate: True: generate completions; False: compute a teacher's signals.
-    port: 0 means any free port.
-    token: the bearer token of all routes except /healthz. An address other than loopback needs a token, unless
-        require_token is False.
-    batch_tokens: the most tokens of a batch, and therefore of a sequence.
-    queue_tokens: the most tokens of all accepted requests; None: 16 · batch_tokens.
-    max_top_k: the most ids per token of a signal.
-    weights_root: with generate, the folder in which published weights are read; None: anywhere on this machine.
-    deterministic: whether each request is computed by itself, with algorithms that give the same bits again.
+    """Serve a model until a signal to end, such as SIGTERM (see `preemption.handling`). Options: see the command.
 
     Raises ValueError for a model that cannot be served, and OSError for an address that cannot be used.
     """
@@ -83,7 +73,7 @@ def run_server(
         )
     if deterministic:
         use_deterministic_algorithms()
-    queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
+    queue_tokens = queue_tokens or 16 * batch_tokens
     # bind before the model is loaded, so that a port in use is reported at once
     sockets = [bound(host, port)] if is_first() else []
     with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
@@ -134,9 +124,8 @@ def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str |
 
 
 def _compute(application: Application, batch: Sequence[Item], failures: int) -> int:
-    """Compute a batch, and give each request its results or an error.
-
-    failures: how many batches before this one have failed in a row. Returns the same for the next batch.
+    """Compute a batch, and give each request its results or an error. failures: of the batches before, in a row.
+    Returns the same for the next batch.
     """
     role, metrics = application.role, application.metrics
     parts = [ticket.parts[number] for ticket, number in batch]

@@ -39,9 +39,11 @@ from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows
 
 
-def add_file_routes(application: Application, folder: Path) -> None:
-    """folder: the folder of the files that clients can download."""
-    names = application.role.info["files"]
+def add_teacher_routes(
+    application: Application, folder: Path, tokenizer: PreTrainedTokenizerBase, identity: str
+) -> None:
+    """folder: of the files that clients can download. identity: the hash of the teacher's weights."""
+    role, limits, names = application.role, application.role.limits, application.role.info["files"]
 
     @application.api.get("/v1/head", responses=_file("the teacher's output head, as a safetensors file"))
     async def head() -> FileResponse:
@@ -55,11 +57,6 @@ def add_file_routes(application: Application, folder: Path) -> None:
                 HTTPStatus.NOT_FOUND, "no such file: expected a name of `files` in /v1/info", param="name"
             )
         return FileResponse(folder / name, media_type="application/octet-stream")
-
-
-def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBase, identity: str) -> None:
-    """identity: the hash of the teacher's weights, which each answer of `POST /v1/score` contains."""
-    role, limits = application.role, application.role.limits
 
     def score(content: bytes, kind: str) -> Parsed:
         """The teacher's signals for token ids."""
@@ -146,7 +143,15 @@ def completion_parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, l
             )
     if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
         limits.check_count(len(body.prompt), "prompt")  # checked before millions of texts are tokenized
-    prompts = _prompts(body, tokenizer)
+    prompt = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    prompts: list[list[int]] = [tokens for tokens in prompt if isinstance(tokens, list)]
+    if prompt and isinstance(prompt[0], int):
+        prompts = [[token for token in prompt if isinstance(token, int)]]
+    elif prompt and isinstance(prompt[0], str):
+        try:
+            prompts = tokenize(tokenizer, [str(text) for text in prompt], special=body.add_special_tokens)
+        except ValueError as error:
+            raise refused(str(error), "prompt") from error
     if not prompts:
         raise refused("prompt: expected one prompt or more", "prompt")
     limits.check_documents(prompts, "prompt")
@@ -203,22 +208,6 @@ def completion_answer(
         "metrics": None,
     }
     return bytes(JSONResponse(content).body)
-
-
-def _prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        texts = [prompt]
-    elif prompt and isinstance(prompt[0], str):
-        texts = [str(text) for text in prompt]
-    elif prompt and isinstance(prompt[0], int):
-        return [[token for token in prompt if isinstance(token, int)]]
-    else:
-        return [tokens for tokens in prompt if isinstance(tokens, list)]
-    try:
-        return tokenize(tokenizer, texts, special=body.add_special_tokens)
-    except ValueError as error:
-        raise refused(str(error), "prompt") from error
 
 
 def _prompt_logprobs(

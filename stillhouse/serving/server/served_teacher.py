@@ -41,7 +41,7 @@ from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.role import Limits, ModelOptions, longest_sequence, model_info
-from stillhouse.serving.server.score_routes import add_file_routes, add_signal_routes
+from stillhouse.serving.server.score_routes import add_teacher_routes
 from stillhouse.serving.wire import KEY, decode_images, document_tensors, header_of, take_images
 from stillhouse.signals.extract import Ranked
 from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest, proven_media_inputs
@@ -133,8 +133,7 @@ class ServedTeacher:
         }
 
     def add_routes(self, application: Application) -> None:
-        add_file_routes(application, self._folder)
-        add_signal_routes(application, self._tokenizer, self._identity)
+        add_teacher_routes(application, self._folder, self._tokenizer, self._identity)
 
     def check(self, parts: Sequence[ScoreRequest]) -> None:
         self._images.check([(part.document.tokens, part.document.media) for part in parts], "images")

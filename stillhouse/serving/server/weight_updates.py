@@ -127,7 +127,15 @@ class WeightUpdates:
         while self._waiting:
             weights, version, done = self._waiting.popleft()
             if weights.lora is not None and self._decoder.lora is None:
-                self._add_layers(weights.lora, done)
+                lora = weights.lora
+                try:
+                    added = add_lora(self._decoder, r=lora.r, alpha=lora.alpha, targets=list(lora.targets))
+                except (ValueError, RuntimeError) as error:  # the model may have some of the layers: the server ends
+                    done.set_exception(error)
+                    raise
+                self._decoder.requires_grad_(False).eval()
+                matrices = sum(matrix.nbytes for name, matrix in self._decoder.named_parameters() if is_lora(name))
+                log_rank0(f"adapter: {lora}: {added.layers} layers, {matrices / 2**20:,.2f} MiB beside the model")
             state = self._decoder.state_dict()
             with torch.no_grad():
                 for name, tensor in weights.tensors.items():
@@ -140,17 +148,6 @@ class WeightUpdates:
             self._closed = True
         for _, _, done in self._waiting:
             done.set_exception(RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING))
-
-    def _add_layers(self, lora: LoraOptions, done: "Future[None]") -> None:
-        """Add the layers of the first adapter. An error ends the server, whose model may have some of the layers."""
-        try:
-            added = add_lora(self._decoder, r=lora.r, alpha=lora.alpha, targets=list(lora.targets))
-        except (ValueError, RuntimeError) as error:
-            done.set_exception(error)
-            raise
-        self._decoder.requires_grad_(False).eval()
-        matrices = sum(matrix.nbytes for name, matrix in self._decoder.named_parameters() if is_lora(name))
-        log_rank0(f"adapter: {lora}: {added.layers} layers, {matrices / 2**20:,.2f} MiB beside the model")
 
     def _model(self, shown: str, published: PublishedFolder) -> dict[str, Tensor]:
         """The tensors by their names in the decoder, which may stack or join several of the stored ones."""
