@@ -52,7 +52,7 @@ class ServerInfo:
 
     model: the teacher's name on the server. identity: a hash of its weights. vocabulary: rows of its head. width: E.
     dtype: of its computation. max_tokens, request_tokens: the most tokens of a document, and of all documents of a
-    request. max_top_k: the most ids per token. files: names and hashes. images: None: it accepts none.
+    request. max_top_k: the most ids per token. files: names and hashes. images: those that it accepts.
     """
 
     url: str
@@ -81,7 +81,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """A version of the student in a folder. label: its name in answers. manifest: the sha256 of the folder's."""
+    """A version of the student in a folder. label: its name in answers. manifest: its manifest's sha256."""
 
     version: int
     folder: Path

@@ -197,9 +197,6 @@ class CompletionWriter:
     def end(self) -> None:
         self._updates.close()
 
-    def follow(self) -> None:
-        raise AssertionError("a single process has the whole model")
-
 
 class WeightsBody(StrictBody):
     """folder: a folder of published weights on this machine (see `published_folder.py`). version: the label of later

@@ -106,9 +106,6 @@ class Role(Protocol):
     def end(self) -> None:
         """Called after the last batch."""
 
-    def follow(self) -> None:
-        """Called on all processes except the first: compute the first process's batches until that process ends."""
-
 
 @dataclass(frozen=True)
 class ModelOptions:

@@ -88,7 +88,7 @@ def run_server(
         with finishing("the requests that were accepted"):
             if is_first():
                 _run(role, queue, sockets[0], token)
-            else:
+            elif isinstance(role, ServedTeacher):  # completions are generated in one process
                 role.follow()
         destroy_process_group()
 

@@ -154,6 +154,7 @@ class ServedTeacher:
             self._broadcast(torch.tensor([_END]))
 
     def follow(self) -> None:
+        """Compute the first process's batches on another process, until the first one ends."""
         while (length := int(self._broadcast(torch.zeros(1, dtype=torch.int64)))) != _END:
             if length != _NOTHING:
                 content = self._broadcast(torch.zeros(length, dtype=torch.uint8))
@@ -167,22 +168,19 @@ class ServedTeacher:
 
 
 def _sharded_source(options: ModelOptions, folder: str, device: torch.device) -> ModelSource:
-    build = partial(
-        empty_decoder,
-        folder,
-        dtype=options.dtype,
-        attention=options.attention,
-        multimodal=options.images,
-        activations=activations_for(options.attention, device),
-    )
+    def frozen() -> Decoder:
+        decoder: Decoder = empty_decoder(
+            folder,
+            dtype=options.dtype,
+            attention=options.attention,
+            multimodal=options.images,
+            activations=activations_for(options.attention, device),
+        )
+        return decoder.requires_grad_(False)
 
     def load(decoder: Decoder) -> None:
         load_weights(decoder, folder, device)
         check_finite_weights(decoder, "teacher")
-
-    def frozen() -> Decoder:
-        decoder: Decoder = build().requires_grad_(False)
-        return decoder
 
     return ModelSource(frozen, load, name="teacher")
 
