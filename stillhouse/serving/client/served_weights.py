@@ -121,9 +121,7 @@ class ServedWeights:
         return {url: probe.completions for url, probe in probes.items() if probe.label == newest}
 
     def set_proved(self, url: str, most: float) -> None:
-        """Record that this server generates with the newest version. Servers that load it later must have the same
-        top tokens, up to a difference of `most` nats.
-        """
+        """Servers that load the newest version later must have this one's top tokens, up to `most` nats."""
         self._proved = self.servers[url].probe, most
 
     def connect(self) -> None:
@@ -193,9 +191,7 @@ class ServedWeights:
             self._update_later(server)
 
     def forget(self, published: Published | None, seconds: float = 0.0) -> None:
-        """Let the servers drop the adapter of this version, if it is one. Waits at most `seconds` for them, because a
-        server may first finish completions.
-        """
+        """Let the servers drop the adapter of this version, if it is one. Waits at most `seconds` for them."""
 
         def forget(url: str, adapter: str) -> None:
             with suppress(ServerError):  # a server that does not answer is restarted, and then has no adapters
@@ -204,6 +200,7 @@ class ServedWeights:
         if published is None or (adapter := self.adapter_of(published)) is None:
             return
         present = [url for url, server in self.servers.items() if not server.is_absent]
+        # a server may first finish completions
         threads = [threading.Thread(target=forget, args=(url, adapter), daemon=True) for url in present]
         for thread in threads:
             thread.start()
@@ -300,7 +297,6 @@ class ServedWeights:
         self, servers: Sequence[ServerState], patience: float, end: float
     ) -> dict[str, UnreachableError]:
         """Load the newest version on servers; return the errors of the servers that have not answered, by URL.
-
         end: when a server that has not loaded the version counts as one that has not answered. Its thread goes on.
         """
         absent: dict[str, UnreachableError] = {}
