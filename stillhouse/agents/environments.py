@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stillhouse.agents.episodes import Episodes, Tools, caller_of
 from stillhouse.display import first_line
-from stillhouse.user_code.environments import Environment
+from stillhouse.user_code.environment import Environment
 from stillhouse.user_code.functions import ENVIRONMENT, TOOLS, load_function
 
 if TYPE_CHECKING:

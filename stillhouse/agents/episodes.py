@@ -14,7 +14,7 @@ from itertools import zip_longest
 from types import MethodType
 from typing import Any, Protocol
 
-from stillhouse.user_code.environments import Episode
+from stillhouse.user_code.environment import Episode
 from stillhouse.user_code.functions import (
     REWARD_METHOD,
     TOOLS,

@@ -135,7 +135,7 @@ class MediaProcessor(Protocol):
 
 
 def media_kind(processor: MediaProcessor) -> Any:
-    """The add-on of a processor (see `images/add_on.py`)."""
+    """The add-on of a processor (see `images/__init__.py`)."""
     return load(GROUP, processor.kind)
 
 

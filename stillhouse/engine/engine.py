@@ -22,7 +22,7 @@ from torch import Tensor
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
 from stillhouse.engine.loss import StepLoss
-from stillhouse.engine.parts import LossPart
+from stillhouse.engine.losses import LossPart
 from stillhouse.engine.state_folder import write_tensors
 from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillhouse.engine.parts import LossPart
+from stillhouse.engine.losses import LossPart
 from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import (
     CrossEntropy,
@@ -39,7 +39,7 @@ class StepLoss:
 
     normalizer: the number of target tokens of the step, by which the sums over tokens are divided.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
-    parts: the losses beside the objective (`engine/parts`).
+    parts: the losses beside the objective (`engine/losses`).
     with_teacher_cross_entropy: also report `teacher_cross_entropy`, the teacher's cross-entropy on the labels; the
         signal must be exact (`FullVocab`).
 

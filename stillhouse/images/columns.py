@@ -13,7 +13,7 @@ from typing import Any
 
 from stillhouse.data.media_files import MAX_IMAGE_BYTES, MediaFile
 from stillhouse.data.read.messages import MARK, Message, messages_of, with_parts
-from stillhouse.data.read.open_files import kind_of
+from stillhouse.data.read.reader import kind_of
 from stillhouse.data.record import Record, RecordError, value_in_words
 from stillhouse.display import name_list
 

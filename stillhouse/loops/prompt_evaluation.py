@@ -31,7 +31,7 @@ from stillhouse.rollout.engines import InJobEngine, JobEngine
 from stillhouse.rollout.rollout import ERRORS
 from stillhouse.rollout.user_functions import CompletionCalls, warn
 from stillhouse.signals.signal_store import SignalWatch
-from stillhouse.user_code.environments import environment_of
+from stillhouse.user_code.environment import environment_of
 from stillhouse.user_code.functions import EVAL_REWARD
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts

@@ -26,7 +26,7 @@ from stillhouse.rollout.generate import Generator, check_generation
 from stillhouse.rollout.plan import RolloutSchedule
 from stillhouse.rollout.rollout import ERRORS, Rollout
 from stillhouse.rollout.user_functions import CompletionCalls, warn
-from stillhouse.user_code.environments import environment_of
+from stillhouse.user_code.environment import environment_of
 
 #: tokens of a generation batch per token of a training micro-batch, because generation keeps far fewer activations
 _BATCHES = 8

@@ -7,8 +7,8 @@ eval/mtp_1/acceptance                    the share of held-out tokens at which a
 
 from collections.abc import Collection, Mapping, Sequence
 
-from stillhouse.engine.parts import LossPart
-from stillhouse.engine.parts.mtp import PREFIX
+from stillhouse.engine.losses import LossPart
+from stillhouse.engine.losses.mtp import PREFIX
 from stillhouse.objective.metrics import CHUNK_TOKENS, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 

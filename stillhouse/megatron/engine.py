@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.engine.engine import Engine, StepOutput
+from stillhouse.engine.losses import RouterBalancing
+from stillhouse.engine.losses.mtp import MtpLoss
 from stillhouse.engine.optimizer import weight_kinds
-from stillhouse.engine.parts import RouterBalancing
-from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.megatron.state import MegatronState, require_partition, trained_parameters
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.megatron.weights import gather, local_blocks

@@ -1,1 +1,1 @@
-"""The files that a run writes: their types, the log, trackers, the model card and the report."""
+"""The files that a run writes: their types, the log, trackers, and the model card."""

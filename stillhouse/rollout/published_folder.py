@@ -1,4 +1,4 @@
-"""Reads a published version of the student's weights (see `publish_weights.py`) without trusting its files.
+"""Reads a published version of the student's weights (see `publish.py`) without trusting its files.
 
 Other users may be able to write to this folder. So a file is opened only if the manifest names it and it is a regular
 file in the folder itself: links are not followed, and pipes do not block. The number of bytes read is limited, and

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.rollout.records import NOT_GENERATED, Completion
-from stillhouse.user_code.environments import Episode
+from stillhouse.user_code.environment import Episode
 from stillhouse.user_code.functions import Turn
 
 #: prompt, completion so far, record, and the record's `file:line`

@@ -17,7 +17,7 @@ from stillhouse.parallel import log_rank0
 from stillhouse.rollout.records import Sampling
 from stillhouse.rollout.reward import RepeatedCall, RewardSum, WeightedCall
 from stillhouse.rollout.samples import SourceSettings
-from stillhouse.user_code.environments import Environment, environment_of
+from stillhouse.user_code.environment import Environment, environment_of
 from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.function_state import has_state, state_text
 from stillhouse.user_code.functions import (

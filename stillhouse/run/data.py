@@ -40,7 +40,7 @@ from stillhouse.libraries import reading
 from stillhouse.loops.session import Data
 from stillhouse.models import read_end_ids
 from stillhouse.signals import SignalStore
-from stillhouse.user_code.environments import environment_of
+from stillhouse.user_code.environment import environment_of
 
 #: the schemas of tools, or None without tools
 ToolSchemas = Sequence[dict[str, Any]] | None

@@ -18,7 +18,7 @@ from stillhouse.config.model_folder import require_model, require_template
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.section import function_hint, text_list
 from stillhouse.data.read.data_source import require_source
-from stillhouse.user_code.environments import environments
+from stillhouse.user_code.environment import environments
 from stillhouse.user_code.function_files import require_in_file
 
 Check = Callable[[Any], object]

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.config.student_section import StudentInitConfig
-from stillhouse.engine.parts import LossPart
+from stillhouse.engine.losses import LossPart
 from stillhouse.hashing import json_hash
 from stillhouse.models import (
     Decoder,

@@ -14,7 +14,7 @@ from stillhouse.config import (
     TeachersConfig,
     sampling_temperatures,
 )
-from stillhouse.engine.parts import LossPart, LossSections
+from stillhouse.engine.losses import LossPart, LossSections
 from stillhouse.objective.sampled_terms import Correction
 from stillhouse.objective.sampled_tokens import DATASET, STUDENT
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, read_objective
@@ -75,7 +75,7 @@ class RunObjective:
 
     @property
     def parts(self) -> list[LossPart]:
-        """The additional losses (`engine/parts`)."""
+        """The additional losses (`engine/losses`)."""
         return self._parts(self.spec)
 
     def temperature_of(self, teacher: TeacherConfig) -> float:

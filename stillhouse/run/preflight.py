@@ -32,7 +32,7 @@ from stillhouse.parallel import Layout
 from stillhouse.rollout import PromptPlan
 from stillhouse.rollout.user_functions import loaded_functions
 from stillhouse.run.setup import RunSetup, require_fsdp
-from stillhouse.user_code.environments import environments
+from stillhouse.user_code.environment import environments
 
 #: a run with fewer steps causes a warning, unless the configuration has train.steps
 FEW_STEPS = 10

@@ -15,7 +15,7 @@ from itertools import cycle
 from typing import Any
 
 from stillhouse.display import first_line
-from stillhouse.user_code.environments import answer_of, episode_of
+from stillhouse.user_code.environment import answer_of, episode_of
 from stillhouse.user_code.functions import UserFunctionError, about_completion
 from stillhouse.user_code.worker import ERROR, UNUSABLE, VALUE, LostError, Worker
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from stillhouse.display import first_line
 from stillhouse.process import limit_memory
-from stillhouse.user_code.environments import answer_of, episode_of
+from stillhouse.user_code.environment import answer_of, episode_of
 from stillhouse.user_code.messages import SECONDS_BETWEEN_LOOKS, Messages
 
 #: the keys of an answer: a result; the message of an error; a reason for which the process is not usable any more

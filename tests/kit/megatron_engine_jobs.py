@@ -21,8 +21,8 @@ from torch import Tensor
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import Engine
-from stillhouse.engine.parts import LossPart, RouterBalancing
-from stillhouse.engine.parts.mtp import MtpLoss
+from stillhouse.engine.losses import LossPart, RouterBalancing
+from stillhouse.engine.losses.mtp import MtpLoss
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.megatron.build import build_megatron_student, megatron_logits
 from stillhouse.megatron.chunks import Chunks

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.engine.parts import ROUTER_LOSS, HiddenStates, LossPart, MtpLoss, RouterBalancing
+from stillhouse.engine.losses import ROUTER_LOSS, HiddenStates, LossPart, MtpLoss, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import HiddenPair, initialize_lora
 from stillhouse.models.decoder import HEAD_WEIGHT

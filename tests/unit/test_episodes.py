@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stillhouse.agents.episodes import caller_of
-from stillhouse.user_code.environments import Episode
+from stillhouse.user_code.environment import Episode
 from stillhouse.user_code.function_calls import CallLostError, FunctionCalls
 from stillhouse.user_code.functions import ENVIRONMENT, TOOLS, load_function
 

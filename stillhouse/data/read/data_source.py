@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stillhouse.data.read.arrow import is_saved, read_hub, read_saved, saved_files
-from stillhouse.data.read.open_files import COMPRESSED, DECOMPRESSES, format_of, kind_of, require_regular
+from stillhouse.data.read.reader import COMPRESSED, DECOMPRESSES, format_of, kind_of, require_regular
 from stillhouse.data.record import NoSourceError, Record
 from stillhouse.registry import load, registered
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from stillhouse.data.read.open_files import DECOMPRESSES, MAX_BYTES, Reader, format_of, open_bytes
+from stillhouse.data.read.reader import DECOMPRESSES, MAX_BYTES, Reader, format_of, open_bytes
 from stillhouse.data.record import DataError, Record, parsed_json, unique_keys, value_in_words
 from stillhouse.display import first_line
 

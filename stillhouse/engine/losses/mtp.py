@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from stillhouse.config import ConfigError, MtpConfig, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.data import MicroBatch
-from stillhouse.engine.parts.loss_part import LossPart, LossSections
+from stillhouse.engine.losses.loss_part import LossPart, LossSections
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder
 from stillhouse.models.families import ModelFacts

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from stillhouse.config import StudentConfig, TeacherConfig, as_config_error
 from stillhouse.data import MicroBatch
-from stillhouse.engine.parts.loss_part import LayerTerm, LossPart, LossSections
+from stillhouse.engine.losses.loss_part import LayerTerm, LossPart, LossSections
 from stillhouse.models import (
     Decoder,
     HiddenMatchLoss,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from stillhouse.config.rule import Rule
-    from stillhouse.engine.parts import LossPart
+    from stillhouse.engine.losses import LossPart
 
 
 class PartKind(Protocol):
@@ -51,7 +51,7 @@ class HiddenStatesKind(PartKind):
 
     @classmethod
     def part(cls) -> "type[LossPart]":
-        from stillhouse.engine.parts.layer_losses import HiddenStates
+        from stillhouse.engine.losses.layer_losses import HiddenStates
 
         return HiddenStates
 
@@ -73,7 +73,7 @@ class MtpKind(PartKind):
 
     @classmethod
     def part(cls) -> "type[LossPart]":
-        from stillhouse.engine.parts.mtp import MtpLoss
+        from stillhouse.engine.losses.mtp import MtpLoss
 
         return MtpLoss
 
@@ -89,6 +89,6 @@ class RouterKind(PartKind):
 
     @classmethod
     def part(cls) -> "type[LossPart]":
-        from stillhouse.engine.parts.layer_losses import RouterBalancing
+        from stillhouse.engine.losses.layer_losses import RouterBalancing
 
         return RouterBalancing

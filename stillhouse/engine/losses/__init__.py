@@ -1,0 +1,10 @@
+"""The losses beside the objective. They arise inside the student's layers or at its multi-token prediction depths.
+
+A loss is a subclass of `LossPart`, and an entry of the group `stillhouse.parts` (`engine/loss_kinds.py`).
+"""
+
+from stillhouse.engine.losses.layer_losses import ROUTER_LOSS, HiddenStates, RouterBalancing
+from stillhouse.engine.losses.loss_part import LossPart, LossSections
+from stillhouse.engine.losses.mtp import MtpLoss
+
+__all__ = ["ROUTER_LOSS", "HiddenStates", "LossPart", "LossSections", "MtpLoss", "RouterBalancing"]
