@@ -34,7 +34,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.record import result_file, write_result
 from stillhouse.models import Decoder
-from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
+from stillhouse.serving import SAFETENSORS
+from stillhouse.serving.wire import decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 TOP_K = 64

@@ -33,10 +33,10 @@ from torch import Tensor
 
 from stillhouse.data.media import DocumentMedia, MediaTensors
 from stillhouse.libraries import reading
+from stillhouse.serving import JSON
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 
 T = TypeVar("T")
-SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
 KEY, _PROMPT_KEY = "score", "generate"
 #: the number of the format of these bodies, of prompts with images and of published weights. A change that an earlier
 #: client or server would misread, or refuse without saying why, raises it
@@ -244,6 +244,7 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
         if content_type == JSON:
             require_few_lists(content)
             body = ScoreBody.model_validate_json(content)
+            _require_few(len(body.token_ids), most_documents)
             signal, tensors = body.spec(), _json_tensors(body)
         else:
             options, tensors = decode_body(content, KEY, "the request")
@@ -259,8 +260,7 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     token_ids, offsets, rows = (tensors[name] for name in ("token_ids", "offsets", "rows"))
     if token_ids.dim() != 1:
         raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected one dim")
-    if offsets.numel() - 1 > most_documents:
-        raise ValueError(f"{offsets.numel() - 1} sequences: expected at most {most_documents} per request")
+    _require_few(offsets.numel() - 1, most_documents)
     bounds = offsets.tolist() if offsets.dim() == 1 else []
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if not lengths or min(lengths) < 1 or bounds[0] != 0 or bounds[-1] != len(token_ids):
@@ -279,11 +279,18 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     shape = None if (ids := tensors.get("ids")) is None else list(ids.shape)
     expected_shape = [sum(map(len, ranges)), signal.top_k] if signal.kind == "chosen" else None
     if shape != expected_shape:
-        raise ValueError(f"ids of shape {shape}: expected {expected_shape or 'them only with chosen'}")
+        raise ValueError(
+            f"ids of shape {shape} with signal {signal.kind}: expected {expected_shape or 'them only with chosen'}"
+        )
     parts = [None] * len(documents) if ids is None else ids.split([len(asked) for asked in ranges])
     images = decode_images(*sent, documents)
     requested = zip(documents, ranges, parts, images, strict=True)
     return signal, [DocumentRows(tokens, asked, part, media=media) for tokens, asked, part, media in requested]
+
+
+def _require_few(sequences: int, most: int) -> None:
+    if sequences > most:
+        raise ValueError(f"{sequences} sequences: expected at most {most} per request")
 
 
 def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Tensor]]) -> bytes:

@@ -29,7 +29,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 import stillhouse
 from benchmarks.unchanged.records import machine
-from stillhouse.serving.wire import JSON, SAFETENSORS, encode_request
+from stillhouse.serving import JSON, SAFETENSORS
+from stillhouse.serving.wire import encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 ARTEFACTS = Path(__file__).parent

@@ -19,6 +19,7 @@ from kit.stub_servers import HOSTILE, Fault, body, hostile_server, raw
 from stillhouse import __version__
 from stillhouse.config.servers import ServerError
 from stillhouse.display import escaped
+from stillhouse.serving import JSON
 from stillhouse.serving.client import pool
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import ServerPool, ServerRequest
@@ -26,7 +27,7 @@ from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.serving.client.server_api import ServerInfo
 from stillhouse.serving.client.stillhouse import StillhouseApi
 from stillhouse.serving.client.vllm import VllmApi
-from stillhouse.serving.wire import JSON, WIRE_FORMAT
+from stillhouse.serving.wire import WIRE_FORMAT
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: seconds of a pool's timeout, and the most until a request ends: this machine may be busy with other tests
@@ -190,4 +191,4 @@ def test_another_version_of_a_server_is_said_and_another_format_is_refused() -> 
         f"http://a:1 runs Stillhouse '0.0.9', and this is {__version__}: expected the same version on both sides"
     )
     with pytest.raises(ValueError, match=rf"runs Stillhouse '9', and this is {__version__}, whose bodies"):
-        other(stillhouse="9", wire=WIRE_FORMAT + 1)
+        other(stillhouse="9", wire=WIRE_FORMAT + 1, images={"of": "another form"})

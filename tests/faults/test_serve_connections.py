@@ -18,8 +18,8 @@ from kit.ranks import free_port
 from kit.runs import Command, wait_for
 from kit.serving import GENERATION, SCORING, Server, slow_down
 
+from stillhouse.serving import JSON
 from stillhouse.serving.server import connection
-from stillhouse.serving.wire import JSON
 
 GENERATE, SCORE = "/inference/v1/generate", "/v1/score"
 JSON_LIMIT = 8 * 2**20

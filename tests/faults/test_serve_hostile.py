@@ -19,7 +19,8 @@ from safetensors.torch import save
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
 from stillhouse.rollout.publish import publish
-from stillhouse.serving.wire import JSON, SAFETENSORS, encode_request
+from stillhouse.serving import JSON, SAFETENSORS
+from stillhouse.serving.wire import encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 JSON_LIMIT = 8 * 2**20

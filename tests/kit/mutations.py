@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kit.serving import Server
 from schemathesis.checks import not_a_server_error
 
-from stillhouse.serving.wire import SAFETENSORS
+from stillhouse.serving import SAFETENSORS
 
 schemathesis.openapi.media_type(SAFETENSORS, st.binary())
 

@@ -18,7 +18,8 @@ from stillhouse.data import load_tokenizer
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
 from stillhouse.rollout.publish import publish
-from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
+from stillhouse.serving import SAFETENSORS
+from stillhouse.serving.wire import decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 

@@ -13,7 +13,8 @@ from kit.runs import Command, metrics, run, session_of, wait_for, write_run
 from kit.serving import Server
 from kit.stub_servers import reset
 
-from stillhouse.serving.wire import SAFETENSORS, decode_request
+from stillhouse.serving import SAFETENSORS
+from stillhouse.serving.wire import decode_request
 
 LIMIT = 180
 OBJECTIVE = {"objective.loss": "0.3*cross_entropy + 0.7*forward_kl", "checkpoint.every": 2}

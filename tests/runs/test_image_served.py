@@ -30,8 +30,9 @@ from stillhouse.data.render.tokenizers import load_tokenizer
 from stillhouse.images import IMAGES
 from stillhouse.images.decode import open_image, pixel_count
 from stillhouse.images.processor import ImageProcessor
+from stillhouse.serving import SAFETENSORS
 from stillhouse.serving.image_support import ImageSupport, require_accepted
-from stillhouse.serving.wire import KEY, SAFETENSORS, document_tensors, encode_images
+from stillhouse.serving.wire import KEY, document_tensors, encode_images
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 FAMILIES = ["qwen3_vl", "idefics3", "gemma3", "qwen3_5", "internvl", "llava_onevision", "gemma4"]

@@ -22,7 +22,8 @@ from stillhouse.data.media import MediaTensors
 from stillhouse.data.render.tokenizers import load_tokenizer
 from stillhouse.images import IMAGES
 from stillhouse.images.processor import ImageProcessor
-from stillhouse.serving.wire import SAFETENSORS, encode_prompt
+from stillhouse.serving import SAFETENSORS
+from stillhouse.serving.wire import encode_prompt
 
 GENERATE = "/inference/v1/generate"
 

@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 
 from stillhouse.config.servers import ServerError
 from stillhouse.display import first_line
+from stillhouse.serving import JSON, SAFETENSORS
 from stillhouse.serving.client.http_client import MOST_BYTES, HttpAnswer, HttpClient, NoAnswerError
-from stillhouse.serving.wire import JSON, SAFETENSORS
 
 T = TypeVar("T")
 #: sends a request with a path and a body to one server, and returns the answer, whatever its status. The body is

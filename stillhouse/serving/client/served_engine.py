@@ -19,11 +19,11 @@ from stillhouse.data.media import MediaProcessor
 from stillhouse.display import escaped
 from stillhouse.rollout.published_folder import published_folder
 from stillhouse.rollout.records import Completion, CompletionInbox, GenerationRequest, Sampling
+from stillhouse.serving import JSON, SAFETENSORS
 from stillhouse.serving.client.http_client import HttpAnswer, bytes_of_json
 from stillhouse.serving.client.pool import AskAgainError, RefusedError, ServerPool, ServerRequest
 from stillhouse.serving.client.served_weights import SECONDS_TO_DROP, UNKNOWN_WEIGHTS, ServedWeights, ServerState
 from stillhouse.serving.client.server_api import Published, ServerApi, VersionSpan
-from stillhouse.serving.wire import JSON, SAFETENSORS
 
 #: the most requests that one server gets at a time; an engine batches as many as it can and queues the others
 IN_FLIGHT = 256

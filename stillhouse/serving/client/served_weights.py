@@ -187,7 +187,9 @@ class ServedWeights:
             self.warn(str(error))
             server.address.hold(error)
         else:
-            self.warn(f"the student's server {server.url} has other weights than it was given, and gets them again")
+            self.warn(
+                f"the student's server {server.url} has other weights than it was given, and is given them again"
+            )
             self._update_later(server)
 
     def forget(self, published: Published | None, seconds: float = 0.0) -> None:

@@ -21,10 +21,11 @@ from stillhouse.data.media import MediaProcessor
 from stillhouse.display import enumerated
 from stillhouse.objective.signals import TAIL_FLOOR
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
+from stillhouse.serving import JSON
 from stillhouse.serving.client.http_client import HttpAnswer, parsed
 from stillhouse.serving.client.pool import Ask, ServerRequest
 from stillhouse.serving.image_support import ImageSupport
-from stillhouse.serving.wire import JSON, encode_prompt
+from stillhouse.serving.wire import encode_prompt
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 if TYPE_CHECKING:
@@ -124,8 +125,13 @@ class Answer:
             )
 
 
+class _Model(BaseModel):
+    id: str
+    parent: str | None = None  # the model of an adapter
+
+
 class _Models(BaseModel):
-    data: list[dict[str, Any]]
+    data: list[_Model]
 
 
 class ServerApi(Protocol):
@@ -234,7 +240,7 @@ class ServerApi(Protocol):
         if answer.status == 404:  # an older SGLang
             return []
         models = parsed(_Models, answer.content, f"{answer.url} does not list models", self.kind.hint)
-        return [str(model.get("id")) for model in models.data if model.get("parent") is not None]
+        return [model.id for model in models.data if model.parent is not None]
 
     def load_adapter(self, ask: Ask, published: Published, present: str, hint: str) -> None:
         """Load a version that is an adapter. present: in the answer of a server that has it already."""

@@ -13,12 +13,13 @@ from stillhouse import __version__
 from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.data.media import MediaProcessor, MediaTensors
 from stillhouse.display import escaped
+from stillhouse.serving import SAFETENSORS
 from stillhouse.serving.client.http_client import HttpAnswer, Size, parsed
 from stillhouse.serving.client.pool import Ask, RefusedError, ServerRequest
 from stillhouse.serving.client.server_api import Published, Scores, ServerInfo, ask_description, require
 from stillhouse.serving.client.vllm import VllmApi
 from stillhouse.serving.image_support import ImageSupport, require_accepted
-from stillhouse.serving.wire import SAFETENSORS, WIRE_FORMAT, decode_answer, encode_request
+from stillhouse.serving.wire import WIRE_FORMAT, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: the most tokens and bytes of images of a request, unless a single document has more
@@ -50,6 +51,9 @@ class _AnyInfo(BaseModel):
 
     stillhouse: str
     wire: int = 1
+
+
+class _Images(BaseModel):
     images: ImageSupport | None = None
 
 
@@ -109,7 +113,7 @@ class StillhouseApi(VllmApi):
         return None
 
     def require_images(self, ask: Ask, url: str, processor: MediaProcessor, prompts: Documents) -> None:
-        support = ask_description(_AnyInfo, ask, "/v1/info", self.kind.title).images
+        support = ask_description(_Images, ask, "/v1/info", self.kind.title).images
         require_accepted(url, support, prompts, processor, "data.train")
 
     def load_weights(self, ask: Ask, published: Published) -> bool:

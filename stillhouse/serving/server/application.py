@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stillhouse import __version__
+from stillhouse.serving import JSON, SAFETENSORS
 from stillhouse.serving.server.gate import (
     ENDING,
     InPieces,
@@ -33,7 +34,6 @@ from stillhouse.serving.server.gate import (
 )
 from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
 from stillhouse.serving.server.role import Role
-from stillhouse.serving.wire import JSON, SAFETENSORS
 
 #: bodies and answers with fewer bytes are parsed and encoded in the HTTP thread itself
 AT_ONCE_BYTES = 16 * 1024

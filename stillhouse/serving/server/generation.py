@@ -30,21 +30,13 @@ from stillhouse.rollout.generate import Generator, check_generation
 from stillhouse.rollout.published_folder import AdapterBase
 from stillhouse.rollout.records import Completion, GenerationRequest, Sampling
 from stillhouse.rollout.sampler import stop_texts
+from stillhouse.serving import JSON, SAFETENSORS
 from stillhouse.serving.server.accepted_images import AcceptedImages, load_processor_of
 from stillhouse.serving.server.application import BINARY, Application, Parsed, required_body
 from stillhouse.serving.server.gate import ENDING, RequestError, busy, errors, parse_json, refused, usage
 from stillhouse.serving.server.role import Limits, ModelOptions, longest_sequence, model_info
 from stillhouse.serving.server.weight_updates import FIRST_VERSION, WeightUpdates
-from stillhouse.serving.wire import (
-    JSON,
-    SAFETENSORS,
-    FirstWrong,
-    ReceivedImages,
-    StrictBody,
-    TokenId,
-    decode_images,
-    decode_prompt,
-)
+from stillhouse.serving.wire import FirstWrong, ReceivedImages, StrictBody, TokenId, decode_images, decode_prompt
 
 #: the approximate size of an answer per token
 _TOKEN_BYTES = 64

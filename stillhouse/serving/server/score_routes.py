@@ -20,13 +20,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.render.tokenizers import tokenize
+from stillhouse.serving import JSON, SAFETENSORS
 from stillhouse.serving.server.application import BINARY, Application, Parsed
 from stillhouse.serving.server.gate import RequestError, errors, parse_json, refused, usage
 from stillhouse.serving.server.role import Limits
 from stillhouse.serving.wire import (
     HEAD_FILE,
-    JSON,
-    SAFETENSORS,
     FirstWrong,
     ScoreBody,
     StrictBody,
