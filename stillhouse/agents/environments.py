@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stillhouse.agents.episodes import Episodes, Tools, caller_of
 from stillhouse.display import first_line
 from stillhouse.user_code.environment import Environment
-from stillhouse.user_code.functions import ENVIRONMENT, TOOLS, load_function
+from stillhouse.user_code.functions import ENVIRONMENT, TOOLS, UserFunction, load_function
 
 if TYPE_CHECKING:
     from stillhouse.config.rollout_section import PromptConfig
@@ -20,12 +21,17 @@ class TextEnvironment(Environment):
     key = ENVIRONMENT
 
     def __init__(self, rollout: "PromptConfig", full_key: Callable[[str], str]):
+        self._rollout, self.path, self.format_key = rollout, rollout.environment or "", full_key("reply")
+        self._full_key = full_key("environment")
+
+    @cached_property
+    def functions(self) -> list[UserFunction]:
+        """Imported at the first use, because the data of a run need only tools."""
         from stillhouse.config import as_config_error
         from stillhouse.config.section import function_hint
 
-        self._rollout, self.path, self.format_key = rollout, rollout.environment or "", full_key("reply")
-        with as_config_error(full_key("environment")):
-            self.functions = [load_function(ENVIRONMENT, self.path, function_hint(self.path))]
+        with as_config_error(self._full_key):
+            return [load_function(ENVIRONMENT, self.path, function_hint(self.path))]
 
     @classmethod
     def rules(cls) -> "Iterator[Rule]":
@@ -75,13 +81,17 @@ class ToolEnvironment(Environment):
         self._most_tokens = rollout.tool_tokens
         with as_config_error(self.format_key):
             self._tools = Tools(rollout.tool_paths, function_hint)
-        self.functions, self.schemas = [*self._tools.functions.values(), *self._tools.classes], []
+        self.schemas = []
         for name, described in self._tools.described.items():
             try:
                 self.schemas.append(schemas.get_json_schema(described))
             except (*errors, ValueError, TypeError, AttributeError) as error:
                 problem = f"{name} has no description that a model can read: {first_line(error)}"
                 raise ConfigError(self.format_key, problem) from error
+
+    @property
+    def functions(self) -> list[UserFunction]:
+        return [*self._tools.functions.values(), *self._tools.classes]
 
     @classmethod
     def rules(cls) -> "Iterator[Rule]":

@@ -26,6 +26,7 @@ from stillhouse.output.disk import UNFINISHED, explained_write_errors, flush
 from stillhouse.output.folder import RunFolder, is_leftover
 from stillhouse.output.progress import STATE, DamagedCheckpointError, Progress, read_state
 from stillhouse.parallel import Ranks, is_first, log_rank0
+from stillhouse.registry import load_all
 from stillhouse.rollout.engines import RemoteEngine, same_weights
 from stillhouse.signals import SignalStore
 
@@ -49,7 +50,10 @@ _FREE = {
     *(f"teacher.{key}" for key, kind in source_kinds().items() if kind.is_address),
 }
 
-#: keys that earlier versions did not have, with the values that give their behaviour: their runs can be resumed
+#: groups of add-ons whose entries have keys in a section, and the section
+_KEYS_OF_ADD_ONS = {"stillhouse.environments": "rollout", "stillhouse.parts": "objective"}
+#: keys that earlier versions, or machines without an add-on, did not have, with the values that give their behaviour:
+#: such runs can be resumed
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "data.image_pixels": None,
@@ -68,6 +72,12 @@ _ADDED: dict[str, Any] = {
     "rollout.tool_tokens": 256,
     "rollout.reply": "raw",
     **{f"teacher.{key}": None for key in {*source_kinds()} - {"model", "cache", "student", "cross_tokenizer"}},
+    **{
+        f"{section}.{name}": kind.field[1].default
+        for group, section in _KEYS_OF_ADD_ONS.items()
+        for name, kind in load_all(group).items()
+        if kind.field is not None
+    },
 }
 
 

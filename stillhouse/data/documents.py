@@ -109,7 +109,8 @@ class Documents:
         return self.part(self.targets_N, document)
 
     def substitutions_of(self, teacher: str) -> Substitutions:
-        return self.substitutions.get(teacher) or Substitutions.of([()] * len(self))
+        none = replace(Substitutions.of([]), parts=np.zeros(len(self) + 1, dtype=np.int64))
+        return self.substitutions.get(teacher, none)
 
     def media_of(self, document: int) -> list[MediaFile]:
         return [] if self.media is None else self.media.of(document)

@@ -60,14 +60,14 @@ class MediaFile:
         if self.data is not None:
             return self.data
         assert self.path is not None
-        problem = "has other bytes than when the data was loaded and tokenized"
+        problem, cause = "has other bytes than when the data was loaded and tokenized", None
         try:
             data = Path(self.path).read_bytes()
             if hashlib.sha256(data).digest() == self.sha256:
                 return data
         except OSError as error:
-            problem = f"cannot be read ({error.strerror}), but it could when the data was loaded"
-        raise ValueError(f"{self.path}: the image {problem}: {_RESTORE}")
+            problem, cause = f"cannot be read ({error.strerror}), but it could when the data was loaded", error
+        raise ValueError(f"{self.path}: the image {problem}: {_RESTORE}") from cause
 
 
 @dataclass(frozen=True)

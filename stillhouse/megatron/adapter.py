@@ -91,11 +91,13 @@ def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> 
     """Add the matrices of the decoder's adapter to the chunks, freeze all other parameters, and return all blocks.
 
     The matrices have no values yet. table: the blocks of the chunks' own weights. Without an adapter, it is returned.
-    Raises ValueError for a chunk without any part of the adapter.
+    Raises ValueError for an adapter with dropout, or a chunk without any part of it.
     """
     lora = decoder.lora
     if lora is None:
         return table
+    if dropout := decoder.pretrained.peft_config["default"].lora_dropout:
+        raise ValueError(f"student.adapter.dropout {dropout}: expected 0.0 with parallel.engine: megatron")
     names = {base_name(name): name for name in decoder.state_dict()}
     adapted = {name.removesuffix(f".{_A}") for name in names if name.endswith(f".{_A}")}
     blocks = [replace(block, name=names.get(block.name, block.name)) for block in table.blocks]

@@ -227,8 +227,9 @@ def weight_bytes(module: nn.Module) -> int:
     for weight in module.parameters():
         if hasattr(weight, "qdata"):
             parts += [weight.qdata, weight.scale]  # type: ignore[attr-defined]
-        else:
-            parts += [weight.data, weight.quant_state.absmax] if hasattr(weight, "quant_state") else [weight]
+        else:  # bitsandbytes has no state of a weight that is not quantized yet
+            state = getattr(weight, "quant_state", None)
+            parts += [weight] if state is None else [weight.data, state.absmax]
     return sum(part.numel() * part.element_size() for part in parts)
 
 

@@ -135,6 +135,13 @@ def _build(
     layout: Layout, student_source: ModelSource, teacher_source: ModelSource | None
 ) -> tuple[Decoder, Decoder | None]:
     student, teacher = student_source.build(), None if teacher_source is None else teacher_source.build()
+    # a rule of the configuration, too; parity builds layouts that the configuration does not have
+    if student.mtp is not None and layout.stages > 1 and SCHEMES[layout.schedule].splits_backward:
+        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees its buffers
+        raise ValueError(
+            f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of its stage "
+            "into input and weights; expected schedule gpipe, 1f1b, 1f1b_ahead or interleaved"
+        )
     if (expert := layout.degrees.expert) > 1:
         require_feature("expert parallelism")  # the plans of earlier versions do not dispatch tokens to experts
         decoders = [decoder for decoder in (student, teacher) if decoder is not None]

@@ -26,12 +26,14 @@ class Scheme:
     per_rank: the number of stages on each rank. in_v: whether they are assigned in increasing, then in decreasing
         order: rank 0 has the first and the last one.
     prefetch: whether the teacher runs in separate actions, up to one step before the student.
+    splits_backward: whether a stage computes the gradients of its input and of its weights at different times.
     """
 
     schedule: Callable[..., Any]
     per_rank: int = 1
     in_v: bool = False
     prefetch: bool = False
+    splits_backward: bool = False
 
     def stages_of(self, rank: int, ranks: int) -> list[int]:
         if self.in_v:
@@ -47,8 +49,8 @@ SCHEMES = {
     "1f1b": Scheme(Schedule1F1B),
     "1f1b_ahead": Scheme(Schedule1F1BWithPrefetch, prefetch=True),
     "interleaved": Scheme(ScheduleInterleaved1F1B, 2),
-    "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2),
-    "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True),
+    "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2, splits_backward=True),
+    "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True, splits_backward=True),
 }
 
 

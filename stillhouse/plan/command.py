@@ -168,8 +168,8 @@ def fit_lines(plans: Sequence["Plan"]) -> Iterator[str]:
 
 def two_digits(value: float) -> str:
     """Return a number with two significant digits, because a prediction has no more."""
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
     rounded = float(f"{value:.1e}")
     decimals = 1 - math.floor(math.log10(abs(rounded)))
     return f"{rounded:,.{max(0, decimals)}f}"

@@ -4,6 +4,7 @@ import base64
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from stillhouse.display import escaped
-from stillhouse.output.disk import replace_text
 from stillhouse.output.metrics import LENGTH, TASK, known_metric
 from stillhouse.report.curves import Chart, draw_charts
 from stillhouse.report.run_files import Run, read_run
@@ -70,8 +70,16 @@ def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None =
     """
     page = render(read_runs([Path(run_dir), *map(Path, compare)]))
     target = Path(run_dir) / ("compare.html" if compare else "report.html") if out is None else Path(out)
+    partial = target.with_name(target.name + ".partial")
     # a token's text may have half of a surrogate pair, which UTF-8 lacks; a browser then shows U+FFFD
-    replace_text(target, page.encode("utf-8", errors="xmlcharrefreplace").decode())
+    try:
+        partial.write_bytes(page.encode("utf-8", errors="xmlcharrefreplace"))
+        os.replace(partial, target)
+    except OSError as error:
+        raise ValueError(
+            f"{target} cannot be written: {error.strerror}; the run itself is not changed, and `stillhouse report "
+            f"{run_dir}` writes the page again"
+        ) from error
     return target
 
 

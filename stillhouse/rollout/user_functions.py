@@ -101,16 +101,15 @@ def _require_state(function: UserFunction, workers: int, key: str) -> None:
 
 def _require_one_rewarding_class(environment: Environment | None) -> None:
     """Raise ValueError unless a sample has one object that gives a reward."""
-    assert environment is not None  # a rule of the configuration
-    rewarding = [function for function in environment.functions if gives_reward(function)]
+    key, functions = ("rollout", []) if environment is None else (environment.key, environment.functions)
+    rewarding = [function for function in functions if gives_reward(function)]
     for function in rewarding:
         require_synchronous(f"{function.path}.{REWARD_METHOD}", getattr(function.function, REWARD_METHOD))
     if len(rewarding) != 1:
         several = f" ({name_list(function.path for function in rewarding)})" if rewarding else ""
         raise ValueError(
-            f"got environment, but {len(rewarding)} classes in {environment.key} have a method reward without "
-            f"arguments{several}: expected one class (package.module:Class), whose reward() gives the reward of its "
-            "sample"
+            f"got environment, but {len(rewarding)} classes in {key} have a method reward without arguments"
+            f"{several}: expected one class (package.module:Class), whose reward() gives the reward of its sample"
         )
 
 

@@ -151,9 +151,10 @@ def _read(
     """
     requests: list[DocumentRows] = []
     rows: list[np.ndarray] = []
+    substitutions = [documents.substitutions_of(SINGLE) for documents, _ in splits]
     for split, number, document in entries:
-        documents, as_read = splits[split]
-        teacher_rows = documents.substitutions_of(SINGLE).rows(number, len(document.tokens))
+        as_read = splits[split][1]
+        teacher_rows = substitutions[split].rows(number, len(document.tokens))
         # a row that predicts a token of media has no weight in a run: the row before it stands for it
         row_N = np.maximum.accumulate(teacher_rows[document.rows.start : document.rows.stop])
         media = None if media_inputs is None else media_inputs.of(as_read, number)

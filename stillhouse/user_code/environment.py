@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stillhouse.registry import load_all
+from stillhouse.registry import load, load_all, registered
 from stillhouse.user_code.functions import UserFunction, checked_reward, load_function
 
 if TYPE_CHECKING:
@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from stillhouse.config.rule import Rule
 
 
+GROUP = "stillhouse.environments"
+
+
 class Environment(ABC):
     """What replies to the turns of the samples of one source of prompts. The entries of the group
-    `stillhouse.environments` are such classes. Their modules import no torch at their top.
+    `stillhouse.environments` are such classes. Their modules import neither torch nor `stillhouse.config` at
+    their top, because workers load them, too.
 
     key: of the configuration, `rollout.<name of the entry>`: a path of a function, or a list of them. field: its type
         and its pydantic `Field`; None for the keys of this project, which are in its section.
-    path: the paths of the user's functions, separated by spaces. functions: these functions, imported.
+    path: the paths of the user's functions, separated by spaces.
     schemas: of tools, for the chat template; None: there are none.
     format_key: the full key of the replies' form, for errors. turns: those that the chat template ends, in words.
     """
@@ -29,15 +33,17 @@ class Environment(ABC):
     field: ClassVar[tuple[Any, Any] | None] = None
     turns: ClassVar[str] = "turns"
     path: str
-    functions: Sequence[UserFunction]
     format_key: str
     schemas: list[dict[str, Any]] | None = None
 
     @abstractmethod
     def __init__(self, rollout: "PromptConfig", full_key: Callable[[str], str]):
-        """Import the functions of a section. full_key: returns the full key of a key of the section. Raises
-        ConfigError for functions that cannot be used.
-        """
+        """full_key: returns the full key of a key of the section."""
+
+    @property
+    @abstractmethod
+    def functions(self) -> Sequence[UserFunction]:
+        """The user's functions, imported. Raises ConfigError for those that cannot be used."""
 
     @classmethod
     def rules(cls) -> "Iterator[Rule]":
@@ -66,13 +72,13 @@ class Environment(ABC):
 
 def environments() -> dict[str, type[Environment]]:
     """The registered environments by the names of their keys in the section rollout."""
-    return load_all("stillhouse.environments")
+    return load_all(GROUP)
 
 
 def environment_of(
     rollout: "PromptConfig", full_key: Callable[[str], str] = "rollout.{}".format
 ) -> Environment | None:
-    """Import what replies to the turns of a section's samples; None if they have one turn. Raises ConfigError."""
+    """What replies to the turns of a section's samples; None if they have one turn. Raises ConfigError."""
     kinds = (kind for name, kind in environments().items() if getattr(rollout, name))
     return next((kind(rollout, full_key) for kind in kinds), None)
 
@@ -112,7 +118,7 @@ def answer_of(key: str, path: str, *, is_limited: bool = False) -> Callable[...,
 
     Raises ValueError if it cannot be imported. is_limited: see `Environment.answer`.
     """
-    for kind in environments().values():
-        if kind.key == key:
-            return kind.answer(path, is_limited=is_limited)
+    section, _, name = key.partition(".")
+    if section == "rollout" and name in registered(GROUP):  # in a worker, no other add-on is imported
+        return load(GROUP, name).answer(path, is_limited=is_limited)
     return partial(checked_reward, load_function(key, path))

@@ -52,6 +52,11 @@ def differentiable(leaves: Leaves) -> tuple[Tensor, OutputHead]:
     return leaves.hidden.requires_grad_(), OutputHead(leaves.weight.requires_grad_(), bias)
 
 
+def test_incoming_gradient_is_multiplied_in() -> None:
+    expected = run(dense_objective, make_leaves(), every_term(), upstream=3.7, normalizer=11.0)
+    assert_same(run(linear_objective, make_leaves(), every_term(), upstream=3.7, normalizer=11.0), expected)
+
+
 def test_a_second_backward_is_the_same_as_the_first() -> None:
     hidden, head = differentiable(make_leaves())
     loss = linear_objective(hidden, head, every_term()).loss

@@ -146,7 +146,8 @@ def chat_templates() -> dict[str, str]:
     assert spec is not None
     assert spec.origin is not None
     return {
-        path.stem: path.read_text() for path in sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja"))
+        path.stem: path.read_text(encoding="utf-8")
+        for path in sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja"))
     }
 
 

@@ -308,6 +308,11 @@ WITH_TURNS = {"rollout.tools": None, "rollout.environment": "run_tools:four", "r
             "eval.prompts.reward: got environment, but 0 classes in rollout.tools have a method reward",
         ),
         (
+            {"rollout.tools": None, "eval.prompts": {"data": "train.jsonl", "reward": "environment"}},
+            [],
+            "eval.prompts.reward: got environment, but 0 classes in rollout have a method reward",
+        ),
+        (
             {"rollout.tools": "run_tools:Late", "rollout.reward": "environment", "objective.loss": "policy_gradient"},
             [],
             "got 'run_tools:Late.reward', which is asynchronous",
@@ -328,7 +333,7 @@ WITH_TURNS = {"rollout.tools": None, "rollout.environment": "run_tools:four", "r
         ),
         ({}, [{"tools": [SCHEMAS[0] | {"function": {"name": "add"}}]}], "expected the parameters in rollout.tools"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_what_is_refused(
     student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], records: Any, words: str

@@ -99,7 +99,7 @@ losses["student"] = {"model": "a", "mtp": {"objective": "jsd(1.5)"}}
 try:
     load_config(None, settings={"data": {"train": "x"}, "teacher": {"model": "b"}, "out": "c"} | losses)
 except ConfigError as error:
-    print(*(part.key for part in error.parts), "torch" in sys.modules)
+    print(*(part.key for part in error.parts), {"torch", "transformers", "numpy"} & {*sys.modules} or False)
 import pkgutil
 from stillhouse import objective
 from stillhouse.objective.public import __all__ as names

@@ -108,7 +108,9 @@ def _from_alpaca(fields: Fields, *, as_chat: bool, prompts: bool) -> Fields:
         raise RecordError("'history' is not empty: expected conversations of several turns as 'messages'")
     instruction = string_value(fields, "instruction")
     input_text = string_value({"input": fields.get("input") or ""}, "input", may_be_empty=True)
-    output = None if prompts and "output" not in fields else string_value(fields, "output")
+    output = fields.get("output")
+    if not prompts or ("output" in fields and not (isinstance(output, str) and output)):
+        output = string_value(fields, "output")
     system = _system(fields)
     if as_chat:
         question = f"{instruction}\n\n{input_text}" if input_text else instruction

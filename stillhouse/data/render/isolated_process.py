@@ -47,13 +47,12 @@ class Isolated:
         # twice, because this process may have been stopped, too (Ctrl+Z), so that the first call had no time left
         for _ in range(2):
             messages, end = self._process or self._started()
-            self._process = None
+            self._process, is_idle = None, False
             until = time.monotonic() + _WAIT * self.seconds
             try:
                 messages.send(request, until)
                 answer = messages.receive(until)
-                self._process = messages, end
-                return answer
+                is_idle = True
             except TimeoutError:
                 continue
             except (EOFError, OSError):
@@ -67,8 +66,12 @@ class Isolated:
                 limit = f"the limit is {self.memory_bytes / 2**30:g} GiB of memory"
                 raise LimitError(f"its process ended with {how} ({limit})") from None
             finally:
-                if self._process is None:  # also after an interrupt: its answer must not be that of the next call
+                if not is_idle:  # also after an interrupt: its answer must not be that of the next call
                     end()
+            if self._process is not None:  # that of another thread
+                self._process[1]()
+            self._process = messages, end
+            return answer
         raise LimitError(f"its process did not answer within {_WAIT * self.seconds:g} seconds, twice")
 
     def _started(self) -> tuple[Messages, Any]:

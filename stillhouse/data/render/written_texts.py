@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
 from stillhouse.data.read.messages import MASKS, Message
@@ -125,7 +125,7 @@ def _is_around(text: _Text, before: str, behind: str) -> bool:
     """Whether a text is on both sides of its mark, as it is or as a string of JSON or Python."""
     mark = _MARK.format("")
     marked = f"{text.text[: text.half]}{mark}{text.text[text.half :]}"
-    sides = (written.partition(mark) for written in (marked, *_as_strings(marked)))
+    sides = (written.partition(mark) for written in chain([marked], _as_strings(marked)))
     return any(before.endswith(head) and behind.startswith(tail) for head, _, tail in sides)
 
 
