@@ -13,6 +13,7 @@ from kit.parity_cases import ONE
 
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
+from stillhouse.models.mtp import add_mtp
 from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel import Degrees, Layout, ModelSource
 from stillhouse.parallel.apply.tensor_parallel import tensor_plan
@@ -71,3 +72,18 @@ def test_pipelines(model_type: str, message: str) -> None:
 @pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash", "dbrx", "jetmoe", "qwen3_5_text"])
 def test_expert_parallelism(model_type: str) -> None:
     refuse(model_type, f"expert=2 for model type '{model_type}', {EXPERTS}", fsdp=2, expert=2)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
+def test_several_mtp_depths_under_a_split_backward(schedule: str) -> None:
+    """`stillhouse parity` tries schedules that the configuration does not have, so that no rule refuses them."""
+
+    def student() -> Decoder:
+        decoder = empty("llama")
+        with torch.device("meta"):
+            add_mtp(decoder, 2, is_new=True)
+        return decoder
+
+    layout = Layout(Degrees(pipeline=2), schedule)
+    with pytest.raises(ValueError, match="torch cannot split the backward of its stage"):
+        build_proven_runner(layout, ONE, ModelSource(student), None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.add_ons import write_distribution
 from kit.runs import wait_for
 
 from stillhouse.user_code import function_calls, worker
@@ -59,6 +60,8 @@ def starts_a_program(prompt, completion, record):
 @pytest.fixture(autouse=True)
 def _functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "worker_functions.py").write_text(CODE)
+    # an add-on that no function here uses, so that no worker may import it
+    write_distribution(tmp_path, {"stillhouse.environments": {"gym": "no_such_module:Gym"}}, {})
     monkeypatch.syspath_prepend(tmp_path)
 
 
