@@ -86,9 +86,11 @@ def test_a_signal_between_two_checkpoints(whole: Path, name: str) -> None:
     """Step 6 has an evaluation but no checkpoint; step 7 has neither."""
     step = 7 if name == "SIGTERM" else 6
     out, number = whole / name, signal.Signals[name]
-    command = Command("distill", whole / "run.yaml", f"out={out}", hook=signal_at, hook_arguments=(step, number))
+    arguments = ["distill", str(whole / "run.yaml"), f"out={out}"]
+    command = Command(*arguments, hook=signal_at, hook_arguments=(step, number))
     assert command.wait() == NAMES[name]
     assert_stopped(command, name, step, out)
+    assert f"; `stillhouse {' '.join(arguments)}` continues from it" in command.err
     assert f"resuming from {out}/checkpoints/step-{step:08d}\n" in assert_continues(whole, out)
 
 
