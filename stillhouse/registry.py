@@ -33,7 +33,7 @@ GROUPS = {
 def registered(group: str) -> dict[str, EntryPoint]:
     """The entry points of one of `GROUPS` by name, in alphabetical order.
 
-    Raises ValueError if two installed distributions register the same name with different values.
+    Raises ValueError if two installed distributions register the same name with different values, or none does.
     """
     if group not in GROUPS:
         raise ValueError(f"no group of add-ons is called {group!r}: expected one of {', '.join(GROUPS)}")
@@ -45,6 +45,11 @@ def registered(group: str) -> dict[str, EntryPoint]:
                 f"{distribution(other)} ({other.value}) and {distribution(point)} ({point.value}) both register "
                 f"{point.name!r} in {group}: uninstall one of them"
             )
+    if not points:  # every group has entries of this project; what is not registered would be left out silently
+        raise ValueError(
+            f"no {GROUPS[group]} are registered ({group}), not even those of Stillhouse: its metadata are those of "
+            "another version; expected a new installation (pip install -e . in a checkout)"
+        )
     return points
 
 

@@ -85,3 +85,10 @@ def test_a_checkout_that_is_not_installed_has_the_same_add_ons(
     code = "from stillhouse.registry import *\nprint({group: [*registered(group)] for group in GROUPS})"
     listed = run_python(code, tmp_path / ".gpu", ROOT, isolated=True)
     assert ast.literal_eval(listed.stdout) == {group: [*registered(group)] for group in GROUPS}, listed.stderr
+
+
+def test_metadata_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
+    """An editable checkout that was updated: otherwise rollout.tools would have no effect."""
+    write_distribution(tmp_path, CSV, {}, "stillhouse")
+    done = run_python("import stillhouse.config", tmp_path, ROOT)
+    assert "ValueError: no kinds of environments and tools are registered (stillhouse.environments)" in done.stderr
