@@ -63,13 +63,50 @@ if TYPE_CHECKING:
     )
     from stillhouse.objective.spec import parse_objective
 
-__all__ = ["TEACHER", "Chosen", "CrossEntropy", "Decoder", "DenseLogits", "Distill", "DistillTargets", "Entropy"]
-__all__ += ["FullVocab", "LoadOptions", "Mixture", "ObjectiveOutput", "OutputHead", "OutputProcessor"]
-__all__ += ["PolicyGradient", "PolicyTargets", "Sampled", "SampledKL", "StepLoss", "Targets", "TopK", "VocabShard"]
-__all__ += ["acceptance", "alpha_beta", "check_same_tokenizer", "cross_entropy", "forward_kl", "jsd"]
-__all__ += ["linear_log_probs", "linear_objective", "load_config", "load_documents", "load_tokenizer"]
-__all__ += ["logits_objective", "parse_divergence", "parse_objective", "policy_gradient", "reverse_kl"]
-__all__ += ["selected_log_probs", "skew_forward_kl", "skew_reverse_kl", "total_variation"]
+__all__ = [
+    "TEACHER",
+    "Chosen",
+    "CrossEntropy",
+    "Decoder",
+    "DenseLogits",
+    "Distill",
+    "DistillTargets",
+    "Entropy",
+    "FullVocab",
+    "LoadOptions",
+    "Mixture",
+    "ObjectiveOutput",
+    "OutputHead",
+    "OutputProcessor",
+    "PolicyGradient",
+    "PolicyTargets",
+    "Sampled",
+    "SampledKL",
+    "StepLoss",
+    "Targets",
+    "TopK",
+    "VocabShard",
+    "acceptance",
+    "alpha_beta",
+    "check_same_tokenizer",
+    "cross_entropy",
+    "forward_kl",
+    "jsd",
+    "linear_log_probs",
+    "linear_objective",
+    "load_config",
+    "load_documents",
+    "load_tokenizer",
+    "logits_objective",
+    "parse_divergence",
+    "parse_objective",
+    "policy_gradient",
+    "reverse_kl",
+    "selected_log_probs",
+    "skew_forward_kl",
+    "skew_reverse_kl",
+    "total_variation",
+]
 
 
 def __getattr__(name: str) -> Any:

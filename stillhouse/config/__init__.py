@@ -16,7 +16,28 @@ from stillhouse.config.student_section import AdapterConfig, MtpConfig, StudentC
 from stillhouse.config.teacher_section import NamedTeacherConfig, TeacherConfig, TeachersConfig
 from stillhouse.config.train_section import TrainConfig
 
-__all__ = ["AdapterConfig", "CheckpointConfig", "ConfigError", "DataConfig", "EvalConfig", "EvalPromptsConfig"]
-__all__ += ["MissingKeyError", "MtpConfig", "NamedTeacherConfig", "ObjectiveConfig", "ParallelConfig"]
-__all__ += ["RolloutConfig", "RunConfig", "SourceConfig", "StudentConfig", "TeacherConfig", "TeachersConfig"]
-__all__ += ["TrainConfig", "as_config_error", "dump_config", "load_config", "override_hint", "sampling_temperatures"]
+__all__ = [
+    "AdapterConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvalConfig",
+    "EvalPromptsConfig",
+    "MissingKeyError",
+    "MtpConfig",
+    "NamedTeacherConfig",
+    "ObjectiveConfig",
+    "ParallelConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SourceConfig",
+    "StudentConfig",
+    "TeacherConfig",
+    "TeachersConfig",
+    "TrainConfig",
+    "as_config_error",
+    "dump_config",
+    "load_config",
+    "override_hint",
+    "sampling_temperatures",
+]

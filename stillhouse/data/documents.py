@@ -109,8 +109,9 @@ class Documents:
         return self.part(self.targets_N, document)
 
     def substitutions_of(self, teacher: str) -> Substitutions:
-        none = replace(Substitutions.of([]), parts=np.zeros(len(self) + 1, dtype=np.int64))
-        return self.substitutions.get(teacher, none)
+        if teacher in self.substitutions:
+            return self.substitutions[teacher]
+        return replace(Substitutions.of([]), parts=np.zeros(len(self) + 1, dtype=np.int64))
 
     def media_of(self, document: int) -> list[MediaFile]:
         return [] if self.media is None else self.media.of(document)

@@ -79,7 +79,8 @@ def _kind(module: nn.Module, name: str, parameter: Tensor) -> WeightKind:
 
 def stacked_vectors(models: Iterable[nn.Module]) -> list[str]:
     """Return the names of the trained vectors with several dims. Earlier versions took them for matrices."""
-    kinds = weight_kinds(models := list(models))
+    models = list(models)
+    kinds = weight_kinds(models)
     named = (entry for model in models for entry in model.named_parameters())
     return [name for name, weight in named if kinds[weight] == "vector" and weight.dim() > 1 and weight.requires_grad]
 

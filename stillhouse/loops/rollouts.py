@@ -262,8 +262,9 @@ def require_end_of_turn(
     environment = environment_of(rollout, lambda key: f"{prefix(key)}rollout.{key}")
     if environment is None:
         return
-    markers = environment.markers(data.tokenizer, data.media_processor)
-    for marker in (text for index, text in markers.items() if index not in eos_ids(data.tokenizer, models.student)):
+    ends = eos_ids(data.tokenizer, models.student)
+    markers = environment.markers(data.tokenizer, data.media_processor).items()
+    if marker := next((text for index, text in markers if index not in ends), ""):
         raise ConfigError(
             environment.format_key,
             f"the chat template ends {environment.turns} with {marker!r}, which is no end-of-sequence token of the "

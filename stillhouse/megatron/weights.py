@@ -376,9 +376,8 @@ def _shard(
     tied = decoder.shared_names()
     for name, parameter in list(decoder.named_parameters()):
         whole = parameter.detach()
-        shards = [
-            whole
-        ]  # a tensor of which this rank needs nothing, or more than any shard along one axis, stays whole
+        # a tensor of which this rank needs nothing, or more than any shard along one axis, stays whole
+        shards = [whole]
         for dim, bounds_of in enumerate(zip(*bounds[shared.get(name, name)], strict=True)):
             start, stop = min(first for first, _ in bounds_of), max(last for _, last in bounds_of)
             for mesh in meshes if stop - start < whole.shape[dim] else ():

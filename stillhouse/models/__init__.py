@@ -21,8 +21,33 @@ from stillhouse.models.varlen import Activations
 from stillhouse.models.vision_language import train_parts
 from stillhouse.models.weight_files import model_fingerprint
 
-__all__ = ["Activations", "Decoder", "HiddenMatchLoss", "HiddenPair", "NotFiniteError", "OutputProcessor"]
-__all__ += ["ProofError", "RouterAuxLoss", "add_end_ids", "add_lora", "balance_routers", "check_document_length"]
-__all__ += ["check_finite_weights", "check_saving", "element_count", "eos_ids", "evaluating", "initialize_lora"]
-__all__ += ["match_hidden", "model_fingerprint", "prove_decoder", "quantized_identity", "read_end_ids", "recorded"]
-__all__ += ["train_parts", "warn_of_positions", "weight_bytes", "without_lora"]
+__all__ = [
+    "Activations",
+    "Decoder",
+    "HiddenMatchLoss",
+    "HiddenPair",
+    "NotFiniteError",
+    "OutputProcessor",
+    "ProofError",
+    "RouterAuxLoss",
+    "add_end_ids",
+    "add_lora",
+    "balance_routers",
+    "check_document_length",
+    "check_finite_weights",
+    "check_saving",
+    "element_count",
+    "eos_ids",
+    "evaluating",
+    "initialize_lora",
+    "match_hidden",
+    "model_fingerprint",
+    "prove_decoder",
+    "quantized_identity",
+    "read_end_ids",
+    "recorded",
+    "train_parts",
+    "warn_of_positions",
+    "weight_bytes",
+    "without_lora",
+]

@@ -35,10 +35,50 @@ from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 from stillhouse.objective.tile.kernels import use_kernels
 from stillhouse.objective.vocab import VocabShard
 
-__all__ = ["TEACHER", "Chosen", "Continuation", "Correction", "CrossEntropy", "DenseLogits", "Distill"]
-__all__ += ["Divergence", "Entropy", "FullVocab", "LogRatio", "Mixture", "ObjectiveOutput", "OutputHead"]
-__all__ += ["PolicyGradient", "RoutedSignal", "Sampled", "SampledKL", "Signal", "Signals", "SortedL1", "SortedTopK"]
-__all__ += ["SpanSignal", "StudentHidden", "Term", "TopK", "VocabShard", "acceptance", "alpha_beta", "detached"]
-__all__ += ["discounted_sum", "forward_kl", "jsd", "linear_log_probs", "linear_objective", "logits_objective"]
-__all__ += ["parse_divergence", "reverse_kl", "routed_objective", "sequence_ratios", "skew_forward_kl"]
-__all__ += ["skew_reverse_kl", "teacher_log_probs", "total_variation", "use_kernels"]
+__all__ = [
+    "TEACHER",
+    "Chosen",
+    "Continuation",
+    "Correction",
+    "CrossEntropy",
+    "DenseLogits",
+    "Distill",
+    "Divergence",
+    "Entropy",
+    "FullVocab",
+    "LogRatio",
+    "Mixture",
+    "ObjectiveOutput",
+    "OutputHead",
+    "PolicyGradient",
+    "RoutedSignal",
+    "Sampled",
+    "SampledKL",
+    "Signal",
+    "Signals",
+    "SortedL1",
+    "SortedTopK",
+    "SpanSignal",
+    "StudentHidden",
+    "Term",
+    "TopK",
+    "VocabShard",
+    "acceptance",
+    "alpha_beta",
+    "detached",
+    "discounted_sum",
+    "forward_kl",
+    "jsd",
+    "linear_log_probs",
+    "linear_objective",
+    "logits_objective",
+    "parse_divergence",
+    "reverse_kl",
+    "routed_objective",
+    "sequence_ratios",
+    "skew_forward_kl",
+    "skew_reverse_kl",
+    "teacher_log_probs",
+    "total_variation",
+    "use_kernels",
+]

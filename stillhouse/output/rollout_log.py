@@ -115,7 +115,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the files. If an error ended the run, the remaining spans are not written, so that an error of the
-        disk does not hide this error."""
+        disk does not hide this error.
+        """
         try:
             if kind is None:
                 self.write()

@@ -41,10 +41,49 @@ from stillhouse.parallel.teacher_student_pair import (
     TeacherStudentPair,
 )
 
-__all__ = ["IN_STAGE", "ONE_PROCESS", "SCHEMES", "DecoderHead", "Degrees", "DistributedStudent", "InStage", "Layout"]
-__all__ += ["Mesh", "ModelSource", "NextTokens", "Ranks", "Runner", "ShardedMicroBatches", "StageInputs"]
-__all__ += ["StageWeight", "TeacherHead", "TeacherHidden", "TeacherStudentPair", "best_precision", "build_runner"]
-__all__ += ["choose_device", "connect_processes", "destroy_process_group", "empty_decoder", "is_first", "join"]
-__all__ += ["load_head", "load_weights", "local_folder", "local_processes", "local_rank", "log_rank0", "only_layers"]
-__all__ += ["padded_shapes", "process_count", "process_rank", "shard_micro_batches", "single_process_runner"]
-__all__ += ["start_alone", "temporary_groups", "use_deterministic_algorithms", "wait_for_all", "watchdog"]
+__all__ = [
+    "IN_STAGE",
+    "ONE_PROCESS",
+    "SCHEMES",
+    "DecoderHead",
+    "Degrees",
+    "DistributedStudent",
+    "InStage",
+    "Layout",
+    "Mesh",
+    "ModelSource",
+    "NextTokens",
+    "Ranks",
+    "Runner",
+    "ShardedMicroBatches",
+    "StageInputs",
+    "StageWeight",
+    "TeacherHead",
+    "TeacherHidden",
+    "TeacherStudentPair",
+    "best_precision",
+    "build_runner",
+    "choose_device",
+    "connect_processes",
+    "destroy_process_group",
+    "empty_decoder",
+    "is_first",
+    "join",
+    "load_head",
+    "load_weights",
+    "local_folder",
+    "local_processes",
+    "local_rank",
+    "log_rank0",
+    "only_layers",
+    "padded_shapes",
+    "process_count",
+    "process_rank",
+    "shard_micro_batches",
+    "single_process_runner",
+    "start_alone",
+    "temporary_groups",
+    "use_deterministic_algorithms",
+    "wait_for_all",
+    "watchdog",
+]

@@ -6,6 +6,20 @@ from stillhouse.rollout.queue import QueueState, RolloutQueue, require_versions,
 from stillhouse.rollout.records import Completion, GenerationRequest, Sample, Sampling
 from stillhouse.rollout.samples import Samples, SourceSettings
 
-__all__ = ["POLICY_VERSION", "Completion", "GenerationRequest", "PromptPlan", "PromptSource", "QueueState"]
-__all__ += ["RolloutQueue", "Sample", "Samples", "Sampling", "SourceSettings", "TargetRules", "require_versions"]
-__all__ += ["staleness", "step_documents"]
+__all__ = [
+    "POLICY_VERSION",
+    "Completion",
+    "GenerationRequest",
+    "PromptPlan",
+    "PromptSource",
+    "QueueState",
+    "RolloutQueue",
+    "Sample",
+    "Samples",
+    "Sampling",
+    "SourceSettings",
+    "TargetRules",
+    "require_versions",
+    "staleness",
+    "step_documents",
+]

@@ -1,4 +1,4 @@
-"""The turns of a sample, and the replies to them, which a registered kind of environment gives."""
+"""The turns of a sample, and the replies to them, which a registered environment gives."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -161,6 +161,7 @@ def teacher_of_stages(
     None: no model of the teacher is needed in the student's stages.
     """
     if store is not None and store.signal.is_exact:
+        assert store.teacher_folder is not None  # else the head of another model would be read
         return models.sharded("teacher", offload=models.offload, folder=store.teacher_folder)
     if store is not None or teacher is None or not teacher.source_kind.runs_model or models.teacher_is_base:
         return None

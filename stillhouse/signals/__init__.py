@@ -16,6 +16,23 @@ from stillhouse.signals.signal_source import (
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.signal_store import ChosenTeacher, SignalsLostError, SignalStore, StoredTeacher
 
-__all__ = ["ChosenTeacher", "CrossTokenizerStore", "InStageTeacher", "LocalModelStore", "NoTeacher", "PendingSignals"]
-__all__ += ["ReadySignals", "RequestedSteps", "SelfTeacher", "SeparateTeacher", "SeveralTeachers", "SignalCache"]
-__all__ += ["SignalSource", "SignalSpec", "SignalStore", "SignalsLostError", "StoredTeacher", "WeightAverage"]
+__all__ = [
+    "ChosenTeacher",
+    "CrossTokenizerStore",
+    "InStageTeacher",
+    "LocalModelStore",
+    "NoTeacher",
+    "PendingSignals",
+    "ReadySignals",
+    "RequestedSteps",
+    "SelfTeacher",
+    "SeparateTeacher",
+    "SeveralTeachers",
+    "SignalCache",
+    "SignalSource",
+    "SignalSpec",
+    "SignalStore",
+    "SignalsLostError",
+    "StoredTeacher",
+    "WeightAverage",
+]

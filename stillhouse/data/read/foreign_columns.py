@@ -109,6 +109,7 @@ def _from_alpaca(fields: Fields, *, as_chat: bool, prompts: bool) -> Fields:
     instruction = string_value(fields, "instruction")
     input_text = string_value({"input": fields.get("input") or ""}, "input", may_be_empty=True)
     output = fields.get("output")
+    # of a prompt, the output is not read: only its type is checked
     if not prompts or ("output" in fields and not (isinstance(output, str) and output)):
         output = string_value(fields, "output")
     system = _system(fields)
