@@ -6,8 +6,10 @@ numbers; a whole number is accepted as a float.
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from inspect import get_annotations
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
@@ -16,8 +18,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchema
 from pydantic_core.core_schema import CoreSchema, literal_schema
 
 from stillhouse.config.errors import ConfigError
-from stillhouse.registry import load_all, registered
+from stillhouse.registry import distribution, registered
 
+#: the beginning of this distribution with its version
+_OWN = "stillhouse "
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 #: a parameter of an address whose value is a secret
 _SECRET_PARAMETER = re.compile(
@@ -55,6 +59,16 @@ class Section(BaseModel):
     )
     #: keys of earlier versions: the value that a key had if it was left out, and since when and why it is gone
     removed: ClassVar[Removed] = {}
+    #: errors for add-ons whose names are keys here already, by their names (see `keys_of_add_ons`)
+    add_ons: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        classes = [part for part in cls.__mro__ if "add_ons" not in vars(part)]
+        keys = {name for part in classes for name in (*vars(part), *get_annotations(part))}
+        for name, error in cls.add_ons.items():
+            if name in keys:
+                raise ValueError(error)
 
     @model_validator(mode="before")
     @classmethod
@@ -129,10 +143,24 @@ def checked_function(path: str, text: str | None = None) -> str:
     return path
 
 
-def keys_of_add_ons(group: str) -> type[Section]:
-    """Return a section with the keys that other distributions register in a group; its entries have a `field`."""
-    kinds = load_all(group)
-    return create_model("_Keys", __base__=Section, **{name: kind.field for name, kind in kinds.items() if kind.field})
+def keys_of_add_ons(
+    group: str, section: str, field: Callable[[str, EntryPoint], tuple[Any, Any] | None]
+) -> type[Section]:
+    """Return a section with the keys that other distributions register in a group of entry points.
+
+    section: the name of the section that inherits them. field: gives the type and the pydantic `Field` of an entry's
+    key, or None for an entry without one. A class that inherits them raises ValueError for an entry with the name of
+    another key.
+    """
+    points = {name: point for name, point in registered(group).items() if not distribution(point).startswith(_OWN)}
+    fields = {name: field(name, point) for name, point in points.items()}
+    keys = create_model("_Keys", __base__=Section, **{name: value for name, value in fields.items() if value})
+    keys.add_ons = {
+        name: f"{distribution(point)} registers {name!r} in {group}, and {section}.{name} is a key already: register "
+        "it under another name"
+        for name, point in points.items()
+    }
+    return keys
 
 
 def function_hint(path: str) -> str:
