@@ -153,7 +153,7 @@ def keys_of_add_ons(
     another key.
     """
     points = {name: point for name, point in registered(group).items() if not distribution(point).startswith(_OWN)}
-    fields = {name: field(name, point) for name, point in points.items()}
+    fields: dict[str, Any] = {name: field(name, point) for name, point in points.items()}
     keys = create_model("_Keys", __base__=Section, **{name: value for name, value in fields.items() if value})
     keys.add_ons = {
         name: f"{distribution(point)} registers {name!r} in {group}, and {section}.{name} is a key already: register "

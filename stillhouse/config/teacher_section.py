@@ -28,7 +28,7 @@ else:  # the sources that other distributions register have keys with texts
     )
 
 
-class TeacherConfig(_SourceKeys, ModelConfig):
+class TeacherConfig(ModelConfig, _SourceKeys):
     """The model that is imitated; it is frozen. It may be absent (null) if the loss has no divergence.
 
     One of `model` (it runs in this job), `cache` and `url` says where its signals come from.

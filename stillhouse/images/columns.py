@@ -45,8 +45,10 @@ def with_images(record: Record) -> Record:
     if not listed:
         turns = [message for column in columns for message in fields[column] if isinstance(message, dict)]
         contents = [message.get("content") for message in turns]
+        parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
         empty = next((name for name in _COLUMNS if name in fields), None)
-        if empty is not None and any(MARK in text for content in contents for text in _texts(content)):
+        if empty is not None and any(isinstance(text, str) and MARK in text for text in texts):
             raise RecordError(f"a message has {MARK}, and '{empty}' is empty: expected an image for each {MARK}")
         if not any(isinstance(content, list) for content in contents):
             return record
@@ -70,13 +72,6 @@ def with_images(record: Record) -> Record:
         part["image"] = _encoded(part["image"], folder, f"image {number}")
     kept = {name: value for name, value in fields.items() if name not in _COLUMNS}
     return Record(record.where, kept | messages)
-
-
-def _texts(content: Any) -> list[str]:
-    """The texts of a message's content, before it is checked."""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return [text for text in texts if isinstance(text, str)]
 
 
 def _image_parts(messages: list[Message]) -> list[dict[str, Any]]:
