@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from stillhouse.config.section import NO_GAIN, Removed, Section, Text, keys_of_add_ons
-from stillhouse.registry import load
 
 
 class HiddenPairConfig(Section):
@@ -41,7 +40,7 @@ class ByOriginConfig(Section):
 if TYPE_CHECKING:
     _PartKeys = Section
 else:  # the losses inside layers that other distributions register have keys here
-    _PartKeys = keys_of_add_ons("stillhouse.parts", "objective", lambda name, _: load("stillhouse.parts", name).field)
+    _PartKeys = keys_of_add_ons("stillhouse.parts", "objective")
 
 
 class ObjectiveConfig(_PartKeys):

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
     _EngineKeys = Section
 else:  # the engines that other distributions register have keys here for their settings
     _EngineKeys = keys_of_add_ons(
-        "stillhouse.engines",
-        "parallel",
-        lambda name, _: (
-            _Settings,
-            Field(default=None, description=f"Settings of the engine {name}, by its own names."),
-        ),
+        "stillhouse.engines", "parallel", _Settings, "Settings of the engine {name}, by its own names."
     )
 
 

@@ -17,14 +17,12 @@ from stillhouse.config.section import (
     text_list,
 )
 from stillhouse.config.servers import EngineName, RewardTokens, VariableName
-from stillhouse.registry import load, registered
+from stillhouse.registry import registered
 
 if TYPE_CHECKING:
     _EnvironmentKeys = Section
 else:  # the environments that other distributions register have keys here
-    _EnvironmentKeys = keys_of_add_ons(
-        "stillhouse.environments", "rollout", lambda name, _: load("stillhouse.environments", name).field
-    )
+    _EnvironmentKeys = keys_of_add_ons("stillhouse.environments", "rollout")
 
 
 class PromptConfig(_EnvironmentKeys):

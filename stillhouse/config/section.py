@@ -6,9 +6,8 @@ numbers; a whole number is accepted as a float.
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from inspect import get_annotations
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar
@@ -18,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchema
 from pydantic_core.core_schema import CoreSchema, literal_schema
 
 from stillhouse.config.errors import ConfigError
-from stillhouse.registry import distribution, registered
+from stillhouse.registry import distribution, load, registered
 
 #: the beginning of this distribution with its version
 _OWN = "stillhouse "
@@ -59,7 +58,7 @@ class Section(BaseModel):
     )
     #: keys of earlier versions: the value that a key had if it was left out, and since when and why it is gone
     removed: ClassVar[Removed] = {}
-    #: errors for add-ons whose names are keys here already, by their names (see `keys_of_add_ons`)
+    #: by the names of add-ons with keys here, the error if another key has the name (see `keys_of_add_ons`)
     add_ons: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -143,23 +142,26 @@ def checked_function(path: str, text: str | None = None) -> str:
     return path
 
 
-def keys_of_add_ons(
-    group: str, section: str, field: Callable[[str, EntryPoint], tuple[Any, Any] | None]
-) -> type[Section]:
+def keys_of_add_ons(group: str, section: str, kind: Any = None, description: str = "") -> type[Section]:
     """Return a section with the keys that other distributions register in a group of entry points.
 
-    section: the name of the section that inherits them. field: gives the type and the pydantic `Field` of an entry's
-    key, or None for an entry without one. A class that inherits them raises ValueError for an entry with the name of
-    another key.
+    section: the name of the section that inherits them. kind, description: the type of each key, and a text in which
+    {name} and {distribution} are replaced. Without them, an entry has the attribute `field`, which may be None.
+    A class that inherits the keys raises ValueError for an entry with the name of another key.
     """
-    points = {name: point for name, point in registered(group).items() if not distribution(point).startswith(_OWN)}
-    fields: dict[str, Any] = {name: field(name, point) for name, point in points.items()}
-    keys = create_model("_Keys", __base__=Section, **{name: value for name, value in fields.items() if value})
-    keys.add_ons = {
-        name: f"{distribution(point)} registers {name!r} in {group}, and {section}.{name} is a key already: register "
-        "it under another name"
-        for name, point in points.items()
-    }
+    fields, errors = dict[str, Any](), dict[str, str]()
+    for name, point in registered(group).items():
+        if (owner := distribution(point)).startswith(_OWN):
+            continue
+        errors[name] = f"{owner} registers {name!r} in {group}, and {section}.{name} is a key already: register it "
+        errors[name] += "under another name"
+        if kind is not None:
+            text = description.format(name=name, distribution=owner)
+            fields[name] = kind, Field(default=None, description=text)
+        elif field := load(group, name).field:
+            fields[name] = field
+    keys = create_model("_Keys", __base__=Section, **fields)
+    keys.add_ons = errors
     return keys
 
 

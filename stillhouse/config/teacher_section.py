@@ -11,21 +11,13 @@ from stillhouse.config.section import NO_GAIN, PathText, Removed, Section, Text,
 from stillhouse.config.servers import ApiName, VariableName
 from stillhouse.config.source_kinds import GROUP, SourceKind, source_kinds
 from stillhouse.config.student_section import ModelConfig, StudentConfig
-from stillhouse.registry import distribution
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 if TYPE_CHECKING:
     _SourceKeys = Section
 else:  # the sources that other distributions register have keys with texts
-    _SourceKeys = keys_of_add_ons(
-        GROUP,
-        "teacher",
-        lambda _, point: (
-            PathText | None,
-            Field(default=None, description=f"A source of signals of {distribution(point)}."),
-        ),
-    )
+    _SourceKeys = keys_of_add_ons(GROUP, "teacher", PathText | None, "A source of signals of {distribution}.")
 
 
 class TeacherConfig(ModelConfig, _SourceKeys):
