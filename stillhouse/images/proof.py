@@ -203,8 +203,8 @@ def _prove_packed(
     for number, document in enumerate(documents):
         if images := document.images.items():
             # with inverted colours, and mirrored
-            other = {name: -value.flip(-1) if value.is_floating_point() else value for name, value in images}
-            others = [*documents[:number], replace(document, images=other), *documents[number + 1 :]]
+            inverted = {name: -value.flip(-1) if value.is_floating_point() else value for name, value in images}
+            others = [*documents[:number], replace(document, images=inverted), *documents[number + 1 :]]
             if (changed_BSD := run(others)) is not None:
                 changed[number] = changed_BSD
     if hidden_BSD is None:
