@@ -109,7 +109,5 @@ def test_an_add_on_with_the_name_of_another_key_is_refused(tmp_path: Path, group
     name = key.partition(".")[2]
     write_distribution(tmp_path, {group: {name: "kinds:Kind"}}, {"kinds.py": "class Kind: field = int, 0"})
     done = run_python("import stillhouse.config", tmp_path, ROOT)
-    error = (
-        f"add_on 1.0 registers '{name}' in {group}, and {key} is a key already: expected an entry with another name"
-    )
+    error = f"add_on 1.0 registers {name!r} in {group}, and {key} is a key already: register it under another name"
     assert f"ValueError: {error}\n" in done.stderr
