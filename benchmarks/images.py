@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.digit_models import exact_matches, new_student, parameters
+from benchmarks.digit_models import TEACHER, exact_matches, new_model, new_student, parameters, save
+from benchmarks.digit_pictures import parquet_file
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import run_config
-from stillhouse.images import digits_demo
-from stillhouse.images.digits_demo import parquet_file
 from stillhouse.run.run import distill
 
 TEACHER_PICTURES, STUDENT_PICTURES, HELD_OUT = 16_000, 4_000, 600
@@ -62,7 +61,7 @@ def train_teacher(folder: Path) -> Path:
     """Train a new model on all its parts by cross-entropy, and return its folder."""
     start = folder / "new-teacher"
     if not start.exists():
-        digits_demo.save(digits_demo.new_model(*digits_demo.TEACHER, 0), start)
+        save(new_model(*TEACHER, 0), start)
     settings = {
         "student.model": str(start),
         "student.train": ["language", "projector", "vision"],
@@ -78,7 +77,7 @@ def train_students(folder: Path, teacher: Path, seed: int) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     start = folder / "new-student"
     if not start.exists():
-        digits_demo.save(new_student(teacher, seed), start)
+        save(new_student(teacher, seed), start)
     settings = {
         "student.model": str(start),
         "student.train": ["language", "projector"],

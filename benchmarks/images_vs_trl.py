@@ -6,7 +6,7 @@
 GOLDTrainer is TRL's only trainer that distills a vision-language model on a dataset: GKDTrainer's collator has no
 images, DistillationTrainer trains on completions that it writes itself, and SFTTrainer has no teacher.
 
-Both get the same Qwen3-VL models with random weights, the same pictures of four digits (`stillhouse task digits`) in
+Both get the same Qwen3-VL models with random weights, the same pictures of four digits in
 one batch per step, the same optimizer, and JSD with β = 0.5 over the whole vocabulary, divided by the number of
 predicted tokens. A step has all documents, so that their order is of no importance. All documents have the same
 length, so that neither has padding. All parts of the student are trained.
@@ -34,12 +34,12 @@ import torch
 from PIL import Image as Pillow
 from transformers import Qwen3VLForConditionalGeneration
 
+from benchmarks.digit_models import new_model, save
+from benchmarks.digit_pictures import parquet_file, record
 from benchmarks.measure import MAP_BLOCKS, in_fresh_process, resident_bytes
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import LOSS, run_config, values_of
 from benchmarks.vs_trl import COUNTED, WARM, Run, difference, ratios, timed_updates
-from stillhouse.images import digits_demo
-from stillhouse.images.digits_demo import parquet_file, record
 from stillhouse.images.load_processor import load_processor
 from stillhouse.run.run import distill
 
@@ -64,9 +64,9 @@ class Task:
     def write(cls, folder: Path, vocabulary: int, steps: int) -> "Task":
         folder.mkdir()
         for seed, (name, sizes) in enumerate({"student": STUDENT, "teacher": TEACHER}.items()):
-            model = digits_demo.new_model(*sizes, seed)
+            model = new_model(*sizes, seed)
             model.resize_token_embeddings(vocabulary, mean_resizing=False)
-            digits_demo.save(model, folder / name)
+            save(model, folder / name)
         (folder / "train.parquet").write_bytes(parquet_file(0, DOCUMENTS, held_out=False, lengths=DIGITS))
         return cls(folder, steps)
 

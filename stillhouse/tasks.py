@@ -10,11 +10,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from numpy import int64
-    from numpy.typing import NDArray
+from typing import Any
 
 #: about this share of all problems is held out
 HELD_OUT_SHARE = 0.2
@@ -125,10 +121,6 @@ class RandomNumbers:
     def below(self, end: int) -> int:
         """A random integer from 0 to end - 1. The modulo bias is below 2**-56, because `end` is small here."""
         return int(self._bits.random_raw()) % end
-
-    def many(self, count: int, end: int) -> "NDArray[int64]":
-        """Random integers like those of `below`."""
-        return (self._bits.random_raw(count) % end).astype("int64")
 
 
 def _sum(random: RandomNumbers, length: int) -> tuple[str, str]:

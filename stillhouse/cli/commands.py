@@ -3,7 +3,6 @@
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from inspect import cleandoc
 from pathlib import Path
 from textwrap import fill
 
@@ -13,9 +12,6 @@ from stillhouse import registry
 from stillhouse.cli.arguments import configured, load_arguments, quiet_libraries
 from stillhouse.display import print_escaped
 from stillhouse.tasks import TASKS, TaskSpec, problem
-
-#: kinds of media in documents, each of which has a demo
-MEDIA = registry.load_all("stillhouse.media")
 
 
 @click.command("distill")
@@ -111,17 +107,14 @@ def verify(run_dir: Path) -> None:
 
 @click.command()
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the demo's runs. [default: runs/demo"
-    + "".join(f", or {kind.demo_folder} with --write {name}" for name, kind in MEDIA.items())
-    + "]",
+    "--out", type=click.Path(file_okay=False, path_type=Path), default="runs/demo", show_default=True,
+    help="Folder for the demo's runs.",
 )  # fmt: skip
 @click.option(
-    "--write", type=click.Choice(["text", *MEDIA]),
-    help="Only write models, data and a run.yaml to edit, and train nothing."
-    + "".join(f" {name}: {kind.demo_words}." for name, kind in MEDIA.items()),
+    "--write", type=click.Choice(["text"]),
+    help="Only write models, data and a run.yaml to edit, and train nothing.",
 )  # fmt: skip
-def demo(out: Path | None, write: str | None) -> None:
+def demo(out: Path, write: str | None) -> None:
     """Distill a small model in a few minutes.
 
     Distills a small student from the included teacher, and trains the same student without a teacher. Leaves a
@@ -132,22 +125,14 @@ def demo(out: Path | None, write: str | None) -> None:
     stillhouse demo --write text --out runs/demo
     """
     quiet_libraries()
-    folder = out or Path(MEDIA[write].demo_folder if write in MEDIA else "runs/demo")
     if write is None:
         from stillhouse.tools.demo.demo import run_demo
 
-        run_demo(folder)
+        run_demo(out)
         return
     from stillhouse.tools.demo.student import write_text_run
 
-    configurations = MEDIA[write].write_demo(folder) if write in MEDIA else [write_text_run(folder)]
-    print_escaped(
-        "\n".join([f"{folder} has models, data and:", *(f"  stillhouse distill {path}" for path in configurations)])
-    )
-
-
-_media_demos = [f"stillhouse demo --write {name} --out {kind.demo_folder}" for name, kind in MEDIA.items()]
-demo.help = "\n".join([cleandoc(demo.help or ""), *_media_demos])
+    print_escaped(f"{out} has models, data and:\n  stillhouse distill {write_text_run(out)}")
 
 
 @click.command()

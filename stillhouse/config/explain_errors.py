@@ -62,7 +62,14 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
     elif error is not None:
         yield ConfigError(_field(detail["loc"], model)[0], str(error))
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
-        unknown = _dotted(detail["loc"], content)
+        unknown = ""
+        value: Any = content
+        for part in detail["loc"]:  # such as data.train[1].weight, without the names of members of unions
+            if isinstance(value, list) and isinstance(part, int):
+                unknown, value = f"{unknown}[{part}]", value[part]
+            elif isinstance(value, Mapping):
+                unknown, value = f"{unknown}.{part}", value.get(part)
+        unknown = unknown.removeprefix(".")
         keys = [inner for inner in _leaves(unknown, detail["input"]) if inner != unknown]
         peer_keys = [inner for inner in keys if peer_hint(inner)]
         yield from (unknown_key(inner, model) for inner in peer_keys or [unknown])
@@ -76,17 +83,6 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
             yield from _missing(key, owner, name)
         else:
             yield _wrong_value(key, owner, name, content)
-
-
-def _dotted(location: Sequence[int | str], content: Any) -> str:
-    """The key of a pydantic location, such as data.train[1].weight, without the names of members of unions."""
-    key = ""
-    for part in location:
-        if isinstance(content, list) and isinstance(part, int):
-            key, content = f"{key}[{part}]", content[part]
-        elif isinstance(content, Mapping):
-            key, content = f"{key}.{part}", content.get(part)
-    return key.removeprefix(".")
 
 
 def _leaves(key: str, value: Any) -> list[str]:
@@ -162,7 +158,9 @@ def _near_value(key: str, value: Any, schema: Schema, default: Any) -> str:
     items = next((part["items"] for part in parts if part.get("items", {}).get("type") == "string"), None)
     choices = [choice for part in parts for choice in [*part.get("enum", []), *filter(None, [part.get("const")])]]
     if isinstance(value, str):
-        near = peer_value(key, value) or _nearest_choice(value, choices)
+        peer_values = peer_table().values.get(key, {})
+        peer_value = next((ours for ours, theirs in peer_values.items() if value.lower() in theirs), "")
+        near = peer_value or _nearest_choice(value, choices)
         if near or items is None:
             return near
         if default == [] and value.lower() in ("none", "null", ""):
@@ -227,27 +225,22 @@ def override_hint(option: str, model: type[Section]) -> str:
 
 def nearest(key: str, candidates: Iterable[str]) -> list[str]:
     """At most three of the candidates that are most similar to `key`; empty if none is similar enough."""
-    if key.rpartition(".")[2].startswith("_"):  # no key begins with _: Hydra's _target_ is not a misspelling
+    section, _, name = key.rpartition(".")
+    if name.startswith("_"):  # no key begins with _: Hydra's _target_ is not a misspelling
         return []
-    similarity = {candidate: _similarity(key, candidate) for candidate in candidates}
+    similarity: dict[str, tuple[float, float]] = {}
+    for candidate in candidates:
+        full_ratio, name_ratio = _ratio(key, candidate), _ratio(name, candidate.rpartition(".")[2])
+        # without a section, the user may have omitted it or its dot
+        similarity[candidate] = (name_ratio, full_ratio) if section else (max(name_ratio, full_ratio), 0.0)
     best = max(similarity.values())
     return [name for name, score in similarity.items() if score == best][:3] if best[0] >= CLOSE_ENOUGH else []
 
 
-def _similarity(key: str, candidate: str) -> tuple[float, float]:
-    """The similarity of the last parts of the keys, and the similarity of the full keys.
-
-    If `key` has no section, the user may have omitted it or its dot: return the larger of the two numbers, and 0.
-    """
-
-    def ratio(a: str, b: str) -> float:
-        if len(a) >= 3 and b.startswith(a):  # an abbreviation
-            return 1.0
-        return difflib.SequenceMatcher(None, a, b).ratio()
-
-    section, _, name = key.rpartition(".")
-    path_ratio, name_ratio = ratio(key, candidate), ratio(name, candidate.rpartition(".")[2])
-    return (name_ratio, path_ratio) if section else (max(name_ratio, path_ratio), 0.0)
+def _ratio(key: str, candidate: str) -> float:
+    if len(key) >= 3 and candidate.startswith(key):  # an abbreviation
+        return 1.0
+    return difflib.SequenceMatcher(None, key, candidate).ratio()
 
 
 # names of other tools
@@ -293,12 +286,6 @@ def peer_table() -> PeerTable:
 def peer_entries() -> list[PeerKey]:
     """The entries in the order of docs/coming_from.md."""
     return [*peer_table().keys, *peer_table().without_key]
-
-
-def peer_value(key: str, value: str) -> str:
-    """Stillhouse's value for a value of another tool; "" if the table does not contain the value."""
-    values = peer_table().values.get(key, {})
-    return next((ours for ours, theirs in values.items() if value.lower() in theirs), "")
 
 
 def loss_hint(problem: str) -> str:

@@ -40,7 +40,7 @@ class ByOriginConfig(Section):
 if TYPE_CHECKING:
     _PartKeys = Section
 else:  # the losses inside layers that other distributions register have keys here
-    _PartKeys = keys_of_add_ons("stillhouse.parts")
+    _PartKeys = keys_of_add_ons("stillhouse.parts", "objective")
 
 
 class ObjectiveConfig(_PartKeys):

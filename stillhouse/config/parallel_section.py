@@ -1,13 +1,12 @@
 """The layout: how a run is distributed over processes."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field
 
 from stillhouse.config.errors import ConfigError
-from stillhouse.config.section import Registered, Section
-from stillhouse.registry import registered
+from stillhouse.config.section import Registered, Section, keys_of_add_ons
 
 #: the axes in the order of messages
 _AXES = ("pipeline", "replicate", "fsdp", "context", "tensor", "expert")
@@ -15,19 +14,15 @@ _AXES = ("pipeline", "replicate", "fsdp", "context", "tensor", "expert")
 _Settings = dict[str, bool | int | float | str | list[int] | list[str] | None] | None
 
 
-# an engine of another distribution has a key for its settings, too
-_EngineSettings = create_model(  # type: ignore[call-overload]
-    "_EngineSettings",
-    __base__=Section,
-    **{
-        name: (_Settings, Field(default=None, description=f"Settings of the engine {name}, by its own names."))
-        for name in registered("stillhouse.engines")
-        if name not in ("torch", "megatron")
-    },
-)
+if TYPE_CHECKING:
+    _EngineKeys = Section
+else:  # the engines that other distributions register have keys here for their settings
+    _EngineKeys = keys_of_add_ons(
+        "stillhouse.engines", "parallel", _Settings, "Settings of the engine {name}, by its own names."
+    )
 
 
-class ParallelConfig(_EngineSettings):  # type: ignore[misc, valid-type]
+class ParallelConfig(_EngineKeys):
     """The layout of the processes that torchrun starts. Their number is the product of all degrees except expert."""
 
     engine: Annotated[str, Registered("stillhouse.engines")] = "torch"

@@ -42,12 +42,8 @@ class RewardSummand(NamedTuple):
         return reward_kinds()[urlsplit(self.name).scheme]
 
     @property
-    def is_of_object(self) -> bool:
-        return self.name == OBJECT_REWARD
-
-    @property
     def is_function(self) -> bool:
-        return not (self.is_server or self.is_of_object)
+        return not self.is_server and self.name != OBJECT_REWARD
 
 
 def reward_parts(reward: str | None) -> list[RewardSummand]:
@@ -57,7 +53,7 @@ def reward_parts(reward: str | None) -> list[RewardSummand]:
 
 def has_part_of_object(reward: str | None) -> bool:
     """Whether the sample's object gives a part of a valid reward."""
-    return any(part.is_of_object for part in reward_parts(reward))
+    return any(part.name == OBJECT_REWARD for part in reward_parts(reward))
 
 
 def part_names(reward: str | None) -> list[str]:

@@ -21,8 +21,8 @@ from stillhouse.registry import registered
 
 if TYPE_CHECKING:
     _EnvironmentKeys = Section
-else:  # the kinds of environments that other distributions register have keys here
-    _EnvironmentKeys = keys_of_add_ons("stillhouse.environments")
+else:  # the environments that other distributions register have keys here
+    _EnvironmentKeys = keys_of_add_ons("stillhouse.environments", "rollout")
 
 
 class PromptConfig(_EnvironmentKeys):

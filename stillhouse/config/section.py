@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from inspect import get_annotations
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
@@ -16,8 +17,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchema
 from pydantic_core.core_schema import CoreSchema, literal_schema
 
 from stillhouse.config.errors import ConfigError
-from stillhouse.registry import load_all, registered
+from stillhouse.registry import distribution, load, registered
 
+#: the beginning of this distribution with its version
+_OWN = "stillhouse "
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 #: a parameter of an address whose value is a secret
 _SECRET_PARAMETER = re.compile(
@@ -55,6 +58,16 @@ class Section(BaseModel):
     )
     #: keys of earlier versions: the value that a key had if it was left out, and since when and why it is gone
     removed: ClassVar[Removed] = {}
+    #: by the names of add-ons with keys here, the error if another key has the name (see `keys_of_add_ons`)
+    add_ons: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        classes = [part for part in cls.__mro__ if "add_ons" not in vars(part)]
+        keys = {name for part in classes for name in (*vars(part), *get_annotations(part))}
+        for name, error in cls.add_ons.items():
+            if name in keys:
+                raise ValueError(error)
 
     @model_validator(mode="before")
     @classmethod
@@ -129,10 +142,27 @@ def checked_function(path: str, text: str | None = None) -> str:
     return path
 
 
-def keys_of_add_ons(group: str) -> type[Section]:
-    """Return a section with the keys that other distributions register in a group; its entries have a `field`."""
-    kinds = load_all(group)
-    return create_model("_Keys", __base__=Section, **{name: kind.field for name, kind in kinds.items() if kind.field})
+def keys_of_add_ons(group: str, section: str, kind: Any = None, description: str = "") -> type[Section]:
+    """Return a section with the keys that other distributions register in a group of entry points.
+
+    section: the name of the section that inherits them. kind, description: the type of each key, and a text in which
+    {name} and {distribution} are replaced. Without them, an entry has the attribute `field`, which may be None.
+    A class that inherits the keys raises ValueError for an entry with the name of another key.
+    """
+    fields, errors = dict[str, Any](), dict[str, str]()
+    for name, point in registered(group).items():
+        if (owner := distribution(point)).startswith(_OWN):
+            continue
+        errors[name] = f"{owner} registers {name!r} in {group}, and {section}.{name} is a key already: register it "
+        errors[name] += "under another name"
+        if kind is not None:
+            text = description.format(name=name, distribution=owner)
+            fields[name] = kind, Field(default=None, description=text)
+        elif field := load(group, name).field:
+            fields[name] = field
+    keys = create_model("_Keys", __base__=Section, **fields)
+    keys.add_ons = errors
+    return keys
 
 
 def function_hint(path: str) -> str:

@@ -3,36 +3,24 @@
 import re
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, create_model, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.parallel_section import ParallelConfig
-from stillhouse.config.section import NO_GAIN, PathText, Removed, Section, Text, Urls, text_list
+from stillhouse.config.section import NO_GAIN, PathText, Removed, Section, Text, Urls, keys_of_add_ons, text_list
 from stillhouse.config.servers import ApiName, VariableName
 from stillhouse.config.source_kinds import GROUP, SourceKind, source_kinds
 from stillhouse.config.student_section import ModelConfig, StudentConfig
-from stillhouse.registry import distribution, registered
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
-
-#: the sources of signals that have a key of their own below
-_KEYS = {"cache", "cross_tokenizer", "model", "student", "url"}
 if TYPE_CHECKING:
-    SourceKeys = ModelConfig
+    _SourceKeys = Section
 else:  # the sources that other distributions register have keys with texts
-    SourceKeys = create_model(
-        "SourceKeys",
-        __base__=ModelConfig,
-        **{
-            key: (PathText | None, Field(default=None, description=f"A source of signals of {distribution(point)}."))
-            for key, point in registered(GROUP).items()
-            if key not in _KEYS
-        },
-    )
+    _SourceKeys = keys_of_add_ons(GROUP, "teacher", PathText | None, "A source of signals of {distribution}.")
 
 
-class TeacherConfig(SourceKeys):
+class TeacherConfig(ModelConfig, _SourceKeys):
     """The model that is imitated; it is frozen. It may be absent (null) if the loss has no divergence.
 
     One of `model` (it runs in this job), `cache` and `url` says where its signals come from.

@@ -53,12 +53,16 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
         with reading("a value is not what its tag says, or nested too deeply", passes=YAMLError):
             return yaml.load(text)
     except (YAMLError, ValueError) as error:
-        line = ""
-        if numbered and isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-            line = f":{error.problem_mark.line + 1}"
-        elif numbered and isinstance(error, ReaderError):
-            line = f":{text[: error.position].count(chr(10)) + 1}"
-        raise ConfigError(None, message(f"{source}{line}: not valid YAML: {_problem(error)}")) from error
+        number, problem = None, str(error).partition("\n")[0]
+        if isinstance(error, MarkedYAMLError):
+            problem = ", ".join(part for part in (error.context, error.problem) if part)
+            number = None if error.problem_mark is None else error.problem_mark.line
+        elif isinstance(error, ReaderError):
+            number = text[: error.position].count("\n")
+        if isinstance(error, DuplicateKeyError):
+            problem = str(error.problem).partition(" with value ")[0]  # without the values, which are not parsed yet
+        line = f":{number + 1}" if numbered and number is not None else ""
+        raise ConfigError(None, message(f"{source}{line}: not valid YAML: {problem}")) from error
 
 
 def write_yaml(data: dict[str, Any]) -> str:
@@ -70,11 +74,3 @@ def write_yaml(data: dict[str, Any]) -> str:
     stream = io.StringIO()
     yaml.dump(data, stream)
     return stream.getvalue()
-
-
-def _problem(error: Exception) -> str:
-    if isinstance(error, DuplicateKeyError):
-        return str(error.problem).partition(" with value ")[0]  # without the values, which are not parsed yet
-    if isinstance(error, MarkedYAMLError):
-        return ", ".join(part for part in (error.context, error.problem) if part)
-    return str(error).partition("\n")[0]

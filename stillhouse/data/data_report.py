@@ -75,18 +75,6 @@ class DataReport:
         ]
         return escaped(f"{self.source}: {', '.join(text for is_shown, text in parts if is_shown)}")
 
-    def why_empty(self, max_tokens: int) -> str:
-        """Why a source has no document to train on. max_tokens: the limit of a document."""
-        if not self.read:
-            return f"{self.source}: the dataset is empty"
-        text = f"{self.source}: nothing to train on; of {self.read} records {self.skipped} were skipped"
-        if self.without_target:
-            text += (
-                f" and {self.without_target} have no token to predict (no completion or assistant turn "
-                f"within max_tokens={max_tokens}; {self.cut_documents} were cut there)"
-            )
-        return text + "".join(f"\n  {reason}" for reason in self.reasons)
-
 
 #: the warnings by their kinds, of which "thought", "changed" and "key" are those of lost texts (`written_texts.py`)
 _WARNINGS = {

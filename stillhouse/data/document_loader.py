@@ -191,10 +191,19 @@ class _Loader:
     def finish(self) -> Documents:
         if self.template is not None:
             self._encode(self.template)
+        report = self.report
+        if not report.read:
+            raise ValueError(f"{report.source}: the dataset is empty")
         if self.template is None or not self.writer.sources:
-            raise ValueError(self.report.why_empty(self.options.max_tokens))
+            text = f"{report.source}: nothing to train on; of {report.read} records {report.skipped} were skipped"
+            if report.without_target:
+                text += (
+                    f" and {report.without_target} have no token to predict (no completion or assistant turn within "
+                    f"max_tokens={self.options.max_tokens}; {report.cut_documents} were cut there)"
+                )
+            raise ValueError("\n  ".join([text, *report.reasons]))
         tokens_N, targets_N = self.writer.arrays()
-        report = self.report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
+        report = report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
         report.trained_ends = sorted(self.findings.trained_ends)
         report.warnings.extend(self.findings.warnings(report.source))
         report.warnings.extend(f"{report.source}: {line}" for line in self.template.warnings())

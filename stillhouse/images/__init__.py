@@ -27,7 +27,6 @@ _FUNCTIONS = {
     "require_support": ("prepare", "require_image_support"),
     "require_layout": ("prepare", "require_image_layout"),
     "with_models_proven": ("prepare", "with_images_proven"),
-    "write_demo": ("digits_demo", "write_image_run"),
 }
 
 
@@ -53,12 +52,7 @@ def processor_files(name_or_path: str, revision: str | None = None) -> list[Path
 
 
 class Images:
-    """What the core calls: functions of this package, and the processor of a model, if it has one.
-
-    demo_folder, demo_words: the default folder of the demo, and what it is for.
-    """
-
-    demo_folder, demo_words = "runs/image_demo", "for vision-language models"
+    """What the core calls: functions of this package, and the processor of a model, if it has one."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FUNCTIONS:

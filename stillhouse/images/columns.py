@@ -45,8 +45,10 @@ def with_images(record: Record) -> Record:
     if not listed:
         turns = [message for column in columns for message in fields[column] if isinstance(message, dict)]
         contents = [message.get("content") for message in turns]
+        parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
         empty = next((name for name in _COLUMNS if name in fields), None)
-        if empty is not None and any(MARK in text for content in contents for text in _texts(content)):
+        if empty is not None and any(isinstance(text, str) and MARK in text for text in texts):
             raise RecordError(f"a message has {MARK}, and '{empty}' is empty: expected an image for each {MARK}")
         if not any(isinstance(content, list) for content in contents):
             return record
@@ -67,16 +69,12 @@ def with_images(record: Record) -> Record:
     for number, part in enumerate(images, start=1):
         if "image" not in part:
             raise RecordError(f"image {number} has no value: expected one, or a column 'images' with an image for it")
-        part["image"] = _encoded(part["image"], folder, f"image {number}")
+        try:
+            part["image"] = _encoded(part["image"], folder)
+        except RecordError as error:
+            raise RecordError(f"image {number} {error}") from error
     kept = {name: value for name, value in fields.items() if name not in _COLUMNS}
     return Record(record.where, kept | messages)
-
-
-def _texts(content: Any) -> list[str]:
-    """The texts of a message's content, before it is checked."""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return [text for text in texts if isinstance(text, str)]
 
 
 def _image_parts(messages: list[Message]) -> list[dict[str, Any]]:
@@ -122,47 +120,37 @@ def _with_marks(message: Message) -> Message:
     return message | {"content": content}
 
 
-def _encoded(value: Any, folder: Path, name: str) -> MediaFile:
+def _encoded(value: Any, folder: Path) -> MediaFile:
     if isinstance(value, MediaFile):
         return value
     if isinstance(value, dict):
         value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
-    try:
-        if isinstance(value, bytes):
-            return MediaFile.of(value)
-        if isinstance(value, str) and _DATA_URL.match(value):
-            try:
-                content = base64.b64decode(value.partition(",")[2], validate=True)
-            except ValueError as error:
-                raise RecordError(f"is not valid base64: {error}") from error
-            return MediaFile.of(content)
-        if isinstance(value, str) and value:
-            return _from_file(value, folder)
-    except RecordError as error:
-        raise RecordError(f"{name} {error}") from error
-    raise RecordError(f"{name} is {value_in_words(value)}: expected a path, bytes, or a dict with 'bytes' or 'path'")
-
-
-def _from_file(value: str, folder: Path) -> MediaFile:
+    if isinstance(value, bytes):
+        return MediaFile.of(value)
+    if not (isinstance(value, str) and value):
+        raise RecordError(f"is {value_in_words(value)}: expected a path, bytes, or a dict with 'bytes' or 'path'")
+    if _DATA_URL.match(value):
+        try:
+            content = base64.b64decode(value.partition(",")[2], validate=True)
+        except ValueError as error:
+            raise RecordError(f"is not valid base64: {error}") from error
+        return MediaFile.of(content)
     if scheme := _SCHEME.match(value):
         raise RecordError(
             f"is the URL {value[:80]!r}: expected a path, because nothing is downloaded"
             if scheme[1]
             else "is a data URL of another form: expected data:image/…;base64,…"
         )
-    path = folder / value
+    path, shown = folder / value, f"({value[:200]!r})"
     try:
-        kind = kind_of(path)
-        if kind is not None:
-            raise RecordError(f"({value[:200]!r}) is {kind}: expected a regular file")
-        if path.stat().st_size > MAX_IMAGE_BYTES:
-            raise RecordError(
-                f"({value[:200]!r}) has {path.stat().st_size:,} bytes: expected at most {MAX_IMAGE_BYTES:,}"
-            )
+        if (kind := kind_of(path)) is not None:
+            raise RecordError(f"{shown} is {kind}: expected a regular file")
+        if (size := path.stat().st_size) > MAX_IMAGE_BYTES:
+            raise RecordError(f"{shown} has {size:,} bytes: expected at most {MAX_IMAGE_BYTES:,}")
         return MediaFile.of(path.read_bytes(), str(path))
+    except RecordError:
+        raise
     except OSError as error:
-        raise RecordError(f"({value[:200]!r}) cannot be read: {error.strerror}") from error
+        raise RecordError(f"{shown} cannot be read: {error.strerror}") from error
     except ValueError as error:  # such as a null character in the path
-        if isinstance(error, RecordError):
-            raise
-        raise RecordError(f"({value[:200]!r}) is not a path: {error}") from error
+        raise RecordError(f"{shown} is not a path: {error}") from error

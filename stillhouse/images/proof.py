@@ -59,12 +59,6 @@ class ImageDocument:
         positions_SA: Tensor | None = decoder.axis_positions(self.ids_S, types_S, self.images)
         return positions_SA
 
-    def with_other_images(self) -> "ImageDocument":
-        """The same document with images of inverted colours, mirrored."""
-        images = self.images.items()
-        others = {name: -value.flip(-1) if value.is_floating_point() else value for name, value in images}
-        return replace(self, images=others)
-
 
 class ImageModel(ABC):
     """A model to be proven. `alone` and `packed` are collectives of the processes that have parts of it.
@@ -207,8 +201,10 @@ def _prove_packed(
     hidden_BSD, changed = run(documents), dict[int, Tensor]()
     # all processes run all documents, also if one of them would raise an error below
     for number, document in enumerate(documents):
-        if document.images:
-            others = [*documents[:number], document.with_other_images(), *documents[number + 1 :]]
+        if images := document.images.items():
+            # with inverted colours, and mirrored
+            inverted = {name: -value.flip(-1) if value.is_floating_point() else value for name, value in images}
+            others = [*documents[:number], replace(document, images=inverted), *documents[number + 1 :]]
             if (changed_BSD := run(others)) is not None:
                 changed[number] = changed_BSD
     if hidden_BSD is None:

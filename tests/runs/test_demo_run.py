@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from stillhouse import cli
 from stillhouse.config import load_config
-from stillhouse.images.load_processor import load_processor
 from stillhouse.tools.demo.corpus import NamedText, Split, collect_split
 from stillhouse.tools.demo.demo import LABELS, OBJECTIVES, aligned_rows, run_demo
 from stillhouse.tools.demo.student import TEACHER
@@ -57,16 +55,3 @@ def test_the_distilled_student_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert run_demo(tmp_path, steps=STEPS) == rows
     assert (tmp_path / "run.yaml").read_text() == "changed by the user"
     assert (tmp_path / "distilled" / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_the_runs_of_the_image_demo_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its teacher trains from the written files alone, and its student from that teacher; here one step of each."""
-    monkeypatch.setattr("stillhouse.images.digits_demo.PICTURES", 40)
-    monkeypatch.setattr("stillhouse.images.digits_demo.HELD_OUT_PICTURES", 8)
-    assert cli.run(["demo", "--write", "images", "--out", str(tmp_path / "images")]) == 0
-    for name in ("teacher", "run"):
-        assert cli.run(["distill", str(tmp_path / "images" / f"{name}.yaml"), "train.steps=1"]) == 0
-    student = tmp_path / "images" / "first"
-    assert load_processor(str(student / "model")).image_token == "<|image_pad|>"
-    assert json.loads((student / "data.json").read_text())["train"]["documents"] == 40

@@ -92,3 +92,22 @@ def test_metadata_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
     write_distribution(tmp_path, CSV, {}, "stillhouse")
     done = run_python("import stillhouse.config", tmp_path, ROOT)
     assert "ValueError: no kinds of environments and tools are registered (stillhouse.environments)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("group", "key"),
+    [
+        ("stillhouse.environments", "rollout.temperature"),
+        ("stillhouse.environments", "rollout.limit"),  # of the section rollout alone, not of sources of prompts
+        ("stillhouse.parts", "objective.tokens"),
+        ("stillhouse.engines", "parallel.fsdp"),
+        ("stillhouse.sources", "teacher.revision"),
+    ],
+)
+def test_an_add_on_with_the_name_of_another_key_is_refused(tmp_path: Path, group: str, key: str) -> None:
+    """Otherwise it would take that key's value for its own, such as a temperature for an environment."""
+    name = key.partition(".")[2]
+    write_distribution(tmp_path, {group: {name: "kinds:Kind"}}, {"kinds.py": "class Kind: field = int, 0"})
+    done = run_python("import stillhouse.config", tmp_path, ROOT)
+    error = f"add_on 1.0 registers {name!r} in {group}, and {key} is a key already: register it under another name"
+    assert f"ValueError: {error}\n" in done.stderr

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stillhouse.data.read.reader import Reader, require_regular
+from stillhouse.data.read.reader import Reader
 from stillhouse.data.record import NoSourceError, Record
 from stillhouse.display import name_list
 from stillhouse.libraries import reading
@@ -34,12 +34,6 @@ class Parquet(Reader):
 def is_saved(folder: Path) -> bool:
     """Whether a folder was saved by `datasets`."""
     return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
-
-
-def saved_files(folder: Path) -> list[Path]:
-    """All files of a saved dataset. Each split is in a subfolder, or the folder itself is a split."""
-    folders = [folder, *(state.parent for state in folder.glob("*/state.json"))]
-    return require_regular(sorted(path for inner in folders for path in inner.iterdir() if not path.is_dir()))
 
 
 def read_saved(folder: Path) -> Iterator[Record]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from stillhouse.data.read.arrow import is_saved, read_hub, read_saved, saved_files
+from stillhouse.data.read.arrow import is_saved, read_hub, read_saved
 from stillhouse.data.read.reader import COMPRESSED, DECOMPRESSES, format_of, kind_of, require_regular
 from stillhouse.data.record import NoSourceError, Record
 from stillhouse.registry import load, registered
@@ -50,7 +50,8 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
     if path.is_file():
         return [path]
     if path.is_dir() and is_saved(path):
-        return saved_files(path)
+        folders = [path, *(state.parent for state in path.glob("*/state.json"))]  # of splits, or of one
+        return require_regular(sorted(file for inner in folders for file in inner.iterdir() if not file.is_dir()))
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if _is_readable(file))
         if not files:

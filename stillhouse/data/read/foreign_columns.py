@@ -36,15 +36,13 @@ class ForeignColumns(NamedTuple):
     convert: Callable[[Fields], Fields]
 
 
-def own_forms(fields: Fields, *, prompts: bool = False) -> list[tuple[str, ...]]:
+def own_forms(fields: Fields, *, prompts: bool) -> list[tuple[str, ...]]:
     """The record forms of Stillhouse whose columns a record has. prompts: only prompts are read."""
     forms = (("messages",), ("prompt",)) if prompts else (("messages",), ("prompt", "completion"), ("text",))
     return [form for form in forms if set(form) <= set(fields)]
 
 
-def foreign_columns(
-    fields: Fields, tokenizer: PreTrainedTokenizerBase, *, prompts: bool = False
-) -> ForeignColumns | None:
+def foreign_columns(fields: Fields, tokenizer: PreTrainedTokenizerBase, *, prompts: bool) -> ForeignColumns | None:
     """The conversion for a dataset, chosen by the fields of its first record; None if no conversion is known.
 
     prompts: only prompts are read. Raises ValueError if the record has the columns of ShareGPT and of Alpaca.

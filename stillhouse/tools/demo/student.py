@@ -20,8 +20,8 @@ LEARNING_RATE = 3e-3
 TRIAL_STEPS = 200
 
 _HEADER = """\
-# {title}.
-# Change any key in this file, or on the command line, such as {key}; docs/config.md has all keys.
+# The demo's student learns from the demo's teacher.
+# Change any key in this file, or on the command line, such as train.steps=50; docs/config.md has all keys.
 # A folder holds one run: for another one, change `out` as well.
 """
 
@@ -58,9 +58,11 @@ def write_text_run(folder: Path, seed: int = 0) -> Path:
     write_jsonl(collect_split("student"), folder / "train.jsonl")
     write_jsonl(collect_split("held_out"), folder / "held_out.jsonl")
     save_new_student(folder / "student", seed)
-    settings = text_settings(folder, TRIAL_STEPS) | {"out": str(folder / "first")}
-    title = "The demo's student learns from the demo's teacher"
-    return write_configuration(folder / "run.yaml", title, "train.steps=50", settings)
+    path = folder / "run.yaml"
+    if not path.exists():
+        settings = text_settings(folder, TRIAL_STEPS) | {"out": str(folder / "first")}
+        path.write_text(_HEADER + write_yaml(settings), encoding="utf-8")
+    return path
 
 
 def text_settings(folder: Path, steps: int) -> dict[str, Any]:
@@ -82,10 +84,3 @@ def text_settings(folder: Path, steps: int) -> dict[str, Any]:
         "eval": {"every": max(1, steps // 3), "micro_batch_tokens": 4096, "samples": 4},
         "checkpoint": {"every": 0, "keep": 1},
     }
-
-
-def write_configuration(path: Path, title: str, key: str, settings: dict[str, Any]) -> Path:
-    """Write a configuration, unless it exists, because the user may have changed it."""
-    if not path.exists():
-        path.write_text(_HEADER.format(title=title, key=key) + write_yaml(settings), encoding="utf-8")
-    return path
