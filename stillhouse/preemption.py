@@ -239,8 +239,17 @@ class _Listener:
 
     def _listen(self) -> None:
         while True:
-            if self._received:
-                self._end_function()
+            function = self._function
+            if self._received and function is not None:
+                spent = self._spent + self._since_signal()
+                if spent > 2 * SECONDS_TO_RETURN:  # the interruption has had no effect
+                    line = f"{function} does not return; {self._message(self._received)}"
+                    end_process(128 + self._received, line if _is_rank_0() else None)
+                if spent > SECONDS_TO_RETURN and not self._is_interrupted:
+                    self._is_interrupted = True
+                    main = threading.main_thread().ident
+                    assert main is not None
+                    signal.pthread_kill(main, _INTERRUPT)
             entered_at, late = self._entered_at, self._late
             is_due = late and self._function is not None and time.monotonic() - entered_at > SECONDS_UNTIL_NAMED
             if is_due and entered_at == self._entered_at:  # otherwise, another call has begun meanwhile
@@ -265,21 +274,6 @@ class _Listener:
     def _since_signal(self) -> float:
         """For how many seconds after the signal the running function has run."""
         return time.monotonic() - max(self._entered_at, self._received_at)
-
-    def _end_function(self) -> None:
-        """If the running function has used its time, interrupt it; if this had no effect, end the process."""
-        function = self._function
-        if function is None:
-            return
-        spent = self._spent + self._since_signal()
-        if spent > 2 * SECONDS_TO_RETURN:
-            line = f"{function} does not return; {self._message(self._received)}"
-            end_process(128 + self._received, line if _is_rank_0() else None)
-        if spent > SECONDS_TO_RETURN and not self._is_interrupted:
-            self._is_interrupted = True
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, _INTERRUPT)
 
     def _receive(self, number: int) -> None:
         now, finishing = time.monotonic(), self.finishing

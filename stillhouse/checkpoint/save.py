@@ -32,7 +32,7 @@ from stillhouse.checkpoint.export_weights import save_student
 from stillhouse.data.offsets import offsets_of
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.state_folder import RANDOM, stored_tensors
-from stillhouse.libraries import reading
+from stillhouse.libraries import first_problem, reading
 from stillhouse.output.disk import file_names, hashes, require_space, written_together
 from stillhouse.output.progress import DamagedCheckpointError, Progress, State, folder_name, write_state
 from stillhouse.rollout import Completion, QueueState, Sample
@@ -168,12 +168,9 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
             raise ValueError(f"tool_calls {str(groups.tool_calls)[:80]}: expected at most as many errors as calls")
         tokens_R = [slice(*ends) for ends in pairwise(offsets_of(arrays["tokens_R"]).tolist())]
         samples = [_sample(arrays, number, tokens, added) for number, tokens in enumerate(tokens_R)]
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise ValueError(f"{path} cannot be read: {where}: {problem['msg']}") from error
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise ValueError(f"{path} cannot be read: {problem}") from error
     return QueueState(samples, requested_at, groups.trained)
 
 

@@ -68,13 +68,10 @@ class FunctionCalls:
             threading.Thread(target=self._serve, args=(number,), name=f"worker {number}", daemon=True)
             for number in range(workers if self._functions else 0)
         ]
+        #: whether a request returns at once, so that any thread may make it
+        self.are_elsewhere = bool(self._threads)
         for thread in self._threads:
             thread.start()
-
-    @property
-    def are_elsewhere(self) -> bool:
-        """Whether a request returns at once, so that any thread may make it."""
-        return bool(self._threads)
 
     def request(self, key: str, path: str, *arguments: Any) -> Future[Any]:
         """Start a call, and return the future of its result. arguments: (prompt, completion, record, source); for a
@@ -83,7 +80,7 @@ class FunctionCalls:
         A call that fails, or that two workers have not returned from, raises UserFunctionError: in this process at
         once, in a worker by the future. If the workers are closed, the future is never done.
         """
-        if not self._threads:
+        if not self.are_elsewhere:
             started, future = time.monotonic(), Future[Any]()
             future.set_result(self._here[key, path](*arguments))
             self._add_seconds(key, started)

@@ -12,12 +12,11 @@ import math
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
+from traceback import StackSummary, TracebackException, extract_tb
 from typing import Any, Literal, TypedDict
 
 from stillhouse import preemption
@@ -113,7 +112,7 @@ class UserFunction:
         settings = _settings()
         before = {name: read() for name, (read, _) in settings.items()}
         try:
-            with _ForeignCode(str(self), about):
+            with _foreign_code(str(self), about):
                 call = partial(self.function, *arguments, **named)
                 # functions of evaluations run only in the main thread of rank 0
                 advice = "; rollout.workers with rollout.worker_timeout limits the time of a call"
@@ -139,7 +138,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    with _ForeignCode(f"got {path!r}, but importing {module_name}"):
+    with _foreign_code(f"got {path!r}, but importing {module_name}"):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -288,22 +287,31 @@ def about_completion(completion: str, source: str) -> str:
     return f" for the completion {completion[:_SHOWN]!r} of {source}"
 
 
-class _ForeignCode(AbstractContextManager[object]):
+@contextmanager
+def _foreign_code(what: str, about: str = "") -> Iterator[None]:
     """Convert exceptions of the block to UserFunctionError, except OverdueError and Ctrl-C. SystemExit is converted,
     too: exit code 0 would mean a complete run. what, about: the text before and after the exception in the message.
     """
 
-    def __init__(self, what: str, about: str = ""):
-        self._what, self._about = what, about
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+    try:
+        yield
+    except BaseException as error:
         # Ctrl-C in a program that uses the library. In the command line and in worker processes, a signal handler of
         # ours catches Ctrl-C and raises nothing, so there a KeyboardInterrupt comes from the function.
         raises_on_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        is_ctrl_c = isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c
-        if error is not None and not isinstance(error, OverdueError) and not is_ctrl_c:
-            message = f"{self._what} raises {in_words(error)}{self._about}{_frames(error.__traceback__)}"
-            raise UserFunctionError(message) from error
+        if isinstance(error, OverdueError) or (isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c):
+            raise
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+            trace = trace.tb_next
+        # the user's frames, without column numbers: they would add lines with markers
+        frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
+        entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
+        if len(entries) > _FIRST + _LAST:
+            left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
+            entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
+        message = f"{what} raises {in_words(error)}{about}"
+        raise UserFunctionError("".join([message, "\n", *entries]).rstrip()) from error
 
 
 def _require_parameters(
@@ -326,20 +334,7 @@ def _require_parameters(
 
 def in_words(error: BaseException) -> str:
     """The type of an error and the first line of its message, cut at `_WIDTH` characters."""
-    message = str(traceback.TracebackException(type(error), error, None))
+    message = str(TracebackException(type(error), error, None))
     first = escaped(message.strip().partition("\n")[0])
     shown = first if len(first) <= _WIDTH else f"{first[: _WIDTH - 3]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
-
-
-def _frames(trace: TracebackType | None) -> str:
-    """The user's frames of a traceback, as lines to follow the message."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
-        trace = trace.tb_next
-    # without column numbers: they would add lines with markers
-    frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in traceback.extract_tb(trace)]
-    entries = traceback.StackSummary.from_list(frames).format()  # repeated frames become one entry
-    if len(entries) > _FIRST + _LAST:
-        left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
-        entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
-    return "".join(["\n", *entries]).rstrip()

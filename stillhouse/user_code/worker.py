@@ -145,18 +145,16 @@ class Worker:
         except TimeoutError:
             raise LostError(late.format(seconds)) from None
         except (EOFError, OSError):
-            raise LostError(self._how_it_ended()) from None
+            try:
+                code = self._process.wait(SECONDS_BETWEEN_LOOKS)
+            except subprocess.TimeoutExpired:
+                raise LostError("closes the connection of its process") from None
+            limit = "" if self._memory_gib is None else f" (its limit is {self._memory_gib:g} GiB of memory)"
+            if code < 0:
+                raise LostError(f"lets its process end by {signal.Signals(-code).name}{limit}") from None
+            hint = limit if code == OUT_OF_MEMORY else ""
+            raise LostError(f"ends its process with exit code {code}{hint}") from None
         return answer
-
-    def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(SECONDS_BETWEEN_LOOKS)
-        except subprocess.TimeoutExpired:
-            return "closes the connection of its process"
-        limit = "" if self._memory_gib is None else f" (its limit is {self._memory_gib:g} GiB of memory)"
-        if code >= 0:
-            return f"ends its process with exit code {code}{limit if code == OUT_OF_MEMORY else ''}"
-        return f"lets its process end by {signal.Signals(-code).name}{limit}"
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):

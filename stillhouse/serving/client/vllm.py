@@ -148,7 +148,22 @@ class VllmApi(ServerApi):
         answer = ask("/v1/models", None)
         model = parsed(_FirstModel, answer.content, f"{answer.url} names no model", self.kind.hint)
         if self.is_tied:
-            _require_whole_updates(ask)
+            # At its start, a vLLM on a CPU copies a tied head. New weights change the embedding and not this copy, so
+            # that its log-probabilities would belong to no version.
+            answer = ask("/server_info?config_format=json", None)
+            if answer.status == 404:
+                raise ValueError(f"{answer.url}: 404; {_DEVELOPMENT}")
+            what = (
+                f"{answer.url} does not tell the server's device, and a vLLM on a CPU keeps the first output head of "
+                "a student whose head is its embedding: expected a vLLM whose /server_info has "
+                "vllm_config.device_config.device"
+            )
+            if parsed(_ServerInfo, answer.content, what).device == "cpu":
+                raise ValueError(
+                    f"{answer.server} is a vLLM on a CPU. When it is given new weights, it keeps the first output "
+                    "head of a student whose head is its embedding (tie_word_embeddings): expected a vLLM on a GPU, "
+                    "a student with a head of its own, or rollout.engine transformers or stillhouse"
+                )
         return model.id
 
     def body(
@@ -302,25 +317,6 @@ def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: Doc
 
 def _generated(response: HttpAnswer) -> _Generated:
     return parsed(_Generated, response.content, f"{_GENERATE} gives no completion")
-
-
-def _require_whole_updates(ask: Ask) -> None:
-    """Raise ValueError for a vLLM on a CPU. At its start it copies a tied head. New weights change the embedding and
-    not this copy, so that its log-probabilities would belong to no version.
-    """
-    answer = ask("/server_info?config_format=json", None)
-    if answer.status == 404:
-        raise ValueError(f"{answer.url}: 404; {_DEVELOPMENT}")
-    what = (
-        f"{answer.url} does not tell the server's device, and a vLLM on a CPU keeps the first output head of a "
-        "student whose head is its embedding: expected a vLLM whose /server_info has vllm_config.device_config.device"
-    )
-    if parsed(_ServerInfo, answer.content, what).device == "cpu":
-        raise ValueError(
-            f"{answer.server} is a vLLM on a CPU. When it is given new weights, it "
-            "keeps the first output head of a student whose head is its embedding (tie_word_embeddings): expected a "
-            "vLLM on a GPU, a student with a head of its own, or rollout.engine transformers or stillhouse"
-        )
 
 
 def _succeed(ask: Ask, path: str, body: Any, key: str, expected: Any) -> None:
