@@ -123,8 +123,9 @@ class Worker:
                 f"({first_line(error)}): expected texts, numbers, lists and the like, or rollout.workers=0"
             ) from error
         calls, episode = 1, episode_of(arguments)
-        if episode is not None:
-            calls = 1 + episode.wants_reward if episode.number in self._samples else episode.calls
+        if episode is not None:  # an object that is started again gets all turns again
+            turns = 1 if episode.number in self._samples else max(1, len(episode.turns))
+            calls = turns + episode.wants_reward
             change = self._samples.discard if episode.has_ended else self._samples.add
             change(episode.number)
         each_call = f" for each of {calls} calls" if calls > 1 else ""
