@@ -153,9 +153,8 @@ def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str
 
 @contextmanager
 def surviving_lost_reader() -> Iterator[None]:
-    """Ignore an error of writing to the output if a signal arrives within `SECONDS_OF_LOST_READER`.
-
-    The signal may have ended the output's reader, such as `tee`, before this process received it.
+    """Ignore an error of writing to the output if a signal arrives within `SECONDS_OF_LOST_READER`. The signal may
+    have ended the output's reader, such as `tee`, before this process received it.
     """
     try:
         yield

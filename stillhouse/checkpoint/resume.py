@@ -283,10 +283,9 @@ def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
-    """The candidates if `checkpoint.resume` is a path: in a new run, only the checkpoint at `path`.
-
-    If `path` is the run's newest checkpoint, or if the run started from `path`, the run's checkpoints are returned.
-    The newest readable state.json has the path of the checkpoint of another run from which the run started.
+    """The candidates if `checkpoint.resume` is a path: in a new run, only the checkpoint at `path`. If `path` is the
+    run's newest checkpoint, or if the run started from `path`, the run's checkpoints are returned. The newest
+    readable state.json has the path of the checkpoint of another run from which the run started.
     """
     newest, start = next(iter(newest_first), None), None
     for readable in newest_first:

@@ -111,7 +111,6 @@ def save_checkpoint(
 
 def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
     """Load weights, their average, optimizer and random generators, of any layout; return the checkpoint's progress.
-
     Raises ValueError if it was saved from another model.
     """
     engine.load(checkpoint.path / RESUME, checkpoint.state.without_moments)

@@ -297,9 +297,8 @@ def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Te
 def decode_answer(
     content: bytes, signal: SignalSpec, width: int, documents: Sequence[DocumentRows]
 ) -> tuple[str, list[dict[str, Tensor]]]:
-    """Return the teacher's identity, and the signal's tensors for each document.
-
-    Raises ValueError if the answer is truncated, belongs to another request, or has tensors of other shapes.
+    """Return the teacher's identity, and the signal's tensors for each document. Raises ValueError if the answer is
+    truncated, belongs to another request, or has tensors of other shapes.
     """
     options, tensors = decode_body(content, KEY, "the answer")
     teacher = options.pop("teacher", None)

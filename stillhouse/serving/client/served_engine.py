@@ -126,10 +126,9 @@ class ServedEngine:
         return futures
 
     def update_weights(self, version: int, folder: Path | None) -> None:
-        """Load a published version on all servers in parallel, and prove that they generate with it.
-
-        A server that does not answer gets the version when it answers again. Raises ServerError if no server answers,
-        or if a server answers that it cannot load the version; that server then stays paused.
+        """Load a published version on all servers in parallel, and prove that they generate with it. A server that
+        does not answer gets the version when it answers again. Raises ServerError if no server answers, or if a
+        server answers that it cannot load the version; that server then stays paused.
         """
         if folder is None:
             raise ValueError("servers read weights from a folder: expected the one that was published")
@@ -220,9 +219,8 @@ class ServedEngine:
 
 
 def token_versions(spans: Sequence[VersionSpan], versions: dict[str, int], count: int) -> np.ndarray | None:
-    """The version of each of the `count` tokens; None if `versions` lacks the label of a span.
-
-    Raises ValueError unless the spans cover all tokens in order.
+    """The version of each of the `count` tokens; None if `versions` lacks the label of a span. Raises ValueError
+    unless the spans cover all tokens in order.
     """
     per_token: list[Any] = []
     for span in spans:

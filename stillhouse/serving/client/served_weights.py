@@ -339,7 +339,6 @@ class ServedWeights:
 
     def _writes_with(self, ask: Ask, server: ServerState, published: Published) -> bool:
         """Whether the server generates with this version; False if it was restarted after it had loaded the version.
-
         Raises ServerError if the label is this version's, but the top tokens are not those of the proved server.
         """
         completions: list[Completion] = []

@@ -228,9 +228,8 @@ class ServerApi(Protocol):
         )
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
-        """Load a published version on the server. Tokens that it generates afterwards have the version's label.
-
-        The call may be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if it cannot
+        """Load a published version on the server. Tokens that it generates afterwards have the version's label. The
+        call may be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if it cannot
         load the version. Until a later call succeeds, it generates no tokens, or tokens with another label.
         """
 

@@ -196,10 +196,9 @@ def _changeable(probe: DocumentRows) -> np.ndarray:
 
 
 def _row_differences(one: Signal, other: Signal) -> Tensor:
-    """The differences of two answers for the same rows, [N], from 0 to about 1.
-
-    For hidden states, the difference is the relative error. For ids, it is the total variation; an id that is absent
-    from an answer has probability 0 in this answer.
+    """The differences of two answers for the same rows, [N], from 0 to about 1. For hidden states, the difference is
+    the relative error. For ids, it is the total variation; an id that is absent from an answer has probability 0 in
+    this answer.
     """
     if "hidden" in one:
         one_NE, other_NE = one["hidden"].double(), other["hidden"].double()

@@ -51,7 +51,6 @@ def bound(host: str, port: int) -> socket.socket:
 
 class HttpThread:
     """Runs uvicorn in a separate thread, where uvicorn installs no signal handlers. The main thread calls `end`.
-
     Raises OSError if another process has begun to listen on the address, which two processes can bind before.
     """
 
@@ -144,9 +143,8 @@ class Connection(H11Protocol):
 
 
 def drained(app: ASGIApp) -> ASGIApp:
-    """Read the rest of a body that was answered early, such as one that is too large, and keep nothing of it.
-
-    Without this, a client that sends all of its body before it reads would get a reset in place of the answer. Beyond
+    """Read the rest of a body that was answered early, such as one that is too large, and keep nothing of it. Without
+    this, a client that sends all of its body before it reads would get a reset in place of the answer. Beyond
     `LATE_BYTES` or `LATE_SECONDS`, and `HEADER_SECONDS` after the last byte, the answer is ended all the same.
     """
 

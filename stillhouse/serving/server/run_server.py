@@ -60,7 +60,6 @@ def run_server(
     deterministic: bool,
 ) -> None:
     """Serve a model until a signal to end, such as SIGTERM (see `preemption.handling`). Options: see the command.
-
     Raises ValueError for a model that cannot be served, a token that is invalid in a header, or an address that other
     machines can reach without a token, and OSError for an address that cannot be used.
     """

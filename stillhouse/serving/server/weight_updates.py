@@ -79,10 +79,9 @@ class WeightUpdates:
         self._closed = False
 
     def read(self, folder: Path, manifest: str | None = None) -> NewWeights:
-        """Read the weights of a folder. manifest: the manifest's expected sha256.
-
-        Raises ValueError unless the folder is complete and has this manifest, each tensor fits the model, and all
-        values are finite. A client is not told which paths exist outside of the root, or anywhere without a root.
+        """Read the weights of a folder. manifest: the manifest's expected sha256. Raises ValueError unless the folder
+        is complete and has this manifest, each tensor fits the model, and all values are finite. A client is not told
+        which paths exist outside of the root, or anywhere without a root.
         """
         shown = escaped(str(folder))[:200]
         if not folder.is_absolute() or "\0" in str(folder):
