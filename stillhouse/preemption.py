@@ -91,22 +91,21 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     _listener = _Listener(message)
     descriptor = signal.set_wakeup_fd(_listener.wakeup.fileno(), warn_on_full_buffer=False)
-    for number in handled:
-        signal.signal(number, _listener.arrive)  # only a signal with a Python handler is written to the descriptor
     # `_YIELD` lets the thread that reads the signals run
-    handlers = {_INTERRUPT: _listener.interrupt, _YIELD: lambda *_: time.sleep(0.001)}
-    before_functions = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    handlers: dict[signal.Signals, Callable[..., object]] = {
+        _INTERRUPT: _listener.interrupt,
+        _YIELD: lambda *_: time.sleep(0.001),
+        **dict.fromkeys(handled, _listener.arrive),  # only signals with Python handlers are written to the descriptor
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        for number, handler in before_functions.items():
-            signal.signal(number, handler)
-        for number in handled:
-            signal.signal(number, signal.SIG_IGN if ends_process else before[number])
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if ends_process and number in SIGNALS else handler)
         signal.set_wakeup_fd(descriptor)
         _listener.close()
         _listener = None

@@ -48,12 +48,10 @@ class TaskSpec:
     @classmethod
     def parse(cls, text: str) -> "TaskSpec":
         """A task from `name` or `name(shortest:longest)`."""
-        name, brace, rest = text.partition("(")
-        if not brace:
-            return cls.of(name)
-        if not rest.endswith(")"):
+        match = re.fullmatch(r"([^(]*)(?:\((.*)\))?", text, re.DOTALL)
+        if match is None:
             raise ValueError(f"got task {text!r}, expected a name, or a name with lengths such as sums(2:4)")
-        return cls.of(name, rest[:-1])
+        return cls.of(match[1], match[2])
 
     @classmethod
     def of(cls, name: str, lengths: str | None = None) -> "TaskSpec":

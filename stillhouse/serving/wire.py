@@ -276,8 +276,7 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
             f"ids of shape {shape} with signal {signal.kind}: expected {expected_shape or 'them only with chosen'}"
         )
     parts = [None] * len(documents) if ids is None else ids.split([*map(len, ranges)])
-    images = decode_images(*sent, documents)
-    requested = zip(documents, ranges, parts, images, strict=True)
+    requested = zip(documents, ranges, parts, decode_images(*sent, documents), strict=True)
     return signal, [DocumentRows(tokens, span, part, media=media) for tokens, span, part, media in requested]
 
 

@@ -148,8 +148,7 @@ class ServedEngine:
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         """Raise ValueError if a server does not report its tokenizer, or if its tokens of this text differ."""
         for server in self.weights.servers.values():
-            ask = self._pool.asker(server.url)
-            self._api.require_tokenizer(ask, server.url, server.model, tokenizer, text)
+            self._api.require_tokenizer(self._pool.asker(server.url), server.url, server.model, tokenizer, text)
 
     def close(self) -> None:
         self.weights.forget(self.weights.newest, SECONDS_TO_DROP)

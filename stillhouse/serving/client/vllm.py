@@ -197,8 +197,7 @@ class VllmApi(ServerApi):
         if adapter is not None:  # the label is the model's name, because `weight_versions` names the base weights
             spans = [VersionSpan(generated.model, 0, len(tokens))]
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
-        log_probs = [token.logprob for token in tokens]
-        return Answer(choice.token_ids, log_probs, spans, choice.finish_reason, stop)
+        return Answer(choice.token_ids, [token.logprob for token in tokens], spans, choice.finish_reason, stop)
 
     def top_log_probs(self, response: HttpAnswer) -> list[float]:
         [choice] = _generated(response).choices
