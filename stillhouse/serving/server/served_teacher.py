@@ -145,8 +145,8 @@ class ServedTeacher:
             for number, part in enumerate(parts):
                 if part.document.ids_NK is not None:
                     tensors[f"ids.{number}"] = part.document.ids_NK.contiguous()
-                is_ranked = isinstance(part.wanted, Ranked)
-                wanted.append({"ranked": part.wanted.top_k} if is_ranked else asdict(part.wanted))
+                signal = part.wanted
+                wanted.append({"ranked": signal.top_k} if isinstance(signal, Ranked) else asdict(signal))
             content = save(tensors, {KEY: json.dumps({"wanted": wanted} | sent)})
             self._broadcast(torch.tensor([len(content)]))
             self._broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8))
