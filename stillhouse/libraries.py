@@ -7,8 +7,7 @@ Such a block contains no code of our own.
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.metadata import version
 from types import TracebackType
@@ -81,18 +80,18 @@ def first_problem(error: ValidationError) -> str:
     return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
-@contextmanager
-def writing(folder: str | os.PathLike[str]) -> Iterator[None]:
+class writing(AbstractContextManager[object]):
     """Convert disk errors in the block to OSError. For such an error, the Rust core of tokenizers raises a plain
     Exception, which has the error number only in its text.
     """
-    try:
-        yield
-    except Exception as error:
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = folder
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         number = re.search(r"\(os error (\d+)\)", str(error)) if type(error) is Exception else None
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), os.fspath(folder)) from error
+        if number is not None:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), os.fspath(self.folder)) from error
 
 
 def imported(name: str, what: str) -> Any:

@@ -12,11 +12,12 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from traceback import StackSummary, TracebackException, extract_tb
+from types import TracebackType
 from typing import Any, Literal, TypedDict
 
 from stillhouse import preemption
@@ -112,7 +113,7 @@ class UserFunction:
         settings = _settings()
         before = {name: read() for name, (read, _) in settings.items()}
         try:
-            with _foreign_code(str(self), about):
+            with _ForeignCode(str(self), about):
                 call = partial(self.function, *arguments, **named)
                 # functions of evaluations run only in the main thread of rank 0
                 advice = "; rollout.workers with rollout.worker_timeout limits the time of a call"
@@ -138,7 +139,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    with _foreign_code(f"got {path!r}, but importing {module_name}"):
+    with _ForeignCode(f"got {path!r}, but importing {module_name}"):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -287,20 +288,21 @@ def about_completion(completion: str, source: str) -> str:
     return f" for the completion {completion[:_SHOWN]!r} of {source}"
 
 
-@contextmanager
-def _foreign_code(what: str, about: str = "") -> Iterator[None]:
+class _ForeignCode(AbstractContextManager[object]):
     """Convert exceptions of the block to UserFunctionError, except OverdueError and Ctrl-C. SystemExit is converted,
     too: exit code 0 would mean a complete run. what, about: the text before and after the exception in the message.
     """
 
-    try:
-        yield
-    except BaseException as error:
+    def __init__(self, what: str, about: str = ""):
+        self._what, self._about = what, about
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         # Ctrl-C in a program that uses the library. In the command line and in worker processes, a signal handler of
         # ours catches Ctrl-C and raises nothing, so there a KeyboardInterrupt comes from the function.
         raises_on_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if isinstance(error, OverdueError) or (isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c):
-            raise
+        is_ctrl_c = isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c
+        if error is None or isinstance(error, OverdueError) or is_ctrl_c:
+            return
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
             trace = trace.tb_next
@@ -310,7 +312,7 @@ def _foreign_code(what: str, about: str = "") -> Iterator[None]:
         if len(entries) > _FIRST + _LAST:
             left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
             entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
-        message = f"{what} raises {in_words(error)}{about}"
+        message = f"{self._what} raises {in_words(error)}{self._about}"
         raise UserFunctionError("".join([message, "\n", *entries]).rstrip()) from error
 
 
