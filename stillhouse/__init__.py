@@ -3,21 +3,11 @@
 The names are imported at their first use, so that `import stillhouse` takes almost no time.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stillhouse.first_use import names_at_first_use
 
 __version__ = "0.1.0"
-
-#: the modules of the names below; those of all other ones are in `stillhouse.objective`
-_MODULES = {
-    "StepLoss": "stillhouse.engine.loss",
-    "load_config": "stillhouse.config",
-    "parse_objective": "stillhouse.objective.spec",
-    **dict.fromkeys(("LoadOptions", "check_same_tokenizer", "load_documents", "load_tokenizer"), "stillhouse.data"),
-    **dict.fromkeys(("Decoder", "OutputProcessor"), "stillhouse.models"),
-    **dict.fromkeys(("DistillTargets", "PolicyTargets", "Targets"), "stillhouse.models.processors"),
-    **dict.fromkeys(("cross_entropy", "policy_gradient", "selected_log_probs"), "stillhouse.models.processors"),
-}
 
 if TYPE_CHECKING:
     from stillhouse.config import load_config
@@ -108,14 +98,14 @@ __all__ = [
     "total_variation",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'stillhouse' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES.get(name, "stillhouse.objective")), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+#: the modules of these names
+_MODULES = dict.fromkeys(__all__, "stillhouse.objective") | {
+    "StepLoss": "stillhouse.engine.loss",
+    "load_config": "stillhouse.config",
+    "parse_objective": "stillhouse.objective.spec",
+    **dict.fromkeys(("LoadOptions", "check_same_tokenizer", "load_documents", "load_tokenizer"), "stillhouse.data"),
+    **dict.fromkeys(("Decoder", "OutputProcessor"), "stillhouse.models"),
+    **dict.fromkeys(("DistillTargets", "PolicyTargets", "Targets"), "stillhouse.models.processors"),
+    **dict.fromkeys(("cross_entropy", "policy_gradient", "selected_log_probs"), "stillhouse.models.processors"),
+}
+__getattr__, __dir__ = names_at_first_use(__name__, _MODULES)

@@ -19,9 +19,9 @@ def escaped(text: str, *, lines: bool = False) -> str:
     return pattern.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def print_escaped(text: object, *, end: str = "\n", err: bool = False) -> None:
+def print_escaped(text: object, *, err: bool = False) -> None:
     """Print a text that may quote files or servers. err: on stderr."""
-    print(escaped(str(text), lines=True), end=end, file=sys.stderr if err else sys.stdout, flush=True)
+    print(escaped(str(text), lines=True), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def message(text: str) -> str:

@@ -23,11 +23,6 @@ class DocumentLengths(NamedTuple):
     filled_K: Tensor
     filled: tuple[int, ...]
 
-    @property
-    def longest_filled(self) -> int:
-        """The length of the longest document that is not padding alone."""
-        return max(self.filled)
-
     @classmethod
     def of(cls, position_ids_BS: Tensor, is_padding_BS: Tensor | None = None) -> Self:
         """Read the lengths from position ids. Waits for the device of the position ids.

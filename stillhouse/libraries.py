@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from packaging.version import Version
+from pydantic import ValidationError
 
 from stillhouse.display import first_line
 
@@ -65,8 +66,18 @@ class reading(AbstractContextManager[object]):
         self.what, self.passes, self.libraries = what, passes, {*_LIBRARIES, library}
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, self.passes) and _about_files(error, self.libraries):
+        # the name of torch's error for a GPU is compared, to avoid the import; tokenizers raises plain Exceptions
+        if error is None or isinstance(error, self.passes) or type(error).__name__ == "OutOfMemoryError":
+            return
+        is_library = any(kind.__module__.partition(".")[0] in self.libraries for kind in type(error).__mro__)
+        if is_library or isinstance(error, _PYTHONS) or type(error) is Exception:
             raise ValueError(f"{self.what}: {first_line(error)}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem that pydantic has found, with its place."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
 class writing(AbstractContextManager[object]):
@@ -81,17 +92,6 @@ class writing(AbstractContextManager[object]):
         number = re.search(r"\(os error (\d+)\)", str(error)) if type(error) is Exception else None
         if number is not None:
             raise OSError(int(number[1]), os.strerror(int(number[1])), os.fspath(self.folder)) from error
-
-
-def _about_files(error: BaseException, libraries: set[str]) -> bool:
-    if type(error).__name__ == "OutOfMemoryError":  # torch's error for a GPU; compared by name to avoid the import
-        return False
-    # tokenizers raises plain Exceptions
-    return (
-        isinstance(error, _PYTHONS)
-        or type(error) is Exception
-        or any(kind.__module__.partition(".")[0] in libraries for kind in type(error).__mro__)
-    )
 
 
 def imported(name: str, what: str) -> Any:

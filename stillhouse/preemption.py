@@ -91,22 +91,21 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     _listener = _Listener(message)
     descriptor = signal.set_wakeup_fd(_listener.wakeup.fileno(), warn_on_full_buffer=False)
-    for number in handled:
-        signal.signal(number, _listener.arrive)  # only a signal with a Python handler is written to the descriptor
     # `_YIELD` lets the thread that reads the signals run
-    handlers = {_INTERRUPT: _listener.interrupt, _YIELD: lambda *_: time.sleep(0.001)}
-    before_functions = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    handlers: dict[signal.Signals, Callable[..., object]] = {
+        _INTERRUPT: _listener.interrupt,
+        _YIELD: lambda *_: time.sleep(0.001),
+        **dict.fromkeys(handled, _listener.arrive),  # only signals with Python handlers are written to the descriptor
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        for number, handler in before_functions.items():
-            signal.signal(number, handler)
-        for number in handled:
-            signal.signal(number, signal.SIG_IGN if ends_process else before[number])
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if ends_process and number in SIGNALS else handler)
         signal.set_wakeup_fd(descriptor)
         _listener.close()
         _listener = None
@@ -153,9 +152,8 @@ def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str
 
 @contextmanager
 def surviving_lost_reader() -> Iterator[None]:
-    """Ignore an error of writing to the output if a signal arrives within `SECONDS_OF_LOST_READER`.
-
-    The signal may have ended the output's reader, such as `tee`, before this process received it.
+    """Ignore an error of writing to the output if a signal arrives within `SECONDS_OF_LOST_READER`. The signal may
+    have ended the output's reader, such as `tee`, before this process received it.
     """
     try:
         yield
@@ -166,8 +164,14 @@ def surviving_lost_reader() -> Iterator[None]:
 
 
 def requested() -> int:
-    """The number of the signal that this process has received; 0 if there was none, or without `handling`."""
-    return 0 if _listener is None else _listener.received()
+    """The number of the signal that this process has received; 0 if there was none, or without `handling`. If the
+    handler has run in the main thread, first wait until the listener's thread has read the signal.
+    """
+    if (listener := _listener) is None:
+        return 0
+    if listener.has_arrived:
+        listener.noted.wait()
+    return listener.received
 
 
 class _Listener:
@@ -175,8 +179,8 @@ class _Listener:
 
     def __init__(self, message: Callable[[int], str]):
         self.finishing: str | None = None
-        self._received, self._received_at = 0, 0.0
-        self._arrived, self.noted = False, threading.Event()  # noted: whether a signal was received
+        self.received, self._received_at = 0, 0.0
+        self.has_arrived, self.noted = False, threading.Event()  # noted: whether a signal was received
         self._function: str | None = None  # the user's function that is running
         self._late = ""  # a line about the running function that may have to be printed
         self._entered_at = self._spent = 0.0  # spent: seconds in earlier functions since the signal
@@ -191,33 +195,25 @@ class _Listener:
 
     def arrive(self, *_: object) -> None:
         """The signal handler. The main thread calls it as soon as the thread executes Python code."""
-        self._arrived = True
+        self.has_arrived = True
         if self._function is not None:
             _set_timer(_YIELD_SECONDS)
-
-    def received(self) -> int:
-        """The number of the received signal, or 0. If the handler has run in the main thread, first wait until the
-        listener's thread has read the signal.
-        """
-        if self._arrived:
-            self.noted.wait()
-        return self._received
 
     def enter(self, function: str, late: str) -> None:
         """Record that a function of the user begins. Raises OverdueError if no time is left.
 
         late: the line that is printed if it does not return soon.
         """
-        if self._received and self._spent > SECONDS_TO_RETURN:
+        if self.received and self._spent > SECONDS_TO_RETURN:
             raise OverdueError(f"{function} was not called after a signal")
         self._is_interrupted, self._entered_at, self._late = False, time.monotonic(), late
         self._function = function
-        _set_timer(_YIELD_SECONDS if self._arrived else SECONDS_BETWEEN_LOOKS)
+        _set_timer(_YIELD_SECONDS if self.has_arrived else SECONDS_BETWEEN_LOOKS)
 
     def leave(self) -> None:
         function, self._function = self._function, None
         _set_timer(0)
-        if self._received and function is not None:
+        if self.received and function is not None:
             self._spent += self._since_signal()
 
     def interrupt(self, *_: object) -> None:
@@ -239,14 +235,23 @@ class _Listener:
 
     def _listen(self) -> None:
         while True:
-            if self._received:
-                self._end_function()
+            function = self._function
+            if self.received and function is not None:
+                spent = self._spent + self._since_signal()
+                if spent > 2 * SECONDS_TO_RETURN:  # the interruption has had no effect
+                    line = f"{function} does not return; {self._message(self.received)}"
+                    end_process(128 + self.received, line if _is_rank_0() else None)
+                if spent > SECONDS_TO_RETURN and not self._is_interrupted:
+                    self._is_interrupted = True
+                    main = threading.main_thread().ident
+                    assert main is not None
+                    signal.pthread_kill(main, _INTERRUPT)
             entered_at, late = self._entered_at, self._late
             is_due = late and self._function is not None and time.monotonic() - entered_at > SECONDS_UNTIL_NAMED
             if is_due and entered_at == self._entered_at:  # otherwise, another call has begun meanwhile
                 self._late = ""
                 print_line(f"warning: {late}")
-            looks = _MILLISECONDS_BETWEEN_LOOKS if self._received else 1000 * SECONDS_BETWEEN_LOOKS
+            looks = _MILLISECONDS_BETWEEN_LOOKS if self.received else 1000 * SECONDS_BETWEEN_LOOKS
             for descriptor, _ in self._poll.poll(looks):
                 if descriptor in _OUTPUTS:
                     self._poll.unregister(descriptor)
@@ -266,30 +271,15 @@ class _Listener:
         """For how many seconds after the signal the running function has run."""
         return time.monotonic() - max(self._entered_at, self._received_at)
 
-    def _end_function(self) -> None:
-        """If the running function has used its time, interrupt it; if this had no effect, end the process."""
-        function = self._function
-        if function is None:
-            return
-        spent = self._spent + self._since_signal()
-        if spent > 2 * SECONDS_TO_RETURN:
-            line = f"{function} does not return; {self._message(self._received)}"
-            end_process(128 + self._received, line if _is_rank_0() else None)
-        if spent > SECONDS_TO_RETURN and not self._is_interrupted:
-            self._is_interrupted = True
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, _INTERRUPT)
-
     def _receive(self, number: int) -> None:
         now, finishing = time.monotonic(), self.finishing
-        if self._received and "RANK" in os.environ and now - self._received_at <= REPEATED_SECONDS:
+        if self.received and "RANK" in os.environ and now - self._received_at <= REPEATED_SECONDS:
             return
         function = self._function  # another thread may set it to None meanwhile
-        if self._received or finishing is None:
+        if self.received or finishing is None:
             was_running = "" if function is None else f"; {function} was running"
             end_process(128 + number, self._message(number) + was_running if _is_rank_0() else None)
-        self._received, self._received_at = number, now
+        self.received, self._received_at = number, now
         # Ctrl-C also ends a `tee` that reads the output, and SIGHUP means that the terminal is closed. In both cases,
         # writing to the output fails; this must not prevent the checkpoint.
         for descriptor in _OUTPUTS:

@@ -33,9 +33,8 @@ def print_line(line: str) -> None:
 
 
 def end_process(code: int, line: str | None) -> NoReturn:
-    """End this process from any thread, without unwinding the stack. line: printed on stderr first.
-
-    No incomplete file remains under its final name, because files are written under another name and then renamed.
+    """End this process from any thread, without unwinding the stack. line: printed on stderr first. No incomplete
+    file remains under its final name, because files are written under another name and then renamed.
     """
 
     def flush() -> None:
@@ -51,10 +50,9 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
 
 def end_without_threads(code: int) -> None:
-    """End the process with this exit code if threads of other code do not end. Must be called last.
-
-    Otherwise Python would wait for every non-daemon thread, for example for a reward function that hangs. Signals are
-    already ignored at this point.
+    """End the process with this exit code if threads of other code do not end. Must be called last. Otherwise Python
+    would wait for every non-daemon thread, for example for a reward function that hangs. Signals are already ignored
+    at this point.
     """
 
     def end() -> None:

@@ -24,9 +24,8 @@ SHORTEST, LONGEST = 2, 256
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task and the range of lengths of its problems, inclusive.
-
-    Raises ValueError for an unknown name and for lengths that are not in order or out of range.
+    """A task and the range of lengths of its problems, inclusive. Raises ValueError for an unknown name and for
+    lengths that are not in order or out of range.
     """
 
     name: str
@@ -45,12 +44,10 @@ class TaskSpec:
     @classmethod
     def parse(cls, text: str) -> "TaskSpec":
         """A task from `name` or `name(shortest:longest)`."""
-        name, brace, rest = text.partition("(")
-        if not brace:
-            return cls.of(name)
-        if not rest.endswith(")"):
+        match = re.fullmatch(r"([^(]*)(?:\((.*)\))?", text, re.DOTALL)
+        if match is None:
             raise ValueError(f"got task {text!r}, expected a name, or a name with lengths such as sums(2:4)")
-        return cls.of(name, rest[:-1])
+        return cls.of(match[1], match[2])
 
     @classmethod
     def of(cls, name: str, lengths: str | None = None) -> "TaskSpec":
@@ -80,9 +77,8 @@ class Problem:
 
 
 def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Problem:
-    """Problem `number` of a split. With `number`, the length cycles through the range of lengths.
-
-    Problems with different numbers may be equal. This is likely only for short lengths, because few problems exist.
+    """Problem `number` of a split. With `number`, the length cycles through the range of lengths. Problems with
+    different numbers may be equal. This is likely only for short lengths, because few problems exist.
     """
     length = task.shortest + number % (task.longest - task.shortest + 1)
     random = RandomNumbers(task.name, seed, number)
@@ -100,7 +96,6 @@ def is_held_out(task: str, text: str) -> bool:
 
 def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> float:
     """1 if a completion (without special tokens) equals the record's completion, otherwise 0. For `rollout.reward`.
-
     The completion of a record with `messages` is the text of the last one. White space around the two texts is
     ignored.
     """

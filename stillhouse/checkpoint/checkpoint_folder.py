@@ -102,7 +102,25 @@ def verified(
     if len(set(ranks.gather(json.dumps(asdict(state), sort_keys=True)))) > 1:
         raise DamagedCheckpointError(f"{path} is not the same for all ranks: they read different files {STATE}")
     with _reading_on(ranks):
-        _require_files(path, state, ranks, shared, ("",) if with_student else _READ_TO_RESUME)
+        prefixes = ("",) if with_student else _READ_TO_RESUME
+        expected = {name: value for name, value in state.files.items() if name.startswith(prefixes)}
+        there = {name for name in file_names(path) if name.startswith(prefixes) and name != STATE}
+        # a safetensors file without a hash would be loaded, too
+        foreign = (name for name in there - expected.keys() if name.endswith(".safetensors"))
+        names = sorted(expected)
+        share = ranks.share(names) if shared else names[local_rank() :: local_processes()]
+        actual = hashes(path, [name for name in share if name in there])
+        changed = (name for name in actual if actual[name] != expected[name])
+        damage = [
+            *(f"{name} is lost" for name in expected.keys() - there),
+            *(f"{name} does not belong to it" for name in foreign),
+            *(f"{name} is not what was written (its hash differs)" for name in changed),
+        ]
+        if not expected:
+            damage.append(f"it has no files in {RESUME}")
+        if damage:
+            more = f", and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
+            raise DamagedCheckpointError(f"{path} is damaged: {', '.join(sorted(damage)[:_NAMED])}{more}")
     with _reading_on(ranks):
         require_covered(path, stored_tensors(path / RESUME))
     return IntactCheckpoint(path, state)
@@ -115,27 +133,6 @@ def _reading_on(ranks: Ranks) -> Iterator[None]:
             yield
         except OSError as error:
             raise ValueError(f"a checkpoint cannot be read: {error}") from error
-
-
-def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixes: tuple[str, ...]) -> None:
-    """A safetensors file without a hash in state.json is refused, too, because it would be loaded."""
-    expected = {name: value for name, value in state.files.items() if name.startswith(prefixes)}
-    there = {name for name in file_names(path) if name.startswith(prefixes) and name != STATE}
-    foreign = (name for name in there - expected.keys() if name.endswith(".safetensors"))
-    names = sorted(expected)
-    share = ranks.share(names) if shared else names[local_rank() :: local_processes()]
-    actual = hashes(path, [name for name in share if name in there])
-    changed = (name for name in actual if actual[name] != expected[name])
-    damage = [
-        *(f"{name} is lost" for name in expected.keys() - there),
-        *(f"{name} does not belong to it" for name in foreign),
-        *(f"{name} is not what was written (its hash differs)" for name in changed),
-    ]
-    if not expected:
-        damage.append(f"it has no files in {RESUME}")
-    if damage:
-        more = f", and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
-        raise DamagedCheckpointError(f"{path} is damaged: {', '.join(sorted(damage)[:_NAMED])}{more}")
 
 
 def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> None:

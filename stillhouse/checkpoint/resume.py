@@ -142,7 +142,29 @@ def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> lis
     if folder.path.is_dir() and any(not is_leftover(path) for path in folder.path.iterdir()):
         if resume == "never":
             raise ValueError(f"out: {folder.path} is not empty and checkpoint.resume is never; choose another folder")
-        _require_same_run(folder.path, values)
+        path = folder.path / "config.yaml"
+        if not path.exists():
+            raise ValueError(f"out: {folder.path} contains other files and no run; choose an empty or a new folder")
+        try:
+            before = dotted_values(load_config(path))
+        except ConfigError as error:
+            raise ValueError(
+                f"out: {folder.path} does not contain a run of this version of stillhouse: {path} cannot be read as "
+                f"a configuration ({first_line(error)}); choose an empty or a new folder"
+            ) from error
+        there, here = _with_items(decisive_values(before)), _with_items(decisive_values(values))
+        different = list[str]()
+        for key in {**there, **here}:
+            if there.get(key) != here.get(key):
+                one, two = (json.dumps(side.get(key)) for side in (there, here))
+                is_short = max(len(one), len(two)) <= SHORT
+                different.append(f"{key} ({one} there, {two} here)" if is_short else key)
+        if different:
+            raise ValueError(
+                f"out: {folder.path} contains another run, with a different {', '.join(different)}; choose another "
+                "folder, or use the same configuration to continue that run. To train on from its weights, set "
+                "another out and checkpoint.resume to one of its checkpoints"
+            )
     newest_first = checkpoints(folder.checkpoints)[::-1]
     return newest_first if resume in ("auto", "never") else _named_checkpoint(Path(resume), newest_first)
 
@@ -161,27 +183,40 @@ def open_checkpoint(
     paths: on rank 0, the result of `candidates` after the folder was locked; ignored on other ranks
     fallback: whether a damaged checkpoint is renamed and the previous one is used (`checkpoint.fallback`)
     base: the name of the base model of the student's adapter
-    Raises DamagedCheckpointError for damage if no older checkpoint may be used, ValueError for other data or models.
+    Raises DamagedCheckpointError for damage if no older checkpoint may be used, ValueError if configuration, data,
+    models or log have changed since this run wrote the checkpoint. For one of another run, there is only a warning if
+    its adapter was trained on another base model.
     """
     paths = [Path(name) for name in ranks.from_first([str(path) for path in paths])]
     damaged: dict[Path, DamagedCheckpointError] = {}
     for number, path in enumerate(paths, start=1):
+        is_of_run = folder.owns(path)
         try:
-            checkpoint = verified(path, ranks, shared=folder.owns(path))
+            checkpoint = verified(path, ranks, shared=is_of_run)
         except DamagedCheckpointError as error:
             older = paths[number] if number < len(paths) else None
             if older is not None and fallback:
                 damaged[path] = error
                 continue
             remedy = "there is no earlier checkpoint: choose another folder as out to start again"
-            if not folder.owns(path):
+            if not is_of_run:
                 remedy = "name another checkpoint as checkpoint.resume"
             elif older is not None:
                 remedy = (
                     f"with checkpoint.fallback=true the run continues from {older.name}, the checkpoint before it"
                 )
             raise DamagedCheckpointError(f"{error}; {remedy}") from error
-        _require_unchanged(checkpoint, folder, identity, base)
+        before = checkpoint.state.progress
+        if is_of_run:
+            require_unchanged_sources(path, before, identity)
+            if is_first() and before.saved_log(folder.metrics) is None:
+                raise ValueError(
+                    f"{folder.metrics} is damaged: its first {before.log_bytes:,} bytes are not those that were "
+                    f"there when {path} was written; restore it, or continue in another folder with "
+                    f"checkpoint.resume={path}"
+                )
+        elif base is not None and "student" in _changed(before.models, identity.models):
+            log_rank0(f"warning: the adapter in {path} was trained on another base model than {base}")
         for damaged_path, problem in damaged.items() if is_first() else ():
             renamed = set_aside(damaged_path)
             log_rank0(f"warning: {problem}; it was renamed to {renamed}, and the run continues from {path}")
@@ -234,51 +269,6 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [name for name, source_hash in now.items() if before.get(name) != source_hash]
 
 
-def _require_unchanged(
-    checkpoint: IntactCheckpoint, folder: RunFolder, identity: RunIdentity, base: str | None
-) -> None:
-    """Raise ValueError if configuration, data, models or log have changed since this run wrote the checkpoint. For
-    one of another run, there is only a warning if its adapter was trained on another base model.
-    """
-    path, before = checkpoint.path, checkpoint.state.progress
-    if not folder.owns(path):
-        if base is not None and "student" in _changed(before.models, identity.models):
-            log_rank0(f"warning: the adapter in {path} was trained on another base model than {base}")
-        return
-    require_unchanged_sources(path, before, identity)
-    if is_first() and before.saved_log(folder.metrics) is None:
-        raise ValueError(
-            f"{folder.metrics} is damaged: its first {before.log_bytes:,} bytes are not those that were there when "
-            f"{path} was written; restore it, or continue in another folder with checkpoint.resume={path}"
-        )
-
-
-def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
-    path = folder / "config.yaml"
-    if not path.exists():
-        raise ValueError(f"out: {folder} contains other files and no run; choose an empty or a new folder")
-    try:
-        before = dotted_values(load_config(path))
-    except ConfigError as error:
-        raise ValueError(
-            f"out: {folder} does not contain a run of this version of stillhouse: {path} cannot be read as a "
-            f"configuration ({first_line(error)}); choose an empty or a new folder"
-        ) from error
-    there, here = _with_items(decisive_values(before)), _with_items(decisive_values(values))
-    different = list[str]()
-    for key in {**there, **here}:
-        if there.get(key) != here.get(key):
-            texts = [json.dumps(side.get(key)) for side in (there, here)]
-            # only short values are shown
-            different.append(key if max(map(len, texts)) > SHORT else f"{key} ({texts[0]} there, {texts[1]} here)")
-    if different:
-        raise ValueError(
-            f"out: {folder} contains another run, with a different {', '.join(different)}; choose another folder, "
-            "or use the same configuration to continue that run. To train on from its weights, set another out and "
-            "checkpoint.resume to one of its checkpoints"
-        )
-
-
 def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with a key for each value in a list of sections, such as data.train[1].weight."""
     items: dict[str, Any] = {}
@@ -293,10 +283,9 @@ def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
-    """The candidates if `checkpoint.resume` is a path: in a new run, only the checkpoint at `path`.
-
-    If `path` is the run's newest checkpoint, or if the run started from `path`, the run's checkpoints are returned.
-    The newest readable state.json has the path of the checkpoint of another run from which the run started.
+    """The candidates if `checkpoint.resume` is a path: in a new run, only the checkpoint at `path`. If `path` is the
+    run's newest checkpoint, or if the run started from `path`, the run's checkpoints are returned. The newest
+    readable state.json has the path of the checkpoint of another run from which the run started.
     """
     newest, start = next(iter(newest_first), None), None
     for readable in newest_first:

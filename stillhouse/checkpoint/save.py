@@ -32,7 +32,7 @@ from stillhouse.checkpoint.export_weights import save_student
 from stillhouse.data.offsets import offsets_of
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.state_folder import RANDOM, stored_tensors
-from stillhouse.libraries import reading
+from stillhouse.libraries import first_problem, reading
 from stillhouse.output.disk import file_names, hashes, require_space, written_together
 from stillhouse.output.progress import DamagedCheckpointError, Progress, State, folder_name, write_state
 from stillhouse.rollout import Completion, QueueState, Sample
@@ -111,7 +111,6 @@ def save_checkpoint(
 
 def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
     """Load weights, their average, optimizer and random generators, of any layout; return the checkpoint's progress.
-
     Raises ValueError if it was saved from another model.
     """
     engine.load(checkpoint.path / RESUME, checkpoint.state.without_moments)
@@ -156,8 +155,21 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
         metadata = file.metadata()["groups"]
     try:
         groups = _Groups.model_validate_json(metadata)
-        _require_form(arrays)
-        requested_at, count = dict(groups.asked_at), len(arrays["tokens_R"])
+        if arrays.keys() != _ARRAYS.keys():
+            raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_ARRAYS)}")
+        for name, (dtype, _) in _ARRAYS.items():
+            if arrays[name].dtype != dtype or arrays[name].ndim != 1:
+                what = f"{name} of {arrays[name].dtype} with {arrays[name].ndim} dimensions"
+                raise ValueError(f"{what}: expected {dtype} with 1")
+        requested_at, count, tokens = dict(groups.asked_at), len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
+        for name, array in arrays.items():
+            expected = count if name.endswith("_R") else tokens
+            if len(array) != expected:
+                raise ValueError(f"{name} has {len(array)} values: expected {expected}, for {count} samples")
+            if len(array) and array.max() > _LARGEST.get(name, math.inf):
+                raise ValueError(f"{name} with the value {array.max()}: expected 0 to {_LARGEST[name]}")
+        if count and arrays["tokens_R"].min() < 1:
+            raise ValueError("a sample without tokens")
         if len(requested_at) != len(groups.asked_at):
             raise ValueError("a group that was asked for more than once")
         added = {name: getattr(groups, name) for name in ("reward_parts", "tool_calls", "object_rewards")}
@@ -166,34 +178,12 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
                 raise ValueError(f"{name} of {len(values)} samples: expected {count}")
         if any(errors > calls for calls, errors in groups.tool_calls or ()):
             raise ValueError(f"tool_calls {str(groups.tool_calls)[:80]}: expected at most as many errors as calls")
-        tokens_R = [slice(*ends) for ends in pairwise(offsets_of(arrays["tokens_R"]).tolist())]
-        samples = [_sample(arrays, number, tokens, added) for number, tokens in enumerate(tokens_R)]
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise ValueError(f"{path} cannot be read: {where}: {problem['msg']}") from error
+        ends = pairwise(offsets_of(arrays["tokens_R"]).tolist())
+        samples = [_sample(arrays, number, slice(*places), added) for number, places in enumerate(ends)]
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise ValueError(f"{path} cannot be read: {problem}") from error
     return QueueState(samples, requested_at, groups.trained)
-
-
-def _require_form(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError unless the arrays have the names, dtypes and lengths that `write_queue` writes."""
-    if arrays.keys() != _ARRAYS.keys():
-        raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_ARRAYS)}")
-    for name, (dtype, _) in _ARRAYS.items():
-        if arrays[name].dtype != dtype or arrays[name].ndim != 1:
-            what = f"{name} of {arrays[name].dtype} with {arrays[name].ndim} dimensions"
-            raise ValueError(f"{what}: expected {dtype} with 1")
-    samples, tokens = len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
-    for name, array in arrays.items():
-        expected = samples if name.endswith("_R") else tokens
-        if len(array) != expected:
-            raise ValueError(f"{name} has {len(array)} values: expected {expected}, for {samples} samples")
-        if len(array) and array.max() > _LARGEST.get(name, math.inf):
-            raise ValueError(f"{name} with the value {array.max()}: expected 0 to {_LARGEST[name]}")
-    if samples and arrays["tokens_R"].min() < 1:
-        raise ValueError("a sample without tokens")
 
 
 def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice, added: Mapping[str, Any]) -> Sample:

@@ -76,7 +76,7 @@ class Training:
         self._has_warned = False  # that a step has no targets
         #: the samples that the next checkpoint has, with the states in `progress` that fit them
         self._queue_state: QueueState | None = None
-        self._have_states = session.models.ranks.from_first(functions is not None and functions.have_states)
+        self._have_states = session.models.ranks.from_first(functions is not None and bool(functions.with_state))
         if self._have_states:
             self._record()
 

@@ -94,7 +94,7 @@ class UnpackedRows:
         filled_F, number_F = lengths.filled_K, torch.arange(len(lengths.filled), device=start_N.device)
         # the document of each place, the place's number in its document, and where each document begins
         if widths is None:
-            column_L = torch.arange(-(-lengths.longest_filled // multiple) * multiple, device=start_N.device)
+            column_L = torch.arange(-(-max(lengths.filled) // multiple) * multiple, device=start_N.device)
             document_NL, column_NL, offset_F = number_F[:, None], column_L[None], number_F * len(column_L)
         else:
             width_F = torch.tensor(widths, device=start_N.device)

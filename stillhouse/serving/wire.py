@@ -32,7 +32,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.data.media import DocumentMedia, MediaTensors
-from stillhouse.libraries import reading
+from stillhouse.libraries import first_problem, reading
 from stillhouse.serving import JSON
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 
@@ -105,13 +105,6 @@ def require_few_lists(content: bytes) -> None:
     """Raise ValueError for a body of JSON with millions of lists, which would take seconds to make and to free."""
     if (lists := content.count(b"[")) > _MOST_LISTS:
         raise ValueError(f"{lists} lists or '[': expected at most {_MOST_LISTS} in JSON")
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first problem of an invalid body, with its place."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
 
 
 def header_of(content: bytes, key: str) -> Any:
@@ -271,10 +264,10 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     if rows.shape != (len(documents), 2):
         raise ValueError(f"rows of shape {list(rows.shape)}: expected [{len(documents)}, 2]")
     ranges = [range(start, stop) for start, stop in rows.tolist()]
-    for tokens, asked in zip(documents, ranges, strict=True):
-        if not 0 <= asked.start < asked.stop <= len(tokens):
+    for tokens, span in zip(documents, ranges, strict=True):
+        if not 0 <= span.start < span.stop <= len(tokens):
             raise ValueError(
-                f"rows {asked.start} to {asked.stop} of a document of {len(tokens)} tokens: expected some of its rows"
+                f"rows {span.start} to {span.stop} of a document of {len(tokens)} tokens: expected some of its rows"
             )
     shape = None if (ids := tensors.get("ids")) is None else list(ids.shape)
     expected_shape = [sum(map(len, ranges)), signal.top_k] if signal.kind == "chosen" else None
@@ -282,10 +275,9 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
         raise ValueError(
             f"ids of shape {shape} with signal {signal.kind}: expected {expected_shape or 'them only with chosen'}"
         )
-    parts = [None] * len(documents) if ids is None else ids.split([len(asked) for asked in ranges])
-    images = decode_images(*sent, documents)
-    requested = zip(documents, ranges, parts, images, strict=True)
-    return signal, [DocumentRows(tokens, asked, part, media=media) for tokens, asked, part, media in requested]
+    parts = [None] * len(documents) if ids is None else ids.split([*map(len, ranges)])
+    requested = zip(documents, ranges, parts, decode_images(*sent, documents), strict=True)
+    return signal, [DocumentRows(tokens, span, part, media=media) for tokens, span, part, media in requested]
 
 
 def _require_few(sequences: int, most: int) -> None:
@@ -304,9 +296,8 @@ def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Te
 def decode_answer(
     content: bytes, signal: SignalSpec, width: int, documents: Sequence[DocumentRows]
 ) -> tuple[str, list[dict[str, Tensor]]]:
-    """Return the teacher's identity, and the signal's tensors for each document.
-
-    Raises ValueError if the answer is truncated, belongs to another request, or has tensors of other shapes.
+    """Return the teacher's identity, and the signal's tensors for each document. Raises ValueError if the answer is
+    truncated, belongs to another request, or has tensors of other shapes.
     """
     options, tensors = decode_body(content, KEY, "the answer")
     teacher = options.pop("teacher", None)

@@ -102,11 +102,6 @@ class Episode:
     def has_ended(self) -> bool:
         return not self.turns and not self.wants_reward
 
-    @property
-    def calls(self) -> int:
-        """The number of calls that an object needs which is started again."""
-        return max(1, len(self.turns)) + self.wants_reward
-
 
 def episode_of(arguments: Sequence[Any]) -> Episode | None:
     """The turns of the sample whose object a call needs. arguments: of the call."""

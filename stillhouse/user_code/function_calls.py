@@ -68,13 +68,10 @@ class FunctionCalls:
             threading.Thread(target=self._serve, args=(number,), name=f"worker {number}", daemon=True)
             for number in range(workers if self._functions else 0)
         ]
+        #: whether a request returns at once, so that any thread may make it
+        self.are_elsewhere = bool(self._threads)
         for thread in self._threads:
             thread.start()
-
-    @property
-    def are_elsewhere(self) -> bool:
-        """Whether a request returns at once, so that any thread may make it."""
-        return bool(self._threads)
 
     def request(self, key: str, path: str, *arguments: Any) -> Future[Any]:
         """Start a call, and return the future of its result. arguments: (prompt, completion, record, source); for a
@@ -83,7 +80,7 @@ class FunctionCalls:
         A call that fails, or that two workers have not returned from, raises UserFunctionError: in this process at
         once, in a worker by the future. If the workers are closed, the future is never done.
         """
-        if not self._threads:
+        if not self.are_elsewhere:
             started, future = time.monotonic(), Future[Any]()
             future.set_result(self._here[key, path](*arguments))
             self._add_seconds(key, started)
@@ -123,12 +120,17 @@ class FunctionCalls:
             self._times[key] = count + 1, total + time.monotonic() - started
 
     def _serve(self, number: int) -> None:
-        """Make the calls of one worker, in a thread."""
+        """Make the calls of one worker, in a thread, until the calls are closed."""
         worker: Worker | None = None
         try:
             with suppress(LostError, ValueError):  # the next call repeats the start, and has the error
                 worker = self._start()
-            while (call := self._next_call(number)) is not None:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed or self._for_worker[number] or self._for_any)
+                    if self._is_closed:
+                        return
+                    call = (self._for_worker[number] or self._for_any).popleft()
                 try:
                     worker = self._answer(call, worker)
                 finally:
@@ -139,16 +141,6 @@ class FunctionCalls:
             return
         finally:
             self._end(worker)
-
-    def _next_call(self, number: int) -> _Call | None:
-        """Wait for a call for this worker; None if the calls are closed."""
-        with self._changed:
-            while not self._is_closed:
-                for waiting in (self._for_worker[number], self._for_any):
-                    if waiting:
-                        return waiting.popleft()
-                self._changed.wait()
-        return None
 
     def _answer(self, call: _Call, worker: Worker | None) -> Worker | None:
         """Make a call, and set the result of its future. Returns the worker for the next call, None if it is lost."""

@@ -22,14 +22,6 @@ def require_in_file(path: str, hint: str = "") -> None:
     module, _, function = path.partition(":")
     if module in sys.modules:
         return
-    spec = _spec(path, module, hint)
-    names = set(_DYNAMIC) if spec is None else _names(path, spec)
-    if function not in names and names.isdisjoint(_DYNAMIC):
-        raise no_function(path, module, function)
-
-
-def _spec(path: str, module: str, hint: str) -> ModuleSpec | None:
-    """Where the module is; None if that is not known without an import. Raises ValueError if there is none."""
     first, *rest = module.split(".")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -38,16 +30,18 @@ def _spec(path: str, module: str, hint: str) -> ModuleSpec | None:
     for part in rest:
         if spec is None:
             break
-        if spec.submodule_search_locations is None:
-            return None
+        if spec.submodule_search_locations is None:  # only an import tells whether there are modules in it
+            return
         names = _names(path, spec)
         parents.append(part)
         spec = PathFinder.find_spec(".".join(parents), list(spec.submodule_search_locations))
         if spec is None and "__path__" in names:
-            return None
+            return
     if spec is None:
         raise no_module(path, module, hint)
-    return spec
+    names = _names(path, spec)
+    if function not in names and names.isdisjoint(_DYNAMIC):
+        raise no_function(path, module, function)
 
 
 def _names(path: str, spec: ModuleSpec) -> set[str]:

@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,23 +25,38 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 class FunctionStates:
-    """The user's functions of a run, in this process. sources: the sha256 of modules that are not installed."""
+    """The user's functions of a run, in this process. with_state: those that have a state, by key and path.
+
+    sources: the sha256 of the source files of their modules, and of all modules whose package is not installed, by
+        module; "" for a file that cannot be read.
+    """
 
     def __init__(self, functions: Iterable[UserFunction]):
         functions = list(functions)
-        self._with_state = {str(function): function for function in functions if has_state(function)}
-        hashes = _source_hashes({function.path.partition(":")[0] for function in functions}) if functions else {}
-        ours = ("__main__", "__mp_main__", __name__.partition(".")[0])
-        self.sources = {name: digest for name, digest in hashes.items() if name.partition(".")[0] not in ours}
-
-    @property
-    def have_states(self) -> bool:
-        """Whether a function has a state."""
-        return bool(self._with_state)
+        self.with_state = {str(function): function for function in functions if has_state(function)}
+        self.sources: dict[str, str] = {}
+        named = {function.path.partition(":")[0] for function in functions}
+        files = {
+            name: Path(file)
+            for name, module in (sorted(sys.modules.items()) if functions else ())
+            if isinstance(module, ModuleType) and isinstance(file := vars(module).get("__file__"), str)
+        }
+        # a virtual environment may see packages of another Python, in other folders than its own
+        standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+        for name, file in files.items():
+            top = name.partition(".")[0]
+            package = files.get(top, file)  # it may make modules elsewhere, as torch.compile does
+            is_installed = not _INSTALLED.isdisjoint(package.parts) or any(map(package.is_relative_to, standard))
+            is_of_user = name in named or (file.suffix == ".py" and not is_installed)
+            if is_of_user and top not in ("__main__", "__mp_main__", __name__.partition(".")[0]):
+                try:
+                    self.sources[name] = file_hash(file)
+                except OSError:
+                    self.sources[name] = ""
 
     def texts(self) -> dict[str, str]:
         """The states as JSON, by the functions' keys and paths. Raises UserFunctionError."""
-        return {name: state_text(function) for name, function in self._with_state.items()}
+        return {name: state_text(function) for name, function in self.with_state.items()}
 
     def load(self, texts: Mapping[str, str], sources: Mapping[str, str], warn: Callable[[str], None]) -> None:
         """Load the states of a checkpoint. texts, sources: `texts()` and `sources` when it was written.
@@ -54,10 +69,10 @@ class FunctionStates:
                 f"the source of {name_list(changed)} has changed since the checkpoint was written: the functions of "
                 "the run may give other results than before"
             )
-        for name in sorted(texts.keys() ^ self._with_state.keys()):
+        for name in sorted(texts.keys() ^ self.with_state.keys()):
             missing = f"no longer has {SAVE} and {LOAD}" if name in texts else "has no state in the checkpoint"
             warn(f"{name} {missing}: it begins anew, and the run is another one than without an interruption")
-        for name, function in self._with_state.items():
+        for name, function in self.with_state.items():
             if name in texts:
                 method_of(function, _owner(function), LOAD)(json.loads(texts[name]))
 
@@ -113,26 +128,3 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_json, value))
     return value is None or isinstance(value, int | float | str)  # numpy.float64 is a float
-
-
-def _source_hashes(named: Collection[str]) -> dict[str, str]:
-    """The sha256 of the source files of imported modules, by module: of those in `named`, and of all modules whose
-    package is not installed. "" for a file that cannot be read.
-    """
-    files = {
-        name: Path(file)
-        for name, module in sorted(sys.modules.items())
-        if isinstance(module, ModuleType) and isinstance(file := vars(module).get("__file__"), str)
-    }
-    # a virtual environment may see packages of another Python, in other folders than its own
-    standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    hashes = {}
-    for name, file in files.items():
-        package = files.get(name.partition(".")[0], file)  # it may make modules elsewhere, as torch.compile does
-        is_installed = not _INSTALLED.isdisjoint(package.parts) or any(map(package.is_relative_to, standard))
-        if name in named or (file.suffix == ".py" and not is_installed):
-            try:
-                hashes[name] = file_hash(file)
-            except OSError:
-                hashes[name] = ""
-    return hashes

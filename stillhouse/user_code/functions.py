@@ -12,11 +12,11 @@ import math
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from traceback import StackSummary, TracebackException, extract_tb
 from types import TracebackType
 from typing import Any, Literal, TypedDict
 
@@ -301,9 +301,19 @@ class _ForeignCode(AbstractContextManager[object]):
         # ours catches Ctrl-C and raises nothing, so there a KeyboardInterrupt comes from the function.
         raises_on_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c
-        if error is not None and not isinstance(error, OverdueError) and not is_ctrl_c:
-            message = f"{self._what} raises {in_words(error)}{self._about}{_frames(error.__traceback__)}"
-            raise UserFunctionError(message) from error
+        if error is None or isinstance(error, OverdueError) or is_ctrl_c:
+            return
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+            trace = trace.tb_next
+        # the user's frames, without column numbers: they would add lines with markers
+        frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
+        entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
+        if len(entries) > _FIRST + _LAST:
+            left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
+            entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
+        message = f"{self._what} raises {in_words(error)}{self._about}"
+        raise UserFunctionError("".join([message, "\n", *entries]).rstrip()) from error
 
 
 def _require_parameters(
@@ -326,20 +336,7 @@ def _require_parameters(
 
 def in_words(error: BaseException) -> str:
     """The type of an error and the first line of its message, cut at `_WIDTH` characters."""
-    message = str(traceback.TracebackException(type(error), error, None))
+    message = str(TracebackException(type(error), error, None))
     first = escaped(message.strip().partition("\n")[0])
     shown = first if len(first) <= _WIDTH else f"{first[: _WIDTH - 3]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
-
-
-def _frames(trace: TracebackType | None) -> str:
-    """The user's frames of a traceback, as lines to follow the message."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
-        trace = trace.tb_next
-    # without column numbers: they would add lines with markers
-    frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in traceback.extract_tb(trace)]
-    entries = traceback.StackSummary.from_list(frames).format()  # repeated frames become one entry
-    if len(entries) > _FIRST + _LAST:
-        left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
-        entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
-    return "".join(["\n", *entries]).rstrip()

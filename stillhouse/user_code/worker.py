@@ -123,8 +123,9 @@ class Worker:
                 f"({first_line(error)}): expected texts, numbers, lists and the like, or rollout.workers=0"
             ) from error
         calls, episode = 1, episode_of(arguments)
-        if episode is not None:
-            calls = 1 + episode.wants_reward if episode.number in self._samples else episode.calls
+        if episode is not None:  # an object that is started again gets all turns again
+            turns = 1 if episode.number in self._samples else max(1, len(episode.turns))
+            calls = turns + episode.wants_reward
             change = self._samples.discard if episode.has_ended else self._samples.add
             change(episode.number)
         each_call = f" for each of {calls} calls" if calls > 1 else ""
@@ -145,18 +146,16 @@ class Worker:
         except TimeoutError:
             raise LostError(late.format(seconds)) from None
         except (EOFError, OSError):
-            raise LostError(self._how_it_ended()) from None
+            try:
+                code = self._process.wait(SECONDS_BETWEEN_LOOKS)
+            except subprocess.TimeoutExpired:
+                raise LostError("closes the connection of its process") from None
+            limit = "" if self._memory_gib is None else f" (its limit is {self._memory_gib:g} GiB of memory)"
+            if code < 0:
+                raise LostError(f"lets its process end by {signal.Signals(-code).name}{limit}") from None
+            hint = limit if code == OUT_OF_MEMORY else ""
+            raise LostError(f"ends its process with exit code {code}{hint}") from None
         return answer
-
-    def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(SECONDS_BETWEEN_LOOKS)
-        except subprocess.TimeoutExpired:
-            return "closes the connection of its process"
-        limit = "" if self._memory_gib is None else f" (its limit is {self._memory_gib:g} GiB of memory)"
-        if code >= 0:
-            return f"ends its process with exit code {code}{limit if code == OUT_OF_MEMORY else ''}"
-        return f"lets its process end by {signal.Signals(-code).name}{limit}"
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):

@@ -44,10 +44,9 @@ class RewardServer:
         source: str,
         turns: Sequence[Turn],
     ) -> Future[Any]:
-        """Request the reward of a completion; returns at once. source: `file:line` of the record.
-
-        The future raises UserFunctionError with the server and the completion if the server refuses the request or
-        gives no finite number, or if JSON cannot represent the record, and ServerError if it does not answer in time.
+        """Request the reward of a completion; returns at once. source: `file:line` of the record. The future raises
+        UserFunctionError with the server and the completion if the server refuses the request or gives no finite
+        number, or if JSON cannot represent the record, and ServerError if it does not answer in time.
         """
         about, named = about_completion(completion, source), Future[Any]()
 

@@ -126,10 +126,9 @@ class ServedEngine:
         return futures
 
     def update_weights(self, version: int, folder: Path | None) -> None:
-        """Load a published version on all servers in parallel, and prove that they generate with it.
-
-        A server that does not answer gets the version when it answers again. Raises ServerError if no server answers,
-        or if a server answers that it cannot load the version; that server then stays paused.
+        """Load a published version on all servers in parallel, and prove that they generate with it. A server that
+        does not answer gets the version when it answers again. Raises ServerError if no server answers, or if a
+        server answers that it cannot load the version; that server then stays paused.
         """
         if folder is None:
             raise ValueError("servers read weights from a folder: expected the one that was published")
@@ -149,8 +148,7 @@ class ServedEngine:
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         """Raise ValueError if a server does not report its tokenizer, or if its tokens of this text differ."""
         for server in self.weights.servers.values():
-            ask = self._pool.asker(server.url)
-            self._api.require_tokenizer(ask, server.url, server.model, tokenizer, text)
+            self._api.require_tokenizer(self._pool.asker(server.url), server.url, server.model, tokenizer, text)
 
     def close(self) -> None:
         self.weights.forget(self.weights.newest, SECONDS_TO_DROP)
@@ -220,9 +218,8 @@ class ServedEngine:
 
 
 def token_versions(spans: Sequence[VersionSpan], versions: dict[str, int], count: int) -> np.ndarray | None:
-    """The version of each of the `count` tokens; None if `versions` lacks the label of a span.
-
-    Raises ValueError unless the spans cover all tokens in order.
+    """The version of each of the `count` tokens; None if `versions` lacks the label of a span. Raises ValueError
+    unless the spans cover all tokens in order.
     """
     per_token: list[Any] = []
     for span in spans:

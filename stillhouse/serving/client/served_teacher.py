@@ -234,13 +234,25 @@ def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
 
 
 def connect(teacher: TeacherConfig, temperature: float, section: str = "teacher") -> RemoteSignals:
-    """Request the servers' descriptions, and get the files of the teacher that the run needs.
+    """Request the servers' descriptions, and get the files of the teacher that the run needs: configuration and
+    tokenizer, and for hidden states the files of the output head.
 
     temperature: that of the teacher's divergence. section: the teacher's section of the configuration. Raises
     ConfigError if the servers have different teachers or cannot give the signal, ServerError if one does not answer.
     """
     with _section_errors(section), ExitStack() as on_error:
-        model_folder = None if teacher.model is None else _teacher_files(teacher)
+        model_folder = None
+        if teacher.model is not None and os.path.isdir(teacher.model):
+            model_folder = Path(teacher.model)
+        elif teacher.model is not None:  # of the files on the hub, download only those that the run needs
+            with reading(f"the teacher {teacher.model!r} cannot be read from the hub"):
+                download = partial(snapshot_download, teacher.model, revision=teacher.revision)
+                model_folder = Path(download(allow_patterns=SMALL_FILES))
+                if teacher.signal == "hidden":
+                    # a single file comes before the files of an index
+                    single = named_weights(str(model_folder), json_object(model_folder, CONFIG_NAME))
+                    download(allow_patterns=[single or SAFE_WEIGHTS_NAME])
+                    download(allow_patterns=files_of_head(model_folder))
         token = server_token(f"{section}.token_variable", teacher.token_variable)
         pool = ServerPool(
             teacher.urls,
@@ -369,21 +381,3 @@ def prove_servers(
         f"{section}: {store.signal}, {per_token:,} bytes per token, from {store.name} ({store.api.kind.name}); "
         f"proven with {'; '.join(proof.findings)}"
     )
-
-
-def _teacher_files(teacher: TeacherConfig) -> Path:
-    """A folder with the teacher's configuration and tokenizer. If the servers send hidden states, it also has the
-    files of the output head. Only these files are downloaded from the hub.
-    """
-    assert teacher.model is not None
-    if os.path.isdir(teacher.model):
-        return Path(teacher.model)
-    with reading(f"the teacher {teacher.model!r} cannot be read from the hub"):
-        download = partial(snapshot_download, teacher.model, revision=teacher.revision)
-        folder = Path(download(allow_patterns=SMALL_FILES))
-        if teacher.signal == "hidden":
-            # a single file comes before the files of an index
-            single = named_weights(str(folder), json_object(folder, CONFIG_NAME)) or SAFE_WEIGHTS_NAME
-            download(allow_patterns=[single])
-            download(allow_patterns=files_of_head(folder))
-    return folder

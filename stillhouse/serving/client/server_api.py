@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -228,9 +228,8 @@ class ServerApi(Protocol):
         )
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
-        """Load a published version on the server. Tokens that it generates afterwards have the version's label.
-
-        The call may be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if it cannot
+        """Load a published version on the server. Tokens that it generates afterwards have the version's label. The
+        call may be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if it cannot
         load the version. Until a later call succeeds, it generates no tokens, or tokens with another label.
         """
 
@@ -298,18 +297,20 @@ def json_call(
     return ServerRequest(path, json.dumps(body).encode(), JSON, parse, tokens, most_bytes, absent)
 
 
-def require(response: HttpAnswer, what: str, hint: str = "") -> Any:
-    """The content of an answer, parsed if it is JSON. Raises ServerError unless the status is 200."""
-    if response.status != 200:
-        refuse(response, what, f"{response.status} {response.message}", hint)
+def require(response: HttpAnswer, what: str, hint: str = "", expected: Mapping[str, str | bool] | None = None) -> Any:
+    """The content of an answer, parsed if it is JSON. Raises ServerError unless the status is 200 and the content has
+    these values.
+    """
     try:
-        return response.json() if response.content else None
+        content = response.json() if response.content else None
     except ValueError:
-        return response.text
-
-
-def refuse(response: HttpAnswer, what: str, why: str, hint: str = "") -> NoReturn:
-    raise ServerError(f"{response.url}: {what} failed: {why}{f'; {hint}' if hint else ''}")
+        content = response.text
+    problem = "" if response.status == 200 else f"{response.status} {response.message}"
+    if not problem and expected and not (isinstance(content, dict) and expected.items() <= content.items()):
+        problem = f"got {response.message[:200]}, expected {json.dumps(expected)}"
+    if problem:
+        raise ServerError(f"{response.url}: {what} failed: {problem}{f'; {hint}' if hint else ''}")
+    return content
 
 
 def top_k_tensors(

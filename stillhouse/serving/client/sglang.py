@@ -27,7 +27,6 @@ from stillhouse.serving.client.server_api import (
     VersionSpan,
     ask_description,
     json_call,
-    refuse,
     require,
     top_k_tensors,
 )
@@ -153,10 +152,8 @@ class SglangApi(ServerApi):
             return True
         require(ask("/pause_generation", {"mode": "abort"}), "/pause_generation", self.kind.hint)
         body = {"model_path": str(published.folder), "weight_version": published.label, "flush_cache": True}
-        response = ask("/update_weights_from_disk", body)
-        content = require(response, "loading the weights", "the server stays paused")
-        if not isinstance(content, dict) or content.get("success") is not True:
-            refuse(response, "loading the weights", response.message, "the server stays paused")
+        response, hint = ask("/update_weights_from_disk", body), "the server stays paused"
+        require(response, "loading the weights", hint, {"success": True})
         require(ask("/continue_generation", {}), "/continue_generation")
         return True
 

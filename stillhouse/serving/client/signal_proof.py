@@ -127,7 +127,20 @@ def prove(
     findings = [f"{len(probes)} documents on {len(servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
     if local is not None:
-        findings.append(_prove_local(store, spec, probes, first, local, media_inputs))
+        parameter, inputs = next(local.parameters()), None
+        if media_inputs is not None and any(probe.media is not None for probe in probes):
+            inputs = proven_media_inputs(local, media_inputs.processor)
+        scorer = Scorer(single_process_runner(local, None), parameter.device, inputs)
+        scored = list[Signal]()
+        for outcome in scorer.score([ScoreRequest(probe, spec) for probe in probes]):
+            if isinstance(outcome, NotFiniteError):
+                raise outcome
+            scored.append(outcome)
+        # a server that does not report its dtype may compute in half precision
+        is_float32 = {servers[0].dtype, spec.dtype, str(parameter.dtype)[6:]} == {"float32"}
+        both = f"{store.name} and the model in this process give different signals for the same tokens"
+        worst = _require_near(first, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
+        findings.append(f"it differs from the same model in this process by at most {worst:.1e}")
     elif servers[0].identity is None:
         findings.append("its weights were not compared with files here")
     return Proof(store, spec, probes, first, findings)
@@ -183,10 +196,9 @@ def _changeable(probe: DocumentRows) -> np.ndarray:
 
 
 def _row_differences(one: Signal, other: Signal) -> Tensor:
-    """The differences of two answers for the same rows, [N], from 0 to about 1.
-
-    For hidden states, the difference is the relative error. For ids, it is the total variation; an id that is absent
-    from an answer has probability 0 in this answer.
+    """The differences of two answers for the same rows, [N], from 0 to about 1. For hidden states, the difference is
+    the relative error. For ids, it is the total variation; an id that is absent from an answer has probability 0 in
+    this answer.
     """
     if "hidden" in one:
         one_NE, other_NE = one["hidden"].double(), other["hidden"].double()
@@ -329,26 +341,3 @@ def _cross_entropy(
     mean = float(torch.cat(losses).detach().mean())
     uniform = "" if vocabulary is None else f", {math.log(vocabulary):.2f} if it knew nothing"
     return [f"cross-entropy {about}{mean:.2f} nats per token{uniform}"]
-
-
-def _prove_local(
-    store: "RemoteSignals",
-    spec: SignalSpec,
-    probes: Sequence[DocumentRows],
-    answers: Sequence[Signal],
-    local: Decoder,
-    media_inputs: MediaInputs | None,
-) -> str:
-    first_parameter = next(local.parameters())
-    has_images = media_inputs is not None and any(probe.media is not None for probe in probes)
-    inputs = proven_media_inputs(local, media_inputs.processor) if media_inputs is not None and has_images else None
-    scorer = Scorer(single_process_runner(local, None), first_parameter.device, inputs)
-    outcomes = scorer.score([ScoreRequest(probe, spec) for probe in probes])
-    scored = [outcome for outcome in outcomes if not isinstance(outcome, NotFiniteError)]
-    if len(scored) < len(outcomes):
-        raise next(outcome for outcome in outcomes if isinstance(outcome, NotFiniteError))
-    # a server that does not report its dtype may compute in half precision
-    is_float32 = {store.servers[0].dtype, spec.dtype, str(first_parameter.dtype)[6:]} == {"float32"}
-    both = f"{store.name} and the model in this process give different signals for the same tokens"
-    worst = _require_near(answers, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
-    return f"it differs from the same model in this process by at most {worst:.1e}"

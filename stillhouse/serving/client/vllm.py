@@ -35,7 +35,6 @@ from stillhouse.serving.client.server_api import (
     id_tensors,
     json_call,
     next_tokens,
-    refuse,
     require,
     top_k_tensors,
 )
@@ -148,7 +147,22 @@ class VllmApi(ServerApi):
         answer = ask("/v1/models", None)
         model = parsed(_FirstModel, answer.content, f"{answer.url} names no model", self.kind.hint)
         if self.is_tied:
-            _require_whole_updates(ask)
+            # At its start, a vLLM on a CPU copies a tied head. New weights change the embedding and not this copy, so
+            # that its log-probabilities would belong to no version.
+            answer = ask("/server_info?config_format=json", None)
+            if answer.status == 404:
+                raise ValueError(f"{answer.url}: 404; {_DEVELOPMENT}")
+            what = (
+                f"{answer.url} does not tell the server's device, and a vLLM on a CPU keeps the first output head of "
+                "a student whose head is its embedding: expected a vLLM whose /server_info has "
+                "vllm_config.device_config.device"
+            )
+            if parsed(_ServerInfo, answer.content, what).device == "cpu":
+                raise ValueError(
+                    f"{answer.server} is a vLLM on a CPU. When it is given new weights, it keeps the first output "
+                    "head of a student whose head is its embedding (tie_word_embeddings): expected a vLLM on a GPU, "
+                    "a student with a head of its own, or rollout.engine transformers or stillhouse"
+                )
         return model.id
 
     def body(
@@ -183,8 +197,7 @@ class VllmApi(ServerApi):
         if adapter is not None:  # the label is the model's name, because `weight_versions` names the base weights
             spans = [VersionSpan(generated.model, 0, len(tokens))]
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
-        log_probs = [token.logprob for token in tokens]
-        return Answer(choice.token_ids, log_probs, spans, choice.finish_reason, stop)
+        return Answer(choice.token_ids, [token.logprob for token in tokens], spans, choice.finish_reason, stop)
 
     def top_log_probs(self, response: HttpAnswer) -> list[float]:
         [choice] = _generated(response).choices
@@ -304,27 +317,6 @@ def _generated(response: HttpAnswer) -> _Generated:
     return parsed(_Generated, response.content, f"{_GENERATE} gives no completion")
 
 
-def _require_whole_updates(ask: Ask) -> None:
-    """Raise ValueError for a vLLM on a CPU. At its start it copies a tied head. New weights change the embedding and
-    not this copy, so that its log-probabilities would belong to no version.
-    """
-    answer = ask("/server_info?config_format=json", None)
-    if answer.status == 404:
-        raise ValueError(f"{answer.url}: 404; {_DEVELOPMENT}")
-    what = (
-        f"{answer.url} does not tell the server's device, and a vLLM on a CPU keeps the first output head of a "
-        "student whose head is its embedding: expected a vLLM whose /server_info has vllm_config.device_config.device"
-    )
-    if parsed(_ServerInfo, answer.content, what).device == "cpu":
-        raise ValueError(
-            f"{answer.server} is a vLLM on a CPU. When it is given new weights, it "
-            "keeps the first output head of a student whose head is its embedding (tie_word_embeddings): expected a "
-            "vLLM on a GPU, a student with a head of its own, or rollout.engine transformers or stillhouse"
-        )
-
-
-def _succeed(ask: Ask, path: str, body: Any, key: str, expected: Any) -> None:
+def _succeed(ask: Ask, path: str, body: Any, key: str, value: str | bool) -> None:
     response = ask(path, body)
-    content = require(response, path, _DEVELOPMENT if response.status == 404 else "")
-    if not isinstance(content, dict) or content.get(key) != expected:
-        refuse(response, path, f"got {response.message[:200]}, expected {key}: {expected}")
+    require(response, path, _DEVELOPMENT if response.status == 404 else "", {key: value})

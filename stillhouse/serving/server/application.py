@@ -60,10 +60,31 @@ class Application:
         )
         #: the most bytes of all bodies in memory, where one with images stays until its answer; and those there now
         self._total, self._held = role.limits.bodies_bytes + 2 * role.limits.image_bytes, 0
-        self._add_state()
         for kind, answer in _ERRORS.items():
             self.api.add_exception_handler(kind, partial(_answered, answer))
         self.api.add_middleware(gate, error_of=partial(scope_error, token, host), count=self.metrics.request)
+
+        @self.api.get("/v1/info")
+        async def info() -> dict[str, Any]:
+            """The model, and the limits of requests."""
+            return self.role.info
+
+        @self.api.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            name, longest = self.role.name, self.role.limits.max_tokens
+            model = {"id": name, "object": "model", "owned_by": "stillhouse", "root": name, "parent": None}
+            return {"object": "list", "data": [model | {"max_model_len": longest}]}
+
+        @self.api.get("/healthz", responses=errors(503))
+        async def healthz() -> Response:
+            if self.queue.is_draining:
+                return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING).response()
+            return JSONResponse({"status": "ready"})
+
+        @self.api.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+        async def metrics() -> Response:
+            return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
         role.add_routes(self)
 
     def require_model(self, name: str | None) -> None:
@@ -158,28 +179,6 @@ class Application:
             responses={**(answers or {}), **errors(400, 404, 408, 413, 415, 422, 429, 500, 503)},
             openapi_extra=required_body(schemas),
         )
-
-    def _add_state(self) -> None:
-        @self.api.get("/v1/info")
-        async def info() -> dict[str, Any]:
-            """The model, and the limits of requests."""
-            return self.role.info
-
-        @self.api.get("/v1/models")
-        async def models() -> dict[str, Any]:
-            name, longest = self.role.name, self.role.limits.max_tokens
-            model = {"id": name, "object": "model", "owned_by": "stillhouse", "root": name, "parent": None}
-            return {"object": "list", "data": [model | {"max_model_len": longest}]}
-
-        @self.api.get("/healthz", responses=errors(503))
-        async def healthz() -> Response:
-            if self.queue.is_draining:
-                return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING).response()
-            return JSONResponse({"status": "ready"})
-
-        @self.api.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-        async def metrics() -> Response:
-            return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def required_body(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stillhouse.serving.server.gate import OPEN_PATHS, RequestError, is_loopback
+from stillhouse.serving.server.gate import OPEN_PATHS, RequestError
 
 #: seconds that a connection waits for the header of a request, or for more of a body that was answered early
 HEADER_SECONDS = 10.0
@@ -33,19 +33,6 @@ SEND_SECONDS = 120.0
 LAST_SECONDS = 60.0
 #: the most connections that the operating system queues until the server accepts them
 BACKLOG = 2048
-
-
-def check_address(host: str, token: str | None, *, require_token: bool) -> None:
-    """Raise ValueError for a token that is invalid in a header, and for a non-loopback address without a token."""
-    if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError(
-            "the token is empty or has characters that no HTTP header holds: expected ASCII without spaces"
-        )
-    if token is None and require_token and not is_loopback(host):
-        raise ValueError(
-            f"host {host} is reachable from other machines and no token is set: expected STILLHOUSE_TOKEN, --token, "
-            "or --no-token to serve everyone"
-        )
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -64,7 +51,6 @@ def bound(host: str, port: int) -> socket.socket:
 
 class HttpThread:
     """Runs uvicorn in a separate thread, where uvicorn installs no signal handlers. The main thread calls `end`.
-
     Raises OSError if another process has begun to listen on the address, which two processes can bind before.
     """
 
@@ -157,9 +143,8 @@ class Connection(H11Protocol):
 
 
 def drained(app: ASGIApp) -> ASGIApp:
-    """Read the rest of a body that was answered early, such as one that is too large, and keep nothing of it.
-
-    Without this, a client that sends all of its body before it reads would get a reset in place of the answer. Beyond
+    """Read the rest of a body that was answered early, such as one that is too large, and keep nothing of it. Without
+    this, a client that sends all of its body before it reads would get a reset in place of the answer. Beyond
     `LATE_BYTES` or `LATE_SECONDS`, and `HEADER_SECONDS` after the last byte, the answer is ended all the same.
     """
 

@@ -175,8 +175,7 @@ class InPieces(Response):
             view = memoryview(self._content)
             for start in range(0, len(view), _PIECE):
                 piece = bytes(view[start : start + _PIECE])
-                more = start + _PIECE < len(view)
-                await send({"type": "http.response.body", "body": piece, "more_body": more})
+                await send({"type": "http.response.body", "body": piece, "more_body": start + _PIECE < len(view)})
         finally:
             self._sent()
 

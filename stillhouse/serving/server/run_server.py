@@ -29,8 +29,8 @@ from stillhouse.parallel import (
 )
 from stillhouse.preemption import finishing, requested
 from stillhouse.serving.server.application import Application
-from stillhouse.serving.server.connection import LAST_SECONDS, HttpThread, bound, check_address
-from stillhouse.serving.server.gate import RequestError
+from stillhouse.serving.server.connection import LAST_SECONDS, HttpThread, bound
+from stillhouse.serving.server.gate import RequestError, is_loopback
 from stillhouse.serving.server.generation import CompletionWriter
 from stillhouse.serving.server.request_queue import Item, RequestQueue
 from stillhouse.serving.server.role import ModelOptions, Role
@@ -60,10 +60,18 @@ def run_server(
     deterministic: bool,
 ) -> None:
     """Serve a model until a signal to end, such as SIGTERM (see `preemption.handling`). Options: see the command.
-
-    Raises ValueError for a model that cannot be served, and OSError for an address that cannot be used.
+    Raises ValueError for a model that cannot be served, a token that is invalid in a header, or an address that other
+    machines can reach without a token, and OSError for an address that cannot be used.
     """
-    check_address(host, token, require_token=require_token)
+    if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(
+            "the token is empty or has characters that no HTTP header holds: expected ASCII without spaces"
+        )
+    if token is None and require_token and not is_loopback(host):
+        raise ValueError(
+            f"host {host} is reachable from other machines and no token is set: expected STILLHOUSE_TOKEN, --token, "
+            "or --no-token to serve everyone"
+        )
     if queue_tokens is not None and queue_tokens < batch_tokens:
         raise ValueError(f"queue tokens {queue_tokens}: expected at least the {batch_tokens} tokens of a batch")
     if generate and process_count() > 1:

@@ -91,10 +91,8 @@ def add_teacher_routes(
     def tensor_bytes(results: Sequence[dict[str, Tensor]]) -> int:
         return sum(tensor.nbytes for tensors in results for tensor in tensors.values())
 
-    schemas, answers = (
-        {JSON: ScoreBody.model_json_schema(), SAFETENSORS: BINARY},
-        _file("see stillhouse/serving/wire.py"),
-    )
+    schemas = {JSON: ScoreBody.model_json_schema(), SAFETENSORS: BINARY}
+    answers = _file("see stillhouse/serving/wire.py")
     application.add_operation("/v1/score", score, schemas, tensor_bytes, SAFETENSORS, answers)
     schemas = {JSON: CompletionBody.model_json_schema()}
     application.add_operation("/v1/completions", complete, schemas, tensor_bytes)

@@ -79,10 +79,9 @@ class WeightUpdates:
         self._closed = False
 
     def read(self, folder: Path, manifest: str | None = None) -> NewWeights:
-        """Read the weights of a folder. manifest: the manifest's expected sha256.
-
-        Raises ValueError unless the folder is complete and has this manifest, each tensor fits the model, and all
-        values are finite. A client is not told which paths exist outside of the root, or anywhere without a root.
+        """Read the weights of a folder. manifest: the manifest's expected sha256. Raises ValueError unless the folder
+        is complete and has this manifest, each tensor fits the model, and all values are finite. A client is not told
+        which paths exist outside of the root, or anywhere without a root.
         """
         shown = escaped(str(folder))[:200]
         if not folder.is_absolute() or "\0" in str(folder):
@@ -184,28 +183,7 @@ class WeightUpdates:
         """
         if self._has_model:
             raise ValueError(f"{shown} has an adapter, and the server has a whole model of a run; {_ANEW}")
-        self._require_base(shown, published.manifest.base)
-        if ADAPTER_CONFIG not in published.manifest.files:
-            raise ValueError(f"{shown} has no {ADAPTER_CONFIG}: expected an adapter; publish it again")
-        try:
-            options = LoraOptions.of(published.read(ADAPTER_CONFIG, _CONFIG_BYTES))
-            if self._lora not in (None, options):
-                raise ValueError(f"an adapter with {options}, and the server has {self._lora}: start the server anew")
-            if options not in self._expected_lora:
-                self._expected_lora[options] = expected_lora(self._decoder, options)
-            in_decoder = self._expected_lora[options]
-            if sum(matrix.nbytes for matrix in in_decoder.values()) > self._most_bytes:
-                raise ValueError(f"with r {options.r}, the adapter is larger than the model: expected a smaller r")
-        except ValueError as error:
-            raise ValueError(f"{shown}: {error}") from error
-        names = {saved_lora_name(self._decoder, name): name for name in in_decoder}
-        layers = f"the LoRA layers of {typename(self._decoder.pretrained)}"
-        stored = _stored(shown, published, layers, {saved: in_decoder[name] for saved, name in names.items()})
-        _require_finite(shown, stored, set())
-        return NewWeights({names[saved]: matrix for saved, matrix in stored.items()}, options)
-
-    def _require_base(self, shown: str, base: AdapterBase | None) -> None:
-        if base is None:
+        if (base := published.manifest.base) is None:
             raise ValueError(
                 f"{shown} does not name the model on which its adapter was trained: expected a folder that a run has "
                 "published for its rollout servers"
@@ -225,6 +203,24 @@ class WeightUpdates:
         if base.dtype != here.dtype:
             dtype = escaped(base.dtype)[:20]
             raise ValueError(f"{is_other}: it is {dtype} there and {here.dtype} here; expected --dtype {dtype}")
+        if ADAPTER_CONFIG not in published.manifest.files:
+            raise ValueError(f"{shown} has no {ADAPTER_CONFIG}: expected an adapter; publish it again")
+        try:
+            options = LoraOptions.of(published.read(ADAPTER_CONFIG, _CONFIG_BYTES))
+            if self._lora not in (None, options):
+                raise ValueError(f"an adapter with {options}, and the server has {self._lora}: start the server anew")
+            if options not in self._expected_lora:
+                self._expected_lora[options] = expected_lora(self._decoder, options)
+            in_decoder = self._expected_lora[options]
+            if sum(matrix.nbytes for matrix in in_decoder.values()) > self._most_bytes:
+                raise ValueError(f"with r {options.r}, the adapter is larger than the model: expected a smaller r")
+        except ValueError as error:
+            raise ValueError(f"{shown}: {error}") from error
+        names = {saved_lora_name(self._decoder, name): name for name in in_decoder}
+        layers = f"the LoRA layers of {typename(self._decoder.pretrained)}"
+        stored = _stored(shown, published, layers, {saved: in_decoder[name] for saved, name in names.items()})
+        _require_finite(shown, stored, set())
+        return NewWeights({names[saved]: matrix for saved, matrix in stored.items()}, options)
 
 
 def _stored(shown: str, published: PublishedFolder, model: str, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
