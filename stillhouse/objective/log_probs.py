@@ -130,7 +130,7 @@ def teacher_log_probs(
     raise ValueError(
         f"{type(signal).__name__} does not give the probability of a certain token: expected FullVocab, DenseLogits, "
         "a Mixture of them, or TopK or Chosen with the sampled token among the ids; sampled_kl and "
-        "policy_gradient(teacher_kl=…) need it, a divergence or uld does not"
+        "policy_gradient(teacher_kl=…) need it, a divergence does not"
     )
 
 

@@ -1,9 +1,8 @@
 """The public names of the package, which `__init__.py` imports at their first use."""
 
-from stillhouse.objective.cross_tokenizer import Continuation, SortedL1, SortedTopK, SpanSignal
+from stillhouse.objective.cross_tokenizer import Continuation, SpanSignal
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import (
-    acceptance,
     alpha_beta,
     forward_kl,
     jsd,
@@ -56,14 +55,11 @@ __all__ = [
     "SampledKL",
     "Signal",
     "Signals",
-    "SortedL1",
-    "SortedTopK",
     "SpanSignal",
     "StudentHidden",
     "Term",
     "TopK",
     "VocabShard",
-    "acceptance",
     "alpha_beta",
     "detached",
     "discounted_sum",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from stillhouse.objective.cross_tokenizer import Continuation, SortedL1, SortedTopK, SpanSignal
+from stillhouse.objective.cross_tokenizer import Continuation, SpanSignal
 from stillhouse.objective.divergence import Divergence, weighted_parts
 from stillhouse.objective.expression import expression_fields
 from stillhouse.objective.formulas import DIVERGENCES, weighted_sum
@@ -61,7 +61,6 @@ class ObjectiveSpec:
     entropy: float | None = None
     temperature: float = 1.0
     scale_by_temperature_squared: bool = False
-    uld: float | None = None
     sampled_kl: float | None = None
     estimator: Literal["k2", "k3"] = "k2"
     policy_gradient: float | None = None
@@ -97,7 +96,7 @@ class ObjectiveSpec:
     @property
     def needs_teacher(self) -> bool:
         return any(
-            any(term is not None for term in (part.divergence, part.uld, part.sampled_kl))
+            any(term is not None for term in (part.divergence, part.sampled_kl))
             or bool(part.policy_gradient and (part.teacher_kl or part.policy.kl_scale))
             for part in self.parts
         )
@@ -132,7 +131,7 @@ class ObjectiveSpec:
                 "an objective by origin at further depths of multi-token prediction: expected one of all"
             )
         rest = replace(self, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
-        if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.uld, rest.entropy)):
+        if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.entropy)):
             raise ValueError(
                 f"{self.in_words()} at further depths of multi-token prediction: expected a divergence or "
                 "cross_entropy beside it, since tokens are sampled from depth 0 alone, or by_depth(…) with another "
@@ -192,13 +191,6 @@ class ObjectiveSpec:
             terms.append(CrossEntropy(labels_T, *settings, weights_T=others_T))
         if self.divergence is not None:
             terms += self._divergence_terms(self.divergence, labels_T, signals)
-        if self.uld is not None:
-            signal, *others = (signal for _, signal, *_ in self._shares(signals, self.temperature))
-            if others or not isinstance(signal, SortedTopK):
-                types = ", ".join(type(signal).__name__ for signal in signals.values())
-                raise ValueError(f"uld with {types}: expected the sorted probabilities of one teacher, SortedTopK")
-            uld_options = (self.uld, self.temperature, self.scale_by_temperature_squared)
-            terms.append(SortedL1(signal, *uld_options, weights_T=signal.weights_T))
         if self.entropy is not None:
             terms.append(Entropy(self.entropy, self.temperature))
         if self.sampled_kl is not None:
@@ -256,8 +248,6 @@ class ObjectiveSpec:
     def _divergence_terms(self, divergence: Divergence, labels_T: Tensor, signals: Signals) -> list[Term]:
         terms: list[Term] = []
         for label, signal, weight, temperature in self._shares(signals, self.temperature):
-            if isinstance(signal, SortedTopK):
-                raise ValueError(f"{divergence} with sorted probabilities: expected uld, which alone needs no ids")
             scale, settings = self.divergence_scale * weight, (temperature, self.scale_by_temperature_squared)
             if not isinstance(signal, SpanSignal):
                 terms.append(Distill(signal, divergence, scale, *settings, label=label))
@@ -325,8 +315,6 @@ class ObjectiveSpec:
             value = "" if is_several else f", τ = {self.temperature:g}"
             factor = f"·τ²{value}" if self.scale_by_temperature_squared else ""
             parts.append(_times(self.divergence_scale, f"{self.divergence}{factor} of teacher and student"))
-        if self.uld is not None:
-            parts.append(_times(self.uld, "distance of the sorted probabilities (ULD) of teacher and student"))
         if self.entropy is not None:
             parts.append(_times(self.entropy, "entropy"))
         correction = self.correction

@@ -15,7 +15,6 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
 from stillhouse.objective.divergence import Divergence, WeightedSum, weighted_parts
 from stillhouse.objective.formulas import ForwardKL, ReverseKL
 from stillhouse.objective.numerics import expect, is_readable
@@ -110,19 +109,6 @@ class LabelTerm(Term):
             )
 
 
-class SignalTerm(Term):
-    """A term that compares the student with the teacher of one signal."""
-
-    signal: Signal
-
-    @property
-    def tokens(self) -> int:
-        return self.signal.tokens
-
-    def signals(self) -> list[Signal]:
-        return [self.signal]
-
-
 @dataclass(frozen=True, eq=False)
 class CrossEntropy(LabelTerm):
     """(1 − ε)(−log q_y) + ε·mean_v(−log q_v) + z_loss·(log Σ e^logits)² for ε = label_smoothing and the label y.
@@ -178,7 +164,7 @@ class CrossEntropy(LabelTerm):
 
 
 @dataclass(frozen=True, eq=False)
-class Distill(SignalTerm):
+class Distill(Term):
     """A divergence between the teacher of `signal` and the student, at a temperature that divides both logits.
 
     For a sum of divergences, the metrics also have each divergence's value, times τ² with
@@ -218,6 +204,13 @@ class Distill(SignalTerm):
                 f"tail='zero' with {self.divergence}: expected reverse_kl, which alone asks for the teacher's "
                 "probability where it has none; use the tail 'bucket', or a term of its own for reverse_kl"
             )
+
+    @property
+    def tokens(self) -> int:
+        return self.signal.tokens
+
+    def signals(self) -> list[Signal]:
+        return [self.signal]
 
     @property
     def name(self) -> str:
@@ -337,7 +330,4 @@ def _dense(tile: Tile, signal: Signal, divergence: Divergence, temperature: floa
         "teacher_entropy": tile.teacher_entropy(signal, temperature),
         "agreement": tile.agreement(signal),
     }
-    for _, part in weighted_parts(divergence):
-        if isinstance(part, NegativeLogAcceptance):
-            statistics["sampled_acceptance"] = (-parts[str(part)]).exp()
     return TermResult(value_C, statistics, parts if isinstance(divergence, WeightedSum) else {})

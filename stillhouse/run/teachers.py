@@ -72,7 +72,7 @@ def open_cross_tokenizer(
         batch_tokens,
     )
     with as_config_error(f"{section}.cross_tokenizer"):
-        return CrossTokenizerStore(model, ours, theirs, teacher.cross_tokenizer)
+        return CrossTokenizerStore(model, ours, theirs)
 
 
 def require_signals(

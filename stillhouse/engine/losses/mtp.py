@@ -68,7 +68,7 @@ class MtpLoss(LossPart):
         if mtp.objective is not None:
             temperature, is_squared = objective.temperature, objective.scale_by_temperature_squared
             parsed = read_objective(mtp.objective, load_all("stillhouse.divergences"), temperature, is_squared)
-            if parsed.needs_rollouts or parsed.uld is not None:
+            if parsed.needs_rollouts:
                 raise ConfigError(
                     "student.mtp.objective",
                     f"got '{mtp.objective}': expected a sum of cross_entropy, z_loss, entropy and divergences",
