@@ -146,9 +146,12 @@ class CrossTokenizerStore(SignalStore):
         starts_S = torch.tensor([span.student.start - 1 for span in spans]) - wanted.rows.start
         stops_S = torch.tensor([span.student.stop - 1 for span in spans]) - wanted.rows.start
         tokens_S = torch.from_numpy(wanted.tokens[[span.student.start for span in spans]].astype(np.int64))
-        log_p_S = teacher.log_probs_of(spans)
+        teacher_starts_S = torch.tensor([span.teacher.start - 1 for span in spans]) - teacher.rows.start
+        teacher_stops_S = torch.tensor([span.teacher.stop - 1 for span in spans]) - teacher.rows.start
+        owner_N, row_N = _places(teacher_starts_S, teacher_stops_S)
+        log_p_S = torch.zeros(len(spans), dtype=torch.float64).index_add_(0, owner_N, teacher.log_labels_R[row_N])
         begins_S = torch.tensor([span.student.start in begins for span in spans])
-        ids_SB, log_probs_SB, tail_S = self._outcomes(teacher, teacher.starts_of(spans), tokens_S, log_p_S, begins_S)
+        ids_SB, log_probs_SB, tail_S = self._outcomes(teacher, teacher_starts_S, tokens_S, log_p_S, begins_S)
         is_inside_S = (starts_S >= 0) & (starts_S < len(wanted.rows))
         places = starts_S[is_inside_S]
         into["ids"][places] = ids_SB[is_inside_S].int()
@@ -217,16 +220,6 @@ class _TeacherRows:
         log_labels_R = log_probs_RB.masked_fill(~is_label_RB, -math.inf).amax(1)
         ids_RK, log_probs_RK = ids_RB[:, :-1], log_probs_RB[:, :-1]
         return cls(rows, ids_RK, log_probs_RK, tensors["tail_log_prob"].double(), labels_R, log_labels_R)
-
-    def log_probs_of(self, spans: Sequence[AlignedSpan]) -> Tensor:
-        """log P of each span."""
-        stops_S = torch.tensor([span.teacher.stop - 1 for span in spans]) - self.rows.start
-        owner_N, row_N = _places(self.starts_of(spans), stops_S)
-        return torch.zeros(len(spans), dtype=torch.float64).index_add_(0, owner_N, self.log_labels_R[row_N])
-
-    def starts_of(self, spans: Sequence[AlignedSpan]) -> Tensor:
-        """For each span, the index in `rows` of the row that predicts the span's first teacher token, int64."""
-        return torch.tensor([span.teacher.start - 1 for span in spans], dtype=torch.int64) - self.rows.start
 
 
 def _summed_by_id(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
