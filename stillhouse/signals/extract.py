@@ -163,7 +163,8 @@ def top_k_log_probs(
             label_gap_C1 = (label_logit_C1 - best.largest_C[:, None]).masked_fill(is_known_C1, -math.inf)
             ids_CK = torch.cat([best.ids_CK, label_C1.masked_fill(is_known_C1, -1)], 1)
             best = replace(best, ids_CK=ids_CK, gap_CK=torch.cat([best.gap_CK, label_gap_C1], 1))
-        parts.append(_stored(best.ids_CK, best.log_probs_CK, best.tail_log_prob_C, dtype))
+        # the mass outside is a sum of its own, because 1 − Σp has no correct digit on peaked rows
+        parts.append(_stored(best.ids_CK, best.log_probs_CK, best.outside_C.log() - best.log_mass_C, dtype))
     return _joined(parts)
 
 
