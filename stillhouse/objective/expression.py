@@ -40,8 +40,9 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "sampled_kl": ("k1", "k2", "k3"),
     "policy_gradient": (),
 }
+#: since when and why names of the grammar, and keys and values of the configuration, are gone
 NO_GAIN = "removed in November 2026, because it gave no gain (docs/claims.md)"
-#: names that earlier versions had
+#: divergences and terms of earlier versions
 REMOVED = ("acceptance", "uld")
 
 

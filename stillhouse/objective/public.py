@@ -1,6 +1,5 @@
 """The public names of the package, which `__init__.py` imports at their first use."""
 
-from stillhouse.objective.cross_tokenizer import Continuation, SpanSignal
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import (
     alpha_beta,
@@ -15,7 +14,7 @@ from stillhouse.objective.formulas import (
 from stillhouse.objective.fused_objective import ObjectiveOutput, linear_objective, logits_objective, routed_objective
 from stillhouse.objective.head import OutputHead, detached
 from stillhouse.objective.log_probs import linear_log_probs, teacher_log_probs
-from stillhouse.objective.sampled_terms import Correction, LogRatio, PolicyGradient, SampledKL
+from stillhouse.objective.sampled_terms import Continuation, Correction, LogRatio, PolicyGradient, SampledKL
 from stillhouse.objective.sampled_tokens import discounted_sum, sequence_ratios
 from stillhouse.objective.signals import (
     TEACHER,
@@ -27,6 +26,7 @@ from stillhouse.objective.signals import (
     Sampled,
     Signal,
     Signals,
+    SpanSignal,
     StudentHidden,
     TopK,
 )

@@ -11,13 +11,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stillhouse.objective.cross_tokenizer import Continuation
 from stillhouse.objective.divergence import Divergence, sides
 from stillhouse.objective.fused_objective import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.metrics import unique_names
 from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures
-from stillhouse.objective.sampled_terms import Correction, LogRatio, PolicyGradient, SampledKL, SampledTerm
+from stillhouse.objective.sampled_terms import (
+    Continuation,
+    Correction,
+    LogRatio,
+    PolicyGradient,
+    SampledKL,
+    SampledTerm,
+)
 from stillhouse.objective.signals import DenseLogits, FullVocab, Mixture, Sampled, Signal, SparseSignal, teacher_tail
 from stillhouse.objective.sparse import LOG_ZERO
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term, require_terms

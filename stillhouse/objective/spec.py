@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from stillhouse.objective.cross_tokenizer import Continuation, SpanSignal
 from stillhouse.objective.divergence import Divergence, weighted_parts
 from stillhouse.objective.expression import expression_fields
 from stillhouse.objective.formulas import DIVERGENCES, weighted_sum
@@ -16,6 +15,7 @@ from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds, PolicyS
 from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures, distinct_temperatures, term_options
 from stillhouse.objective.sampled_terms import (
     NO_CORRECTION,
+    Continuation,
     Correction,
     LogRatio,
     PolicyGradient,
@@ -23,7 +23,7 @@ from stillhouse.objective.sampled_terms import (
     SampledTerm,
 )
 from stillhouse.objective.sampled_tokens import SampledTokens, origin_masks
-from stillhouse.objective.signals import Mixture, Signal, Signals
+from stillhouse.objective.signals import Mixture, Signal, Signals, SpanSignal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 
