@@ -57,7 +57,6 @@ def open_cross_tokenizer(
     """
     student = objective.student
     assert teacher.model is not None
-    assert teacher.cross_tokenizer is not None
     ours = load_tokenizer(student.model, student.revision, student.trust_remote_code)
     theirs = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
     if teacher.top_k > len(theirs):
