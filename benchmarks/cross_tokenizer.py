@@ -1,9 +1,10 @@
 """A teacher with another tokenizer: what share of the gain from a teacher with the student's tokenizer is recovered?
 
 The demo's students learn from the demo's text alone, from the shipped teacher, which has their tokenizer, and from a
-teacher with another tokenizer, through `teacher.cross_tokenizer` gold and uld. Both teachers are the same network:
-the second one begins with the weights of the first, where a new token's embedding is the mean of those of its old
-tokens, and is then trained on the teacher's text. Its tokenizer cuts texts by another pattern and has more tokens.
+teacher with another tokenizer, through `teacher.cross_tokenizer: gold` (`uld`, in 68748665, was removed since). Both
+teachers are the same network: the second one begins with the weights of the first, where a new token's embedding is
+the mean of those of its old tokens, and is then trained on the teacher's text. Its tokenizer cuts texts by another
+pattern and has more tokens.
 The cross-entropy per byte of held-out text says how good each teacher is. Every student has the same initial weights,
 data and order for a seed. The gain is the difference of held-out cross-entropy from the student that learned alone.
 Writes benchmarks/results/cross_tokenizer-<date>.json.
@@ -49,7 +50,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "alone": {"objective.loss": "cross_entropy"},
     "same tokenizer": {"teacher.model": str(TEACHER), "objective.loss": "0.5*cross_entropy + 0.5*forward_kl"},
     "gold": {"teacher.cross_tokenizer": "gold", "objective.loss": "0.5*cross_entropy + 0.5*forward_kl"},
-    "uld": {"teacher.cross_tokenizer": "uld", "objective.loss": "0.5*cross_entropy + 0.5*uld"},
 }
 
 
@@ -94,7 +94,7 @@ def figures_of(folder: Path, seed: int, steps: int) -> dict[str, float]:
     save_new_student(folder / "student", seed)
     losses = {}
     for way, settings in WAYS.items():
-        teacher = {"teacher.model": str(folder / "other"), "teacher.top_k": TOP_K} if way in ("gold", "uld") else {}
+        teacher = {"teacher.model": str(folder / "other"), "teacher.top_k": TOP_K} if way == "gold" else {}
         out = distill(configuration(folder, seed, steps, teacher | settings | {"out": str(folder / f"{seed} {way}")}))
         losses[way] = values_of(out, CROSS_ENTROPY)[-1]
     return losses

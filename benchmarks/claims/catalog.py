@@ -2,8 +2,7 @@
 
 from benchmarks.claims.claim import Claim
 from benchmarks.claims.divergence_claims import ALPHA_BETA, GKD, TEACHER_SIZE
-from benchmarks.claims.draft_claims import DRAFT_HEADS
-from benchmarks.claims.earlier_results import CROSS_TOKENIZER, REINFORCEMENT, SAMPLED_IDS, STUDENT_INIT
+from benchmarks.claims.earlier_results import CROSS_TOKENIZER, DRAFT_HEADS, REINFORCEMENT, SAMPLED_IDS, STUDENT_INIT
 from benchmarks.claims.mixture_claims import BALANCE, CONTRAST, TOKEN_SELECTION
 from benchmarks.claims.rollout_claims import FORGETTING, ONE_PROMPT, PREFIX_AND_DIRECTION
 

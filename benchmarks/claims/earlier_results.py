@@ -1,6 +1,9 @@
-"""Claims whose figures are results that exist: they are read from their committed files and not measured again."""
+"""Claims whose figures are results that exist: they are read from their committed files and not measured again.
 
-from collections.abc import Mapping, Sequence
+The losses `uld` and `acceptance` do not exist any more; 68748665 is the last commit that has them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.claims.claim import Claim, Difference, Figures
@@ -88,6 +91,25 @@ CROSS_TOKENIZER = Claim(
     ),
     earlier="cross_tokenizer-2026-11-22.json",
     read=_cross_tokenizer,
+)
+
+
+def _gain(way: str) -> Callable[[Figures], float]:
+    return lambda figures: figures["acceptance"][way] - figures["forward_kl"][way]
+
+
+DRAFT_HEADS = Claim(
+    name="acceptance",
+    metrics={
+        "sampled": "accepted share, sampled",
+        "greedy": "accepted share, greedy",
+        "expected": "held-out Σ min(p, q)",
+    },
+    differences=[
+        Difference(f"accepted share, {way}: acceptance − forward KL", _gain(way), 0.01)
+        for way in ("sampled", "greedy")
+    ],
+    earlier="claim-acceptance-2026-11-27.json",
 )
 
 WAYS = ("on-policy", "off-policy", "SFT", "GRPO")

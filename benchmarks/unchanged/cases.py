@@ -139,7 +139,6 @@ TEACHERS: dict[str, Any] = {
 }
 ROUTE = TEACHERS | {"teachers.route": "subject"}
 GOLD = {"teacher.cross_tokenizer": "gold", "teacher.top_k": 16}
-ULD = {"teacher.cross_tokenizer": "uld", "teacher.top_k": 16, "objective.loss": "0.5*cross_entropy + 0.5*uld"}
 ROLLOUT = {
     "objective.loss": "reverse_kl",
     "rollout.max_new_tokens": 11,
@@ -193,7 +192,6 @@ ONE_PROCESS: dict[str, Case] = {
         {"teachers.self": {"student": "live", "prefix": "{answer} "}}, without=NO_TEACHER
     ),
     "cross_tokenizer_gold": Case(GOLD, models=OTHER_TOKENIZER),
-    "cross_tokenizer_uld": Case(ULD, models=OTHER_TOKENIZER),
     "cache_hidden": Case(cache=()),
     "cache_top_k": Case(cache=("--signal", "top_k", "--top-k", "8")),
     "cache_sampled": Case({"objective.loss": "forward_kl"}, cache=("--signal", "sampled")),

@@ -12,7 +12,7 @@ from stillhouse.config.section import PathText, Section, Share
 #: a valid name of an evaluation set. mtp_1, … are excluded, because they name MTP depths in the keys of metrics
 _NAME = re.compile(r"(?!mtp_\d+$)[A-Za-z][A-Za-z0-9_-]*")
 #: the names of metrics after `eval/` that are not names of sets
-_METRICS = {"cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "uld", "exact_match"}
+_METRICS = {"cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "exact_match"}
 _METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
 
 

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from stillhouse.config.section import NO_GAIN, Removed, Section, Text, keys_of_add_ons
+from stillhouse.config.section import Removed, Section, Text, keys_of_add_ons
+from stillhouse.objective.expression import NO_GAIN
 
 
 class HiddenPairConfig(Section):
@@ -50,8 +51,7 @@ class ObjectiveConfig(_PartKeys):
 
     loss: Text = "forward_kl"
     """A sum of cross_entropy and divergences with coefficients, such as 0.3*cross_entropy + 0.7*jsd(0.5); the
-    divergences are listed in docs/objective.md. uld takes the place of a divergence with
-    teacher.cross_tokenizer=uld."""
+    divergences are listed in docs/objective.md."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits of student and teacher in divergences, and the student's in entropy; no effect on
     cross_entropy."""

@@ -35,7 +35,6 @@ RULES: tuple[Rule, ...] = (
         for key in ("gather_dtype", "offload")
     ),
     *(excludes(f"teacher.parallel.{key}") for key in ("engine", "sequence")),
-    excludes("teacher.tail", "teacher.cross_tokenizer=uld", because="it has no effect there"),
     *(
         Rule(
             (f"teacher.{key}", "student", "teacher"),
@@ -47,7 +46,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # several teachers
     excludes("teachers", "teacher", expected="null with teacher, or all teachers under teachers, each by a name"),
-    Rule((f"{NAMED}cross_tokenizer",), lambda method: method == "uld", "gold or null", "uld is for a single teacher"),
     Rule(
         (f"{NAMED}prefix", f"{NAMED}student"),
         lambda prefix, student: prefix is None and student == "live",
@@ -236,11 +234,6 @@ RULES: tuple[Rule, ...] = (
         lambda best, source, *teachers: compares_with_teacher(best) and bool(source) and not any(teachers),
         "eval/cross_entropy, a task or null",
         "there is no teacher",
-    ),
-    Rule(
-        ("checkpoint.best", "data.eval", "teacher.cross_tokenizer"),
-        lambda best, source, method: compares_with_teacher(best) and bool(source) and method == "uld",
-        "eval/cross_entropy, a task or null",
     ),
     Rule(
         ("eval.samples", "data.eval", "eval.prompts"),

@@ -30,7 +30,6 @@ _FILE = re.compile(r"(?P<file>[^:]+)\.py(::?(?P<name>[A-Za-z_]\w*))?")
 
 
 Removed = Mapping[str, tuple[Any, str]]
-NO_GAIN = "removed in November 2026, because it gave no gain (docs/claims.md)"
 
 
 @dataclass(frozen=True)

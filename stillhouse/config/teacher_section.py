@@ -1,16 +1,17 @@
 """The models that are imitated, and where their signals come from: one teacher, or several with names."""
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.parallel_section import ParallelConfig
-from stillhouse.config.section import NO_GAIN, PathText, Removed, Section, Text, Urls, keys_of_add_ons, text_list
+from stillhouse.config.section import PathText, Removed, Section, Text, Urls, keys_of_add_ons, text_list
 from stillhouse.config.servers import ApiName, VariableName
 from stillhouse.config.source_kinds import GROUP, SourceKind, source_kinds
 from stillhouse.config.student_section import ModelConfig, StudentConfig
+from stillhouse.objective.expression import NO_GAIN
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     _SourceKeys = Section
 else:  # the sources that other distributions register have keys with texts
     _SourceKeys = keys_of_add_ons(GROUP, "teacher", PathText | None, "A source of signals of {distribution}.")
+
+
+def _existing_method(method: object) -> object:
+    if method == "uld":
+        raise ValueError(f"got uld, which does not exist any more: {NO_GAIN}; expected gold or null")
+    return method
 
 
 class TeacherConfig(ModelConfig, _SourceKeys):
@@ -43,11 +50,10 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     """The signal that is requested from the server. hidden: hidden states, which give the exact distribution at every
     temperature. top_k: its top ids. chosen: the student's top ids, with its scores. sampled: samples from the
     teacher."""
-    cross_tokenizer: Literal["gold", "uld"] | None = None
+    cross_tokenizer: Annotated[Literal["gold"] | None, BeforeValidator(_existing_method)] = None
     """For a teacher with another tokenizer: an approximation of its distribution over the student's tokens. gold:
-    merged probabilities of the spans of text on which both tokenizers agree. uld: the distance of the sorted
-    probabilities; objective.loss then has uld and no divergence. null: the teacher must have the student's tokenizer,
-    and nothing is approximated."""
+    merged probabilities of the spans of text on which both tokenizers agree. null: the teacher must have the
+    student's tokenizer, and nothing is approximated."""
     top_k: int = Field(default=64, ge=1)
     """Ids per token of top_k and chosen, and samples per token of sampled; with cross_tokenizer, the teacher's top
     ids per token."""

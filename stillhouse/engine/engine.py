@@ -25,7 +25,7 @@ from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.losses import LossPart
 from stillhouse.engine.state_folder import write_tensors
 from stillhouse.models import OutputProcessor, evaluating
-from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
+from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SpanSignal
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import forward_kl
 from stillhouse.objective.metrics import CHUNK_TOKENS
@@ -193,8 +193,7 @@ class Engine(ABC):
 
         The metrics are the cross-entropy and, with signals, the forward KL or another `divergence`, whatever the
         engine's objective is. Their temperature is 1, but the divergence from a sparse signal has the signal's
-        temperature. For signals with sorted probabilities, `uld` at the objective's temperature replaces the
-        divergence. The losses of `LossPart.held_out` add their own metrics.
+        temperature. The losses of `LossPart.held_out` add their own metrics.
 
         held_out: yields groups of micro-batches, each group with its signals.
         with_teacher: also return the teacher's cross-entropy on the labels; the signals must be exact (`FullVocab`).
@@ -219,8 +218,6 @@ class Engine(ABC):
         if not named:
             return ObjectiveSpec(cross_entropy=1.0)
         first, shares = next(iter(named.values())), self.objective.teachers
-        if isinstance(first, SortedTopK):
-            return ObjectiveSpec(cross_entropy=1.0, uld=1.0, temperature=self.objective.temperature)
         scored = {name: _temperature(signal) for name, signal in named.items() if name in shares}
         return ObjectiveSpec(
             cross_entropy=1.0,

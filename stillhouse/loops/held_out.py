@@ -70,7 +70,7 @@ def held_out_metrics(
     If there are several sets, each set also has its own metrics `eval/<name>/…`. No metric depends on the run's
     objective. Without a teacher, the metrics that need a teacher are absent.
 
-    spec: the run's objective, which names the teachers and has the temperature of `uld`.
+    spec: the run's objective, which names the teachers.
     with_teacher: also report the cross-entropy of the teacher, to compare it with the student's. This needs a single
     teacher with exact signals, because sparse signals may lack the label.
     """

@@ -18,7 +18,6 @@ _STEP_KEYS = {
     "teacher_entropy": "train/teacher_entropy_nats",
     "agreement": "train/agreement",
     "teacher_mass": "train/teacher_mass",
-    "sampled_acceptance": "train/sampled_acceptance",
 }
 #: sums over sampled tokens, which `rollout_records.py` reports
 _OF_SAMPLED_TOKENS = ("log_ratio", "sampled", "ratio", "clipped")
@@ -29,13 +28,12 @@ _EVALUATED = (
     "agreement",
     "student_entropy",
     "teacher_entropy",
-    "uld",
     "teacher_cross_entropy",
 )
 #: metrics of one distribution, which depend on its temperature
 _ENTROPIES = ("student_entropy", "teacher_entropy")
 #: metrics that describe tokens and are not terms of a loss
-_DESCRIPTIONS = (*_ENTROPIES, "agreement", "teacher_mass", "sampled_acceptance")
+_DESCRIPTIONS = (*_ENTROPIES, "agreement", "teacher_mass")
 
 
 def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec, parts: Sequence[LossPart]) -> dict[str, float]:

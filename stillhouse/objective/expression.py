@@ -4,9 +4,9 @@
     0.9*forward_kl + 0.1*skew_reverse_kl(alpha=0.1)
     policy_gradient(clip_low=0.2, surrogate=cispo) + 0.1*sampled_kl(k3)
 
-The names are those of divergences (`parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss`, `entropy` (an
-entropy bonus has a negative coefficient) and `uld` (`cross_tokenizer.py`). All divergences of the sum become one
-term, whose name in metrics is the divergences' expression.
+The names are those of divergences (`parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss` and `entropy` (an
+entropy bonus has a negative coefficient). All divergences of the sum become one term, whose name in metrics is the
+divergences' expression.
 
 Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
 `policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `parameters.py`. There, cross-entropy and
@@ -37,10 +37,13 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("ce", "nll", "sft", "xent", "hard_loss"),
     "z_loss": (),
     "entropy": (),
-    "uld": (),
     "sampled_kl": ("k1", "k2", "k3"),
     "policy_gradient": (),
 }
+#: since when and why names of the grammar, and keys and values of the configuration, are gone
+NO_GAIN = "removed in November 2026, because it gave no gain (docs/claims.md)"
+#: divergences and terms of earlier versions
+REMOVED = ("acceptance", "uld")
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,11 @@ def unknown_name(
 
     others: known names that are not divergences, each with the synonyms that other projects use.
     """
+    if summand.name in REMOVED:
+        return ValueError(
+            f"{summand.name} does not exist any more: {NO_GAIN}; expected another divergence, such as forward_kl"
+            f"{summand.place}"
+        )
     synonyms = {name: kind.definition.synonyms for name, kind in kinds.items()} | dict(others)
     names = sorted(synonyms)
     near = [other for other in names if summand.name.lower() in synonyms[other]]

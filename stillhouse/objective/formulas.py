@@ -1,7 +1,7 @@
 """The divergences, one class each, and the table of their names.
 
 E(a, b) = a log(a/b) + b − a. p, q, f, h and the constant c are those of `divergence.py`. In the docstrings here,
-f* = f + c (q − p), and r = log(q/p). −log of the accepted share of drafts is in `acceptance_rate.py`.
+f* = f + c (q − p), and r = log(q/p).
 
 Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898).
 """
@@ -15,7 +15,6 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
 from stillhouse.objective.divergence import Divergence, KullbackLeibler, Sides, sides
 from stillhouse.objective.expression import Summand, parse_sum, unknown_name
 from stillhouse.objective.numerics import (
@@ -239,14 +238,12 @@ DIVERGENCES: dict[str, type[Divergence]] = {
         SkewForwardKL,
         SkewReverseKL,
         TotalVariation,
-        NegativeLogAcceptance,
         AlphaBeta,
     )
 }
 
 forward_kl, reverse_kl, jsd, total_variation = ForwardKL, ReverseKL, JensenShannon, TotalVariation
 skew_forward_kl, skew_reverse_kl, alpha_beta = SkewForwardKL, SkewReverseKL, AlphaBeta
-acceptance = NegativeLogAcceptance
 
 
 def parse_divergence(text: str) -> Divergence:

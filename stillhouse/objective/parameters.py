@@ -124,17 +124,6 @@ class TotalVariationParameters(Parameters):
 
 
 @dataclass(frozen=True)
-class AcceptanceParameters(Parameters):
-    definition = Definition(
-        "acceptance",
-        "−log Σ min(p, q), of the whole sum",
-        "−[q < p] / Σ min(p, q)",
-        infinite="min(p, q) = 0 for every token",
-        synonyms=("acceptance_rate", "speculative"),
-    )
-
-
-@dataclass(frozen=True)
 class AlphaBetaParameters(Parameters):
     definition = Definition(
         "alpha_beta",
@@ -165,7 +154,6 @@ PARAMETERS: DivergenceKinds = {
         SkewForwardKLParameters,
         SkewReverseKLParameters,
         TotalVariationParameters,
-        AcceptanceParameters,
         AlphaBetaParameters,
     )
 }

@@ -1,9 +1,7 @@
 """The public names of the package, which `__init__.py` imports at their first use."""
 
-from stillhouse.objective.cross_tokenizer import Continuation, SortedL1, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import (
-    acceptance,
     alpha_beta,
     forward_kl,
     jsd,
@@ -16,7 +14,7 @@ from stillhouse.objective.formulas import (
 from stillhouse.objective.fused_objective import ObjectiveOutput, linear_objective, logits_objective, routed_objective
 from stillhouse.objective.head import OutputHead, detached
 from stillhouse.objective.log_probs import linear_log_probs, teacher_log_probs
-from stillhouse.objective.sampled_terms import Correction, LogRatio, PolicyGradient, SampledKL
+from stillhouse.objective.sampled_terms import Continuation, Correction, LogRatio, PolicyGradient, SampledKL
 from stillhouse.objective.sampled_tokens import discounted_sum, sequence_ratios
 from stillhouse.objective.signals import (
     TEACHER,
@@ -28,6 +26,7 @@ from stillhouse.objective.signals import (
     Sampled,
     Signal,
     Signals,
+    SpanSignal,
     StudentHidden,
     TopK,
 )
@@ -56,14 +55,11 @@ __all__ = [
     "SampledKL",
     "Signal",
     "Signals",
-    "SortedL1",
-    "SortedTopK",
     "SpanSignal",
     "StudentHidden",
     "Term",
     "TopK",
     "VocabShard",
-    "acceptance",
     "alpha_beta",
     "detached",
     "discounted_sum",

@@ -11,13 +11,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stillhouse.objective.cross_tokenizer import Continuation, SortedL1, sorted_l1
 from stillhouse.objective.divergence import Divergence, sides
 from stillhouse.objective.fused_objective import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.metrics import unique_names
 from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures
-from stillhouse.objective.sampled_terms import Correction, LogRatio, PolicyGradient, SampledKL, SampledTerm
+from stillhouse.objective.sampled_terms import (
+    Continuation,
+    Correction,
+    LogRatio,
+    PolicyGradient,
+    SampledKL,
+    SampledTerm,
+)
 from stillhouse.objective.signals import DenseLogits, FullVocab, Mixture, Sampled, Signal, SparseSignal, teacher_tail
 from stillhouse.objective.sparse import LOG_ZERO
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term, require_terms
@@ -84,9 +90,6 @@ def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
             value_T = _distill(term.signal, term.divergence, log_q_TV, term.temperature, vocabulary)
         case Continuation():
             value_T = -_at_labels(log_q_TV, term.labels_T).masked_fill(term.labels_T < 0, 0.0)
-        case SortedL1():
-            log_p_TB = torch.cat([term.signal.log_probs_TK, term.signal.tail_log_prob_T[:, None]], 1).detach()
-            value_T = sorted_l1(log_p_TB.to(log_q_TV.dtype), log_q_TV)
         case SampledKL() | PolicyGradient() | LogRatio():
             has_label_T = term.labels_T >= 0
             log_q_T = _at_labels(log_q_TV, term.labels_T)

@@ -326,6 +326,29 @@ class LogProb(SampledTerm):
         return log_q_C, torch.ones_like(log_q_C), {}
 
 
+@dataclass(frozen=True, eq=False)
+class Continuation(SampledTerm):
+    """−log q(label) at a temperature that divides the student's logits, for the later tokens of a `SpanSignal`.
+
+    Its metric is not called cross-entropy, because it is a part of the divergence. The options are as in `Distill`.
+    """
+
+    labels_T: Tensor
+    scale: float = 1.0
+    temperature: float = 1.0
+    scale_by_temperature_squared: bool = False
+    _: KW_ONLY
+    weights_T: Tensor | None = None
+    label: str | None = None
+
+    @property
+    def name(self) -> str:
+        return labelled("continuation", self.label)
+
+    def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return -log_q_C * self.factor, torch.full_like(log_q_C, -self.factor), {}
+
+
 def _log_probs(tile: Tile, labels_T: Tensor, temperatures: Temperatures) -> Tensor:
     """Return log q of the labels at the temperatures of the rows, [C]."""
     log_probs = [tile.log_probs_at(labels_T, value)[:, 0] for value in distinct_temperatures(temperatures)]

@@ -14,7 +14,7 @@ log-probabilities; its `tail` defines how the mass outside the K ids counts:
 
 Row t of a signal is the distribution of token t + 1, which is labels_T[t].
 T tokens, D and E widths of student and teacher, V vocabulary, K ids per token, M sampled ids per token.
-p is the teacher's probability.
+p is the teacher's probability, q the student's.
 """
 
 import math
@@ -235,6 +235,32 @@ class Sampled(Signal):
 
     def __post_init__(self) -> None:
         check_pairs("ids_TM", self.ids_TM, "weights_TM", self.weights_TM)
+
+
+@dataclass(frozen=True, eq=False)
+class SpanSignal(Signal):
+    """Probabilities of spans of text, from a teacher with another tokenizer.
+
+    Where student and teacher split a text into different tokens, a span is the text between two common token borders.
+    It has student tokens y_0 … y_k, teacher tokens x_0 … x_l and the probability P = Π_j p(x_j) (GOLD's merged
+    probability).
+
+        row of y_0          a divergence over the student's ids; P counts for y_0
+        rows of y_1 … y_k   P · (−log q(y_j)), for every divergence (`Continuation`)
+
+    By the chain rule, forward KL of the whole span is the sum of these values.
+
+    first: the distribution at rows that predict a span's first token. first_weights_T: 1 at these rows, else 0.
+    continuation_weights_T: P at rows that predict a later token of a span, else 0.
+    """
+
+    first: TopK
+    first_weights_T: Tensor
+    continuation_weights_T: Tensor
+
+    def __post_init__(self) -> None:
+        names = ("first_weights_T", "continuation_weights_T")
+        check_per_token(self.first.tokens, **{name: getattr(self, name) for name in names})
 
 
 def _rows_of(value: Any, rows: RowIndex) -> Any:

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from stillhouse.objective.cross_tokenizer import Continuation, SortedL1, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import Divergence, weighted_parts
 from stillhouse.objective.expression import expression_fields
 from stillhouse.objective.formulas import DIVERGENCES, weighted_sum
@@ -16,6 +15,7 @@ from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds, PolicyS
 from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures, distinct_temperatures, term_options
 from stillhouse.objective.sampled_terms import (
     NO_CORRECTION,
+    Continuation,
     Correction,
     LogRatio,
     PolicyGradient,
@@ -23,7 +23,7 @@ from stillhouse.objective.sampled_terms import (
     SampledTerm,
 )
 from stillhouse.objective.sampled_tokens import SampledTokens, origin_masks
-from stillhouse.objective.signals import Mixture, Signal, Signals
+from stillhouse.objective.signals import Mixture, Signal, Signals, SpanSignal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 
@@ -61,7 +61,6 @@ class ObjectiveSpec:
     entropy: float | None = None
     temperature: float = 1.0
     scale_by_temperature_squared: bool = False
-    uld: float | None = None
     sampled_kl: float | None = None
     estimator: Literal["k2", "k3"] = "k2"
     policy_gradient: float | None = None
@@ -97,7 +96,7 @@ class ObjectiveSpec:
     @property
     def needs_teacher(self) -> bool:
         return any(
-            any(term is not None for term in (part.divergence, part.uld, part.sampled_kl))
+            any(term is not None for term in (part.divergence, part.sampled_kl))
             or bool(part.policy_gradient and (part.teacher_kl or part.policy.kl_scale))
             for part in self.parts
         )
@@ -132,7 +131,7 @@ class ObjectiveSpec:
                 "an objective by origin at further depths of multi-token prediction: expected one of all"
             )
         rest = replace(self, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
-        if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.uld, rest.entropy)):
+        if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.entropy)):
             raise ValueError(
                 f"{self.in_words()} at further depths of multi-token prediction: expected a divergence or "
                 "cross_entropy beside it, since tokens are sampled from depth 0 alone, or by_depth(…) with another "
@@ -162,7 +161,22 @@ class ObjectiveSpec:
 
         Raises ValueError if a signal is missing, or belongs to a teacher that the objective does not name.
         """
-        self._require_signals(signals, len(labels_T))
+        if self.needs_teacher:
+            if not signals:
+                raise ValueError(f"signal is missing: expected a teacher's signal for {len(labels_T)} tokens")
+            if not self.teachers and len(signals) > 1:
+                raise ValueError(
+                    f"signals of {', '.join(signals)}: expected one signal, or the share of each teacher in "
+                    "`teachers`"
+                )
+            unknown = signals.keys() - self.teachers.keys() if self.teachers else set()
+            # without a mixture, a batch may have no rows that are routed to a teacher
+            missing = self.teachers.keys() - signals.keys() if self.is_mixture else set()
+            if unknown or missing:
+                raise ValueError(
+                    f"signals of {', '.join(signals)}: expected those of {', '.join(self.teachers)}"
+                    + ", all of which a mixture needs" * self.is_mixture
+                )
         heads = [head for signal in signals.values() for head in signal.heads()]
         tokens = SampledTokens(labels_T, per_token or {}, document_T, valid_index, student, heads, hidden_TD)
         terms = self._terms(tokens, signals)
@@ -192,13 +206,6 @@ class ObjectiveSpec:
             terms.append(CrossEntropy(labels_T, *settings, weights_T=others_T))
         if self.divergence is not None:
             terms += self._divergence_terms(self.divergence, labels_T, signals)
-        if self.uld is not None:
-            signal, *others = (signal for _, signal, *_ in self._shares(signals, self.temperature))
-            if others or not isinstance(signal, SortedTopK):
-                types = ", ".join(type(signal).__name__ for signal in signals.values())
-                raise ValueError(f"uld with {types}: expected the sorted probabilities of one teacher, SortedTopK")
-            uld_options = (self.uld, self.temperature, self.scale_by_temperature_squared)
-            terms.append(SortedL1(signal, *uld_options, weights_T=signal.weights_T))
         if self.entropy is not None:
             terms.append(Entropy(self.entropy, self.temperature))
         if self.sampled_kl is not None:
@@ -222,24 +229,6 @@ class ObjectiveSpec:
             terms.append(self._policy_gradient_term(self.policy_gradient, tokens, signals))
         return terms
 
-    def _require_signals(self, signals: Signals, tokens: int) -> None:
-        """Without a mixture, a teacher's signal may be absent: a batch may have no rows that are routed to it."""
-        if not self.needs_teacher:
-            return
-        if not signals:
-            raise ValueError(f"signal is missing: expected a teacher's signal for {tokens} tokens")
-        if not self.teachers and len(signals) > 1:
-            raise ValueError(
-                f"signals of {', '.join(signals)}: expected one signal, or the share of each teacher in `teachers`"
-            )
-        unknown = signals.keys() - self.teachers.keys() if self.teachers else set()
-        missing = self.teachers.keys() - signals.keys() if self.is_mixture else set()
-        if unknown or missing:
-            raise ValueError(
-                f"signals of {', '.join(signals)}: expected those of {', '.join(self.teachers)}"
-                + ", all of which a mixture needs" * self.is_mixture
-            )
-
     def _shares(self, signals: Signals, temperature: float) -> list[tuple[str | None, Signal, float, float]]:
         """Return the label, signal, weight and temperature of each distribution that the student is compared with."""
         if not self.teachers:
@@ -256,8 +245,6 @@ class ObjectiveSpec:
     def _divergence_terms(self, divergence: Divergence, labels_T: Tensor, signals: Signals) -> list[Term]:
         terms: list[Term] = []
         for label, signal, weight, temperature in self._shares(signals, self.temperature):
-            if isinstance(signal, SortedTopK):
-                raise ValueError(f"{divergence} with sorted probabilities: expected uld, which alone needs no ids")
             scale, settings = self.divergence_scale * weight, (temperature, self.scale_by_temperature_squared)
             if not isinstance(signal, SpanSignal):
                 terms.append(Distill(signal, divergence, scale, *settings, label=label))
@@ -325,8 +312,6 @@ class ObjectiveSpec:
             value = "" if is_several else f", τ = {self.temperature:g}"
             factor = f"·τ²{value}" if self.scale_by_temperature_squared else ""
             parts.append(_times(self.divergence_scale, f"{self.divergence}{factor} of teacher and student"))
-        if self.uld is not None:
-            parts.append(_times(self.uld, "distance of the sorted probabilities (ULD) of teacher and student"))
         if self.entropy is not None:
             parts.append(_times(self.entropy, "entropy"))
         correction = self.correction

@@ -15,7 +15,6 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
 from stillhouse.objective.divergence import Divergence, WeightedSum, weighted_parts
 from stillhouse.objective.formulas import ForwardKL, ReverseKL
 from stillhouse.objective.numerics import expect, is_readable
@@ -110,19 +109,6 @@ class LabelTerm(Term):
             )
 
 
-class SignalTerm(Term):
-    """A term that compares the student with the teacher of one signal."""
-
-    signal: Signal
-
-    @property
-    def tokens(self) -> int:
-        return self.signal.tokens
-
-    def signals(self) -> list[Signal]:
-        return [self.signal]
-
-
 @dataclass(frozen=True, eq=False)
 class CrossEntropy(LabelTerm):
     """(1 − ε)(−log q_y) + ε·mean_v(−log q_v) + z_loss·(log Σ e^logits)² for ε = label_smoothing and the label y.
@@ -178,7 +164,7 @@ class CrossEntropy(LabelTerm):
 
 
 @dataclass(frozen=True, eq=False)
-class Distill(SignalTerm):
+class Distill(Term):
     """A divergence between the teacher of `signal` and the student, at a temperature that divides both logits.
 
     For a sum of divergences, the metrics also have each divergence's value, times τ² with
@@ -201,7 +187,20 @@ class Distill(SignalTerm):
                 f"signal is of type {type(self.signal).__name__}: expected what a teacher's `signal(ids)` returns, or"
                 " FullVocab(hidden, head), DenseLogits(logits), TopK(…)"
             )
-        _require_divergence(self.divergence)
+        if isinstance(self.divergence, type) and issubclass(self.divergence, Divergence):
+            name = self.divergence.__name__
+            raise ValueError(
+                f"divergence is the class {name}: expected one such as forward_kl() or jsd(0.5): {name}(…)"
+            )
+        if not isinstance(self.divergence, Divergence):
+            raise ValueError(
+                f"divergence is of type {type(self.divergence).__name__}: expected one such as forward_kl() or "
+                "jsd(0.5); a class of one's own is a frozen dataclass that derives from Divergence and has "
+                "definition, balanced and balanced_slope"
+            )
+        for _, part in weighted_parts(self.divergence):
+            expected = "a class variable with its Definition(name, value, slope), as docs/extending.md shows it"
+            require_attribute("divergence", part, "definition", expected)
         super().__post_init__()
         if self.label is not None and (not self.label or "#" in self.label):
             raise ValueError(
@@ -218,6 +217,13 @@ class Distill(SignalTerm):
                 f"tail='zero' with {self.divergence}: expected reverse_kl, which alone asks for the teacher's "
                 "probability where it has none; use the tail 'bucket', or a term of its own for reverse_kl"
             )
+
+    @property
+    def tokens(self) -> int:
+        return self.signal.tokens
+
+    def signals(self) -> list[Signal]:
+        return [self.signal]
 
     @property
     def name(self) -> str:
@@ -249,7 +255,19 @@ class Distill(SignalTerm):
             case SparseSignal():
                 result = sparse(tile, self.signal, self.divergence, self.temperature, weights_C)
             case _:
-                result = _dense(tile, self.signal, self.divergence, self.temperature, weights_C)
+                values, value_C = dict[str, Tensor](), torch.zeros_like(weights_C)
+                for coefficient, part in weighted_parts(self.divergence):
+                    values[str(part)], slope_C = tile.divergence(part, self.signal, self.temperature)
+                    value_C = value_C + coefficient * values[str(part)]
+                    if tile.needs_gradient:
+                        tile.add_slope(part, self.signal, self.temperature, coefficient * weights_C)
+                        tile.add_probability(self.temperature, expect(coefficient * weights_C, -slope_C))
+                statistics = {
+                    "student_entropy": tile.entropy(self.temperature),
+                    "teacher_entropy": tile.teacher_entropy(self.signal, self.temperature),
+                    "agreement": tile.agreement(self.signal),
+                }
+                result = TermResult(value_C, statistics, values if isinstance(self.divergence, WeightedSum) else {})
         parts = {name: part_C * self.factor for name, part_C in result.parts.items()}
         return TermResult(result.value_C * self.factor, result.statistics, parts)
 
@@ -298,22 +316,6 @@ def require_attribute(role: str, value: object, name: str, expected: str) -> Non
         raise ValueError(f"{role} is of type {type(value).__name__}, which has no `{name}`: expected {expected}")
 
 
-def _require_divergence(divergence: object) -> None:
-    if isinstance(divergence, Divergence):
-        for _, part in weighted_parts(divergence):
-            expected = "a class variable with its Definition(name, value, slope), as docs/extending.md shows it"
-            require_attribute("divergence", part, "definition", expected)
-        return
-    if isinstance(divergence, type) and issubclass(divergence, Divergence):
-        name = divergence.__name__
-        raise ValueError(f"divergence is the class {name}: expected one such as forward_kl() or jsd(0.5): {name}(…)")
-    raise ValueError(
-        f"divergence is of type {type(divergence).__name__}: expected one such as forward_kl() or jsd(0.5); a class "
-        "of one's own is a frozen dataclass that derives from Divergence and has definition, balanced and "
-        "balanced_slope"
-    )
-
-
 def labelled(name: str, label: str | None) -> str:
     """Return the name of a value or statistic of a term with this label."""
     return name if label is None else f"{name}/{label}"
@@ -322,22 +324,3 @@ def labelled(name: str, label: str | None) -> str:
 def check_scale(scale: float) -> None:
     if isinstance(scale, bool) or not math.isfinite(scale):
         raise ValueError(f"scale={scale}: expected a finite number")
-
-
-def _dense(tile: Tile, signal: Signal, divergence: Divergence, temperature: float, weights_C: Tensor) -> TermResult:
-    parts, value_C = {}, torch.zeros_like(weights_C)
-    for coefficient, part in weighted_parts(divergence):
-        parts[str(part)], slope_C = tile.divergence(part, signal, temperature)
-        value_C = value_C + coefficient * parts[str(part)]
-        if tile.needs_gradient:
-            tile.add_slope(part, signal, temperature, coefficient * weights_C)
-            tile.add_probability(temperature, expect(coefficient * weights_C, -slope_C))
-    statistics = {
-        "student_entropy": tile.entropy(temperature),
-        "teacher_entropy": tile.teacher_entropy(signal, temperature),
-        "agreement": tile.agreement(signal),
-    }
-    for _, part in weighted_parts(divergence):
-        if isinstance(part, NegativeLogAcceptance):
-            statistics["sampled_acceptance"] = (-parts[str(part)]).exp()
-    return TermResult(value_C, statistics, parts if isinstance(divergence, WeightedSum) else {})

@@ -50,7 +50,7 @@ from stillhouse.rollout.documents import POLICY_VERSION
 from stillhouse.run.models import ModelSources
 from stillhouse.run.setup import RunSetup, configured_layout, with_precision
 from stillhouse.signals import RequestedSteps, SignalSource, SignalStore, StoredTeacher
-from stillhouse.signals.signal_source import DeferredSignals
+from stillhouse.signals.signal_source import PendingSignals
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: the device of every rank of a dry run
@@ -237,10 +237,10 @@ class _PlannedStore(SignalStore):
         raise NotImplementedError
 
 
-def _planned_signals(source: StoredTeacher, micro_batches: ShardedMicroBatches) -> DeferredSignals:
+def _planned_signals(source: StoredTeacher, micro_batches: ShardedMicroBatches) -> PendingSignals:
     # in place of `StoredTeacher.request`, whose threads read the store; the tensors go the same way to the device
     tensors = [source._empty(batch, "cpu") for batch in micro_batches] if source._student.has_results else []
-    return DeferredSignals(partial(source.on_device, tensors, micro_batches))
+    return PendingSignals(partial(source.on_device, tensors, micro_batches))
 
 
 def _planned_shards(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:

@@ -287,7 +287,7 @@ def _load_tokenizers(
         except ValueError as error:
             if store is not None:
                 raise
-            approximate = f"or set {section}.cross_tokenizer to gold or uld, which are approximations"
+            approximate = f"or set {section}.cross_tokenizer to gold, which is an approximation"
             raise ValueError(f"{error}, {approximate}") from error
         if store is not None and store.same_conversation:
             _require_same_conversation(tokenizer, other, teacher.accept, f"{section}.accept")

@@ -46,7 +46,6 @@ class RunObjective:
         specs = {key: self._parsed(key, loss) for key, loss in objective.losses.items()}
         if objective.by_origin is None:
             (spec,) = specs.values()
-            self._require_uld(spec)
         else:
             spec = ObjectiveSpec.from_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
         if (teachers := self.teachers) is not None:
@@ -127,22 +126,6 @@ class RunObjective:
         sections = self._sections(spec)
         return [part for kind in _part_types() if (part := kind.from_config(sections)) is not None]
 
-    def _require_uld(self, spec: ObjectiveSpec) -> None:
-        """Raise ConfigError if the loss does not fit `teacher.cross_tokenizer`.
-
-        The term `uld` needs the value "uld" of this key. With this value, the loss must not have a divergence.
-        """
-        key, loss = "teacher.cross_tokenizer", self.objective.loss
-        method = None if self.teacher is None else self.teacher.cross_tokenizer
-        if spec.uld is not None and method != "uld":
-            raise ConfigError("objective.loss", f"got {loss!r}: uld needs {key}=uld")
-        if method == "uld" and spec.divergence is not None:
-            raise ConfigError(
-                "objective.loss",
-                f"got {loss!r} with {key}=uld, which gives no divergence: expected uld, such as "
-                f"0.5*cross_entropy + 0.5*uld, or {key}=gold",
-            )
-
     def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
         """Parse the expression of the run, or of one origin, and add the rollouts' correction, discount and sampling
         temperature. Raises ConfigError if it contradicts the section `rollout`.
@@ -210,8 +193,6 @@ def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
             f"got '{loss}': sampled_kl and policy_gradient are of tokens that the student has sampled; expected them "
             f"under {BY_ORIGIN}.{STUDENT}",
         )
-    if spec.uld is not None:
-        raise ConfigError(key, f"got '{loss}': expected it without uld, which rollouts do not have")
 
 
 def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:

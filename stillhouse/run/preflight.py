@@ -198,7 +198,7 @@ def same_model_warnings(setup: RunSetup, model_hashes: Mapping[str, str], studen
     if teacher is None or model_hashes.get("teacher") != model_hashes["student"] or noise_of(student.pretrained):
         return
     is_changed = section.adapter is not None or section.quantize is not None or section.init is not None
-    others = ("cross_entropy", "entropy", "policy_gradient", "uld")
+    others = ("cross_entropy", "entropy", "policy_gradient")
     has_others = any(getattr(part, name) is not None for part in setup.objective.spec.parts for name in others)
     if not (is_changed or has_others or setup.objective.parts) and setup.objective.spec.needs_teacher:
         yield (

@@ -57,7 +57,6 @@ def open_cross_tokenizer(
     """
     student = objective.student
     assert teacher.model is not None
-    assert teacher.cross_tokenizer is not None
     ours = load_tokenizer(student.model, student.revision, student.trust_remote_code)
     theirs = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
     if teacher.top_k > len(theirs):
@@ -72,7 +71,7 @@ def open_cross_tokenizer(
         batch_tokens,
     )
     with as_config_error(f"{section}.cross_tokenizer"):
-        return CrossTokenizerStore(model, ours, theirs, teacher.cross_tokenizer)
+        return CrossTokenizerStore(model, ours, theirs)
 
 
 def require_signals(

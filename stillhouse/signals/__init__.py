@@ -8,7 +8,6 @@ from stillhouse.signals.separate_teacher import SeparateTeacher
 from stillhouse.signals.signal_source import (
     NoTeacher,
     PendingSignals,
-    ReadySignals,
     RequestedSteps,
     SeveralTeachers,
     SignalSource,
@@ -23,7 +22,6 @@ __all__ = [
     "LocalModelStore",
     "NoTeacher",
     "PendingSignals",
-    "ReadySignals",
     "RequestedSteps",
     "SelfTeacher",
     "SeparateTeacher",

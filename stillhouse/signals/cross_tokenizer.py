@@ -1,13 +1,11 @@
 """Signals of a teacher with another tokenizer, translated to the student's tokens: approximations.
 
 The teacher reads the same text in its own tokens. A `LocalModelStore` gives its top-k ids and the log-probability of
-each token of the text. This module converts them to one of two signals for the student's rows:
-
-    gold   `SpanSignal`: GOLD's merged probabilities, as one top-k signal over the student's ids
-    uld    `SortedTopK`: the sorted probabilities at rows that predict the first token of a span (arXiv 2402.12030)
+each token of the text. This module converts them to a `SpanSignal` for the student's rows: GOLD's merged
+probabilities, as one top-k signal over the student's ids.
 
 A span is a piece of text between two positions at which both tokenizers have a token border (`alignment.py`). Let its
-student tokens be y_0 … y_k and its teacher tokens x_0 … x_l. With gold, at the row that predicts y_0, the teacher
+student tokens be y_0 … y_k and its teacher tokens x_0 … x_l. At the row that predicts y_0, the teacher
 distinguishes these disjoint events. The probability of each event is given to a student token:
 
     event                              student token, probability
@@ -30,7 +28,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -40,54 +37,42 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.data.media import MediaInputs
 from stillhouse.data.render.alignment import ABSENT, AlignedSpan, Aligner
-from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
+from stillhouse.objective import SpanSignal, TopK
 from stillhouse.objective.signals import Tail
 from stillhouse.signals.scorer import LocalModelStore
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec, TensorForms
 from stillhouse.signals.signal_store import SignalStore
-
-Method = Literal["gold", "uld"]
 
 
 @dataclass(frozen=True)
 class AlignedSpec(SignalSpec):
     """The signal for every row of the student, from a teacher that gives top_k = K ids. Its tensors are:
 
-    ids            [N, B] int32       only gold: the student's ids; -1 is an absent entry
-    log_probs      [N, B] float32     gold: the log-probabilities of these ids
-                   [N, K] float32     uld: the teacher's K largest log-probabilities, descending
+    ids            [N, B] int32       the student's ids; -1 is an absent entry
+    log_probs      [N, B] float32     the log-probabilities of these ids
     tail_log_prob  [N] float32        the log of the remaining mass
     weight         [N] float32        1 at rows that predict the first token of a span, else 0
-    continuation   [N] float32        only gold: P at rows that predict a later token of a span, else 0
+    continuation   [N] float32        P at rows that predict a later token of a span, else 0
     """
 
-    method: Method = "gold"
-
     def tensors(self, width: int) -> TensorForms:
-        entries = self.entries + 2 if self.method == "gold" else self.entries
-        forms: TensorForms = {
+        entries = self.entries + 2
+        return {
             "log_probs": ((entries,), torch.float32),
             "tail_log_prob": ((), torch.float32),
             "weight": ((), torch.float32),
+            "ids": ((entries,), torch.int32),
+            "continuation": ((), torch.float32),
         }
-        gold: TensorForms = {"ids": ((entries,), torch.int32), "continuation": ((), torch.float32)}
-        return forms | gold if self.method == "gold" else forms
 
-    def as_signal(self, tensors: dict[str, Tensor], tail: Tail) -> Signal:
-        if self.method == "uld":
-            return SortedTopK(tensors["log_probs"], tensors["tail_log_prob"], tensors["weight"])
+    def as_signal(self, tensors: dict[str, Tensor], tail: Tail) -> SpanSignal:
         first = TopK(tensors["ids"], tensors["log_probs"], tail, tensors["tail_log_prob"], self.temperature)
         return SpanSignal(first, tensors["weight"], tensors["continuation"])
 
-    @property
-    def has_tail(self) -> bool:
-        return self.method == "gold"
-
     def __str__(self) -> str:
-        what = "merged probabilities of spans of text" if self.method == "gold" else "sorted probabilities"
         return (
-            f"{what} (teacher.cross_tokenizer={self.method}: an approximation, from the top {self.top_k} "
-            f"log-probabilities at temperature {self.temperature:g})"
+            f"merged probabilities of spans of text (teacher.cross_tokenizer=gold: an approximation, from the top "
+            f"{self.top_k} log-probabilities at temperature {self.temperature:g})"
         )
 
 
@@ -100,17 +85,11 @@ class CrossTokenizerStore(SignalStore):
 
     signal: AlignedSpec
 
-    def __init__(
-        self,
-        inner: LocalModelStore,
-        student: PreTrainedTokenizerBase,
-        teacher: PreTrainedTokenizerBase,
-        method: Method,
-    ):
+    def __init__(self, inner: LocalModelStore, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase):
         spec = inner.signal
         assert spec.with_label
         self.inner, self.aligner = inner, Aligner(student, teacher)
-        self.signal = AlignedSpec("top_k", "float32", spec.top_k, spec.temperature, method=method)
+        self.signal = AlignedSpec("top_k", "float32", spec.top_k, spec.temperature)
         self.name = inner.name
         teacher_tokenizer = tokenizer_fingerprint(teacher)
         self.identity = hashlib.sha256(f"{inner.identity} {teacher_tokenizer}".encode()).hexdigest()
@@ -153,10 +132,7 @@ class CrossTokenizerStore(SignalStore):
         teacher_signals = self.inner.read(requests) if requests else []
         for number, request, tensors in zip(numbers, requests, teacher_signals, strict=True):
             teacher = _TeacherRows.of(tensors, request)
-            if self.signal.method == "gold":
-                self._merge(signals[number], wanted[number], spans[number], teacher, aligned[number].begins)
-            else:
-                _sort(signals[number], wanted[number].rows, spans[number], teacher)
+            self._merge(signals[number], wanted[number], spans[number], teacher, aligned[number].begins)
         return signals
 
     def _merge(
@@ -170,9 +146,12 @@ class CrossTokenizerStore(SignalStore):
         starts_S = torch.tensor([span.student.start - 1 for span in spans]) - wanted.rows.start
         stops_S = torch.tensor([span.student.stop - 1 for span in spans]) - wanted.rows.start
         tokens_S = torch.from_numpy(wanted.tokens[[span.student.start for span in spans]].astype(np.int64))
-        log_p_S = teacher.log_probs_of(spans)
+        teacher_starts_S = torch.tensor([span.teacher.start - 1 for span in spans]) - teacher.rows.start
+        teacher_stops_S = torch.tensor([span.teacher.stop - 1 for span in spans]) - teacher.rows.start
+        owner_N, row_N = _places(teacher_starts_S, teacher_stops_S)
+        log_p_S = torch.zeros(len(spans), dtype=torch.float64).index_add_(0, owner_N, teacher.log_labels_R[row_N])
         begins_S = torch.tensor([span.student.start in begins for span in spans])
-        ids_SB, log_probs_SB, tail_S = self._outcomes(teacher, teacher.starts_of(spans), tokens_S, log_p_S, begins_S)
+        ids_SB, log_probs_SB, tail_S = self._outcomes(teacher, teacher_starts_S, tokens_S, log_p_S, begins_S)
         is_inside_S = (starts_S >= 0) & (starts_S < len(wanted.rows))
         places = starts_S[is_inside_S]
         into["ids"][places] = ids_SB[is_inside_S].int()
@@ -241,27 +220,6 @@ class _TeacherRows:
         log_labels_R = log_probs_RB.masked_fill(~is_label_RB, -math.inf).amax(1)
         ids_RK, log_probs_RK = ids_RB[:, :-1], log_probs_RB[:, :-1]
         return cls(rows, ids_RK, log_probs_RK, tensors["tail_log_prob"].double(), labels_R, log_labels_R)
-
-    def log_probs_of(self, spans: Sequence[AlignedSpan]) -> Tensor:
-        """log P of each span."""
-        stops_S = torch.tensor([span.teacher.stop - 1 for span in spans]) - self.rows.start
-        owner_N, row_N = _places(self.starts_of(spans), stops_S)
-        return torch.zeros(len(spans), dtype=torch.float64).index_add_(0, owner_N, self.log_labels_R[row_N])
-
-    def starts_of(self, spans: Sequence[AlignedSpan]) -> Tensor:
-        """For each span, the index in `rows` of the row that predicts the span's first teacher token, int64."""
-        return torch.tensor([span.teacher.start - 1 for span in spans], dtype=torch.int64) - self.rows.start
-
-
-def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[AlignedSpan], teacher: _TeacherRows) -> None:
-    inside = [span for span in spans if span.student.start - 1 in rows]
-    places = torch.tensor([span.student.start - 1 - rows.start for span in inside], dtype=torch.int64)
-    starts = teacher.starts_of(inside)
-    is_outside_N = (teacher.ids_RK[starts] != teacher.labels_R[starts][:, None]).all(1)
-    log_label_N = teacher.log_labels_R[starts].masked_fill(~is_outside_N, -math.inf)
-    into["log_probs"][places] = teacher.log_probs_RK[starts].float()
-    into["tail_log_prob"][places] = torch.logaddexp(teacher.tail_R[starts], log_label_N).float()
-    into["weight"][places] = 1.0
 
 
 def _summed_by_id(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from stillhouse.models.dtensors import local
 from stillhouse.models.processors import full_vocab, replicated_hidden
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, StudentHidden
 from stillhouse.parallel import DistributedStudent, InStage, ShardedMicroBatches, StageInputs
-from stillhouse.signals.signal_source import ReadySignals, SignalSource
+from stillhouse.signals.signal_source import PendingSignals, SignalSource
 
 
 class WeightAverage:
@@ -69,10 +69,10 @@ class InStageTeacher(SignalSource):
     def __init__(self, student: DistributedStudent):
         self._student, self.steps_ahead = student, 0 if student.prefetch is None else 1
 
-    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         prefetch = self._student.prefetch
         marker = InStage(None if prefetch is None else prefetch.announce(micro_batches))
-        return ReadySignals([{TEACHER: marker}] * len(micro_batches))
+        return PendingSignals.ready([{TEACHER: marker}] * len(micro_batches))
 
 
 class SelfTeacher(SignalSource):
@@ -87,15 +87,15 @@ class SelfTeacher(SignalSource):
     ):
         self._student, self._autocast, self._average = student, autocast, average
 
-    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         """Compute the signals on the student's last stage: `StudentHidden` or, with averaged weights, `FullVocab`."""
         processor: OutputProcessor = _hidden if self._average is None else _WithHead()
         read = [batch.as_read_by_teacher for batch in micro_batches]
         with nullcontext() if self._average is None else self._average.applied():
             signals = student_forward(self._student, read, processor, self._autocast)
         if not self._student.has_last_stage:
-            return ReadySignals([{}] * len(read))
-        return ReadySignals([{TEACHER: signal} for signal in signals])
+            return PendingSignals.ready([{}] * len(read))
+        return PendingSignals.ready([{TEACHER: signal} for signal in signals])
 
 
 def student_forward(

@@ -36,7 +36,7 @@ from stillhouse.parallel import (
 )
 from stillhouse.parallel.host_memory import WaitingWeights
 from stillhouse.proofs.layouts import needs_proof, prove_runner
-from stillhouse.signals.signal_source import ReadySignals, SignalSource
+from stillhouse.signals.signal_source import PendingSignals, SignalSource
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ class SeparateTeacher(SignalSource):
             # NCCL requires all ranks in the first operation of a group, but only some take part in the transfers
             dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
 
-    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         """Compute the signals, `TeacherHidden` on the student's last stage, now: those of later steps need memory."""
         return self.request_some(micro_batches, range(len(micro_batches.all_ranks)))
 
     @torch.no_grad()
-    def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> ReadySignals:
+    def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> PendingSignals:
         """As `request`, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
         step = micro_batches.all_ranks
         has_all = len(numbers) == len(step)
@@ -168,7 +168,7 @@ class SeparateTeacher(SignalSource):
             if hidden_BSE is not None:
                 assert self._head is not None
                 signals[number] = {TEACHER: TeacherHidden(hidden_BSE.flatten(0, 1), self._head)}
-        return ReadySignals(signals)
+        return PendingSignals.ready(signals)
 
     def _transferred(
         self,

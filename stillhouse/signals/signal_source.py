@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +22,20 @@ from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, shard_m
 from stillhouse.parallel.host_memory import copied_to
 
 
-class PendingSignals(Protocol):
-    """Signals that were requested but are possibly not computed yet."""
+@dataclass(frozen=True)
+class PendingSignals:
+    """Signals that were requested but are possibly not computed yet.
 
-    def result(self) -> Sequence[Signals]:
-        """Wait for the signals of this process's micro-batches, and return them by the teachers' names."""
+    result: computes the signals of this process's micro-batches, or waits for them, and returns them by the
+        teachers' names.
+    """
+
+    result: Callable[[], Sequence[Signals]]
+
+    @classmethod
+    def ready(cls, signals: Sequence[Signals]) -> "PendingSignals":
+        """Return signals that are available at once."""
+        return cls(lambda: signals)
 
 
 class SignalSource(ABC):
@@ -85,28 +93,11 @@ class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
         return self._requested.popleft()
 
 
-@dataclass(frozen=True)
-class ReadySignals:
-    """Signals that are available at once."""
-
-    signals: Sequence[Signals]
-
-    def result(self) -> Sequence[Signals]:
-        return self.signals
-
-
-@dataclass(frozen=True)
-class DeferredSignals:
-    """Signals that `result` computes or waits for."""
-
-    result: Callable[[], Sequence[Signals]]
-
-
 class NoTeacher(SignalSource):
     """The source for objectives without a divergence: no micro-batch has a signal."""
 
-    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        return ReadySignals([{}] * len(micro_batches))
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
+        return PendingSignals.ready([{}] * len(micro_batches))
 
 
 class SeveralTeachers(SignalSource):
@@ -131,15 +122,15 @@ class SeveralTeachers(SignalSource):
             f"teachers.{name}": decoder for name, source in teachers.items() for decoder in source.decoders.values()
         }
 
-    def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         """Request the signals. A teacher with `steps_ahead` = 0 gets its request only when `result` is called."""
         rows = None if self._route is None else self._rows(micro_batches, self._route)
         views = {name: self._view(micro_batches, name, rows) for name in self.teachers}
         pending: dict[str, PendingSignals] = {}
         for name, source in self.teachers.items():
-            deferred = DeferredSignals(partial(self._signals_of, name, views[name]))
+            deferred = PendingSignals(partial(self._signals_of, name, views[name]))
             pending[name] = source.request(views[name]) if source.steps_ahead else deferred
-        return DeferredSignals(partial(self._result, pending, len(micro_batches), rows))
+        return PendingSignals(partial(self._result, pending, len(micro_batches), rows))
 
     def _result(
         self, pending: Mapping[str, PendingSignals], micro_batches: int, rows: "_RoutedRows | None"

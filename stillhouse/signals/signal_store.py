@@ -31,7 +31,7 @@ from stillhouse.parallel.host_memory import copied_to
 from stillhouse.preemption import requested
 from stillhouse.signals.extract import top_k_log_probs
 from stillhouse.signals.in_stage_teachers import student_forward
-from stillhouse.signals.signal_source import DeferredSignals, SignalSource
+from stillhouse.signals.signal_source import PendingSignals, SignalSource
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: while a process waits for the teacher: the interval of its checks for a signal such as SIGTERM, and the time for
@@ -144,10 +144,10 @@ class StoredTeacher(SignalSource):
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 
     @replaceable
-    def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         ids = self._ids(micro_batches)
         future = self._threads.submit(self._read, micro_batches, ids) if self._student.has_results else None
-        return DeferredSignals(partial(self._received, future, micro_batches))
+        return PendingSignals(partial(self._received, future, micro_batches))
 
     def _ids(self, micro_batches: ShardedMicroBatches) -> Sequence[Tensor]:
         """For "chosen": the ids [C, K] of each micro-batch, on the CPU. Empty for all other signals."""

@@ -258,7 +258,7 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
     for origin, origin_spec in spec.by_origin.items():
         for name, single in _single_terms(origin_spec):
             yield f"{name} ({origin})", replace(spec, by_origin={origin: single})
-    terms = ("cross_entropy", "divergence", "uld", "entropy", "sampled_kl", "policy_gradient")
+    terms = ("cross_entropy", "divergence", "entropy", "sampled_kl", "policy_gradient")
     without: dict[str, Any] = dict.fromkeys(terms)
     none = replace(spec, z_loss=0.0, **without)
     if spec.cross_entropy is not None:
@@ -269,7 +269,7 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
         for scale, part in weighted_parts(spec.divergence):
             yield str(part), replace(none, divergence=part, divergence_scale=scale * spec.divergence_scale)
     labels = {"sampled_kl": f"sampled_kl({spec.estimator})"}
-    for name in ("sampled_kl", "policy_gradient", "uld", "entropy"):
+    for name in ("sampled_kl", "policy_gradient", "entropy"):
         if (scale := getattr(spec, name)) is not None:
             yield labels.get(name, name), replace(none, **{name: scale})
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +19,13 @@ from kit.signal_hooks import signal_at
 from kit.teacher_gradients import gradients
 from kit.tensors import assert_near
 from kit.toy_tokenizer import PLAIN_TEMPLATE
-from kit.two_tokenizers import GOLD, ULD, K, demo_text, tokenizer, write_model, write_pair
+from kit.two_tokenizers import GOLD, K, demo_text, tokenizer, write_model, write_pair
 from torch import Tensor
 
 from stillhouse.data import DataError, Documents
 from stillhouse.models import Decoder
-from stillhouse.objective import TEACHER, SortedTopK, SpanSignal, TopK
+from stillhouse.objective import TEACHER, SpanSignal, TopK
 from stillhouse.signals import CrossTokenizerStore, LocalModelStore
-from stillhouse.signals.cross_tokenizer import Method
 from stillhouse.signals.extract import top_k_log_probs
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -39,16 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("cross"))
 
 
-def store_of(
-    folder: Path, student: str, teacher: str, method: Method = "gold", top_k: int = K, tokens: int = 64
-) -> CrossTokenizerStore:
+def store_of(folder: Path, student: str, teacher: str, top_k: int = K, tokens: int = 64) -> CrossTokenizerStore:
     path = folder / f"model {teacher}"
     if not path.exists():
         write_model(path, teacher, family="qwen3", seed=2)
     signal = SignalSpec("top_k", "float32", top_k, TAU, with_label=True)
     load = lambda device: Decoder.from_pretrained(path, dtype="float32", device=device)  # noqa: E731
     inner = LocalModelStore("teacher", "hash", signal, load, tokens)
-    store = CrossTokenizerStore(inner, tokenizer(student), tokenizer(teacher), method)
+    store = CrossTokenizerStore(inner, tokenizer(student), tokenizer(teacher))
     store.start(torch.device("cpu"))
     return store
 
@@ -170,10 +166,9 @@ def test_one_tokenizer_on_both_sides_gives_the_top_k_signal(folder: Path, name: 
             assert float(tensors["tail_log_prob"][row]) == pytest.approx(float(live["tail_log_prob"][row]), abs=1e-4)
 
 
-@pytest.mark.parametrize("method", ["gold", "uld"])
-def test_a_part_of_the_rows(folder: Path, method: Method) -> None:
+def test_a_part_of_the_rows(folder: Path) -> None:
     """A context rank asks for some rows of a document; spans may begin before them and end after them."""
-    store = store_of(folder, "small", "pieces", method)
+    store = store_of(folder, "small", "pieces")
     for tokens, tensors in zip(
         token_lists("small"), store.read([all_rows(tokens) for tokens in token_lists("small")]), strict=True
     ):
@@ -190,26 +185,6 @@ def test_batches_do_not_matter(folder: Path) -> None:
     for one, other in zip(few, many, strict=True):
         for name in one:
             torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
-
-
-def test_sorted_probabilities(folder: Path) -> None:
-    """The teacher's largest probabilities where both begin a span, and the mass of all others."""
-    store = store_of(folder, "small", "large", "uld")
-    documents = token_lists("small")
-    for tensors, aligned in zip(
-        store.read([all_rows(tokens) for tokens in documents]), store.aligner.align(documents), strict=True
-    ):
-        log_p_NV = teacher_log_probs(folder, "large", aligned.teacher_tokens)
-        spans = [span for span in aligned.spans if span.student.start > 0 and span.teacher.start > 0]
-        assert tensors["weight"].nonzero()[:, 0].tolist() == [span.student.start - 1 for span in spans]
-        for span in spans:
-            ordered_V = log_p_NV[span.teacher.start - 1].sort(descending=True).values
-            row = span.student.start - 1
-            torch.testing.assert_close(tensors["log_probs"][row].double(), ordered_V[:K], rtol=1e-4, atol=1e-4)
-            tail = ordered_V[K:].logsumexp(0)
-            torch.testing.assert_close(tensors["tail_log_prob"][row].double(), tail, rtol=1e-4, atol=1e-4)
-    signal = store.signal.as_signal(tensors, "bucket")
-    assert isinstance(signal, SortedTopK)
 
 
 def test_the_signals_of_a_run(folder: Path) -> None:
@@ -256,20 +231,17 @@ def test_one_of_several_teachers(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(gradient, 0.25 * same[name] + 0.75 * only[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("settings", [GOLD, pytest.param(ULD, marks=pytest.mark.slow)], ids=["gold", "uld"])
-def test_a_whole_run(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
-    write_run(folder, **settings, out=str(tmp_path / "out"))
+def test_a_whole_run(folder: Path, tmp_path: Path) -> None:
+    write_run(folder, **GOLD, out=str(tmp_path / "out"))
     checked = run("check", folder / "run.yaml").out
     assert "an approximation" in checked.splitlines()[0]
     assert "the same for both" not in checked
     assert "an approximation" in run("distill", folder / "run.yaml").out.splitlines()[0]
     records = metrics(tmp_path / "out")
-    method = settings["teacher.cross_tokenizer"]
     assert records[-1]["step"] == 6
-    assert ("eval/forward_kl" in records[-1]) == (method == "gold")
-    assert ("eval/uld" in records[-1]) == (method == "uld")
+    assert "eval/forward_kl" in records[-1]
     steps = [record for record in records if "loss/total_nats_per_token" in record]
-    assert ("loss/continuation_nats_per_token" in steps[0]) == (method == "gold")
+    assert "loss/continuation_nats_per_token" in steps[0]
     assert not (tmp_path / "out" / "tokens.json").exists()
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
     assert "contains this run, which is complete" in run("check", folder / "run.yaml").out
@@ -297,10 +269,9 @@ def test_a_run_resumes_to_the_same_weights(folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [GOLD, ULD], ids=["gold", "uld"])
-def test_two_processes_have_the_gradients_of_one(folder: Path, settings: dict[str, Any]) -> None:
+def test_two_processes_have_the_gradients_of_one(folder: Path) -> None:
     """Every layout of two processes, the objective and the temperature of a run: gradients, and not only the loss."""
-    write_run(folder, **settings, **{"objective.temperature": TAU})
+    write_run(folder, **GOLD, **{"objective.temperature": TAU})
     ranks = run_ranks(2, "parity", folder / "run.yaml")
     for layout in ("fsdp 2", "tensor 2", "context 2", "pipeline 2, 1f1b"):
         (row,) = [line for line in ranks[0].out.splitlines() if line.startswith(f"{layout}  ")]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from stillhouse.objective import (
     Divergence,
-    acceptance,
     alpha_beta,
     forward_kl,
     jsd,
@@ -201,7 +200,6 @@ def test_normalized_jsd_is_right_near_its_ends_in_float32(beta: float, sharpness
         skew_forward_kl(0.1 + 0.2),
         skew_reverse_kl(0),
         total_variation(),
-        acceptance(),
         alpha_beta(1, -1),
         alpha_beta(1 / 3, 2 / 3),
         0.9 * forward_kl() + 0.1 * reverse_kl(),

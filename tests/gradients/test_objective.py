@@ -124,7 +124,7 @@ def test_gradients_against_finite_differences(signal: str) -> None:
     tokens, vocabulary, width = 3, 7, 2
     head = {"vocab_size": 5} if signal == "padded" else HEADS.get(signal, {})
     rows = head.get("vocab_size", vocabulary)
-    terms = [term for name, term in other_terms(tokens, rows, ranks=3).items() if name not in WITH_CONSTANT_WEIGHTS]
+    terms = [term for name, term in other_terms(tokens, rows).items() if name not in WITH_CONSTANT_WEIGHTS]
     if signal in ALL_SIGNALS:
         teacher = make_signal(signal, tokens, rows, temperature=1.7, entries=4)
         terms = [Distill(teacher, parse_divergence(text), 0.7, 1.7, True) for text in ALL_DIVERGENCES]

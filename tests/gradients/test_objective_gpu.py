@@ -163,9 +163,7 @@ def divergence_terms(text: str) -> Callable[[torch.dtype, str, int], list[Term]]
 COMPILED: dict[str, Callable[[torch.dtype, str, int], list[Term]]] = {
     "forward_kl": divergence_terms("forward_kl"),
     "jsd": divergence_terms("jsd(0.5)"),
-    "others": divergence_terms(
-        "reverse_kl + skew_forward_kl(0.1) + total_variation + acceptance + alpha_beta(0.2, 0.7)"
-    ),
+    "others": divergence_terms("reverse_kl + skew_forward_kl(0.1) + total_variation + alpha_beta(0.2, 0.7)"),
     "all": make_terms,
 }
 

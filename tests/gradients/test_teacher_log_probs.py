@@ -39,7 +39,6 @@ from stillhouse.objective import (
     RoutedSignal,
     Sampled,
     Signal,
-    SortedTopK,
     SpanSignal,
     StudentHidden,
     TopK,
@@ -209,12 +208,11 @@ def span() -> SpanSignal:
         (lambda: make_mixture(temperature=2.0), "taken at temperature 2.0, the term needs them at 1.0"),
         (lambda: make_full().rows(slice(0, 3)), "a signal of 3 tokens with 37 labels"),
         (lambda: Sampled(torch.zeros(T, 2, dtype=torch.int64), torch.ones(T, 2)), "Sampled does not give the"),
-        (lambda: SortedTopK(torch.zeros(T, 2), torch.zeros(T), torch.ones(T)), "SortedTopK does not give the"),
         (span, "SpanSignal does not give the probability of a certain token: expected FullVocab"),
         (lambda: RoutedSignal(make_full(), torch.arange(T)), "RoutedSignal does not give"),
         (lambda: StudentHidden(torch.zeros(T, 8)), "StudentHidden does not give"),
     ],
-    ids=["temperature", "mixture", "rows", "sampled", "sorted", "spans", "routed", "not opened"],
+    ids=["temperature", "mixture", "rows", "sampled", "spans", "routed", "not opened"],
 )
 def test_signals_that_are_refused(make: Callable[[], Signal], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -27,7 +27,7 @@ from stillhouse.parallel import (
     padded_shapes,
     single_process_runner,
 )
-from stillhouse.signals import ReadySignals, RequestedSteps, SignalSource
+from stillhouse.signals import PendingSignals, RequestedSteps, SignalSource
 from stillhouse.signals.separate_teacher import MicroBatchShape, route
 
 DEGREES = st.builds(
@@ -78,9 +78,9 @@ class RecordedRequests(SignalSource):
     def __init__(self, steps_ahead: int):
         self.steps_ahead, self.events = steps_ahead, list[str]()
 
-    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         self.events.append(f"request {len(micro_batches)}")
-        return ReadySignals([{}] * len(micro_batches))
+        return PendingSignals.ready([{}] * len(micro_batches))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ TEXTBOOK: dict[str, Formula] = {
     "skew_reverse_kl(0)": lambda p, q: kl(q, p),
     "skew_reverse_kl(0.1)": lambda p, q: kl(q, 0.9 * p + 0.1 * q),
     "total_variation": lambda p, q: 0.5 * (p - q).abs().sum(),
-    "acceptance": lambda p, q: -torch.minimum(p, q).sum().log(),
     "0.9*forward_kl + 0.1*reverse_kl": lambda p, q: 0.9 * kl(p, q) + 0.1 * kl(q, p),
     "2*jsd(0.3) + total_variation": lambda p, q: 2 * jsd_formula(0.3)(p, q) + 0.5 * (p - q).abs().sum(),
     **{

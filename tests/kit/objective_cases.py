@@ -30,8 +30,6 @@ from stillhouse.objective import (
     Sampled,
     SampledKL,
     Signal,
-    SortedL1,
-    SortedTopK,
     SpanSignal,
     Term,
     TopK,
@@ -54,7 +52,6 @@ F_DIVERGENCES = [
     "skew_reverse_kl(0)",
     "skew_reverse_kl(0.1)",
     "total_variation",
-    "acceptance",
     "alpha_beta(0.4, 0.6)",
     "0.9*forward_kl + 0.1*jsd(0.5)",
 ]
@@ -218,14 +215,6 @@ def make_sampled(tokens: int = T, vocabulary: int = V, dtype: torch.dtype = torc
     return Sampled(ids_TM, torch.rand(tokens, 6, generator=generator(7)).to(dtype))
 
 
-def make_sorted(log_p_TV: Tensor, ranks: int) -> SortedTopK:
-    """The teacher's largest log-probabilities in another order, and rows that do not count."""
-    log_p_TK = log_p_TV.topk(ranks, 1).values
-    tail_T = log_p_TV.sort(1, descending=True).values[:, ranks:].logsumexp(1)
-    order = torch.randperm(ranks, generator=generator(5))
-    return SortedTopK(log_p_TK[:, order], tail_T, (torch.arange(len(log_p_TV)) % 4 > 0).to(log_p_TV.dtype))
-
-
 def make_spans(tail: str = "bucket", dtype: torch.dtype = torch.float64, temperature: float = 1.0) -> SpanSignal:
     """Every third row begins a span, the next one continues it, and the third one has no signal."""
     random = torch.Generator().manual_seed(3)
@@ -245,19 +234,16 @@ def all_terms(tokens: int = T) -> list[Term]:
     return [*divergences, *every_term(tokens), *other_terms(tokens).values()]
 
 
-def other_terms(
-    tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64, ranks: int = 8
-) -> dict[str, Term]:
+def other_terms(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64) -> dict[str, Term]:
     """Make every term that is no divergence on a signal of `SIGNALS`, by a name.
 
     Old and teacher log-probabilities are NaN where there is no label, because they must not be read there. Ratios of
-    the student of `make_leaves` to the old policy lie on both sides of every limit. ranks: of the sorted teacher.
+    the student of `make_leaves` to the old policy lie on both sides of every limit.
     """
     labels_T = make_labels(tokens, vocabulary)
     known_NT = torch.randn(4, tokens, generator=generator(31), dtype=torch.float64) - math.log(vocabulary)
     known_NT = known_NT.masked_fill(labels_T < 0, math.nan).to(dtype)
     advantages_T = torch.randn(tokens, generator=generator(33), dtype=torch.float64).to(dtype)
-    ranked = torch.log_softmax(2 * torch.randn(tokens, ranks + 1, generator=generator(17), dtype=torch.float64), 1)
     policy = partial(PolicyGradient, labels_T, advantages_T, known_NT[2])
     corrected = {"correction": Correction("truncated", 1.3), "old_log_probs_T": known_NT[2]}
     return {
@@ -282,7 +268,6 @@ def other_terms(
         "masked": policy(surrogate="corrected", correction=Correction("masked", 3.0)),
         "log ratio": LogRatio(labels_T, known_NT[2], 0.8),
         "continuation": Continuation(labels_T, 0.3, 0.8, scale_by_temperature_squared=True),
-        "sorted": SortedL1(make_sorted(ranked.to(dtype), ranks), 0.7, 1.3),
         "zero outside": Distill(
             make_signal("zero", tokens, vocabulary, dtype=dtype, temperature=1.3, entries=min(8, vocabulary - 1)),
             reverse_kl(),

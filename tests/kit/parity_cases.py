@@ -35,7 +35,6 @@ from stillhouse.signals import (
     InStageTeacher,
     NoTeacher,
     PendingSignals,
-    ReadySignals,
     RequestedSteps,
     SeparateTeacher,
     SignalSource,
@@ -264,9 +263,9 @@ class TopKSource(SignalSource):
     case: Case
     runner: Runner
 
-    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         signals = [{TEACHER: top_k(self.case, micro_batch)} for micro_batch in micro_batches]
-        return ReadySignals(signals if self.runner.has_last_stage else [{} for _ in signals])
+        return PendingSignals.ready(signals if self.runner.has_last_stage else [{} for _ in signals])
 
 
 def first_step(

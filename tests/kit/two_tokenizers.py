@@ -26,7 +26,6 @@ NAMES = ["small", "large", "pieces", "mistral", "deepseek"]
 #: settings of runs, with K ids per token
 K = 16
 GOLD = {"teacher.cross_tokenizer": "gold", "teacher.top_k": K}
-ULD = {"teacher.cross_tokenizer": "uld", "teacher.top_k": K, "objective.loss": "0.5*cross_entropy + 0.5*uld"}
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit import objective_cases
 from kit.config_cases import assert_refused, refused_calls
-from kit.objective_cases import D, T, V, make_full, make_labels, make_leaves, make_sorted
+from kit.objective_cases import D, T, V, make_full, make_labels, make_leaves
 from kit.rollout_cases import Batch, fused, make_batch, without
 from torch import Tensor
 
@@ -64,7 +64,6 @@ HEAD = OutputHead(torch.zeros(V, 1))
 CE = [CrossEntropy(make_labels())]
 KL = forward_kl()
 ZERO_T = torch.zeros(T)
-SORTED = make_sorted(torch.randn(T, V).log_softmax(1), 8)
 TWO_SIGNALS = {"math": make_full(), "code": make_full()}
 IDS, LOG_PROBS = torch.zeros(T, 4, dtype=torch.int64), torch.zeros(T, 4)
 

@@ -143,10 +143,6 @@ def test_several_divergences_are_one_term() -> None:
             parse_objective("0.5*reverse_kl", temperature=2.0, scale_by_temperature_squared=True),
             "0.5 × reverse_kl·τ², τ = 2 of teacher and student",
         ),
-        (
-            parse_objective("0.5*cross_entropy + 0.5*uld"),
-            "0.5 × cross-entropy + 0.5 × distance of the sorted probabilities (ULD) of teacher and student",
-        ),
         (spec_of("k2"), "sampled KL (k2, descends reverse KL) at the student's own tokens"),
         (
             spec_of("k2, truncated"),
@@ -214,7 +210,6 @@ def test_what_an_objective_needs() -> None:
         "cross_entropy + 1e-4*z_loss - 0.1*entropy": (False, False, False),
         "entropy": (False, False, False),
         "cross_entropy + 0.1*forward_kl": (True, False, False),
-        "uld": (True, False, False),
         "reverse_kl": (True, False, False),
         "sampled_kl": (True, True, False),
         "policy_gradient": (False, True, True),

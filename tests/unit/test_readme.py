@@ -46,9 +46,9 @@ def test_the_numbers_of_mistakes_are_true() -> None:
 
 
 def test_the_number_of_divergences_is_true() -> None:
-    assert len(DIVERGENCES) == 8
-    assert "eight\n[divergences]" in README
-    assert "Eight divergences" in README
+    assert len(DIVERGENCES) == 7
+    assert "seven\n[divergences]" in README
+    assert "Seven divergences" in README
 
 
 def test_the_readme_fits_two_screens() -> None:

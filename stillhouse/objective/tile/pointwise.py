@@ -26,7 +26,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stillhouse.objective.acceptance_rate import gradient_of_acceptance, piece_sums
 from stillhouse.objective.divergence import Pivot, Sides, sides
 from stillhouse.objective.numerics import difference, expect, row_max
 from stillhouse.objective.tile.tile_plan import STUDENT, Columns, PointwisePlan
@@ -68,7 +67,7 @@ def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
 
 
 def normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
-    """Return the sums of each pair in `plan.two_sweep`, [B, X]: Σf and Σq·h, or `acceptance_rate.PieceSums`.
+    """Return the sums of each pair in `plan.two_sweep`, [B, X]: Σf and Σq·h.
 
     Tiles [B, P, V] of P pieces and normalizers [B, 1, X] give [B, P, X].
     """
@@ -78,10 +77,7 @@ def normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers
     for at in plan.two_sweep:
         divergence, teacher, student = plan.pairs[at]
         pair = both[teacher, student]
-        if at in plan.acceptances:
-            columns += piece_sums(pair)
-        else:
-            columns += [divergence.balanced(pair).sum(-1), divergence.balanced_slope(pair).sum(-1)]
+        columns += [divergence.balanced(pair).sum(-1), divergence.balanced_slope(pair).sum(-1)]
     return torch.stack(columns, -1)
 
 
@@ -109,11 +105,7 @@ def gradient(
         if at in plan.entropic:
             grad_BV = grad_BV + rows["log_probability", at] * expect(q_BV, log_q_BV)
     for at, (divergence, teacher, student) in enumerate(plan.pairs):
-        if at in plan.acceptances:
-            numbers = (rows["log_acceptance", at], rows["above", at], rows["below", at])
-            slope_BV = gradient_of_acceptance(both[teacher, student], *numbers)
-        else:
-            slope_BV = divergence.balanced_slope(both[teacher, student])
+        slope_BV = divergence.balanced_slope(both[teacher, student])
         # a row that does not count may contain any values, also NaN
         grad_BV = grad_BV + torch.where(rows["slope", at] == 0, 0.0, rows["slope", at] * slope_BV)
     for at, softmax in enumerate(plan.buckets):

@@ -11,13 +11,11 @@ l = (logit − reference) / temperature.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stillhouse.objective.acceptance_rate import Acceptance, PieceSums, acceptance_statistics
 from stillhouse.objective.divergence import KullbackLeibler
 from stillhouse.objective.numerics import excess, expect, finite, log_sum_exp
 from stillhouse.objective.tile.tile_plan import STUDENT, Columns, PointwisePlan
@@ -38,7 +36,6 @@ class RowStatistics:
     tail: the student's log-probability of all tokens outside each bucket's ids together.
     vocabulary, mean_log_prob: the number of tokens of the vocabulary, and the mean over them of log q.
     values, slopes: Σf and Σq·h of each pair, balanced (`divergence.py`).
-    acceptances: of the pairs in `plan.acceptances`.
     """
 
     normalizers_CX: Tensor
@@ -56,19 +53,12 @@ class RowStatistics:
     mean_log_prob: Tensor | None
     values: dict[int, Tensor]
     slopes: dict[int, Tensor]
-    acceptances: dict[int, Acceptance]
 
     def add_normalized(self, plan: PointwisePlan, sums_RCX: Tensor) -> None:
         """Add the results of `pointwise.normalized_sums` of all pieces."""
         columns = iter(sums_RCX.unbind(2))
         for at in plan.two_sweep:
-            if at in plan.acceptances:
-                sums = PieceSums(*islice(columns, len(PieceSums._fields)))
-                self.acceptances[at] = acceptance = acceptance_statistics(sums)
-                # the gradient has no further part in proportion to q
-                self.values[at], self.slopes[at] = acceptance.value, torch.zeros_like(acceptance.value)
-            else:
-                self.values[at], self.slopes[at] = next(columns).sum(0), next(columns).sum(0)
+            self.values[at], self.slopes[at] = next(columns).sum(0), next(columns).sum(0)
 
 
 def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) -> RowStatistics:
@@ -120,7 +110,6 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
         mean_C,
         values,
         slopes,
-        {},
     )
 
 

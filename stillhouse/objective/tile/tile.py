@@ -36,7 +36,7 @@ from stillhouse.objective.tile.sweeps import (
     sweep_raw_sums,
 )
 from stillhouse.objective.tile.tile_plan import STUDENT, Column, PointwisePlan, TilePlan
-from stillhouse.objective.vocab import AsyncAllGather, VocabShard, local_top_k, merged_top_k
+from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
 #: ids per row up to which all pairs of ids are compared, to find those that occur several times
 MOST_IDS = 128
@@ -108,8 +108,6 @@ class Tile:
             plan_and_first = self._pointwise, self._first
             sums = [run_rows(sums_and_logits, plan_and_first, *arguments, partly=[self.logits_CV])]
         sums += [self._outside_sums(*bucket) for bucket in self._plan.buckets]
-        if self._plan.ranks:
-            sums += local_top_k(self.logits_CV, self._plan.ranks, self._shard)
         self._pieces = AsyncAllGather(sums[0] if len(sums) == 1 else torch.cat(sums, 1), self._shard)
 
     def gathered_sums(self) -> list[Tensor]:
@@ -130,9 +128,6 @@ class Tile:
     def read(self, gathered_RCX: Tensor, normalized_RCX: Tensor | None = None) -> None:
         """Compute the statistics that terms read, from the sums of all ranks."""
         raw_RCX, outside, entries = self._split(gathered_RCX)
-        if self._plan.ranks:
-            *entries, logits_RCK, ids_RCK = entries
-            self._top_k = merged_top_k(logits_RCK, ids_RCK, self._plan.ranks)[:2]
         # an id's logit is on one rank; the other ranks send −inf
         self._entries = [logits_RCN.amax(0) for logits_RCN in entries]
         if self._statistics is None:
@@ -174,9 +169,6 @@ class Tile:
         for at in range(len(self._plan.buckets)):
             columns["outside_reference", at] = rows.outside_reference[at]
             columns["outside_log_mass", at] = rows.outside_log_mass[at]
-        for at, acceptance in rows.acceptances.items():
-            columns["log_acceptance", at] = acceptance.log_rate
-            columns["above", at], columns["below", at] = acceptance.above, acceptance.below
         coefficients = [columns.get(column, zero_C) for column in self._pointwise.coefficients]
         return torch.cat([rows.normalizers_CX, torch.stack(coefficients, 1)], 1)
 
@@ -225,18 +217,12 @@ class Tile:
 
     def log_probs_at(self, ids: Tensor, temperature: float) -> Tensor:
         """log q at the chunk's ids, [C, N]; −inf for an id outside the vocabulary. ids: over all tokens, [T(, N)]."""
-        return self._log_probs(self._entries[self._plan.logits_at(ids)], temperature)
+        gap_CN = self._entries[self._plan.logits_at(ids)] - self._row_statistics.references[0][:, None]
+        return gap_CN / temperature - self._row_statistics.student_log_mass[self._plan.softmax(temperature)][:, None]
 
     def is_argmax(self, ids: Tensor) -> Tensor:
         """True where the id has the student's highest probability, [C, N]."""
         return self._entries[self._plan.logits_at(ids)] == self._row_statistics.references[0][:, None]
-
-    def top_k(self, ranks: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """The student's top ids and their log q, in descending order, [C, K]; −inf beyond the vocabulary."""
-        if ranks > self._plan.ranks:
-            raise LookupError(f"the top {ranks} tokens: no term has requested them")
-        logits_CK, ids_CK = (top_CK[:, :ranks] for top_CK in self._top_k)
-        return ids_CK, self._log_probs(logits_CK, temperature)
 
     def divergence(self, divergence: Divergence, signal: Signal, temperature: float) -> tuple[Tensor, Tensor]:
         """Σf and Σq·h of a divergence (not a weighted sum of several), [C] each; f and h as in `divergence.py`."""
@@ -310,13 +296,13 @@ class Tile:
         return torch.stack([sums["reference", STUDENT], sums["largest", STUDENT] + sums["student_others", 0]], 1)
 
     def _split(self, gathered_RCX: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return the raw sums, the sums outside the ids of each bucket, and the logits at ids and top tokens."""
+        """Return the raw sums, the sums outside the ids of each bucket, and the logits at ids."""
         widths = [len(self._pointwise.raw_sums)]
         widths += [1 if ids.dim() == 1 else ids.shape[1] for ids in self._plan.ids]
-        widths += [2] * len(self._plan.buckets) + [self._plan.ranks] * (2 if self._plan.ranks else 0)
+        widths += [2] * len(self._plan.buckets)
         raw_RCX, *rest = gathered_RCX.split(widths, 2)
-        ids, buckets = len(self._plan.ids), len(self._plan.buckets)
-        return raw_RCX, rest[ids : ids + buckets], rest[:ids] + rest[ids + buckets :]
+        ids = len(self._plan.ids)
+        return raw_RCX, rest[ids:], rest[:ids]
 
     def _places(self, signal: SparseSignal) -> tuple[Tensor, Tensor]:
         """Return the columns [C, K] of the signal's ids on this rank, and a mask of rows that have such ids, [C, 1].
@@ -346,10 +332,6 @@ class Tile:
         tiles_CK = [tile_CV.gather(1, columns_CK) for tile_CV in self.tiles_CV]
         gradient(self._pointwise, tiles_CK, rows_CX, outside_BV=outside_CK)
         return tiles_CK[0]
-
-    def _log_probs(self, logits_CN: Tensor, temperature: float) -> Tensor:
-        gap_CN = logits_CN - self._row_statistics.references[0][:, None]
-        return gap_CN / temperature - self._row_statistics.student_log_mass[self._plan.softmax(temperature)][:, None]
 
     def _add(self, column: Column, coefficient_C: Tensor) -> None:
         self._coefficients[column] = self._coefficients.get(column, 0.0) + coefficient_C

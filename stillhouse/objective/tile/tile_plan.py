@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
 from stillhouse.objective.divergence import Divergence, KullbackLeibler
 from stillhouse.objective.signals import Signal, SparseSignal
 
@@ -27,7 +26,7 @@ SumName: TypeAlias = (
 )
 NormalizerName: TypeAlias = Literal["reference", "student_log_mass", "teacher_log_mass", "mass_ratio"]
 CoefficientName: TypeAlias = (
-    Literal["counted", "probability", "log_probability", "slope", "log_acceptance", "above", "below"]
+    Literal["counted", "probability", "log_probability", "slope"]
     | Literal["outside_reference", "outside_log_mass", "outside", "uniform"]
 )
 Column: TypeAlias = tuple[SumName | NormalizerName | CoefficientName, int]
@@ -75,11 +74,6 @@ class PointwisePlan:
         return [at for at in range(len(self.pairs)) if at not in self.renormalizable]
 
     @property
-    def acceptances(self) -> list[int]:
-        """The pairs of `two_sweep` whose divergence is the logarithm of a sum (`acceptance_rate.py`)."""
-        return [at for at, (kind, _, _) in enumerate(self.pairs) if isinstance(kind, NegativeLogAcceptance)]
-
-    @property
     def raw_sums(self) -> list[Column]:
         """The columns of `pointwise.raw_sums`."""
         columns: list[Column] = [("reference", tile) for tile in range(self.tiles)]
@@ -111,8 +105,6 @@ class PointwisePlan:
         columns += [("probability", at) for at in range(len(self.temperatures))]
         columns += [("log_probability", at) for at in self.entropic]
         columns += [("slope", at) for at in range(len(self.pairs))]
-        for pair in self.acceptances:
-            columns += [("log_acceptance", pair), ("above", pair), ("below", pair)]
         for at in range(len(self.buckets)):
             columns += [("outside_reference", at), ("outside_log_mass", at), ("outside", at)]
         if self.uniform:
@@ -129,7 +121,6 @@ class TilePlan:
     signals: the dense signals, in the order of their tiles.
     buckets: each sparse signal that needs sums over the tokens outside its ids, with the student's softmax.
     ids: the ids, [T] or [T, N], for which logits are needed.
-    ranks: the number of the student's top tokens that are needed.
     """
 
     pointwise: PointwisePlan
@@ -144,7 +135,6 @@ class TilePlan:
         self.signals: dict[Signal, int] = {}
         self.buckets: dict[tuple[SparseSignal, int], int] = {}
         self.ids: dict[Tensor, int] = {}  # a tensor as a key is compared by identity
-        self.ranks = 0
 
     def softmax(self, temperature: float) -> int:
         """The student's softmax at a temperature."""
@@ -182,10 +172,6 @@ class TilePlan:
     def logits_at(self, ids: Tensor) -> int:
         """The student's logits at some ids, [T] or [T, N]."""
         return self._index(self.ids, ids, "the logits at these ids")
-
-    def top_k(self, ranks: int) -> None:
-        """Request the student's `ranks` top tokens."""
-        self.ranks = max(self.ranks, ranks)
 
     def close(self) -> None:
         """Allow no further requests."""
