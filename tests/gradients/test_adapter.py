@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from stillhouse.config import TrainConfig
 from stillhouse.engine.optimizer import make_optimizer
 from stillhouse.models import Decoder, add_lora, initialize_lora, without_lora
-from stillhouse.models.adapter import base_name, is_lora
+from stillhouse.models.adapter import is_lora
 from stillhouse.objective import CrossEntropy, Distill, OutputHead, linear_objective, reverse_kl
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource
-from stillhouse.parallel.stages import Stage, require_training
 from stillhouse.proofs.layouts import build_proven_runner
 
 IDS = torch.arange(3, 40)[None]
@@ -119,19 +118,6 @@ def test_a_fresh_adapter_changes_nothing_and_is_initialised_like_pefts(dtype: to
     assert not torch.equal(*(matrices[name][:, :48] for name in initial[:2]))  # modules have different matrices
 
 
-def test_an_adapter_that_is_switched_off_leaves_the_base_and_can_be_switched_on() -> None:
-    decoder, base = adapted(), build("llama")
-    with_it = decoder(IDS)
-    with torch.no_grad(), without_lora(decoder):
-        assert torch.equal(decoder(IDS), base(IDS, use_cache=False).logits)
-        # at its first forward, FSDP must see which parameters are trained
-        assert all(parameter.requires_grad == is_lora(name) for name, parameter in decoder.named_parameters())
-    with pytest.raises(KeyError), without_lora(decoder):
-        raise KeyError
-    assert torch.equal(decoder(IDS), with_it)
-    assert all(parameter.requires_grad == is_lora(name) for name, parameter in decoder.named_parameters())
-
-
 @pytest.mark.parametrize(
     ("targets", "placed"),
     [
@@ -147,11 +133,6 @@ def test_targets_are_ends_of_names(targets: list[str], placed: set[str]) -> None
     assert names == {f"backbone.layers.{layer}.{name}" for layer in layers for name in placed}
     assert decoder.lora is not None
     assert decoder.lora.layers == len(names)
-
-
-def test_a_head_that_is_not_the_embedding_is_named_alone() -> None:
-    with pytest.raises(ValueError, match=r"'lm_head' is the output head \('lm_head'\), which cannot have a LoRA"):
-        adapted(tied=False, targets=["lm_head"])
 
 
 def test_names_that_peft_takes_for_experts_are_refused() -> None:
@@ -179,20 +160,6 @@ def test_a_vision_tower_has_no_lora() -> None:
     names = [name for name, _ in decoder.named_parameters() if is_lora(name)]
     assert names
     assert all(name.startswith("backbone.language_model.") for name in names)
-
-
-def test_a_name_is_the_files_without_the_adapter() -> None:
-    decoder = adapted()
-    names = {base_name(name) for name, _ in decoder.named_parameters() if not is_lora(name)}
-    assert names == {name for name, _ in Decoder(build("llama")).named_parameters()}
-
-
-def test_a_stage_that_trains_nothing_is_refused() -> None:
-    decoder = adapted(targets=["layers.0.mlp.up_proj"])
-    stages = [Stage(number, 2, range(number, number + 1), range(0)) for number in range(2)]
-    with pytest.raises(ValueError, match="no parameter is trained on stage 2 of 2, layers 1 to 1 of the student"):
-        require_training(decoder, stages)
-    require_training(adapted(targets=["mlp.up_proj"]), stages)
 
 
 def drop_under_tensor_parallel(rank: Rank) -> list[Tensor]:

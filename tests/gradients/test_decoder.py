@@ -1,17 +1,14 @@
 """The decoder against the model that it wraps: logits, loss, gradients, files, packing, checkpointing, signal."""
 
-import copy
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from kit.families import FAMILIES, SOFTCAP, build
 from kit.tensors import assert_near
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 
 from stillhouse.models import Decoder
@@ -165,23 +162,6 @@ def test_a_mask_for_padding_works_and_one_over_packed_rows_is_refused() -> None:
         decoder(row, restarts, torch.ones_like(row))
 
 
-def test_the_processor_gets_what_the_contract_says_and_its_result_is_returned() -> None:
-    decoder, ids, calls = Decoder(build("cohere")), token_ids(2, 5), []
-
-    def processor(**arguments: Any) -> str:
-        calls.append(arguments)
-        return "anything"
-
-    assert decoder(ids, processor=processor, context={"labels": 1}) == "anything"
-    (call,) = calls
-    assert call.keys() == {"hidden_states", "head", "context", "depth"}
-    assert call["hidden_states"].shape == (2, 5, 48)
-    assert call["context"] == {"labels": 1}
-    assert call["depth"] == 0
-    assert call["head"].weight_VD is decoder.head.linear.weight
-    assert call["head"].scale == 0.4
-
-
 @EACH_FAMILY
 def test_gradient_checkpointing_recomputes_layers_but_not_the_head(family: str) -> None:
     decoder, ids = Decoder(build(family, dtype=torch.float64)), token_ids(2, 12)
@@ -225,24 +205,6 @@ def test_signal_is_exact_and_without_grad_whatever_the_mode() -> None:
 
 
 @EACH_TIE
-def test_parameters_are_there_once_and_move_together(tied: bool) -> None:
-    model = build("llama", tied=tied)
-    decoder, ids = Decoder(model), token_ids(1, 6)
-    assert set(map(id, decoder.parameters())) == set(map(id, model.parameters()))
-    assert len(list(decoder.parameters())) == len(list(model.parameters()))
-    assert len(decoder.state_dict()) == len(list(model.parameters()))
-
-    decoder.to(torch.float64)
-    assert model.lm_head.weight.dtype == torch.float64
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
-    pair = copy.deepcopy(decoder)
-    with torch.no_grad():
-        pair.head.linear.weight.mul_(2)
-        assert torch.equal(pair.pretrained(ids).logits, pair(ids))
-        assert not torch.equal(pair(ids), decoder(ids))
-
-
-@EACH_TIE
 @pytest.mark.parametrize("assign", [True, False])
 @pytest.mark.parametrize("nested", [True, False])
 def test_state_dict_holds_a_tied_weight_once_and_loads(tied: bool, assign: bool, nested: bool) -> None:
@@ -268,33 +230,3 @@ def test_state_dict_without_an_untied_head_is_an_error() -> None:
     del state["head.linear.weight"]
     with pytest.raises(RuntimeError, match=r"Missing key.*head\.linear\.weight"):
         decoder.load_state_dict(state)
-
-
-@EACH_TIE
-def test_distributed_checkpoints_restore_model_and_optimizer(tied: bool, tmp_path: Path) -> None:
-    def trained(decoder: Decoder, steps: int, optimizer: torch.optim.Optimizer) -> Decoder:
-        for step in range(steps):
-            ids = token_ids(2, 9, seed=step)
-            optimizer.zero_grad()
-            decoder(ids, processor=mean_cross_entropy, context=ids).backward()
-            optimizer.step()
-        return decoder
-
-    def fresh(seed: int) -> tuple[Decoder, torch.optim.Optimizer]:
-        decoder = Decoder(build("qwen3", tied=tied, seed=seed))
-        return decoder, torch.optim.AdamW(decoder.parameters(), lr=1e-2)
-
-    decoder, optimizer = fresh(seed=1)
-    trained(decoder, 2, optimizer)
-    model_state, optimizer_state = get_state_dict(decoder, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
-
-    other, other_optimizer = fresh(seed=2)
-    model_state, optimizer_state = get_state_dict(other, other_optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(other, other_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    trained(decoder, 2, optimizer)
-    trained(other, 2, other_optimizer)
-    for (name, expected), (_, actual) in zip(decoder.named_parameters(), other.named_parameters(), strict=True):
-        assert torch.equal(actual, expected), name
-    assert other.head.linear.weight is other.pretrained.get_output_embeddings().weight

@@ -190,22 +190,11 @@ def test_pairs_on_different_stages_are_refused(tmp_path: Path) -> None:
             {"objective.hidden": [{"student": 1, "teacher": 0}, {"student": -1, "teacher": -3, "scale": 0.5}]},
             "objective.hidden: layers 1 of the student and 0 of the teacher have the loss mse more than once",
         ),
-        ({"objective.hidden": [{"student": 0, "teacher": 0, "los": "mse"}]}, "objective.hidden"),
-        ({"objective.hidden": [{"student": 0}]}, "objective.hidden"),
-        ({"objective.hidden": [{"student": 0, "teacher": 0, "loss": "kl"}]}, "objective.hidden"),
     ],
 )
 def test_what_is_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message):
         session_of(folder, **settings)
-    print(caught.value)
-
-
-def test_a_teacher_that_is_not_in_the_job_is_refused(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"objective.hidden: expected .*, because the teacher's layers have to be in this job"
-    ):
-        write_run(folder, cached=True, **{"teacher.cache": "cache", "objective.hidden": PAIRS})
 
 
 def test_another_objective_compares_no_hidden_states(folder: Path) -> None:

@@ -106,19 +106,6 @@ def other_images(images: Document) -> Document:
     return {name: value.flip(-1) if value.is_floating_point() else value for name, value in images.items()}
 
 
-@EACH_FAMILY
-def test_the_first_step_in_float32_has_the_loss_of_float64(family: str, tmp_path: Path) -> None:
-    decoder, documents = decoder_of(family, torch.float32), documents_of(family, tmp_path)
-    prove_images(decoder, documents, joined_images)
-    with torch.no_grad():
-        batch = packed(decoder, [documents[:2], documents[2:]])
-        loss = decoder(**batch.arguments, processor=cross_entropy(), context=batch.targets).loss
-        model = decoder.pretrained.double()
-        model.set_experts_implementation("eager")
-        expected = sum(float(plain_loss(model, document)) for document in documents)
-    assert float(loss) == pytest.approx(expected, rel=1e-5)
-
-
 def test_image_blocks_of_gemma_4_are_not_packed(tmp_path: Path) -> None:
     decoder = Decoder(model_of("gemma4", use_bidirectional_attention="vision"))
     prove_images(decoder, documents_of("gemma4", tmp_path), joined_images)

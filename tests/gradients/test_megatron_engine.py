@@ -4,6 +4,7 @@ Compared are each step's loss, metrics and gradient norm, held-out metrics, the 
 weights after two steps with clipping and weight decay. megatron-core is the real one, on a CPU.
 """
 
+import kit
 import pytest
 import torch
 from kit import slow
@@ -34,8 +35,9 @@ from kit.megatron_engine_jobs import (
     run,
     values,
 )
-from kit.megatron_weights_jobs import GEMMA, LATENT, MOE, WINDOWS, YARN, Case, laid_out
+from kit.megatron_weights_jobs import Case, laid_out
 from kit.shard_ranks import Rank
+from ruamel.yaml import YAML
 from torch import Tensor
 
 from stillhouse.engine.torch_engine import TorchEngine
@@ -46,7 +48,6 @@ from stillhouse.megatron.state import MOMENTS, TrainedParameter, require_partiti
 from stillhouse.megatron.weights import gather, local_blocks
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import ALL_LINEAR
-from stillhouse.models.document_packing import ROWS
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Layout, Mesh, ModelSource
 from stillhouse.signals import WeightAverage
@@ -216,90 +217,16 @@ def wrong_partition(rank: Rank, ranges: tuple[slice, slice]) -> str:
 
 
 LIMIT = 180.0
-RECOMPUTED_EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-LATENT_PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-QUICK = [
-    Job(Case("qwen3", tied=True, tensor=2)),
-    Job(Case("llama", pipeline=2)),
-    Job(Case("qwen3", context=2), uneven=True),
-    Job(Case(MOE, context=2, expert=2), "cross_entropy"),
-    Job(Case(GEMMA, tensor=2, sequence=True, tied=True), "cross_entropy"),
-]
-SLOW = [
-    Job(Case("llama", pipeline=2, tied=True), depths=2, uneven=True),
-    Job(Case("qwen3", tensor=2, tied=True), adapter=ALL_LINEAR),
-    Job(Case("qwen3", tensor=2, sequence=True), "forward_kl + reverse_kl", recompute=True),
-    Job(Case("qwen3", pipeline=2), "forward_kl", top_k=8, options={"deallocate_pipeline_outputs": True}),
-    Job(Case("qwen3", data=4, replicas=2)),
-    Job(Case("qwen3_moe", data=2, expert=2), options={"moe_token_dispatcher_type": "allgather"}),
-    Job(Case("llama", data=2), uneven=True, options={"overlap_grad_reduce": True, "bucket_size": 1000}),
-    Job(Case("qwen3", tied=True, pipeline=2, chunks=2, data=2), uneven=True, packing=ROWS),
-    Job(Case("qwen3", tensor=2, pipeline=2, chunks=2, sequence=True), "forward_kl"),
-    Job(Case("qwen3_moe", tensor=2, expert=4, data=2, sequence=True)),
-    Job(Case("llama", context=2), "forward_kl", top_k=8, uneven=True, packing=ROWS),
-    Job(Case("llama", tied=True, context=4), uneven=True),
-    Job(Case("llama", data=2, context=2), "forward_kl", uneven=True),
-    Job(Case("qwen3", tensor=2, sequence=True, context=2, tied=True), "reverse_kl", uneven=True),
-    Job(Case("gemma3_text", pipeline=2, chunks=2, context=2, tied=True), uneven=True),
-    Job(Case("gemma2", tensor=2, tied=True), uneven=True),
-    Job(Case("gpt_oss", data=2, expert=2), uneven=True, packing=ROWS),
-    Job(Case("gpt_oss", tensor=2, expert=2, sequence=True), uneven=True, router_aux=0.5),
-    Job(Case("gpt_oss", pipeline=2, chunks=2), router_aux=0.5),
-    Job(Case("qwen3_moe", pipeline=2, chunks=2), uneven=True, router_aux=0.5, recompute=True),
-    Job(Case("qwen3_moe", pipeline=2), uneven=True, router_aux=0.5, options=RECOMPUTED_EXPERTS),
-    Job(Case("qwen3_moe", context=2, expert=2), uneven=True, router_aux=0.5),
-    Job(Case("llama", tensor=2, pipeline=2), depths=2, uneven=True, packing=ROWS),
-    Job(Case("qwen3", pipeline=2, chunks=2, tied=True), "reverse_kl", depths=1, recompute=True),
-    Job(Case("llama", context=2), depths=2, uneven=True),
-    Job(Case("qwen2", data=2), "forward_kl", top_k=8, depths=1),
-    Job(Case("qwen3_moe", tensor=2, sequence=True, options={"mlp_only_layers": []}), depths=1),
-    Job(Case("deepseek_v3", pipeline=2), depths=2, uneven=True),
-    Job(Case("deepseek_v3", tensor=2, sequence=True), uneven=True, kernel=True),
-    Job(Case("deepseek_v3", context=2), uneven=True),
-    Job(Case("mistral", tensor=2, options={"sliding_window": 5}), uneven=True, kernel=True),
-    Job(Case("qwen3", tensor=2, sequence=True), adapter=ALL_LINEAR),
-    Job(Case("llama", pipeline=2, chunks=2), "forward_kl", adapter=ALL_LINEAR, recompute=True),
-    Job(Case("qwen2", context=2), adapter=["k_proj", "up_proj"], uneven=True),
-    Job(Case("gemma3_text", tensor=2, tied=True), adapter=ALL_LINEAR, uneven=True),
-    Job(Case("gpt_oss", tensor=2, expert=2, sequence=True), adapter=ALL_LINEAR, router_aux=0.5),
-    Job(Case("deepseek_v3", tensor=2, sequence=True), adapter=LATENT_PROJECTIONS),
-    Job(
-        Case("qwen3_moe", data=2, expert=2, options={"mlp_only_layers": []}),
-        adapter=ALL_LINEAR,
-        router_aux=0.5,
-        recompute=True,
-    ),
-]
-#: all layers have experts, and their weights are normalized over the chosen experts
-NORMALIZED = {"norm_topk_prob": True, "mlp_only_layers": []}
-FAMILIES = [
-    Case("qwen2", tensor=2, sequence=True),
-    Case("qwen2", pipeline=2, tied=True),
-    Case("llama", context=2, options={"rope_parameters": YARN}),
-    Case("llama", tensor=2, pipeline=2, sequence=True, tied=True),
-    Case("qwen3", tensor=2, pipeline=2, chunks=2),
-    Case("qwen3", pipeline=2, options=WINDOWS),
-    Case(MOE, data=2, tied=True, options=NORMALIZED),
-    Case(MOE, tensor=2, sequence=True),
-    Case(MOE, tensor=2, expert=2, sequence=True, tied=True, options=NORMALIZED),
-    Case(MOE, pipeline=2, expert=2, data=2, chunks=2),
-    Case(MOE, tensor=2, expert=2, data=2, sequence=True),
-    Case(MOE, context=2, expert=2, options={"use_sliding_window": True}),
-    Case(LATENT, data=2, options={"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
-    Case(LATENT, context=2, tied=True),
-    Case(LATENT, expert=2, data=2),
-    Case(LATENT, pipeline=2, chunks=2, tied=True),
-    Case("gemma2", tensor=2, sequence=True, tied=True),
-    Case("gemma2", context=2),
-    Case("gemma2", pipeline=2, chunks=2, tied=True),
-    Case("gpt_oss", context=2, expert=2),
-    Case("gpt_oss", tensor=2, expert=2, sequence=True, tied=True),
-    Case(GEMMA, data=2),
-    Case(GEMMA, tensor=2),
-    Case(GEMMA, context=2, tied=True),
-    Case(GEMMA, pipeline=2, chunks=2, tied=True),
-]
-SLOW += [Job(case, "cross_entropy") for case in FAMILIES]
+
+
+def job_of(row: dict[str, Any]) -> Job:
+    of_case = {key: row.pop(key) for key in Case.__dataclass_fields__ if key in row and key != "options"}
+    return Job(Case(**of_case, options=row.pop("model", {})), **row)
+
+
+TABLE = YAML(typ="safe").load(Path(kit.__file__).with_name("megatron_cases.yaml").read_text(encoding="utf-8"))
+QUICK = list(map(job_of, TABLE["quick"]))
+SLOW = list(map(job_of, [*TABLE["slow"], *(row | {"loss": "cross_entropy"} for row in TABLE["families"])]))
 # in the order of the numbers of processes, so that cases share them
 SLOW.sort(key=lambda job: job.case.processes)
 

@@ -24,7 +24,7 @@ from kit.megatron_jobs import apart
 from kit.megatron_models import LAYERS, ROWS_V, Layout, Norm, S, build, laid_out, micro_batch
 from kit.megatron_weights_jobs import Case
 from kit.pages import code_blocks
-from kit.shard_ranks import Rank, message_of, on_ranks
+from kit.shard_ranks import Rank, on_ranks
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid import hybrid_block
@@ -87,12 +87,6 @@ def build_hybrid(layout: Layout) -> HybridModel:
         )
 
 
-def refusal(rank: Rank, layout: Layout) -> str:
-    """A job: the message for a processor in a HybridModel as it is installed."""
-    with laid_out(layout):
-        return message_of(MegatronProcessor, build_hybrid(layout), cross_entropy())
-
-
 def compare_hybrid(rank: Rank, layout: Layout) -> tuple[float, dict[str, float]]:
     """A job: the differences of loss and gradients between the processor and the model's own loss from logits."""
     batch = micro_batch(0, packed=False)
@@ -127,13 +121,6 @@ def test_what_the_installed_hybrid_model_lacks() -> None:
         f"HybridModel of megatron-core {megatron.core.__shortversion__} has {sorted(HOOK - missing)}. If it calls "
         "the processor, build models with it, and delete docs/upstream/hybrid_hook.md and this test"
     )
-
-
-def test_a_hybrid_model_is_refused_by_name_when_it_is_built() -> None:
-    for message in on_ranks(refusal, 2, Layout(tensor=2)):
-        assert message.startswith(
-            f"HybridModel of megatron-core {megatron.core.__shortversion__} does not call an output"
-        )
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,11 @@ from kit.objective_cases import (
     HEADS,
     OTHER_TERMS,
     D,
-    Leaves,
-    Result,
     T,
     V,
     all_terms,
     assert_accurate,
     assert_same,
-    distance,
     every_term,
     make_full,
     make_labels,
@@ -35,7 +32,6 @@ from kit.objective_cases import (
     run,
     some_weights,
     sums,
-    trainable,
 )
 from kit.tensors import Largest
 from torch import Tensor
@@ -50,7 +46,6 @@ from stillhouse.objective import (
     forward_kl,
     jsd,
     linear_objective,
-    logits_objective,
     parse_divergence,
 )
 from stillhouse.objective.tile import chunks
@@ -144,17 +139,6 @@ def test_gradients_against_finite_differences(signal: str) -> None:
 WITH_CONSTANT_WEIGHTS = ("k2, corrected", "k3, masked", "cispo", "masked", "sequences")
 
 
-def test_logits_objective_equals_the_pass_from_hidden_states() -> None:
-    leaves, terms, weights_T = make_leaves(), all_terms(), some_weights()
-    expected = run(linear_objective, leaves, terms, weights_T=weights_T, normalizer=5)
-    fresh = trainable(leaves)
-    logits_TV = OutputHead(fresh["weight"], fresh["bias"]).logits(fresh["hidden"])
-    output = logits_objective(logits_TV, terms, weights_T=weights_T, normalizer=5)
-    output.loss.backward()
-    assert_same(Result(output, {name: leaf.grad for name, leaf in fresh.items()}), expected)
-    assert output.metrics.keys() == expected.output.metrics.keys()
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 36, 1000])
 def test_chunk_size_and_valid_index_change_nothing(chunk_tokens: int) -> None:
     leaves, terms, weights_T = make_leaves(), all_terms(), some_weights()
@@ -177,21 +161,6 @@ def test_weights_of_any_dtype(dtype: torch.dtype) -> None:
     weights_T = (torch.arange(T) % 3).to(dtype)
     terms: list[Term] = [CrossEntropy(make_labels(), weights_T=weights_T), Entropy(0.1)]
     assert_accurate(make_leaves(dtype=torch.float32), terms, weights_T=weights_T)
-
-
-def test_micro_batches_add_up() -> None:
-    """Losses are sums over tokens with one normaliser per step, so splitting the batch changes nothing."""
-    leaves = make_leaves()
-    terms = [CrossEntropy(make_labels(), 0.3), Entropy(0.1)]
-    expected = run(linear_objective, leaves, terms, normalizer=29.0)
-    total, weight_grad = 0.0, torch.zeros_like(leaves.weight)
-    for rows in (slice(0, 5), slice(5, 6), slice(6, T)):
-        part = [CrossEntropy(make_labels()[rows], 0.3), Entropy(0.1)]
-        result = run(linear_objective, Leaves(leaves.hidden[rows], leaves.weight, leaves.bias), part, normalizer=29.0)
-        total += result.output.loss.item()
-        weight_grad += result.gradients["weight"]
-    assert total == pytest.approx(expected.output.loss.item(), rel=1e-13)
-    assert distance(weight_grad, expected.gradients["weight"]) < 1e-13
 
 
 @pytest.mark.parametrize("signal", ["full", "bucket"])

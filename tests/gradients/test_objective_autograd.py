@@ -52,11 +52,6 @@ def differentiable(leaves: Leaves) -> tuple[Tensor, OutputHead]:
     return leaves.hidden.requires_grad_(), OutputHead(leaves.weight.requires_grad_(), bias)
 
 
-def test_incoming_gradient_is_multiplied_in() -> None:
-    expected = run(dense_objective, make_leaves(), every_term(), upstream=3.7, normalizer=11.0)
-    assert_same(run(linear_objective, make_leaves(), every_term(), upstream=3.7, normalizer=11.0), expected)
-
-
 def test_a_second_backward_is_the_same_as_the_first() -> None:
     hidden, head = differentiable(make_leaves())
     loss = linear_objective(hidden, head, every_term()).loss
@@ -104,16 +99,6 @@ def test_two_losses_from_one_hidden_state_and_one_head(together: bool) -> None:
 
     for actual, expected in zip(gradients(linear_objective), gradients(dense_objective), strict=True):
         assert distance(actual, expected) < 1e-12
-
-
-def test_a_head_tied_to_the_embedding_gets_both_gradients() -> None:
-    def gradient(objective: Callable[..., ObjectiveOutput]) -> Tensor:
-        weight = make_leaves().weight.requires_grad_()
-        hidden = torch.tanh(nn.functional.embedding(torch.arange(T), weight))
-        objective(hidden, OutputHead(weight), [CrossEntropy(make_labels())]).loss.backward()
-        return weight.grad
-
-    assert distance(gradient(linear_objective), gradient(dense_objective)) < 1e-12
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -325,12 +310,3 @@ def test_log_probs_in_bfloat16_are_as_exact_as_plain_ones(autocast: bool) -> Non
     for name, gradient in exact[2].items():
         assert actual[2][name].dtype == dtype
         assert distance(actual[2][name], gradient) <= distance(plain[2][name], gradient) + 1e-3, name
-
-
-def test_only_the_gradients_that_are_asked_for() -> None:
-    leaves, labels_T = make_leaves(), make_labels()
-    hidden_TD = leaves.hidden.clone().requires_grad_()
-    log_q_T, entropy_T = linear_log_probs(hidden_TD, OutputHead(leaves.weight, leaves.bias), labels_T)
-    log_q_T.sum().backward()
-    assert not linear_log_probs(leaves.hidden, OutputHead(leaves.weight, leaves.bias), labels_T)[0].requires_grad
-    assert entropy_T.requires_grad

@@ -3,8 +3,6 @@
 Here the fake tensors are on the CPU, because a CUDA device needs more than torch offers without CUDA.
 """
 
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,22 +10,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from stillhouse.dry_run import dry_run
 from stillhouse.objective import (
-    CrossEntropy,
     Distill,
     Divergence,
     FullVocab,
     OutputHead,
-    Term,
     forward_kl,
     jsd,
     linear_objective,
     total_variation,
 )
-from stillhouse.objective.tile import compiled, kernels
+from stillhouse.objective.tile import kernels
 from stillhouse.objective.tile.kernels import SUMS
 from stillhouse.objective.tile.statistics import statistics
 from stillhouse.objective.tile.tile_plan import PointwisePlan
@@ -36,8 +31,6 @@ from stillhouse.plan.fake_cuda import ANSWERS, call_as_one_kernel, fake_kernel
 T, V, D, E = 20, 5 * SUMS[0] + 8, 16, 24
 TILE = T * V * 4
 PIECES = 6
-#: a vocabulary whose logits are one product on a CPU
-SMALL = 400
 
 
 class Launches(TorchDispatchMode):
@@ -107,64 +100,6 @@ def test_the_statistics_are_one_launch() -> None:
     assert len(known.references) == len(real.references) == 2
     # five normalizers, references, log masses, entropies, both_top, mass_ratio, value and slope
     assert recorded.kernels == [("statistics", T * len(plan.raw_sums) * 4, T * 15 * 4)]
-
-
-#: what allocates or shows memory, but starts no kernel
-NO_KERNELS = {
-    *("empty", "empty_like", "empty_strided", "new_empty", "detach", "t", "view", "slice", "split", "unsqueeze"),
-    *("transpose", "select", "split_with_sizes", "unbind", "expand", "_to_copy", "alias", "device"),
-}
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        tensors = [value for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor)]
-        # the meta device has the copies on which a compiled function computes its shapes
-        if name not in NO_KERNELS and any(tensor.device.type == "cpu" for tensor in tensors):
-            self.names[args[0] if name == "kernel" else name] += 1
-        return result
-
-
-def operations(terms: Callable[[], list[Term]], chunks: int) -> Counter[str]:
-    with dry_run(ANSWERS), FakeTensorMode(), Operations() as counted:
-        hidden_TD, weight_VD = torch.empty(T, D, requires_grad=True), torch.empty(SMALL, D, requires_grad=True)
-        linear_objective(hidden_TD, OutputHead(weight_VD), terms(), chunk_tokens=T // chunks)
-    return counted.names
-
-
-def labels() -> Tensor:
-    return torch.empty(T, dtype=torch.int64)
-
-
-def teacher() -> FullVocab:
-    return FullVocab(torch.empty(T, E), OutputHead(torch.empty(SMALL, E)))
-
-
-#: launches per chunk; a compiled function counts as one
-PER_CHUNK: dict[str, tuple[int, Callable[[], list[Term]]]] = {
-    "forward_kl": (13, lambda: [Distill(teacher(), forward_kl())]),
-    "jsd": (16, lambda: [Distill(teacher(), jsd(0.5))]),
-    "cross_entropy and jsd": (17, lambda: [CrossEntropy(labels(), 0.3), Distill(teacher(), jsd(0.5), 0.7)]),
-    "cross_entropy": (13, lambda: [CrossEntropy(labels())]),
-}
-
-
-@pytest.mark.parametrize(("expected", "terms"), PER_CHUNK.values(), ids=PER_CHUNK)
-def test_launches_per_chunk(expected: int, terms: Callable[[], list[Term]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
-    compiled.ROW_DEVICES.add("cpu")
-    try:
-        per_chunk = operations(terms, 4)
-        per_chunk.subtract(operations(terms, 2))
-    finally:
-        compiled.ROW_DEVICES.discard("cpu")
-    assert per_chunk.total() == 2 * expected, per_chunk
 
 
 def test_real_tensors_are_refused() -> None:

@@ -16,7 +16,6 @@ from kit.objective_cases import (
     V,
     assert_accurate,
     distance,
-    divergence_of,
     generator,
     make_leaves,
     make_signal,
@@ -29,7 +28,6 @@ from stillhouse.objective import (
     Signal,
     Term,
     TopK,
-    alpha_beta,
     logits_objective,
     parse_divergence,
     reverse_kl,
@@ -114,20 +112,6 @@ def test_all_ids_equal_the_dense_signal_whatever_the_tail(pair: Pair) -> None:
         sparse_values, sparse_gradient = of_all(pair.student, pair.sparse(tail, every_id=True), expressions)
         assert sparse_values == pytest.approx(values, rel=1e-9, abs=1e-9)
         torch.testing.assert_close(sparse_gradient, gradient, rtol=1e-9, atol=1e-9)
-
-
-def test_bucket_is_no_lower_bound_of_an_alpha_beta_divergence() -> None:
-    """α = β = 1 is half the squared distance: merging two differences of one sign increases the sum of squares."""
-    teacher = torch.tensor([[0.4, 0.3, 0.3]], dtype=torch.float64).log()
-    student = torch.tensor([[0.8, 0.1, 0.1]], dtype=torch.float64).log()
-    signal = TopK(
-        torch.tensor([[0]]), teacher[:, :1], tail_log_prob_T=torch.tensor([math.log(0.6)], dtype=torch.float64)
-    )
-    full, _ = divergence_of(student, DenseLogits(teacher), alpha_beta(1, 1))
-    bucket, _ = divergence_of(student, signal, alpha_beta(1, 1))
-    assert full == pytest.approx(0.5 * (0.4**2 + 0.2**2 + 0.2**2))
-    assert bucket == pytest.approx(0.5 * (0.4**2 + 0.4**2))
-    assert bucket > full
 
 
 # a teacher that is zero outside its ids

@@ -92,19 +92,6 @@ def test_rows_have_the_gradient_of_their_origins_objective(case: str, dtype: str
         assert distance(gradients[name], gradient) < WITHIN[dtype], name
 
 
-def test_an_origin_has_the_gradient_of_its_terms_alone() -> None:
-    batch, signal = batch_of(), make_signal("full")
-    masks = origin_masks(batch.labels_T, batch.per_token)
-    assert torch.equal(sum(mask_T.int() for mask_T in masks.values()), torch.ones(T, dtype=torch.int32))
-    assert all(int((mask_T & (batch.weights_T != 0)).sum()) > 1 for mask_T in masks.values())
-    for origin in masks:
-        output, gradients = fused(
-            ObjectiveSpec(by_origin={origin: parse_objective("forward_kl")}), make_leaves(), batch, signal
-        )
-        assert torch.equal((gradients["hidden"] != 0).any(1), masks[origin] & (batch.weights_T != 0))
-        assert torch.equal(output.per_token[f"forward_kl/{origin}"] != 0, masks[origin] & (batch.weights_T != 0))
-
-
 def test_equal_objectives_are_the_plain_one_to_the_bit() -> None:
     text = "0.3*cross_entropy + 0.7*jsd(0.5)"
     spec = ObjectiveSpec.from_origins(dict.fromkeys(("dataset", "student", "teacher"), parse_objective(text)))
@@ -114,17 +101,6 @@ def test_equal_objectives_are_the_plain_one_to_the_bit() -> None:
     assert torch.equal(output.loss, plain_output.loss)
     assert output.metrics.keys() == plain_output.metrics.keys()
     assert all(torch.equal(output.metrics[name], value) for name, value in plain_output.metrics.items())
-    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
-
-
-def test_one_value_for_several_origins_has_the_plain_gradient_to_the_bit() -> None:
-    """Two terms with one divergence, apart by their weights: each row has the coefficients of one term."""
-    parts = {"dataset": parse_objective("forward_kl"), "student": parse_objective("forward_kl")}
-    batch, signal = batch_of(torch.float32), make_signal("full", dtype=torch.float32)
-    batch = replace(batch, per_token=batch.per_token | {POLICY_VERSION: batch.per_token[POLICY_VERSION].fill_(-1)})
-    output, gradients = fused(ObjectiveSpec(by_origin=parts), make_leaves(dtype=torch.float32), batch, signal)
-    plain_output, expected = fused(parts["dataset"], make_leaves(dtype=torch.float32), batch, signal)
-    assert distance(output.loss, plain_output.loss) < 1e-6
     assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
 
 

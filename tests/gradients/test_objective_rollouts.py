@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit.objective_cases import DTYPES, D, Leaves, T, V, converted, distance, make_full, make_leaves, run, trainable
+from kit.objective_cases import DTYPES, Leaves, T, V, converted, distance, make_full, make_leaves, trainable
 from kit.rollout_cases import (
-    NORMALIZER,
     SAMPLING,
     SPECS,
     Batch,
@@ -25,16 +24,12 @@ from kit.rollout_cases import (
 from kit.tensors import assert_equal_tensors
 from torch import Tensor
 
-from stillhouse.data import MicroBatch
 from stillhouse.engine.loss import StepLoss
-from stillhouse.objective import TEACHER, Correction, DenseLogits, Entropy, LogRatio, OutputHead, linear_objective
+from stillhouse.objective import Correction, OutputHead
 from stillhouse.objective.metrics import IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.metrics import SAMPLING as NUMBER
-from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.objective.tile import chunks
-from stillhouse.objective.tile.tile import Tile
-from stillhouse.parallel.teacher_student_pair import distill_targets
 
 
 def plain(spec: ObjectiveSpec, leaves: Leaves, batch: Batch, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -99,17 +94,6 @@ def test_rows_at_two_sampling_temperatures_as_in_plain_autograd(case: str, monke
             assert distance(gradients[name], gradient) < WITHIN["float64"], name
 
 
-@pytest.mark.parametrize("case", ["k2, truncated", "rewards, masked", "penalty"])
-def test_rows_at_two_sampling_temperatures_in_the_reference(case: str) -> None:
-    signal, logits_TV = teacher()
-    spec, leaves = replace(spec_of(case), sampling_temperatures=SEVERAL), make_leaves()
-    batch = with_two_temperatures(make_batch())
-    terms = spec.terms(batch.labels_T, {TEACHER: signal}, batch.per_token)
-    head = OutputHead(leaves.weight, leaves.bias)
-    output = dense_objective(leaves.hidden, head, terms, weights_T=batch.weights_T, normalizer=NORMALIZER)
-    assert distance(output.loss, plain(spec, leaves, batch, logits_TV)[0]) < WITHIN["float64"]
-
-
 def test_rows_of_one_temperature_are_the_plain_objective_to_the_bit() -> None:
     signal, _ = teacher()
     batch = make_batch()
@@ -148,19 +132,6 @@ def test_cross_entropy_counts_where_the_student_has_not_sampled_and_sampled_term
         (name,) = output.per_token.keys() - {"log_ratio"}
         assert torch.equal(output.per_token[name] != 0, expected_T), text
         assert output.metrics["tokens"] == (batch.weights_T != 0).sum()
-
-
-def test_without_marks_everything_is_as_before() -> None:
-    """The same terms as those of a spec that knows nothing of rollouts, to the last bit."""
-    signal, _ = teacher()
-    batch = replace(make_batch(), per_token={})
-    spec = parse_objective("0.3*cross_entropy + 0.7*reverse_kl - 0.01*entropy")
-    terms = spec.terms(batch.labels_T, {TEACHER: signal})
-    assert [term.weights_T for term in terms] == [None, None, None]
-    output, gradients = fused(spec, make_leaves(), batch, signal)
-    expected = run(linear_objective, make_leaves(), terms, weights_T=batch.weights_T, normalizer=NORMALIZER)
-    assert torch.equal(output.loss, expected.output.loss)
-    assert_equal_tensors(gradients, expected.gradients)
 
 
 def test_a_batch_without_sampled_tokens_gives_an_exact_zero() -> None:
@@ -245,26 +216,6 @@ def test_the_monitor_reports_each_rows_ratio() -> None:
 # targets
 
 
-def test_targets_cut_and_move_what_they_hold() -> None:
-    """Rows of a context shard, and depths of multi-token prediction: every tensor moves with the labels."""
-    batch = make_batch()
-    positions_1T = torch.arange(T)[None] % 13
-    context = batch.targets(DenseLogits(torch.arange(T).double()[:, None])).shift_for_mtp(positions_1T, 1)
-    index_T = torch.tensor([5, 2, 20])
-    part = context.rows(index_T)
-    assert torch.equal(part.document_T, batch.document_T[index_T])
-    for name, each_T in batch.per_token.items():
-        assert torch.equal(part.per_token[name].nan_to_num(), each_T[index_T].nan_to_num()), name
-    shifted = context.at(1)
-    for row in range(T - 1):
-        if (row + 1) % 13:
-            assert shifted.labels_T[row] == batch.labels_T[row + 1]
-            assert shifted.per_token[IS_SAMPLED][row] == batch.per_token[IS_SAMPLED][row + 1]
-        else:
-            assert shifted.labels_T[row] < 0
-    assert torch.equal(part.at(1).per_token[IS_SAMPLED], shifted.per_token[IS_SAMPLED][index_T])
-
-
 def test_further_depths_have_what_is_left_of_an_objective() -> None:
     signal, _ = teacher()
     batch, leaves = make_batch(), make_leaves()
@@ -279,40 +230,3 @@ def test_further_depths_have_what_is_left_of_an_objective() -> None:
     alone = StepLoss(parse_objective("policy_gradient + sampled_kl"))
     with pytest.raises(ValueError, match=r"policy gradient .* at further depths of multi-token prediction: expected"):
         alone(hidden_states=leaves.hidden[None], head=head, context=context, depth=1)
-
-
-def test_the_engine_passes_on_what_a_micro_batch_holds() -> None:
-    batch = make_batch(dtype=torch.float32)
-    ids_1T = batch.labels_T.clamp(min=0)[None]
-    micro_batch = MicroBatch(
-        {"input_ids": ids_1T, "position_ids": torch.arange(T)[None] % 13},
-        batch.labels_T,
-        batch.weights_T,
-        batch.document_T,
-        batch.weights_T.nonzero()[:, 0],
-        per_token=batch.per_token,
-    ).padded(2, T + 3)
-    targets = distill_targets(micro_batch, {})
-    assert targets.document_T is micro_batch.document_T
-    assert targets.per_token.keys() == batch.per_token.keys()
-    for name, each_T in micro_batch.per_token.items():
-        assert torch.equal(targets.per_token[name].nan_to_num(), each_T.nan_to_num())
-    spec = replace(parse_objective("cross_entropy + policy_gradient"), sampling_temperature=SAMPLING)
-    leaves = make_leaves(dtype=torch.float32)
-    hidden_TD = torch.zeros(2 * (T + 3), D)
-    hidden_TD[:T] = leaves.hidden
-    head = OutputHead(leaves.weight, leaves.bias)
-    padded = StepLoss(spec, NORMALIZER)(hidden_states=hidden_TD, head=head, context=targets)
-    assert distance(padded.loss, fused(spec, leaves, batch, None)[0].loss) < 1e-6
-
-
-def test_the_monitor_adds_nothing_to_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even a sum of zeros, which would cost another pass over the tile's columns at the labels."""
-    added: list[int] = []
-    monkeypatch.setattr(Tile, "add_at", lambda *_: added.append(1))
-    batch, leaves = make_batch(), make_leaves()
-    terms = parse_objective("entropy").terms(batch.labels_T, {}, batch.per_token)
-    assert [type(term) for term in terms] == [Entropy, LogRatio]
-    leaf = leaves.hidden.clone().requires_grad_()
-    linear_objective(leaf, OutputHead(leaves.weight, leaves.bias), terms).loss.backward()
-    assert added == []

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kit import causal_families
@@ -16,10 +15,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder, ProofError, document_packing, prove_decoder
 from stillhouse.models.document_packing import PackingError
-from stillhouse.models.load_proof import ProbeDocuments
-from stillhouse.parallel import single_process_runner
-from stillhouse.signals.scorer import Scorer, ScoreRequest
-from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 #: families whose documents in one row see each other
@@ -130,21 +125,6 @@ def test_flash_attention_gets_one_row() -> None:
         decoder(ids_BS, positions_BS, cache_position=torch.arange(6))
 
 
-@pytest.mark.usefixtures("flash")
-def test_a_teacher_with_flash_attention_scores_several_rows() -> None:
-    ids = [np.arange(3 + 7 * number, 3 + 7 * number + length) for number, length in enumerate((5, 9, 2, 7))]
-    parts = [
-        ScoreRequest(DocumentRows(tokens, range(len(tokens))), SignalSpec("hidden", "float32")) for tokens in ids
-    ]
-    scores: list[Any] = []
-    for attention in (FLASH, "sdpa"):
-        decoder = Decoder(build("qwen3"), verify=False)
-        decoder.pretrained.set_attn_implementation(attention)
-        scores.append(Scorer(single_process_runner(decoder, None), torch.device("cpu")).score(parts))
-    for one, other in zip(*scores, strict=True):
-        torch.testing.assert_close(one["hidden"], other["hidden"])
-
-
 def test_mtp_layers_are_proven_with_their_decoder() -> None:
     from stillhouse.models.mtp import add_mtp
 
@@ -156,26 +136,3 @@ def test_mtp_layers_are_proven_with_their_decoder() -> None:
     decoder.mtp.layers[1].register_forward_hook(lambda _, __, hidden: hidden + 0.01 * hidden.cumsum(1))
     with pytest.raises(ProofError, match="see each other"):
         prove_decoder(decoder)
-
-
-@pytest.mark.parametrize("multiple", [1, 2, 3, 8, 24])
-@pytest.mark.parametrize("depths", [0, 3])
-def test_only_what_lies_around_a_beginning_changes(multiple: int, depths: int) -> None:
-    probe = ProbeDocuments.of(251, depths=depths, multiple=multiple)
-    rows, columns = probe.ids_BS.shape
-    assert columns % multiple == 0
-    for row in range(4):
-        first, second = probe.beginnings(row, depths)
-        changed_S = probe.ids_BS[row] != probe.exchanged_ids_BS[row]
-        start = probe.starts_B[row]
-        assert probe.position_ids_BS[row].tolist() == [*range(start), *range(columns - start)]
-        for part, end in ((first, start), (second, columns)):
-            assert part.start < part.stop
-            assert not changed_S[part.start : part.stop + depths].any()
-            assert changed_S[part.stop + depths : end].all()
-    assert torch.equal(probe.ids_BS[4, : probe.starts_B[4]], probe.ids_BS[2, probe.starts_B[2] :])
-    start = probe.starts_B[5]
-    assert torch.equal(probe.exchanged_ids_BS[5:, :start], probe.ids_BS[5:, :start].flip(0))
-    assert (probe.exchanged_ids_BS != probe.ids_BS)[5:, :start].all()
-    assert torch.equal(probe.exchanged_ids_BS[5:, start:], probe.ids_BS[5:, start:])
-    assert rows == 7

@@ -5,7 +5,6 @@ So the tests run them on the CPU, without the two checks of the device.
 N tokens, D width of the layer's inputs.
 """
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +108,6 @@ def test_a_run_with_an_fp8_teacher_has_nearly_the_gradients_of_its_bfloat16_teac
     expected, actual = gradients(), gradients(quantize="fp8")
     change = torch.stack([(actual[name] - gradient).norm() for name, gradient in expected.items()]).norm()
     assert 0 < change / torch.stack([gradient.norm() for gradient in expected.values()]).norm() < 0.1
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_the_forward_kl_from_the_bfloat16_teacher_is_small() -> None:
-    """The figure of a trained teacher is in docs/teachers.md; these weights are random, and larger than usual."""
-    exact = model_of()
-    model, ids_BS = copy.deepcopy(exact), torch.arange(3, 67)[None]
-    round_to_float8(model)
-    with torch.no_grad():
-        log_p, log_q = (of.eval()(ids_BS).logits.float().log_softmax(-1) for of in (exact, model))
-    assert 0 < float((log_p.exp() * (log_p - log_q)).sum(-1).mean()) < 0.02
 
 
 @pytest.mark.usefixtures("on_cpu")

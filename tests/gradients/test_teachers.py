@@ -1,6 +1,6 @@
 """Signal sources: requests ahead, the routing table of a separate teacher, and teachers that read other tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kit.families import build
 from kit.runs import forward_backward, session_of
 from kit.teacher_gradients import named_gradients
-from kit.tensors import assert_equal_tensors, assert_near
+from kit.tensors import assert_equal_tensors
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
@@ -101,23 +101,6 @@ def test_requests_run_as_far_ahead_as_the_source_can_use(steps_ahead: int, expec
     assert source.events == expected
 
 
-def test_a_step_that_is_built_early_is_requested_at_its_turn() -> None:
-    source = RecordedRequests(1)
-
-    def steps() -> Iterator[ShardedMicroBatches]:
-        for count in (1, 2, 3):
-            source.events.append(f"build {count}")
-            yield ShardedMicroBatches([micro_batch()] * count, StepMicroBatches([micro_batch()] * count))
-
-    requests = RequestedSteps(source, steps())
-    for micro_batches, _ in requests:
-        requests.build_next()
-        requests.build_next()
-        source.events.append(f"step {len(micro_batches)}")
-    first = ["build 1", "request 1", "build 2", "request 2", "build 3"]
-    assert source.events == [*first, "step 1", "request 3", "step 2", "step 3"]
-
-
 def micro_batch(seed: int = 0) -> MicroBatch:
     ids_BS = torch.randint(3, 251, (2, 13), generator=torch.Generator().manual_seed(seed))
     labels_T = ids_BS.roll(-1, 1).flatten()
@@ -172,27 +155,6 @@ def test_another_number_of_signals_is_refused(signals: list[Signals]) -> None:
     engine = engine_of(models()[0], None)
     with pytest.raises(ValueError, match=f"{len(signals)} signals for 1 micro-batches: expected one for each"):
         gradients(engine, micro_batch(), signals)
-
-
-def test_another_objective_has_the_same_optimizer() -> None:
-    engine = engine_of(models()[0], None)
-    other = engine.with_losses(parse_objective("cross_entropy"))
-    assert other.optimizer is engine.optimizer
-    assert (str(engine.objective.divergence), other.objective.divergence) == ("jsd(0.5)", None)
-
-
-def test_models_get_every_input_of_a_micro_batch() -> None:
-    """The test uses GPT-2's token types, which are added to its embeddings."""
-    student = Decoder(build("gpt2"), verify=False).eval()
-    batch = micro_batch()
-    types_BS = torch.randint(3, 251, (2, 13), generator=torch.Generator().manual_seed(2))
-    typed = replace(batch, inputs={**batch.inputs, "token_type_ids": types_BS})
-    engine = engine_of(student, None).with_losses(parse_objective("cross_entropy"))
-    actual = gradients(engine, typed, [{}])
-    student.zero_grad()
-    logits_TV = student(**typed.inputs).flatten(0, 1)
-    torch.nn.functional.cross_entropy(logits_TV, batch.labels_T).backward()
-    assert_near(actual, named_gradients(student), 1e-5)
 
 
 def test_an_objective_without_a_teacher_requests_no_signals(tmp_path: Path) -> None:

@@ -164,8 +164,7 @@ def make_signal(
         return DenseLogits(logits.to(dtype))
     if kind == "mixture":
         return make_mixture(tokens, vocabulary, dtype=dtype, sharpness=sharpness, temperature=temperature)
-    signal = make_topk(torch.log_softmax(logits / temperature, 1), entries, tail=kind)
-    return converted(signal, dtype)
+    return converted(make_topk(torch.log_softmax(logits / temperature, 1), entries, tail=kind), dtype)
 
 
 def make_mixture(
@@ -176,10 +175,7 @@ def make_mixture(
     weights: Sequence[float] = (3.0, 1.0, 0.5),
     **options: Any,
 ) -> Mixture:
-    """Make a mixture of three teachers: two with heads of other widths, one of which has more rows, and logits.
-
-    The options are those of `make_leaves`.
-    """
+    """Make a mixture of three teachers: two with heads of other widths, one of which has more rows, and logits."""
     wide = make_leaves(tokens, vocabulary + 5, 8, seed=9, **options)
     signals = [
         make_full(tokens, vocabulary, **options),
@@ -305,14 +301,13 @@ def run(
     terms: Sequence[Term],
     *,
     head: dict[str, Any] | None = None,
-    upstream: float = 1.0,
     **options: Any,
 ) -> Result:
     """Run the objective on copies of the leaves, and return its output and gradients."""
     copies = trainable(leaves)
     head_of_copies = OutputHead(copies["weight"], copies.get("bias"), **(head or {}))
     output = objective(copies["hidden"], head_of_copies, terms, **options)
-    (output.loss * upstream).backward()
+    output.loss.backward()
     return Result(output, {name: leaf.grad for name, leaf in copies.items() if leaf.grad is not None})
 
 

@@ -3,7 +3,6 @@
 T tokens, D student width, V vocabulary.
 """
 
-import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from kit.shard_cases import (
     prepared,
 )
 from kit.shard_problems import FOUR, ONE_ROUND, OTHER_TERMS, SHARDS, TOKENS, TWO_ROUNDS
-from kit.shard_ranks import EXCHANGE, GATHER, SUM, Collectives, Failure, Rank, RankPool, shared_pool
+from kit.shard_ranks import EXCHANGE, GATHER, SUM, Failure, Rank, RankPool, shared_pool
 from torch import Tensor
 
 from stillhouse.objective import VocabShard, linear_objective
@@ -121,28 +120,6 @@ def tokens_of(number: int, case: Case) -> slice:
     tokens, ranks = len(case.problem().leaves.hidden), len(case.layout.student)
     assert tokens % ranks == 0
     return slice(None) if case.layout.reduce_hidden_grad else slice(*(tokens // ranks * (number + n) for n in (0, 1)))
-
-
-def some_collectives(rank: Rank, _: None) -> tuple[dict[str, int], int]:
-    """Test the counter: call four collectives, one of them in a backward pass."""
-    with Collectives() as collectives:
-        own = torch.ones(3, requires_grad=True)
-        GatherTokens.apply(own[:, None], rank.groups[4]).sum().backward()
-        dist.broadcast(torch.zeros(2), 0)
-        dist.all_gather([torch.zeros(2) for _ in range(4)], torch.zeros(2))
-        dist.all_to_all_single(torch.zeros(4), torch.zeros(4))
-    return dict(collectives.counts), collectives.largest
-
-
-def failing_on_one_rank(rank: Rank, how: str) -> float:
-    """A job that fails on one rank, while the others wait in a collective."""
-    if how == "raises" and rank.number == 2:
-        raise ValueError("the second rank's own words")
-    if how == "waits" and rank.number == 1:
-        time.sleep(1000)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item()
 
 
 @pytest.fixture(scope="module")
@@ -346,19 +323,3 @@ def test_other_mistakes_are_noticed() -> None:
     lost_row = good.gradients["weight"].clone().index_fill(0, torch.tensor([0]), 0.0)
     assert changed(2, gradients=good.gradients | {"weight": lost_row}) == ["gradient of weight"]
     assert changed(0, gradients={}) != []
-
-
-def test_collectives_are_counted_wherever_they_come_from(pool: RankPool) -> None:
-    for counts, largest in pool.call(some_collectives):
-        assert counts == {GATHER: 1, SUM: 1, "broadcast_": 1, "allgather_": 1, EXCHANGE: 1}
-        assert largest == 12
-
-
-def test_a_rank_that_fails_or_hangs_fails_only_its_job(pool: RankPool) -> None:
-    good, raised, hung, again = pool.run(failing_on_one_rank, ["not", "raises", "waits", "not"], limit=4.0)
-    assert good == again == [4.0] * 4
-    assert isinstance(raised, Failure)
-    assert "rank 2: Traceback" in raised.text
-    assert "the second rank's own words" in raised.text
-    assert isinstance(hung, Failure)
-    assert "rank 1: no answer in 4.0 s" in hung.text

@@ -70,44 +70,6 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "..." not in out.partition("Commands:")[2]
 
 
-CONFIG_MISTAKES = [
-    ([], "a configuration file or options are needed, for example\n  stillhouse COMMAND --teacher"),
-    (["run.yml"], "the file run.yml does not exist: expected a YAML file"),
-    (["runs/lr=2/none.yaml"], "the file runs/lr=2/none.yaml does not exist"),
-    (["learning_rate=1"], "learning_rate: unknown key; did you mean train.learning_rate?"),
-    (["seed=a"], "seed: got 'a' (text); expected: whole number"),
-    (["--student", "s", "--data", "d"], "out: required, but not given"),
-    (["seed=1"], "as an option: --student, --data, --out)"),
-]
-MISTAKES = [
-    *(("distill", *case) for case in CONFIG_MISTAKES),
-    ("check", *CONFIG_MISTAKES[0]),
-    ("train", ["run.yaml"], "No such command 'train'. Did you mean 'distill'?"),
-    ("report", [], "Missing argument 'RUN_DIR'"),
-    ("report", ["nowhere"], "Invalid value for 'RUN_DIR': Directory 'nowhere' does not exist"),
-    ("demo", ["extra"], "Got unexpected extra argument (extra)"),
-]
-
-
-@pytest.mark.parametrize(("command", "arguments", "message"), MISTAKES)
-def test_a_wrong_call_exits_with_2(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    arguments: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.run([command, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert message.replace("COMMAND", command) in captured.err
-    assert captured.err.startswith("error: ")
-    assert "Traceback" not in captured.err
-    assert captured.out == ""
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_options_come_over_the_file_and_overrides_over_both(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("student: {model: file, revision: main}\nout: file\nseed: 1\ndata: {train: file, eval: 0}\n")
@@ -130,14 +92,6 @@ def test_a_file_whose_folder_has_an_equals_sign_is_a_file(tmp_path: Path, capsys
     path.write_text("sed: 1\n")
     assert cli.run(["distill", str(path)]) == 2
     assert "sed: unknown key; did you mean seed?" in capsys.readouterr().err
-
-
-def test_a_failure_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["report", str(tmp_path)]) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: {tmp_path} ")
-    assert "Traceback" not in captured.err
-    assert captured.out == ""
 
 
 @pytest.mark.parametrize("shown", [True, False])

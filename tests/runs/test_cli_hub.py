@@ -37,15 +37,6 @@ def closed() -> int:
         return int(server.getsockname()[1])
 
 
-def test_a_hub_that_answers_is_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listening: int
-) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listening}")
-    settle_offline(["a/b"])
-    assert HUB not in os.environ
-    assert not capsys.readouterr().err
-
-
 def test_a_hub_that_does_not_answer_is_left_out_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], closed: int
 ) -> None:

@@ -15,35 +15,14 @@ from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, metrics, run, session_of, write_records, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stillhouse.config import ConfigError, load_config
+from stillhouse.config import ConfigError
 from stillhouse.loops.greedy_evaluation import PROMPT_TOKENS, EvaluationContext, checked_metrics, choose_prompts
 from stillhouse.output.records import EvalSample
 from stillhouse.run.run import distill
 
 
-def lengths(context: EvaluationContext) -> dict[str, float]:
-    texts = context.generate(["the first text", "another"])
-    with (context.folder / "called.jsonl").open("a") as file:
-        file.write(json.dumps([context.step, texts, type(context.tokenizer).__name__]) + "\n")
-    return {"texts": len(texts), "own/step": context.step}
-
-
 def broken(context: EvaluationContext) -> dict[str, float]:
     return {"perplexity": float("nan") if context.step else 1.0}
-
-
-@pytest.mark.slow
-def test_each_evaluation_calls_it_and_logs_what_it_gives(tmp_path: Path) -> None:
-    write_run(tmp_path, **{"eval.callbacks": [f"{__name__}:lengths"], "eval.task_tokens": 4})
-    run("distill", tmp_path / "run.yaml")
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [line for line in lines if "eval/cross_entropy" in line]
-    assert len(evaluations) > 1
-    assert [line["eval/own/step"] for line in evaluations] == [line["step"] for line in evaluations]
-    assert {line["eval/texts"] for line in evaluations} == {2}
-    called = [json.loads(line) for line in (tmp_path / "out" / "called.jsonl").read_text().splitlines()]
-    assert [step for step, *_ in called] == [line["step"] for line in evaluations]
-    assert called[0][1] != called[-1][1], "the completions of a trained student are those of the untrained one"
 
 
 @pytest.mark.slow
@@ -95,14 +74,6 @@ def test_its_metric_can_choose_the_best_checkpoint(tmp_path: Path, greater: str,
 def test_what_is_no_metrics_is_refused(returned: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^eval.callbacks: m:f .*{message}"):
         checked_metrics("eval.callbacks: m:f", returned, {"eval/cross_entropy"})
-
-
-def test_a_function_that_does_not_exist_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    with pytest.raises(ConfigError, match=r"^eval\.callbacks: got 'accuracy', expected package\.module:function"):
-        load_config(tmp_path / "run.yaml", ["eval.callbacks=[accuracy]"])
-    failed = run("distill", tmp_path / "run.yaml", "eval.callbacks=['no_such_module:f']", code=2)
-    assert "error: eval.callbacks: got 'no_such_module:f', but there is no module 'no_such_module'" in failed.err
 
 
 SETTINGS = {"eval.samples": 3, "eval.task_tokens": 7, "eval.every": 2, "checkpoint.every": 2, "checkpoint.keep": 9}

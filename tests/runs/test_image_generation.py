@@ -25,7 +25,6 @@ from kit.runs import metrics, run, session_of, write_run
 from PIL import Image
 from transformers import AutoModelForImageTextToText, GenerationConfig, LogitsProcessor
 
-from stillhouse.config import ConfigError
 from stillhouse.data import PackedMicroBatches
 from stillhouse.data.media_files import MediaFile
 from stillhouse.data.render.tokenizers import load_tokenizer
@@ -255,9 +254,3 @@ def test_thumbnails_are_small_and_encoded_anew(tmp_path: Path) -> None:
 def test_a_report_refuses_images_that_are_no_thumbnails(url: str) -> None:
     with pytest.raises(ValueError, match="thumbnail"):
         validated(HeldOutImage, {"width": 1, "height": 1, "thumbnail": url}, "tokens.json")
-
-
-def test_servers_as_writers_of_prompts_with_images_are_refused(tmp_path: Path) -> None:
-    settings = {"rollout.engine": "vllm", "rollout.url": "http://localhost:1"}
-    with pytest.raises(ConfigError, match=r"rollout\.engine: the data has images, and vLLM would read them with a"):
-        session_of(tmp_path, **write_on_policy(tmp_path, "qwen3_vl", **settings))

@@ -3,19 +3,16 @@
 Compared are each step's losses, held-out metrics and gradient norm, and the exported weights.
 """
 
-import json
 import shutil
 from collections.abc import Iterator
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit import slow
-from kit.causal_families import of_config
 from kit.layout_runs import assert_same_weights
-from kit.megatron_runs import LAYOUTS, assert_same, assert_same_runs, megatron
-from kit.runs import metrics, run, save_model, write_run
+from kit.megatron_runs import assert_same, assert_same_runs, megatron
+from kit.runs import run, write_run
 from kit.serving import Server
 from kit.teacher_gradients import SUBJECTS, write_subject_teachers
 from kit.two_tokenizers import GOLD, write_pair
@@ -25,40 +22,9 @@ from stillhouse.tools.write_cache import write_cache
 
 pytest.importorskip("megatron.core")
 
-from kit.megatron_weights_jobs import Case, model_config
-
-#: `test_megatron_runs.py` has 0.3*cross_entropy + 0.7*jsd(0.5)
-LOSSES = ("forward_kl", "reverse_kl", "jsd(0.1)", "forward_kl + reverse_kl", "0.5*cross_entropy + forward_kl")
-
 
 def write(folder: Path, **settings: Any) -> None:
     write_run(folder, **{"train.steps": 3, "checkpoint.every": 0} | settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "loss"), zip(cycle(LAYOUTS), LOSSES))
-def test_losses(tmp_path: Path, family: str, loss: str) -> None:
-    write(tmp_path, family=family, tied=family == "llama", **{"objective.loss": loss})
-    assert_same_runs(tmp_path, *LAYOUTS[family])
-
-
-@pytest.mark.slow
-def test_load_balancing_of_routers(tmp_path: Path) -> None:
-    """`test_megatron_engine.py` has the gradients under other layouts."""
-    write(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1})
-    assert_same_runs(tmp_path, *LAYOUTS["qwen3_moe"])
-    assert all(line["loss/router_aux"] > 0 for line in metrics(tmp_path / "torch") if "train/learning_rate" in line)
-
-
-@pytest.mark.slow
-def test_gpt_oss(tmp_path: Path) -> None:
-    """The exported model, too, is that of the other engine."""
-    save_model(tmp_path / "student")  # for the tokenizer
-    tokens = {"vocab_size": 400, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    of_config(model_config(Case("gpt_oss", options=tokens)), seed=1).save_pretrained(tmp_path / "student")
-    write(tmp_path, **{"objective.router_aux_loss": 0.1})
-    assert_same_runs(tmp_path, "parallel.tensor=2", "parallel.sequence=true")
-    assert json.loads((tmp_path / "megatron" / "model" / "config.json").read_text())["model_type"] == "gpt_oss"
 
 
 @pytest.fixture(scope="module")

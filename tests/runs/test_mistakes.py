@@ -54,12 +54,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_list_is_long_and_names_each_mistake_once() -> None:
-    names = [name for name, _ in MISTAKES]
-    assert len(names) >= 150
-    assert len(set(names)) == len(names)
-
-
 def in_process(
     arguments: list[str], place: Path, environment: dict[str, str], *, is_fresh: bool
 ) -> tuple[int, str, str]:

@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models import Decoder, mtp, processors
-from stillhouse.models.mtp import MultiTokenDecoder, find_layers
+from stillhouse.models.mtp import find_layers
 from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective
 from stillhouse.tools.demo import corpus
@@ -57,28 +57,6 @@ def test_saved_layers_are_what_transformers_drafts_with(
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
         if not sampled:
             assert torch.equal(candidates[:, -depths:], expected.argmax(-1))
-
-
-@EACH_FAMILY
-def test_transformers_own_forward_drafts_the_same_tokens(family: str, depths: int) -> None:
-    """Its inputs are the main model's hidden states after the final norm, and the tokens from the second one on."""
-    decoder, ids_S = make(family, depths), documents()[3]
-    outputs = decoder.main.pretrained(ids_S[None, :-1], output_hidden_states=-1, use_cache=False)
-    at = torch.arange(1, len(ids_S))[None]
-    with torch.no_grad():
-        tokens, _, _ = decoder.mtp(ids_S[None, 1:], outputs.hidden_states[-1], None, at, None)
-        actual = decoder(torch.cat([ids_S[None], tokens], 1))[1:]
-    assert torch.equal(tokens[0], torch.stack([logits[0, len(ids_S) - 2].argmax() for logits in actual]))
-
-
-@EACH_FAMILY
-def test_saved_and_loaded_is_the_same(family: str, depths: int, tmp_path: Path) -> None:
-    decoder = make(family, depths)
-    decoder.save_pretrained(tmp_path)
-    again = MultiTokenDecoder.from_pretrained(tmp_path)
-    assert again.depths == depths
-    assert_equal_tensors(again.state_dict(), decoder.state_dict())
-    assert Decoder.from_pretrained(tmp_path).config.num_mtp_layers == depths
 
 
 def test_at_a_released_size_plain_transformers_finds_the_layer(tmp_path: Path) -> None:

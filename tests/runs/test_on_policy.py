@@ -1,7 +1,5 @@
 """On-policy runs in which the student writes in this process: schedules, resuming, layouts, objectives."""
 
-import json
-import math
 import shutil
 import signal
 import sys
@@ -16,15 +14,13 @@ from kit.families import build
 from kit.layout_runs import weights
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import run_ranks
-from kit.runs import Command, contents, metrics, run, write_records, write_run
+from kit.runs import Command, contents, run, write_records
 from kit.serving import Server
 from kit.signal_hooks import signal_at
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
 
-from stillhouse.checkpoint.resume import decisive_values
 from stillhouse.config import ConfigError
-from stillhouse.config.read_config import dotted_values
 from stillhouse.run.run import distill, prepare
 
 HOOKS = """
@@ -32,19 +28,8 @@ def length(prompt, completion, record):
     assert prompt.endswith("is") and record["completion"]
     return float(len(completion))
 
-def huge(prompt, completion, record):
-    return 1e308 if len(completion) % 2 else -1e308
-
 def echo(prompt, completion, record):
     return None if completion.count("!") >= 2 else " no!"
-
-class Echo:
-    def reset(self, prompt, record):
-        self.turns = [prompt]
-
-    def step(self, turn):
-        self.turns.append(turn)
-        return None if len(self.turns) == 4 else f" {sum(map(len, self.turns))}!"
 """
 
 
@@ -111,20 +96,6 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int)
     assert contents(out / "model") == contents(undisturbed / "model")
 
 
-@pytest.mark.usefixtures("hooks")
-def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path) -> None:
-    settings = {"rollout.environment": "hooks:Echo", "rollout.stop": ["e", "a", "i"], "checkpoint.every": 2}
-    write_on_policy_run(tmp_path, **settings, **{"rollout.schedule": "one_step_off", "objective.loss": "jsd(0.5)"})
-    run_yaml = tmp_path / "run.yaml"
-    run("distill", run_yaml, f"out={tmp_path / 'undisturbed'}")
-    command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
-    assert command.wait() == -signal.SIGKILL, command.err
-    run("distill", run_yaml)
-    assert rollout_figures(tmp_path / "out") == rollout_figures(tmp_path / "undisturbed")
-    shown = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
-    assert any(not token["target"] for line in shown for token in json.loads(line)["tokens"])
-
-
 def test_a_checkpoint_without_its_samples_is_refused(tmp_path: Path) -> None:
     config = write_on_policy_run(tmp_path, **{"rollout.schedule": "one_step_off", "checkpoint.every": 2})
     command = Command("distill", tmp_path / "run.yaml", hook=signal_at, hook_arguments=(5, signal.SIGKILL))
@@ -181,10 +152,7 @@ def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_pr
 @pytest.mark.parametrize(
     ("loss", "settings"),
     [
-        ("sampled_kl(k2)", {"rollout.schedule": "one_step_off"}),
         ("sampled_kl(k3) + 0.01*entropy", {"rollout.correction": "masked"}),
-        ("policy_gradient + 0.1*reverse_kl", {"rollout.reward": "hooks:length"}),
-        ("policy_gradient(teacher_kl=1)", {"rollout.discount": 0.9, "rollout.temperature": 0.7}),
         ("policy_gradient(clip_low=0.2, clip_high=0.3)", {"rollout.reward": "hooks:length", "rollout.top_k": 5}),
         (
             "policy_gradient(ratio=sequence, clip_low=3e-4, dual_clip=3, kl_scale=0.01)",
@@ -192,7 +160,6 @@ def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_pr
         ),
         ("jsd(0.5)", {"rollout.environment": "hooks:echo", "rollout.stop": ["e"]}),
         ("cross_entropy + jsd(0.5)", {"rollout.share": 0.5, "rollout.position_decay": 0.9}),
-        ("cross_entropy", {"rollout.writer": "teacher", "rollout.schedule": "one_step_off"}),
     ],
 )
 @pytest.mark.usefixtures("hooks")
@@ -215,13 +182,7 @@ def test_every_kind_of_objective(tmp_path: Path, loss: str, settings: dict[str, 
         ({"rollout.reward": "hooks:length"}, "rollout.reward", "has no effect with objective.loss 'reverse_kl'"),
         ({"objective.loss": "cross_entropy"}, "objective.loss", "cross_entropy counts on the dataset's completions"),
         ({"rollout.writer": "teacher", "objective.loss": "sampled_kl(k2)"}, "objective.loss", "student's own"),
-        ({"rollout.reward": "hooks.length", "objective.loss": "policy_gradient"}, "rollout.reward", "package.module"),
         ({"rollout.discount": 0.5}, "rollout.discount", "only with policy_gradient"),
-        (
-            {"objective.loss": "reverse_kl + policy_gradient(clip_low=2)"},
-            "objective.loss",
-            "see 'policy_gradient.clip_low=2.' at character 14",
-        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused_by_its_key(
@@ -286,28 +247,6 @@ def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
         assert line["train/agreement"] <= 1
 
 
-def test_runs_of_versions_without_a_key_go_on(tmp_path: Path) -> None:
-    config = write_on_policy_run(tmp_path)
-    assert "rollout.deviation" not in decisive_values(dotted_values(config))
-    assert config.rollout is not None
-    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"deviation": "sample"})})
-    assert decisive_values(dotted_values(other))["rollout.deviation"] == "sample"
-
-
-@pytest.mark.usefixtures("hooks")
-def test_rewards_of_any_size_train(tmp_path: Path) -> None:
-    settings = {"objective.loss": "policy_gradient + reverse_kl", "rollout.reward": "hooks:huge"}
-    write_on_policy_run(tmp_path, **settings)
-    run("distill", tmp_path / "run.yaml")
-    assert all(math.isfinite(line["rollout/reward_std"]) for line in rollout_figures(tmp_path / "out"))
-    assert max(line["rollout/reward_std"] for line in rollout_figures(tmp_path / "out")) > 1e307
-    overrides = "rollout.advantage=centered", f"out={tmp_path / 'centered'}"
-    centered = run("distill", tmp_path / "run.yaml", *overrides, code=1)
-    assert (
-        "error: rollout.reward gives rewards from -1e+308 to 1e+308 for the completions of a prompt" in centered.err
-    )
-
-
 def test_prompts_alone_need_no_completions(tmp_path: Path) -> None:
     config = write_on_policy_run(tmp_path, **{"data.eval": 0, "train.steps": 2})
     write_records(tmp_path / "train.jsonl", [{"prompt": f"Two and {number} is"} for number in range(15)])
@@ -319,28 +258,6 @@ def test_prompts_alone_need_no_completions(tmp_path: Path) -> None:
     write_records(tmp_path / "held_out" / "train.jsonl", [{"prompt": f"Two and {number} is"} for number in range(15)])
     with pytest.raises(ConfigError, match=r"data.eval: got 0\.3, but held-out metrics need completions"):
         prepare(held_out, announce=False)
-
-
-def test_a_record_that_is_held_out_is_no_prompt(tmp_path: Path) -> None:
-    session = prepare(write_on_policy_run(tmp_path, **{"data.eval": 0.3}), announce=False)
-    assert session.data.evaluation is not None
-    held_out, prompts = session.data.evaluation.documents, session.data.train.documents
-    assert len(held_out) + len(prompts) == 15
-    assert not held_out.overlap(prompts)
-
-
-def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path) -> None:
-    """Off-policy, too."""
-    settings = {"eval.tasks": ["sums(2:3)"], "eval.task_count": 6, "eval.task_tokens": 5, "eval.every": 2}
-    write_run(tmp_path, **settings)
-    command = run("distill", tmp_path / "run.yaml")
-    assert "exact match/sums 0.0000" in command.out
-    assert "length" not in command.out
-    lines = [line for line in metrics(tmp_path / "out") if "eval/exact_match/sums" in line]
-    assert [line["step"] for line in lines] == [0, 2, 4, 6]
-    for line in lines:
-        assert line["eval/tasks_truncated"] > 0
-        assert {"eval/exact_match/sums/length_2", "eval/exact_match/sums/length_3", "eval/cross_entropy"} <= set(line)
 
 
 @pytest.mark.slow

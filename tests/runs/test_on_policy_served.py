@@ -54,18 +54,6 @@ def test_two_processes_share_the_completions_of_a_server(in_process: Path, serve
     assert_same_served(in_process / layout, in_process / "in_process")
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    ["async", *(slow(schedule) for schedule in ("one_step_off", "two_step_off"))],
-)
-def test_the_schedules_with_a_server(in_process: Path, server: Server, schedule: str) -> None:
-    run(*served(in_process, schedule, server.url, **{"rollout.schedule": schedule}))
-    lines = rollout_figures(in_process / schedule)
-    assert len(lines) == 8
-    assert all(line["rollout/staleness_max"] <= 2 for line in lines)
-    assert lines[-1]["rollout/staleness_max"] >= 1
-
-
 def test_a_server_that_is_killed_and_comes_back(in_process: Path) -> None:
     """It comes back with the weights that it was started with, and must not write anything with them."""
     arguments = (in_process / "student", "--generate")

@@ -165,23 +165,6 @@ def test_both_servers_name_the_same_ends_of_sequence(
 # weights
 
 
-def test_new_weights_write_the_completions_that_follow(tmp_path: Path) -> None:
-    """Also of a model whose experts are a stack in memory, and files of their own in the published folder."""
-    model = save_model(tmp_path / "student", "qwen3_moe", seed=3)
-    with Server(model, "--generate") as server:
-        before = choice(ask(server, prompt(5), seed=1, max_tokens=12))
-        for version, factor in ((7, 0.8), (8, 1.1)):
-            published = publish_scaled(model, tmp_path / "weights", version, factor)
-            answer = load_weights(server, published, str(version))
-            assert (answer.status_code, answer.json()) == (200, {"version": str(version)}), answer.text
-            assert server.info()["version"] == str(version)
-            served = choice(ask(server, prompt(5), seed=1, max_tokens=12))
-            assert served["weight_versions"][0]["version"] == str(version)
-            assert_same(served, completion_here(published, prompt(5), 1, Sampling(12)))
-            assert served["logprobs"] != before["logprobs"]
-            before = served
-
-
 @pytest.mark.slow
 def test_a_completion_is_never_of_two_versions(tmp_path: Path) -> None:
     """Completions are asked for all the time while the weights change; each is that of the version that it names."""

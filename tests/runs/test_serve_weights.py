@@ -29,7 +29,6 @@ from stillhouse.loops import weights_on_servers
 from stillhouse.output.folder import RunFolder
 from stillhouse.rollout.publish import version_folder
 from stillhouse.rollout.published_folder import MANIFEST
-from stillhouse.run.run import distill
 from stillhouse.serving.client import pool
 
 WEIGHTS, TENSOR = "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
@@ -323,16 +322,6 @@ def test_an_older_version_under_a_newer_number_is_found_although_its_hashes_are_
         assert "generates with version 3, and its log-probabilities are those of other weights" in command.err
         assert "Traceback" not in command.err
         run(*arguments)  # it continues from the checkpoint at which it has stopped
-
-
-def test_a_vllm_that_loads_nothing_is_found(tmp_path: Path) -> None:
-    settings = SETTINGS | {"rollout.engine": "vllm"}
-    write_on_policy_run(tmp_path, **settings, **{"rollout.url": "http://x"})
-    with stub_server(Vllm, tmp_path / "teacher", processed=True) as server:
-        server.model.change(load=lambda *_, **__: None)
-        config = write_on_policy_run(tmp_path, **settings, **{"rollout.url": server.url})
-        with pytest.raises(ValueError, match="version 0, and its log-probabilities are those of other weights"):
-            distill(config)
 
 
 def test_a_server_that_comes_back_is_proved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from kit.damaged_checkpoints import interrupt_writer
 from kit.runs import contents, metrics, run, write_run, write_texts
 from kit.teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
 
-from stillhouse.cli.cache import _with_student
 from stillhouse.config import ConfigError
 from stillhouse.data import MicroBatch
 from stillhouse.loops.session import Session
@@ -199,23 +198,6 @@ def test_without_a_configuration_the_teacher_stands_for_the_student(folder: Path
         assert (tmp_path / "named" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
     missing = run("cache", "--data", data, "--out", tmp_path / "x", *sizes, code=2).err
     assert "student.model" in missing
-
-
-@pytest.mark.parametrize(
-    ("arguments", "teacher", "student", "expected"),
-    [
-        (("seed=1",), "t", None, (("seed=1",), "t")),
-        (("teacher.model=t",), None, None, (("student.model=t", "teacher.model=t"), None)),
-        (("run.yaml",), "t", None, (("run.yaml",), None)),
-        (("seed=1",), "t", "s", (("seed=1",), "s")),
-    ],
-)
-def test_who_stands_for_the_student(
-    arguments: tuple[str, ...], teacher: str | None, student: str | None, expected: Any
-) -> None:
-    """Overrides that name the student come after those that are made of the teacher's, so that they count."""
-    more, flags = _with_student(arguments, {"teacher": teacher, "student": student})
-    assert (more, flags["student"]) == expected
 
 
 def test_the_command_and_a_run_from_it(folder: Path, tmp_path: Path) -> None:

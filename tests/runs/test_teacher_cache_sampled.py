@@ -21,31 +21,8 @@ VOCABULARY, DRAWS, SHARD_BYTES = 251, 50, 5000
 FORWARD_KL = {"objective.loss": "forward_kl"}
 
 
-def dense(signal: dict[str, Tensor]) -> Tensor:
-    """How often each id of the vocabulary was drawn, [C, V] float64."""
-    total_CV = torch.zeros(len(signal["ids"]), VOCABULARY + 1, dtype=torch.float64)
-    columns_CM = signal["ids"].long().where(signal["ids"] >= 0, VOCABULARY)
-    return total_CV.scatter_add_(1, columns_CM, signal["counts"].double())[:, :-1]
-
-
 def uniform(rows: int, draws: int = DRAWS, document: int = 7) -> Tensor:
     return torch.from_numpy(uniform_numbers(document.to_bytes(16, "little"), range(rows), draws))
-
-
-def test_draws_are_unbiased() -> None:
-    """6 rows, 40,000 draws each: the chi-square statistic of 250 degrees of freedom stays below its 1e-6 quantile."""
-    torch.manual_seed(0)
-    hidden_CE, weight_VE = torch.randn(6, 16), torch.randn(VOCABULARY, 16) * 0.5
-    p_CV = (hidden_CE.double() @ weight_VE.double().T / 2.0).softmax(1)
-    total_CV = torch.zeros(6, VOCABULARY, dtype=torch.float64)
-    for document in range(800):
-        total_CV += dense(draw_ids(hidden_CE, OutputHead(weight_VE), uniform(6, document=document), 2.0))
-    assert (total_CV.sum(1) == 40_000).all()
-    expected_CV = 40_000 * p_CV
-    likely_CV = expected_CV > 5
-    squares_CV = ((total_CV - expected_CV).square() / expected_CV).masked_fill(~likely_CV, 0.0)
-    assert (squares_CV.sum(1) < 370).all()
-    assert (squares_CV.sum(1) > 0.4 * likely_CV.sum(1)).all()  # a copy of p would have no variance
 
 
 def test_peaked_rows_and_ids_without_mass() -> None:
@@ -136,13 +113,15 @@ def test_the_mean_gradient_over_draws_is_the_exact_one() -> None:
 
     def gradient(signal: Signal) -> Tensor:
         hidden_CD = student_CD.clone().requires_grad_()
-        loss = linear_objective(hidden_CD, head, [Distill(signal, parse_divergence("forward_kl"))]).loss
+        loss = linear_objective(
+            hidden_CD, head, [Distill(signal, parse_divergence("forward_kl"), temperature=2.0)]
+        ).loss
         return torch.autograd.grad(loss, hidden_CD)[0]
 
     exact_CD = gradient(DenseLogits(teacher_CE.double() @ weight_VE.double().T))
-    spec, estimates = SignalSpec("sampled", "float32", DRAWS, 1.0), []
+    spec, estimates = SignalSpec("sampled", "float32", DRAWS, 2.0), []
     for document in range(1000):
-        sampled = draw_ids(teacher_CE, OutputHead(weight_VE), uniform(5, document=document), 1.0)
+        sampled = draw_ids(teacher_CE, OutputHead(weight_VE), uniform(5, document=document), 2.0)
         estimates.append(gradient(spec.as_signal(sampled, "bucket")))
     stacked = torch.stack(estimates)
     deviation_CD = stacked.std(0) / 1000**0.5

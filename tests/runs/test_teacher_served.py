@@ -285,17 +285,6 @@ def test_limits_of_the_server_are_kept(folder: Path) -> None:
             )
 
 
-def test_two_servers_share_the_work_and_one_may_die(
-    folder: Path, server: str, undisturbed: Path, tmp_path: Path
-) -> None:
-    with proxy_to(server) as (first, one), proxy_to(server) as (second, two):
-        settings = {"teacher.url": [one, two], "teacher.timeout": 20.0, "out": str(tmp_path / "out")}
-        second.after(PROOF + 3, [reset] * 10_000)
-        distill(write_run(folder, cached=True, **settings))
-        assert first.scored > PROOF < second.scored
-    assert_same_weights(tmp_path / "out", undisturbed, 1e-5)
-
-
 def test_another_teacher_behind_the_same_address_stops_the_run(folder: Path, server: str, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", "qwen3", seed=9)
     with Server(other) as second, proxy_to(server) as (proxy, url):

@@ -265,16 +265,6 @@ def test_one_that_cannot_start_leaves_no_run_of_another_behind(
     assert len(of_mlflow(folder)[0][JSD_IN_MLFLOW]) == 3
 
 
-def test_a_tracker_that_cannot_be_reached_is_an_error_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "file").as_uri())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="track: mlflow cannot start or continue a run at file:"):
-        write(tmp_path / "run", ["mlflow"], range(1, 3))
-
-
 def test_a_silent_server_of_mlflow_fails_before_the_job_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     variables = importlib.import_module("mlflow.environment_variables")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kit.documents import log_probs
-from kit.runs import evaluate, metrics, save_model, session_of, write_run
+from kit.runs import evaluate, metrics, session_of
 from kit.shard_ranks import Rank, on_ranks
 
 from stillhouse.data import Documents
@@ -91,15 +91,7 @@ def trained(folder: Path, **settings: Any) -> tuple[Session, list[dict[str, Any]
         ({"eval.every": 100, "checkpoint.every": 4, "checkpoint.best": None}, [0, 6]),
         ({"data.eval": 0}, []),
     ],
-    ids=[
-        "never between",
-        "every 2",
-        "every 4",
-        "not at checkpoints",
-        "at checkpoints",
-        "no best checkpoint",
-        "no data",
-    ],
+    ids=str,
 )
 def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], steps: list[int]) -> None:
     session, lines = trained(tmp_path, **settings)
@@ -193,24 +185,3 @@ def top_tokens_of_shards(rank: Rank, rows: int, ranks: int) -> tuple[Any, Any]:
     head = OutputHead(weight_VE[start:stop], shard=shard)
     sharded = top_tokens(FullVocab(hidden_TE, head), rows, shard)
     return sharded, top_tokens(FullVocab(hidden_TE, OutputHead(weight_VE)), rows, None)
-
-
-def test_the_held_out_text_agrees_with_the_evaluation(tmp_path: Path) -> None:
-    """Also under bf16, both use the same hidden states with the same rounding, so the means are equal."""
-    write_run(tmp_path)
-    (tmp_path / "eval.jsonl").write_text('{"text": "The still is heated slowly"}\n')
-    session = session_of(tmp_path, **{"train.precision": "bf16"})
-    tokens = held_out_tokens(session.models, session.data, session.loss.spec, 0)
-    assert tokens is not None
-    kl = [token.kl for token in tokens.documents[0].tokens[1:]]
-    assert sum(kl) / len(kl) == pytest.approx(evaluate(session)["eval/forward_kl"], rel=1e-5)
-
-
-def test_the_held_out_teacher_has_no_dropout(tmp_path: Path) -> None:
-    save_model(tmp_path / "teacher", "gpt2", seed=2)
-    session = session_of(tmp_path)
-    assert session.models.teacher is not None
-    session.models.teacher.train()
-    assert held_out_tokens(session.models, session.data, session.loss.spec, 0) == held_out_tokens(
-        session.models, session.data, session.loss.spec, 0
-    )

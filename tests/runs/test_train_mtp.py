@@ -30,7 +30,6 @@ from stillhouse.data import StepMicroBatches
 from stillhouse.loops.session import Session
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
-from stillhouse.objective.spec import parse_objective
 from stillhouse.output.progress import Progress
 from stillhouse.run.run import prepare
 from stillhouse.run.setup import RunSetup
@@ -304,13 +303,6 @@ def test_a_divergence_of_the_depths_needs_a_teacher_or_the_student(tmp_path: Pat
 def test_a_family_without_rms_norm_is_refused(tmp_path: Path, family: str) -> None:
     with pytest.raises(ConfigError, match=r"student\.mtp: .* cannot have layers for multi-token prediction"):
         session_of(tmp_path, family=family, **{"student.mtp": {}})
-
-
-def test_a_term_alone_has_no_gradient_of_the_depths(tmp_path: Path) -> None:
-    session = session_of(tmp_path, family="qwen3", **{"student.mtp": {}})
-    forward_backward(session, objective=parse_objective("cross_entropy"))
-    assert session.models.student.mtp is not None
-    assert all(not bool(parameter.grad.any()) for parameter in session.models.student.mtp.parameters())
 
 
 def test_the_configurations_of_the_page_and_the_example_load(tmp_path: Path) -> None:

@@ -7,18 +7,15 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from kit.runs import Command, contents, forward_backward, metrics, run, session_of, write_records, write_run
+from kit.runs import contents, forward_backward, metrics, run, session_of, write_records, write_run
 from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import load_config
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import RunLog
 from stillhouse.output.progress import Progress
-from stillhouse.run.run import prepare
 from stillhouse.tools.check import print_check
 
 COMMON_KEYS = {"step", "tokens", "seconds"}
@@ -33,31 +30,6 @@ EVAL_KEYS = COMMON_KEYS | {
 }
 ENVIRONMENT_KEYS = ["objective", "stillhouse", "python", "torch", "transformers", "platform", "cpu", "cores"]
 ENVIRONMENT_KEYS += ["threads", "device", "gpu", "commit", "date", "seed"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        (
-            {"objective.temperature": 2.0, "objective.loss": "cross_entropy + 0.5*reverse_kl"},
-            "minimise cross-entropy + 0.5 × reverse_kl of teacher and student, over the full vocabulary, "
-            "temperature 2, mean over the target tokens of each step (all tokens of texts, completions and assistant "
-            "turns; none of prompts): {0}/student ← {0}/teacher",
-        ),
-        (
-            {"teacher": False},
-            "minimise cross-entropy, temperature 1, mean over the target tokens of each step (all tokens of texts, "
-            "completions and assistant turns; none of prompts): {0}/student",
-        ),
-    ],
-)
-def test_the_first_line_is_the_objective_in_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], line: str
-) -> None:
-    prepare(write_run(tmp_path, **settings))
-    assert capsys.readouterr().out.splitlines() == [
-        line.format(tmp_path), "reading the data …", "loading the models …"
-    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -176,18 +148,6 @@ def test_lines_after_the_checkpoint_and_half_lines_are_cut(tmp_path: Path, kept:
     assert [line["step"] for line in metrics(tmp_path)] == [*(0, 1, 2, 2)[:kept], 7]
 
 
-def without_tensorboard() -> None:
-    sys.modules["tensorboard"] = None  # type: ignore[assignment]
-
-
-def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(tmp_path: Path) -> None:
-    write_run(tmp_path, track=["tensorboard"])
-    failed = Command("distill", tmp_path / "run.yaml", hook=without_tensorboard)
-    assert failed.wait() == 2
-    assert failed.err == "error: track: tensorboard is not installed; pip install 'stillhouse[tensorboard]'\n"
-    assert not (tmp_path / "out").exists()
-
-
 def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
     """Each stage that may take minutes is named before it begins."""
     loss = "1e-4*cross_entropy + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss"
@@ -255,12 +215,3 @@ def test_check_says_that_a_run_would_continue_or_is_complete(tmp_path: Path) -> 
     (tmp_path / "train.jsonl").write_text('{"text": "other data"}\n')
     failed = run("check", tmp_path / "run.yaml", code=1)
     assert "error: data.train: the documents have changed since " in failed.err
-
-
-def test_a_json_file_is_never_half_written(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.write_json("x.json", {"a": "ß"})
-    with pytest.raises(TypeError):
-        folder.write_json("x.json", {"a": torch.zeros(1)})
-    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": "ß"}
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
