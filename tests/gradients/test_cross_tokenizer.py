@@ -26,11 +26,6 @@ from stillhouse.data import DataError, Documents
 from stillhouse.models import Decoder
 from stillhouse.objective import TEACHER, SpanSignal, TopK
 from stillhouse.signals import CrossTokenizerStore, LocalModelStore
-<<<<<<< HEAD
-from stillhouse.signals.extract import top_k_log_probs
-=======
-from stillhouse.signals.cross_tokenizer import Method
->>>>>>> h8
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 TAU = 1.3
@@ -139,43 +134,7 @@ def check_row(tensors: dict[str, Tensor], expected: dict[int, float], tail: floa
     assert math.exp(float(tensors["tail_log_prob"])) == pytest.approx(tail, rel=2e-4, abs=1e-9)
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", ["small", "large"])
-def test_one_tokenizer_on_both_sides_gives_the_top_k_signal(folder: Path, name: str) -> None:
-    """All spans have one token, and the signal has the same ids and numbers as the live teacher's, with the label."""
-    store = store_of(folder, name, name)
-    model = Decoder.from_pretrained(folder / f"model {name}", dtype="float32")
-    for tokens, tensors in zip(
-        token_lists(name), store.read([all_rows(tokens) for tokens in token_lists(name)]), strict=True
-    ):
-        first = len(store.aligner.teacher.prefix)
-        with torch.no_grad():
-            hidden = model(torch.from_numpy(tokens.astype(np.int64))[None], head=False)[0, :-1]
-        labels = torch.from_numpy(tokens[1:].astype(np.int64))
-        live = top_k_log_probs(hidden, model.output_head(), K, TAU, labels_C=labels)
-        counted = range(0 if first else 1, len(tokens) - 1)  # without a first token, no row predicts token 1
-        assert tensors["weight"].tolist() == [
-            float(row in counted) or float(not first) for row in range(len(tokens) - 1)
-        ]
-        assert not tensors["continuation"].any()
-        for row in range(len(tokens) - 1):
-            ids, log_probs = tensors["ids"][row], tensors["log_probs"][row]
-            assert ids[0] == labels[row]
-            expected = {
-                int(token): float(p) for token, p in zip(live["ids"][row], live["log_probs"][row], strict=True)
-            }
-            expected.pop(-1, None)
-            same = {int(token): float(p) for token, p in zip(ids, log_probs, strict=True) if token >= 0}
-            assert same.keys() == expected.keys()
-            assert all(same[token] == pytest.approx(expected[token], rel=1e-5, abs=1e-5) for token in same)
-            assert float(tensors["tail_log_prob"][row]) == pytest.approx(float(live["tail_log_prob"][row]), abs=1e-4)
-
-
 def test_a_part_of_the_rows(folder: Path) -> None:
-=======
-@pytest.mark.parametrize("method", ["gold", "uld"])
-def test_a_part_of_the_rows(folder: Path, method: Method) -> None:
->>>>>>> h8
     """A context rank asks for some rows of a document; spans may begin before them and end after them."""
     store = store_of(folder, "small", "pieces")
     for tokens, tensors in zip(
@@ -186,35 +145,6 @@ def test_a_part_of_the_rows(folder: Path, method: Method) -> None:
             (part,) = store.read([DocumentRows(tokens, rows)])
             for name, values in part.items():
                 torch.testing.assert_close(values, tensors[name][rows.start : rows.stop], rtol=1e-5, atol=1e-6)
-
-
-<<<<<<< HEAD
-def test_batches_do_not_matter(folder: Path) -> None:
-    requests = [all_rows(tokens) for tokens in token_lists("small")]
-    few, many = (store_of(folder, "small", "large", tokens=tokens).read(requests) for tokens in (1, 10_000))
-    for one, other in zip(few, many, strict=True):
-        for name in one:
-            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
-=======
-def test_sorted_probabilities(folder: Path) -> None:
-    """The teacher's largest probabilities where both begin a span, and the mass of all others."""
-    store = store_of(folder, "small", "large", "uld")
-    documents = token_lists("small")
-    for tensors, aligned in zip(
-        store.read([all_rows(tokens) for tokens in documents]), store.aligner.align(documents), strict=True
-    ):
-        log_p_NV = teacher_log_probs(folder, "large", aligned.teacher_tokens)
-        spans = [span for span in aligned.spans if span.student.start > 0 and span.teacher.start > 0]
-        assert tensors["weight"].nonzero()[:, 0].tolist() == [span.student.start - 1 for span in spans]
-        for span in spans:
-            ordered_V = log_p_NV[span.teacher.start - 1].sort(descending=True).values
-            row = span.student.start - 1
-            torch.testing.assert_close(tensors["log_probs"][row].double(), ordered_V[:K], rtol=1e-4, atol=1e-4)
-            tail = ordered_V[K:].logsumexp(0)
-            torch.testing.assert_close(tensors["tail_log_prob"][row].double(), tail, rtol=1e-4, atol=1e-4)
-    signal = store.signal.as_signal(tensors, "bucket")
-    assert isinstance(signal, SortedTopK)
->>>>>>> h8
 
 
 def test_the_signals_of_a_run(folder: Path) -> None:
