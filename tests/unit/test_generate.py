@@ -111,23 +111,6 @@ def test_a_completion_depends_on_its_own_seed_alone() -> None:
     assert all(other != expected for other, expected in zip(ids_of(others), ids_of(together), strict=True))
 
 
-def test_requests_with_samplings_of_their_own() -> None:
-    """Each gets the completion of a generator with its sampling; a batch has requests with the same one."""
-    decoder = Decoder(build("qwen3"))
-    others = [replace(SAMPLING, temperature=0.5, top_k=7), replace(SAMPLING, max_new_tokens=4, eos_ids=(9, 2))]
-    samplings = [None, others[0], others[1], others[0], None]
-    mixed = [replace(request, sampling=sampling) for request, sampling in zip(requests(), samplings, strict=True)]
-    generator = Generator(decoder, SAMPLING, CPU)
-    completions = generator.generate([GenerationRequest.from_json(request.as_json()) for request in mixed], 0)
-    for request, sampling, completion in zip(requests(), samplings, completions, strict=True):
-        (expected,) = Generator(decoder, sampling or SAMPLING, CPU).generate([request], 0)
-        assert completion.ids_N.tolist() == expected.ids_N.tolist()
-        assert np.abs(completion.log_probs_N - expected.log_probs_N).max() < 1e-5
-    assert sorted(map(sorted, generator.batches(mixed))) == [[0, 4], [1, 3], [2]]
-    with pytest.raises(ValueError, match="stop texts need the tokenizer"):
-        generator.generate([replace(requests()[0], sampling=replace(SAMPLING, stop=("a",)))], 0)
-
-
 def test_the_global_random_state_has_no_effect_and_does_not_change() -> None:
     generator = Generator(Decoder(build("phi3")), SAMPLING, CPU)  # a family with dropout
     torch.manual_seed(3)
