@@ -7,11 +7,23 @@ import pytest
 import torch
 from kit.causal_families import build as build_causal
 from kit.families import build
-from kit.mtp_cases import MAKERS, make
+from kit.mtp_cases import MAKERS, documents, labels_of, make, packed, positions
 from transformers import AutoModelForCausalLM
 
 from stillhouse.models import Decoder, prove_decoder
 from stillhouse.models.mtp import MultiTokenDecoder, add_mtp
+from stillhouse.models.processors import Targets, cross_entropy
+
+
+def test_a_frozen_main_model_leaves_the_layers_to_train() -> None:
+    source = make()
+    decoder = MultiTokenDecoder(source.main, source.mtp, train_main=False)
+    context = Targets(packed([labels_of(ids_N) for ids_N in documents()])).shift_for_mtp(positions(), 2)
+    outputs = decoder(packed(documents()), positions(), processor=cross_entropy(), context=context)
+    assert not outputs[0].loss.requires_grad
+    sum(output.loss for output in outputs[1:]).backward()
+    for name, weight in decoder.named_parameters():
+        assert (weight.grad is not None) is name.startswith("main.mtp."), name
 
 
 def test_fresh_layers_are_drawn_by_the_familys_rule_and_the_main_model_stays() -> None:
