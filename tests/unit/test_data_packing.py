@@ -76,6 +76,15 @@ def test_batches_hold_labels_weights_and_positions_row_by_row(lengths: list[int]
     assert batch.valid_tokens == len(batch.valid_index) == documents.targets_N.sum()
 
 
+def test_a_micro_batch_moves_with_its_images() -> None:
+    batch = make_micro_batch(random_documents([4, 6]), [[0], [1]])
+    images = {"media": {"pixel_values": torch.rand(2, 3)}, "teacher_media": {"pixel_values": torch.rand(2, 4)}}
+    moved = replace(batch, teacher_inputs=batch.inputs, **images).to("meta")
+    values = (moved.labels_T, moved.input_ids_BS, *moved.media.values(), *moved.teacher_media.values())
+    assert all(value.is_meta for value in values)
+    assert moved.valid_tokens == batch.valid_tokens
+
+
 def odd_micro_batch() -> MicroBatch:
     """Return two rows of 6 tokens with every field that a micro-batch can have."""
     batch = make_micro_batch(random_documents([4, 6, 2]), [[0, 2], [1]])
