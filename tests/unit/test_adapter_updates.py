@@ -86,15 +86,6 @@ def assert_becomes_student(server: Decoder, student: Student, base: AdapterBase)
         assert not server(IDS).equal(before)
 
 
-def test_an_adapter_is_what_is_published(tmp_path: Path) -> None:
-    whole = publish(single_process_runner(decoder_of("llama"), None), tmp_path / "model", 1)
-    adapter = Student(tmp_path / "adapter", targets=["q_proj", "v_proj"]).publish(1)
-    sizes = [sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in (whole, adapter)]
-    assert json.loads((adapter / MANIFEST).read_text())["base"] == BASE.model_dump()
-    assert "base" not in json.loads((whole / MANIFEST).read_text())
-    assert sizes[1] < sizes[0] / 10
-
-
 # what is refused
 
 Edit = Callable[[Path], object]

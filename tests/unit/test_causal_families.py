@@ -43,29 +43,3 @@ def test_every_causal_model_type_is_built_or_left_out() -> None:
 @pytest.mark.parametrize("model_type", [*QUICK, *(slow(family) for family in CAUSAL if family not in QUICK)])
 def test_all_families_are_sound(model_type: str) -> None:
     require_sound(build(model_type))
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_5", "llama4"])
-def test_a_whole_model_has_a_vision_tower(model_type: str) -> None:
-    model = build(model_type, whole=True)
-    require_sound(model)
-    assert "ForConditionalGeneration" in type(model).__name__
-    assert "ForCausalLM" in type(build(model_type)).__name__
-
-
-def test_the_seed_alone_decides_the_weights() -> None:
-    state = torch.get_rng_state()
-    first, again, other = build("deepseek_v4"), build("deepseek_v4", torch.bfloat16), build("deepseek_v4", seed=1)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.are_deterministic_algorithms_enabled()
-    for (name, weight), half in zip(first.state_dict().items(), again.state_dict().values(), strict=True):
-        assert torch.equal(weight.to(half.dtype), half), name
-    names = [name for name, weight in other.named_parameters() if torch.equal(weight, first.get_parameter(name))]
-    assert not names
-
-
-def test_the_usual_initialisation() -> None:
-    model = build("llama", usual=True)
-    assert model.config.initializer_range == 0.02
-    assert bool((model.model.norm.weight == 1).all())
-    assert not bool((build("llama").model.norm.weight == 1).any())

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from kit.documents import ANSWER, EOS, QUESTION, load_records
 from kit.toy_tokenizer import toy_tokenizer
 
-from stillhouse.data import DataError, Documents, LoadOptions, load_documents
+from stillhouse.data import DataError, Documents
 
 CHAT = [QUESTION, ANSWER]
 
@@ -36,16 +34,6 @@ def test_documents_lie_one_after_another(tmp_path: Path) -> None:
     assert report.tokens == len(documents.tokens_N) == documents.offsets[-1]
     assert report.target_tokens == report.tokens - 1200
     assert report.warnings == []
-
-
-def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
-    records = [{"messages": CHAT}, {"messages": [{**QUESTION, "name": "ann"}, ANSWER]}]
-    # Parquet adds `name: null` to the messages without a name
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
-    lines = load_records(tmp_path, records, chat="plain")
-    parquet = load_documents(tmp_path / "a.parquet", toy_tokenizer(chat="plain"), LoadOptions(max_tokens=64))
-    assert parquet.fingerprint() == lines.fingerprint()
-    assert parquet.keys_D.tolist() == lines.keys_D.tolist()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kit.documents import BOS, documents_of, random_documents
 from kit.families import FAMILIES, build
 from torch import Tensor
 
-from stillhouse.data import Documents, MicroBatch, PackedSequences, StepMicroBatches, make_micro_batch
+from stillhouse.data import Documents, MicroBatch, PackedSequences, StepMicroBatches
 
 EXAMPLES = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -27,68 +27,9 @@ def by_hand() -> Documents:
     )
 
 
-# padding has the first token of the micro-batch
-STUDENT = {
-    "input_ids": [[1, 1, 1, 1, 5, 6, 2, 1, 7, 8, 2], [1, 1, 9, 2, 1, 1, 1, 1, 1, 1, 1]],
-    "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2], [0, 1, 0, 1, 0, 1, 2, 3, 4, 5, 6]],
-}
-TEACHERS = {
-    "a": {
-        "input_ids": [[1, 1, 20, 21, 5, 6, 2, 30, 7, 8, 2], [50, 51, 9, 2, 1, 1, 1, 1, 1, 1, 1]],
-        "position_ids": [[0, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]],
-    },
-    "b": {
-        "input_ids": [[1, 40, 41, 42, 5, 6, 2, 1, 7, 8, 2], [1, 1, 9, 2, 1, 1, 1, 1, 1, 1, 1]],
-        "position_ids": [[0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2], [0, 1, 0, 1, 0, 1, 2, 3, 4, 5, 6]],
-    },
-}
-
-
-def lists(tensors: Any) -> dict[str, list[list[int]]]:
-    return {name: tensor.tolist() for name, tensor in tensors.items()}
-
-
-def test_a_layout_by_hand() -> None:
-    """A row predicts the token at the next row of the same document; a prompt's last row, the completion's first."""
-    batch = make_micro_batch(by_hand(), [[0, 1], [2]], ["a", "b"])
-    assert lists(batch.inputs) == STUDENT
-    labels_BS = [[-1, -1, -1, -1, 6, 2, -1, -1, 8, 2, -1], [-1, -1, 2, *[-1] * 8]]
-    assert batch.labels_T.view(2, 11).tolist() == labels_BS
-    assert batch.document_T.view(2, 11).tolist() == [[-1, -1, -1, 0, 0, 0, 0, -1, 1, 1, 1], [-1, -1, 2, 2, *[-1] * 7]]
-    assert batch.weights_T.view(2, 11).tolist() == [[float(label >= 0) for label in row] for row in labels_BS]
-    assert batch.valid_index.tolist() == [4, 5, 8, 9, 13]
-    assert batch.teacher_inputs is None
-    one = make_micro_batch(by_hand(), [[0, 1]], ["b"])
-    assert lists(one.inputs) == {
-        "input_ids": [[1, 1, 1, 1, 5, 6, 2, 7, 8, 2]],
-        "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0, 1, 2]],
-    }
-    for gaps in ((), ("unknown",)):
-        assert make_micro_batch(by_hand(), [[0, 1], [2]], gaps).input_ids_BS.shape == (2, 7)
-
-
 def packed_by_hand(gaps: tuple[str, ...]) -> tuple[PackedSequences, StepMicroBatches]:
     packed = PackedSequences(by_hand(), max_tokens=11, seed=0, shuffle=False, gaps=gaps)
     return packed, packed.micro_batches([np.arange(len(packed))])
-
-
-def test_each_teacher_reads_its_own_prefix() -> None:
-    packed, step = packed_by_hand(("a", "b"))
-    assert [packed.members(sequence).tolist() for sequence in range(len(packed))] == [[0, 1], [2]]
-    assert packed.widths_D.tolist() == [7, 4, 4]
-    assert packed.filled_share == 15 / 22
-    assert step.shapes_BS == [(2, 11)]
-    assert (step.tokens, step.normalizer) == (9, 5)
-    assert step[0].teacher_inputs is None
-    for name in ("a", "b"):
-        its = step.for_teacher(name)
-        assert (its.shapes_BS, its.tokens, its.normalizer) == (step.shapes_BS, step.tokens, step.normalizer)
-        assert lists(its[0].inputs) == STUDENT
-        assert lists(its[0].teacher_inputs) == TEACHERS[name]
-        assert torch.equal(its[0].labels_T, step[0].labels_T)
-        other = "b" if name == "a" else "a"
-        assert lists(its.for_teacher(other)[0].teacher_inputs) == TEACHERS[other]
-        assert its.for_teacher("unknown")[0].teacher_inputs is None
 
 
 def test_a_teacher_without_a_prefix_or_without_gaps_reads_what_the_student_reads() -> None:

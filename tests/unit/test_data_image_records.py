@@ -27,13 +27,14 @@ from kit.image_documents import (
     user,
     write_pictures,
 )
-from kit.image_models import image_tokenizer, picture
+from kit.image_models import image_tokenizer, picture, write_image_model
 from PIL import Image
 
 from stillhouse.data import DataError, LoadOptions, load_documents
 from stillhouse.data.record import RecordError
 from stillhouse.images import IMAGES, decode
 from stillhouse.images.decode import IsolatedDecoder, open_image
+from stillhouse.images.load_processor import load_processor
 
 
 @pytest.fixture(scope="module")
@@ -340,3 +341,18 @@ def test_a_template_that_drops_strings_gets_parts(qwen: Student, pictures: Path)
         qwen.tokenizer.chat_template = template
     assert documents.tokens(0).tolist() == expected.tokens(0).tolist()
     assert documents.targets(0).tolist() == expected.targets(0).tolist()
+
+
+def test_what_is_no_processor_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^the processor of '{tmp_path}' cannot be loaded: "):
+        load_processor(str(tmp_path))
+    write_image_model("internvl", tmp_path)
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "InternVLProcessor", "image_processor": 3}')
+    with pytest.raises(ValueError, match=rf"^the processor of '{tmp_path}' cannot be loaded: "):
+        load_processor(str(tmp_path))
+
+
+def test_a_processor_without_pillow_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stillhouse.images.load_processor.is_vision_available", lambda: False)
+    with pytest.raises(ValueError, match=r"needs Pillow.*pip install 'stillhouse\[images\]'$"):
+        load_processor("a/model")

@@ -68,44 +68,8 @@ def test_tokens_masks_and_tensors_are_those_of_transformers_for_each_conversatio
     assert together.keys() == expected_images[0].keys()
 
 
-def test_example_documents_have_one_two_and_no_images(qwen: Student) -> None:
-    one, two, without = qwen.processor.example_documents()
-    assert {*one} == {*two} == {"input_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw"}
-    assert {*without} == {"input_ids", "mm_token_type_ids"}
-    joined = qwen.processor.join([{"image_grid_thw": part["image_grid_thw"]} for part in (one, two)])
-    assert joined["image_grid_thw"].tolist() == [*one["image_grid_thw"].tolist(), *two["image_grid_thw"].tolist()]
-
-
-def test_a_document_is_described_with_its_images(qwen: Student, pictures: Path) -> None:
-    documents = qwen.load_records(pictures, {"messages": CONVERSATIONS[1]})
-    assert qwen.processor.in_words(documents, 0) == (
-        f"{pictures}/train.jsonl:1: images of 20 × 16, 9 × 30, 12 × 8 pixels, 34 placeholder tokens of 94, 9 to "
-        "predict"
-    )
-    shown = qwen.processor.shortened(qwen.tokenizer.decode(documents.tokens(0)))
-    assert "see <|vision_start|><|image_pad|>[× 12]<|vision_end|>and <|vision_start|><|image_pad|>[× 16]" in shown
-
-
-def test_packed_rows_have_the_types_and_axis_positions_of_each_document(qwen: Student, pictures: Path) -> None:
-    documents = qwen.load_records(pictures, *({"messages": turns} for turns in CONVERSATIONS))
-
-    def positions(ids_S: torch.Tensor, types_S: torch.Tensor | None, images: Any) -> torch.Tensor:
-        assert types_S is not None
-        assert bool(types_S.any()) == bool(images)
-        return torch.arange(len(ids_S))[:, None] + 100 * types_S[:, None] + torch.arange(3)
-
-    packed = PackedSequences(documents, max_tokens=200, seed=0, media_inputs=MediaInputs(qwen.processor))
-    micro_batch = packed.with_media_inputs(MediaInputs(qwen.processor, positions)).micro_batch(range(len(packed)))
-    types_T = micro_batch.inputs["mm_token_type_ids"].flatten()
-    axes_TA = micro_batch.inputs["axis_position_ids"].flatten(0, 1)
-    is_document_T = micro_batch.document_T >= 0
-    pad = qwen.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    assert torch.equal(types_T, (micro_batch.input_ids_BS.flatten() == pad).long() * is_document_T)
-    expected_T = micro_batch.position_ids_BS.flatten()
-    assert torch.equal(axes_TA[~is_document_T], expected_T[~is_document_T, None].expand(-1, 3))
-    assert torch.equal(axes_TA[is_document_T, 1], (expected_T + 100 * types_T + 1)[is_document_T])
-    assert "axis_position_ids" not in packed.micro_batch([0]).inputs
-    assert (micro_batch.labels_T[types_T > 0] != pad).all()
+def test_a_run_without_images_refuses_documents_with_images(qwen: Student, pictures: Path) -> None:
+    documents = qwen.load_records(pictures, {"messages": CONVERSATIONS[0]})
     with pytest.raises(ValueError, match="has images, which are not supported here"):
         PackedSequences(documents, max_tokens=200, seed=0).micro_batch([0])
 

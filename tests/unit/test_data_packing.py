@@ -31,11 +31,6 @@ def test_best_fit_keeps_within_capacity_and_leaves_no_two_bins_that_fit_in_one(
     assert len(fills) == 1 or fills[0] + fills[1] > capacity
 
 
-def test_best_fit_by_hand() -> None:
-    # 9 1 | 6 4 | 5 3: best fit puts the 4 beside the 6, then the 3 beside the 5, and the 1 beside the 9
-    assert best_fit(np.array([3, 9, 4, 5, 6, 1]), 10).tolist() == [2, 0, 1, 2, 1, 0]
-
-
 def test_best_fit_is_tight() -> None:
     lengths_D = np.random.default_rng(0).integers(1, 2000, 100_000)
     bins_D = best_fit(lengths_D, 4096)
@@ -81,21 +76,13 @@ def test_batches_hold_labels_weights_and_positions_row_by_row(lengths: list[int]
     assert batch.valid_tokens == len(batch.valid_index) == documents.targets_N.sum()
 
 
-def test_types_and_moving() -> None:
+def test_a_micro_batch_moves_with_its_images() -> None:
     batch = make_micro_batch(random_documents([4, 6]), [[0], [1]])
-    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    kinds = {name: value.dtype for name, value in (tensors | batch.inputs).items()}
-    assert kinds.pop("weights_T") == torch.float32
-    assert set(kinds.values()) == {torch.int64}
-    moved = batch.to("meta")
-    assert isinstance(moved, MicroBatch)
-    assert moved.labels_T.is_meta
-    assert moved.input_ids_BS.is_meta
+    images = {"media": {"pixel_values": torch.rand(2, 3)}, "teacher_media": {"pixel_values": torch.rand(2, 4)}}
+    moved = replace(batch, teacher_inputs=batch.inputs, **images).to("meta")
+    values = (moved.labels_T, moved.input_ids_BS, *moved.media.values(), *moved.teacher_media.values())
+    assert all(value.is_meta for value in values)
     assert moved.valid_tokens == batch.valid_tokens
-    with pytest.raises(ValueError, match="at least one row"):
-        make_micro_batch(random_documents([4]), [])
-    with pytest.raises(ValueError, match="each row at least one document"):
-        make_micro_batch(random_documents([4]), [[0], []])
 
 
 def odd_micro_batch() -> MicroBatch:
@@ -138,37 +125,6 @@ def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
     assert padded.position_ids_BS[:, 4:].tolist() == [[0, 1, 0, 1], [4, 5, 0, 1], [4, 5, 6, 7]]
 
 
-def test_images_stay_whole_and_the_inputs_that_come_with_them_are_padded() -> None:
-    batch = make_micro_batch(random_documents([4, 6, 2]), [[0, 2], [1]])
-    kinds_BS, axes_BSA = torch.ones(2, 6, dtype=torch.int64), batch.position_ids_BS[..., None] + torch.tensor([0, 5])
-    batch = replace(
-        batch,
-        inputs={**batch.inputs, "mm_token_type_ids": kinds_BS, "axis_position_ids": axes_BSA},
-        media={"pixel_values": torch.rand(2, 6, 3)},  # the first two dims of pixels can be those of tokens
-        teacher_inputs=batch.inputs,
-        teacher_media={"pixel_values": torch.rand(2, 6, 4)},
-    )
-    padded = batch.padded(3, 8)
-    assert padded.media is batch.media
-    assert padded.inputs["mm_token_type_ids"].tolist() == [[1] * 6 + [0] * 2] * 2 + [[0] * 8]
-    assert torch.equal(padded.inputs["axis_position_ids"][:2, :6], axes_BSA)
-    assert torch.equal(padded.inputs["axis_position_ids"][:2, 6:], torch.tensor([[0, 0], [1, 1]]).expand(2, 2, 2))
-    assert torch.equal(padded.inputs["axis_position_ids"][2], torch.arange(8)[:, None].expand(8, 2))
-    repeated = batch.without_targets()
-    assert not repeated.media
-    assert not repeated.teacher_media
-    as_teacher = batch.to("cpu").as_read_by_teacher
-    assert torch.equal(as_teacher.media["pixel_values"], batch.teacher_media["pixel_values"])
-    assert "mm_token_type_ids" not in as_teacher.inputs
-    moved = batch.to("meta")
-    assert moved.media["pixel_values"].is_meta
-    assert moved.teacher_media["pixel_values"].is_meta
-    assert batch.part(0, 1) is batch
-    # each context rank runs the tower on all images
-    for part in (batch.part(rank, 2) for rank in range(2)):
-        assert part.media["pixel_values"].equal(batch.media["pixel_values"])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -181,17 +137,6 @@ def test_images_stay_whole_and_the_inputs_that_come_with_them_are_padded() -> No
 def test_tensors_of_other_rows_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(odd_micro_batch(), **change)
-
-
-def test_micro_batches_of_a_step_are_a_sequence() -> None:
-    packed = PackedSequences(random_documents([4, 6, 2, 9]), max_tokens=9, seed=0, shuffle=False)
-    step = packed.micro_batches([np.array([number]) for number in range(len(packed))])
-    ids = [batch.input_ids_BS.tolist() for batch in step]
-    assert ids == [step[at].input_ids_BS.tolist() for at in range(len(step))]
-    assert [batch.shape_BS for batch in step[1:]] == step.shapes_BS[1:]
-    assert step[-1].input_ids_BS.tolist() == step[len(step) - 1].input_ids_BS.tolist()
-    with pytest.raises(IndexError):
-        step[len(step)]
 
 
 @EXAMPLES

@@ -168,13 +168,6 @@ def test_a_path_is_never_requested_from_the_hub(source: str) -> None:
         read_records(source)
 
 
-def test_unknown_formats(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a\.xlsx: its format is not known; expected .*\.jsonl"):
-        read_records(write_lines(tmp_path / "a.xlsx", "text"))
-    with pytest.raises(ValueError, match=r"neither a saved dataset nor a folder with files ending in \.csv, \.json"):
-        read_records(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

@@ -65,19 +65,6 @@ def test_the_order_depends_on_the_seed_alone(tmp_path: Path) -> None:
     assert not np.array_equal(one.step_sequences(0, 50, 2000), weighted(tmp_path, seed=1).step_sequences(0, 50, 2000))
 
 
-def test_joined_documents_are_those_of_the_parts(tmp_path: Path) -> None:
-    parts = load_sources(tmp_path)
-    documents = Documents.joined(parts)
-    for number, (name, part) in enumerate(parts.items()):
-        of_set = documents.select(np.flatnonzero(documents.set_D == number))
-        assert np.array_equal(of_set.tokens_N, part.tokens_N)
-        assert np.array_equal(of_set.offsets, part.offsets)
-        assert of_set.sources == part.sources
-        assert of_set.reports[name].tokens == len(part.tokens_N) == documents.reports[name].tokens
-    assert documents.report.read == sum(SIZES)
-    assert documents.fingerprint() != Documents.joined({"a": parts["0"], "b": parts["1"]}).fingerprint()
-
-
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
     for name, seed in (("other", 5), ("chat", 6)):
         write_texts(folder / f"{name}.jsonl", 30, seed)
@@ -115,17 +102,6 @@ def test_a_source_that_is_wholly_held_out_is_named(tmp_path: Path) -> None:
     sources = [{"source": str(tmp_path / "train.jsonl")}, {"source": str(small)}]
     with pytest.raises(ConfigError, match=rf"^data\.eval: got 0\.99, which holds out all 1 documents of {small}:"):
         session_of(tmp_path, **{"data.train": sources, "data.eval": 0.99})
-
-
-def test_a_set_without_documents_is_named(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    (tmp_path / "empty.jsonl").touch()
-    for key, value in (
-        ("data.eval", {"math": str(tmp_path / "eval.jsonl"), "chat": str(tmp_path / "empty.jsonl")}),
-        ("data.train", [{"source": str(tmp_path / "train.jsonl")}, {"source": str(tmp_path / "empty.jsonl")}]),
-    ):
-        with pytest.raises(ValueError, match=r"empty\.jsonl: the dataset is empty"):
-            session_of(tmp_path, **{key: value})
 
 
 @pytest.mark.parametrize("records", [1, 7])

@@ -44,14 +44,6 @@ def test_text_gets_the_tokenizers_special_tokens_and_the_end(tokens: Tokens) -> 
     assert (encoded.ids.dtype, encoded.targets.dtype) == (np.int32, np.bool_)
 
 
-@pytest.mark.parametrize("adds_eos", [False, True])
-@pytest.mark.parametrize("text", ["the heads", "the heads</s>"])
-def test_the_end_is_there_exactly_once(adds_eos: bool, text: str) -> None:
-    ids = encode({"text": text}, toy_tokenizer(adds_eos=adds_eos)).ids.tolist()
-    assert ids.count(EOS) == 1
-    assert ids[-1] == EOS
-
-
 def test_the_stop_token_is_a_target_where_pad_is_the_same_token() -> None:
     tokenizer = toy_tokenizer(pad_token="</s>")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == EOS
@@ -215,15 +207,6 @@ def test_a_conversation_without_an_answer_has_no_target() -> None:
     encoded = encode({"messages": CHAT[:2]}, toy_tokenizer(chat="plain"))
     assert len(encoded.ids) > 0
     assert not encoded.targets.any()
-
-
-@pytest.mark.parametrize("chat", ["plain", "generation"])
-def test_null_in_a_message_is_as_if_absent(chat: Any) -> None:
-    tokenizer = toy_tokenizer(chat=chat)
-    tokenizer.chat_template += "{% if messages[0].name is defined %}named {{ messages[0].name }}{% endif %}"
-    filled = [message | {"name": None, "tool_calls": None} for message in CHAT]  # as Parquet returns it
-    expected = encode({"messages": CHAT}, tokenizer)
-    assert encode({"messages": filled}, tokenizer).ids.tolist() == expected.ids.tolist()
 
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "take")]

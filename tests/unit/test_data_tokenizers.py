@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.documents import load_records
-from kit.families import build
 from kit.toy_tokenizer import save_toy_tokenizer, toy_backend, toy_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -129,15 +128,6 @@ def test_heads_cover_the_tokens() -> None:
             ValueError, match=r"the teacher's head has 399 rows, .* id 399 \(.* do not belong together"
         ):
             check_vocabulary(tokenizer, 399, "teacher")
-
-
-def test_no_tokenizer_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no tokenizer: expected tokenizer[.]json"):
-        load_tokenizer(str(tmp_path))
-    # transformers makes an empty tokenizer of a model's folder without one
-    build("qwen3").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has no tokenizer: expected tokenizer[.]json"):
-        load_tokenizer(str(tmp_path))
 
 
 def saved_as(folder: Path, backend: Tokenizer, name: str, **options: Any) -> str:

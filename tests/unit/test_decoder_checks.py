@@ -122,17 +122,6 @@ def test_a_head_that_is_more_than_a_linear_layer_is_refused() -> None:
         Decoder(model, verify=False)
 
 
-def test_an_adapter_elsewhere_is_wrapped_and_trains() -> None:
-    model = build("llama").requires_grad_(False)
-    layer = model.model.layers[0].self_attn
-    layer.q_proj = LoraLinear(layer.q_proj)
-    decoder, ids = Decoder(model), torch.arange(3, 12)[None]
-    decoder.gradient_checkpointing_enable()
-    decoder.train()(ids).sum().backward()
-    assert layer.q_proj.lora_B.weight.grad is not None
-    assert decoder.head.linear.weight.grad is None
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_verifying_leaves_no_trace(family: str) -> None:
     model = build(family).train()
@@ -308,18 +297,9 @@ def assert_short_error(name: str | Path, message: str) -> None:
     assert len(str(caught.value)) < 500
 
 
-def cut_weights(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:5000])
-
-
 #: what happens to the folder of a Llama, and the error
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no config": (lambda folder: (folder / "config.json").unlink(), ""),
-    "broken config": (lambda folder: (folder / "config.json").write_text("{"), ""),
     "unknown type": (lambda folder: (folder / "config.json").write_text('{"model_type": "not-a-model"}'), ""),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ""),
-    "cut weights": (cut_weights, r"/model\.safetensors is not a readable safetensors file"),
     # transformers would initialise the head with random numbers
     "no head": (
         lambda folder: build("llama").model.save_pretrained(folder),

@@ -47,11 +47,6 @@ def test_a_name_has_the_same_split_for_ever(split, names):
     assert {corpus.split_of(name) for name in names} == {split}
 
 
-@pytest.mark.slow
-def test_a_split_is_collected_without_reading_the_others(documents):
-    assert corpus.collect_split("held_out") == of_split(documents, "held_out")
-
-
 def test_documents_have_names_of_their_own_and_share_no_paragraph(documents):
     """And tests and installed packages are not read."""
     assert all(document.text.strip() for document in documents)
@@ -116,25 +111,6 @@ def test_topics_are_read_with_and_without_an_annotation(tmp_path):
     for assignment in ("topics = ", "topics: dict[str, str] = "):
         write(tmp_path, "pydoc_data/topics.py", assignment + "{'if': 'The if statement.'}")
         assert corpus.collect_documents(tmp_path) == [NamedText("topic:if", "The if statement.")]
-
-
-def test_a_repeated_paragraph_stays_in_the_first_document(tmp_path):
-    """And a file has a name and a text per line."""
-    repeated = "A paragraph that the reference has on several of its pages."
-    documents = [NamedText("a", repeated), NamedText("b", f"Neü.\n\n{repeated}"), NamedText("c", repeated)]
-    kept = corpus.without_repeats(documents)
-    assert kept == [documents[0], NamedText("b", "Neü.")]
-    corpus.write_jsonl(kept, tmp_path / "a.jsonl")
-    lines = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [NamedText(**json.loads(line)) for line in lines] == kept
-
-
-def test_the_tokenizer_decodes_what_it_encodes_and_ends_documents(tokenizer, teacher):
-    for text in ("def f(x):\n    return x\n", "naïve – 蒸留所 🥃\t\r\n  ", "", "<|endoftext|>"):
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
-    assert teacher.config.eos_token_id == tokenizer.eos_token_id
-    assert len(tokenizer) == teacher.config.vocab_size
 
 
 def test_the_shipped_weights_are_small_and_bfloat16(teacher):

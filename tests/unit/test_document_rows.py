@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from stillhouse.data import PackedSequences, make_micro_batch
 from stillhouse.data.packing import similar_fit
 from stillhouse.document_lengths import DocumentLengths
-from stillhouse.models.document_packing import JoinedRow, UnpackedRows
+from stillhouse.models.document_packing import UnpackedRows
 
 POSITIONS_BS = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
 IS_PADDING_BS = torch.tensor([[0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 0, 0]]).bool()
@@ -18,12 +18,6 @@ IS_PADDING_BS = torch.tensor([[0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 0, 0]]).bool()
 
 def ids_of(rows: UnpackedRows) -> Tensor:
     return rows.unpack(torch.arange(12).view(2, 6))
-
-
-def test_each_document_is_a_row_that_repeats_its_first_token() -> None:
-    ids_NL = ids_of(UnpackedRows.of(POSITIONS_BS))
-    assert ids_NL[:, :4].tolist() == [[0, 1, 2, 0], [3, 4, 3, 3], [5, 5, 5, 5], [6, 7, 6, 6], [8] * 4, [9, 10, 11, 9]]
-    assert ids_NL.shape == (6, 8)
 
 
 def test_padding_has_no_row() -> None:
@@ -101,14 +95,6 @@ def test_packing_is_the_inverse_of_unpacking_also_for_gradients() -> None:
     weights_BS = torch.randn(2, 6, dtype=torch.float64).masked_fill(IS_PADDING_BS, 0.0)
     (rows.pack(rows.unpack(values_BSD) ** 2) * weights_BS[..., None]).sum().backward()
     torch.testing.assert_close(values_BSD.grad, 2 * values_BSD.detach() * weights_BS[..., None])
-
-
-def test_the_rows_of_a_micro_batch_become_one_row_and_back() -> None:
-    row = JoinedRow((2, 6))
-    values_BSD = torch.randn(2, 6, 3)
-    assert row.unpack(values_BSD).shape == (1, 12, 3)
-    assert torch.equal(row.pack(row.unpack(values_BSD)), values_BSD)
-    assert row.position_ids(POSITIONS_BS[:1]).tolist() == [[0, 1, 2, 0, 1, 0] * 2]
 
 
 def chat_lengths(count: int) -> np.ndarray:

@@ -4,7 +4,6 @@ V vocabulary, N tokens of a completion.
 """
 
 import copy
-import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from kit.toy_tokenizer import toy_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
-from stillhouse.models import Decoder, add_lora, eos_ids
+from stillhouse.models import Decoder, eos_ids
 from stillhouse.rollout import Completion, GenerationRequest, Sampling
 from stillhouse.rollout.generate import Generator, check_generation
 
@@ -110,23 +109,6 @@ def test_a_completion_depends_on_its_own_seed_alone() -> None:
         np.testing.assert_allclose(single.log_probs_N, expected.log_probs_N, rtol=0, atol=1e-5)
     others = generator.generate([replace(request, seed=request.seed + 1) for request in all_requests], 0)
     assert all(other != expected for other, expected in zip(ids_of(others), ids_of(together), strict=True))
-
-
-def test_requests_with_samplings_of_their_own() -> None:
-    """Each gets the completion of a generator with its sampling; a batch has requests with the same one."""
-    decoder = Decoder(build("qwen3"))
-    others = [replace(SAMPLING, temperature=0.5, top_k=7), replace(SAMPLING, max_new_tokens=4, eos_ids=(9, 2))]
-    samplings = [None, others[0], others[1], others[0], None]
-    mixed = [replace(request, sampling=sampling) for request, sampling in zip(requests(), samplings, strict=True)]
-    generator = Generator(decoder, SAMPLING, CPU)
-    completions = generator.generate([GenerationRequest.from_json(request.as_json()) for request in mixed], 0)
-    for request, sampling, completion in zip(requests(), samplings, completions, strict=True):
-        (expected,) = Generator(decoder, sampling or SAMPLING, CPU).generate([request], 0)
-        assert completion.ids_N.tolist() == expected.ids_N.tolist()
-        assert np.abs(completion.log_probs_N - expected.log_probs_N).max() < 1e-5
-    assert sorted(map(sorted, generator.batches(mixed))) == [[0, 4], [1, 3], [2]]
-    with pytest.raises(ValueError, match="stop texts need the tokenizer"):
-        generator.generate([replace(requests()[0], sampling=replace(SAMPLING, stop=("a",)))], 0)
 
 
 def test_the_global_random_state_has_no_effect_and_does_not_change() -> None:
@@ -333,21 +315,6 @@ def test_the_mode_gradients_and_checkpointing_stay_as_they_are() -> None:
     assert as_lists(training) == as_lists(plain)
 
 
-def test_an_adapter_writes_the_completions() -> None:
-    decoder = Decoder(build("qwen3"))
-    plain = Generator(decoder, SAMPLING, CPU).generate(requests(), 0)
-    add_lora(decoder, r=4, alpha=8.0)
-    for name, parameter in decoder.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
-    all_requests = requests()
-    completions = Generator(decoder, SAMPLING, CPU).generate(all_requests, 0)
-    assert ids_of(completions) != ids_of(plain)
-    for request, completion in zip(all_requests, completions, strict=True):
-        expected = reference_log_probs(decoder, request.prompt_ids, completion.ids_N, 1.0)
-        np.testing.assert_allclose(completion.log_probs_N, expected, rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize(
     "ids", [[], [-1], [251], [5, 2**30]], ids=["no token", "negative", "beyond the rows", "far beyond"]
 )
@@ -363,13 +330,6 @@ def test_a_prompt_that_is_too_long_for_learned_positions() -> None:
     assert len(fits.ids_N) <= 9
     with pytest.raises(ValueError, match="learned positions for 128 tokens"):
         generator.generate(requests((120,)), 0)
-
-
-def test_weights_that_give_no_finite_logits() -> None:
-    decoder = Decoder(build("llama"))
-    decoder.get_parameter("backbone.layers.1.mlp.down_proj.weight").data[0, 0] = math.nan
-    with pytest.raises(ValueError, match=r"model type 'llama'.* its logits are not finite"):
-        Generator(decoder, SAMPLING, CPU).generate(requests(), 0)
 
 
 def test_a_model_whose_cache_is_wrong_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,20 +218,3 @@ def test_the_first_rank_is_told_of_completions_while_another_rank_still_generate
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
     answers = on_ranks(an_error_on_one_rank, 2, Problem(Degrees(fsdp=2), SAMPLED))
     assert all("its logits are not finite" in answer for answer in answers)
-
-
-def test_the_engine_of_one_process() -> None:
-    generator = Generator(student(PROBLEMS[0]), SAMPLED, CPU)
-    engine = InJobEngine(generator, version=4)
-    inbox = CompletionInbox(is_early=True)
-    expected = engine.generate(requests(), inbox)
-    arrived = [inbox.arrivals.get_nowait()[:2] for _ in range(2 * len(expected))]
-    ended, again = arrived[: len(expected)], arrived[len(expected) :]
-    assert [number for number, _ in again] == [request.number for request in requests()]
-    same([values(completion) for _, completion in again], [values(completion) for completion in expected])
-    same([values(completion) for _, completion in sorted(ended)], [values(completion) for completion in expected])
-    assert len(ended[0][1].ids_N) < len(ended[-1][1].ids_N)
-    assert {version for completion in expected for version in completion.versions_N.tolist()} == {4}
-    engine.update_weights(5)
-    assert engine.generate(requests()[:1])[0].versions_N[0] == 5
-    assert engine.generate([]) == []

@@ -15,24 +15,6 @@ from stillhouse.models.mtp import MultiTokenDecoder, add_mtp
 from stillhouse.models.processors import Targets, cross_entropy
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_parameters_are_there_once_and_all_train(tied: bool) -> None:
-    decoder = make(tie_word_embeddings=tied)
-    modules = (decoder, decoder.main.pretrained, decoder.mtp.layers)
-    parameters, main, layers = ([id(weight) for weight in module.parameters()] for module in modules)
-    assert sorted(parameters) == sorted(main + layers)
-    names = decoder.state_dict().keys()
-    assert {name for name in names if ".mtp." in name} == {
-        f"main.mtp.layers.{name}" for name in decoder.layers.state_dict()
-    }
-    assert ("main.head.linear.weight" in names) is not tied
-    context = Targets(packed([labels_of(ids_N) for ids_N in documents()])).shift_for_mtp(positions(), 2)
-    outputs = decoder(packed(documents()), positions(), processor=cross_entropy(), context=context)
-    outputs[2].loss.backward()  # the last depth's loss depends on all layers and on the head
-    assert all(weight.grad is not None for weight in decoder.parameters())
-    assert decoder.to(torch.float64).mtp.layers[0].eh_proj.weight.dtype == torch.float64
-
-
 def test_a_frozen_main_model_leaves_the_layers_to_train() -> None:
     source = make()
     decoder = MultiTokenDecoder(source.main, source.mtp, train_main=False)

@@ -13,7 +13,6 @@ from kit.objective_cases import (
     make_full,
     make_labels,
     make_leaves,
-    make_mixture,
     make_signal,
     run,
     sums,
@@ -43,7 +42,8 @@ TEACHER = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]], dtype=torch.float64
 STUDENT = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]], dtype=torch.float64)
 
 
-STATISTICS = ("student_entropy", "teacher_entropy", "agreement")
+OF_TEACHER = ("teacher_entropy", "agreement")
+STATISTICS = ("student_entropy", *OF_TEACHER)
 
 
 def entropy(p: list[float]) -> float:
@@ -154,6 +154,7 @@ def test_no_two_sums_share_a_key() -> None:
     and parts of two terms have different keys.
     """
     dense, labels = DenseLogits(TEACHER.log()), torch.tensor([0, 2])
+    draws = Sampled(torch.tensor([[0, 1, 2], [0, 1, 2]]), TEACHER)
     mixed = 0.5 * forward_kl() + 0.5 * reverse_kl()
     terms: list[Term] = [
         Distill(dense, mixed, temperature=3.0),
@@ -164,6 +165,9 @@ def test_no_two_sums_share_a_key() -> None:
         Entropy(0.1),
         Distill(TopK(torch.tensor([[0], [2]]), TEACHER[:, :1].log()), jsd(0.5)),
         Entropy(0.2, temperature=2.0),
+        Distill(dense, forward_kl(), label="a"),
+        Distill(dense, forward_kl(), label="a"),
+        Distill(draws, forward_kl(), label="a"),
     ]
     metrics = metrics_of(terms)
     assert set(metrics) == {
@@ -172,6 +176,8 @@ def test_no_two_sums_share_a_key() -> None:
         *("negative_log_likelihood#2", "z_loss#2", "entropy", "entropy#2", "jsd(0.5)", "teacher_mass#4"),
         *(f"{key}{suffix}" for key in STATISTICS for suffix in ("", "#2", "#3", "#4")),
         *("reverse_kl", "reverse_kl#2", "forward_kl#2", "forward_kl#3"),
+        *("forward_kl/a", "forward_kl/a#2", "sampled_cross_entropy/a", "student_entropy/a#3"),
+        *(f"{key}{suffix}" for key in STATISTICS for suffix in ("/a", "/a#2")),
     }
     for key, temperature in [("forward_kl", 1.0), ("forward_kl#2", 3.0), ("forward_kl#3", 2.0)]:
         single = metrics_of([Distill(dense, forward_kl(), temperature=temperature)])
@@ -211,9 +217,6 @@ def test_sums_over_many_chunks_lose_nothing() -> None:
 
 
 # labels of distillation terms
-
-OF_TEACHER = ("teacher_entropy", "agreement")
-DRAWS = Sampled(torch.randint(0, V, (T, 3), generator=generator(6)), torch.ones(T, 3))
 
 
 def teachers() -> tuple[Signal, Signal]:
@@ -287,26 +290,3 @@ def test_the_students_entropy_is_reported_once() -> None:
     assert entropies(Distill(code, forward_kl()), weighted) == pytest.approx(
         {"student_entropy": cold, "student_entropy/b": scaled}
     )
-
-
-def test_terms_of_one_name_and_label_are_numbered() -> None:
-    code, prose = teachers()
-    metrics = pass_metrics(
-        [
-            Distill(code, forward_kl(), label="a"),
-            CrossEntropy(torch.zeros(T, dtype=torch.int64)),
-            Distill(prose, forward_kl(), label="a"),
-            Distill(DRAWS, forward_kl(), label="a"),
-            Distill(make_mixture(), 0.5 * forward_kl() + reverse_kl(), label="b"),
-            Distill(code, forward_kl()),
-            Entropy(0.1),
-        ]
-    )
-    assert set(metrics) == {
-        *("tokens", "student_entropy", "cross_entropy", "entropy"),
-        *("forward_kl/a", "forward_kl/a#2", "sampled_cross_entropy/a", "forward_kl"),
-        *("0.5*forward_kl + reverse_kl/b", "forward_kl/b", "reverse_kl/b"),
-        *(f"{name}{suffix}" for name in OF_TEACHER for suffix in ("/a", "/a#2", "/b", "")),
-    }
-    empty = pass_metrics([Distill(code, forward_kl(), label="a")], torch.zeros(T))
-    assert list(empty) == list(pass_metrics([Distill(code, forward_kl(), label="a")]))

@@ -14,10 +14,8 @@ from torch import Tensor
 from stillhouse.objective import (
     TEACHER,
     Correction,
-    CrossEntropy,
     DenseLogits,
     Distill,
-    Entropy,
     discounted_sum,
     forward_kl,
     jsd,
@@ -98,22 +96,6 @@ def test_temperature_is_of_divergences_and_not_of_cross_entropy(squared: bool) -
     expected = cold["cross_entropy"].item() + 0.5 * (9 if squared else 1) * hot["forward_kl"].item()
     value, _ = value_and_gradient(parse_objective("cross_entropy + 0.5*forward_kl", 3.0, squared))
     assert value == pytest.approx(expected, rel=1e-9)
-
-
-def test_terms_and_their_scales() -> None:
-    spec = parse_objective("0.3*cross_entropy(label_smoothing=0.1) + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss", 2.0)
-    student, teacher, labels = problem()
-    terms = spec.terms(labels, {TEACHER: DenseLogits(teacher)})
-    assert [type(term) for term in terms] == [CrossEntropy, Distill, Entropy]
-    assert [term.name for term in terms] == ["cross_entropy", "jsd(0.5)", "entropy"]
-    assert [term.scale for term in terms] == [0.3, 0.7, -0.01]
-    assert terms[0].label_smoothing == 0.1
-    assert terms[0].z_loss * 0.3 == pytest.approx(1e-4)
-    assert (terms[1].temperature, terms[2].temperature) == (2.0, 2.0)
-    assert not terms[1].scale_by_temperature_squared
-    output = logits_objective(student, terms)
-    total = sum(term.scale * float(output.metrics[term.name]) for term in terms)
-    assert output.loss.item() == pytest.approx(total)
 
 
 def test_several_divergences_are_one_term() -> None:

@@ -18,10 +18,8 @@ from torch._inductor import config as inductor
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from stillhouse.checkpoint.checkpoint_folder import stored_tensors, verified
-from stillhouse.checkpoint.resume import decisive_values
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, TrainConfig
-from stillhouse.config.read_config import dotted_values
 from stillhouse.engine.optimizer import CombinedOptimizer, make_optimizer, make_step, require_optimizer, weight_kinds
 from stillhouse.engine.state_folder import require_fit
 from stillhouse.loops.session import Session
@@ -253,14 +251,6 @@ def test_a_layout_that_divides_weights_is_refused(tmp_path: Path, kind: str, deg
     with pytest.raises(ConfigError, match=f"got {kind} under .*: expected adamw or muon") as caught:
         require_optimizer(train, Layout(degrees))
     assert caught.value.key == "train.optimizer"
-
-
-def test_runs_of_versions_without_the_key_go_on(tmp_path: Path) -> None:
-    """The hash of their configurations, which a checkpoint has, does not change."""
-    added = {"train.optimizer", "train.momentum", "student.init"}
-    assert not added & decisive_values(dotted_values(write_run(tmp_path))).keys()
-    values = decisive_values(dotted_values(write_run(tmp_path, **{"train.optimizer": "muon"})))
-    assert values["train.optimizer"] == "muon"
 
 
 @pytest.mark.slow

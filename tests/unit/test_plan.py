@@ -13,7 +13,7 @@ from stillhouse import cli
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import PackedSequences
 from stillhouse.engine.schedule import make_on_policy_schedule, make_step_schedule
-from stillhouse.plan.command import does_not_fit, lines, two_digits
+from stillhouse.plan.command import does_not_fit, lines
 from stillhouse.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
 from stillhouse.plan.dry_run import planned
 from stillhouse.plan.layout_plan import Machine, Plan, planned_job
@@ -154,26 +154,11 @@ def test_a_plan_of_a_vision_tower_says_that_images_are_not_counted(tmp_path: Pat
     assert not plan.as_json()["counts_activations_of_images"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (0.0123, "0.012"), (0.5, "0.50"), (1.04, "1.0"), (9.96, "10"), (15.6, "16"), (15589, "16,000")],
-)
-def test_a_prediction_has_two_digits(value: float, text: str) -> None:
-    assert two_digits(value) == text
-
-
 def settings(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "model").mkdir(exist_ok=True)
     model = str(tmp_path / "model")
     data = {"train": "x", "max_tokens": 64}
     return {"student": {"model": model}, "teacher": {"model": model}, "data": data, "out": "runs/a"}
-
-
-def test_a_job_names_the_folders_of_the_models(tmp_path: Path) -> None:
-    config = load_config(None, settings=settings(tmp_path))
-    job = planned_job(config, Machine(64, 8, "h100"), 512)
-    assert job["document_tokens"] == 64
-    assert load_config(None, settings=job["config"]).student.model == str(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

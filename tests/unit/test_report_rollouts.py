@@ -15,7 +15,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.records import TimelineSpan
 from stillhouse.output.rollout_log import RolloutLog
 from stillhouse.report import run_files, shown_records
-from stillhouse.report.page import ASSETS, write_report
+from stillhouse.report.page import write_report
 from stillhouse.report.shown_records import staleness_rows
 
 
@@ -44,23 +44,6 @@ def test_page_has_the_curves_of_rollouts_and_tasks(run_dir):
     ]  # fmt: skip
     assert "Other" not in headings(page)
     assert "10.0 % → 60.0 %" in page.text
-
-
-def test_the_files_add_three_parts_to_the_page_and_change_nothing_else(run_dir):
-    """So the page of a run without them is what it was before on-policy runs existed."""
-    (run_dir / "config.yaml").write_text("student: {model: a}\n")
-    page = write_report(run_dir).read_text()
-    for name in ("timeline.jsonl", "samples.jsonl"):
-        (run_dir / name).unlink()
-    without = write_report(run_dir).read_text()
-    style = f"<style>{(ASSETS / 'rollouts.css').read_text()}</style>\n"
-    sections = re.search(r"<section>\n  <h2>Timeline</h2>.*?(?=\n*<section>\n  <h2>Held-out text)", page, re.DOTALL)
-    squeezed = [
-        re.sub(r"\n+", "\n", source) for source in (page.replace(style, "").replace(sections[0], ""), without)
-    ]
-    assert squeezed[0] == squeezed[1]
-    assert style in page
-    assert not any(word in without for word in ("timeline", "rollout-", 'class="completions"', "<details"))
 
 
 def test_the_timeline_shows_the_last_steps_and_who_waited(run_dir):
@@ -201,9 +184,3 @@ def test_compared_on_policy_runs_share_the_curves(run_dir, tmp_path):
     reward = page.data["charts"][page.titles.index("Reward")]
     assert [series["run"] for series in reward["series"]] == [0, 1]
     assert headings(page).count("Timeline") == 1
-
-
-def test_the_writers_names_are_the_readers():
-    folder = RunFolder(Path())
-    files = {path.name for path in (folder.metrics, folder.timeline, folder.samples, folder.eval_samples)}
-    assert files == {name for name in (run_files.METRICS, *run_files.OPTIONAL_FILES) if name.endswith(".jsonl")}

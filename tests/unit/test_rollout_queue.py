@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, episodic, one_source_plan, prompts, queue_of
 from kit.toy_tokenizer import toy_tokenizer
 
@@ -235,15 +234,6 @@ def test_the_share_is_exact_over_many_steps_and_each_step_has_as_many_completion
     assert not counts or max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_seeds_differ_by_sample_and_turn_and_are_those_of_the_run() -> None:
-    plan = one_source_plan(PROMPTS, 0, 4, SAMPLES, seed=3)
-    seeds = [plan.sample_seed(sample, turn) for sample in range(50) for turn in range(3)]
-    assert len(set(seeds)) == 150
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert plan.sample_seed(7, 1) == one_source_plan(1, 0, 9, 2, seed=3).sample_seed(7, 1)
-    assert plan.sample_seed(7, 1) != one_source_plan(PROMPTS, 0, 4, SAMPLES, seed=4).sample_seed(7, 1)
-
-
 def sample(
     number: int, reward: float | None = None, versions: Sequence[int] = (0, 0), finish: Any = "stop"
 ) -> Sample:
@@ -257,16 +247,6 @@ def sample(
 def advantages(rewards: Sequence[float | None], *how: Any) -> list[float]:
     samples = [sample(number, reward) for number, reward in enumerate(rewards)]
     return [with_advantage.advantage for with_advantage in with_advantages(samples, *how)]
-
-
-def test_advantages_are_those_of_the_group() -> None:
-    rewards = [1.0, 0.0, 0.5, 0.25]
-    centered = [reward - np.mean(rewards) for reward in rewards]
-    assert advantages(rewards, "centered") == pytest.approx(centered)
-    for deviation, freedom in (("population", 0), ("sample", 1)):
-        expected = torch.tensor(centered) / torch.tensor(rewards).std(correction=freedom)
-        assert advantages(rewards, "normalized", deviation) == pytest.approx(expected.tolist(), rel=1e-6)
-    assert advantages([1.0, 1.0], "normalized") == advantages([None, None], "normalized") == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("scale", [1e308, 5e-324, 1e-310])

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.runs import MAX_TOKENS, session_of
+from kit.runs import session_of
 
 from stillhouse.config import TrainConfig
 from stillhouse.engine.schedule import StepSchedule, learning_rate, make_step_schedule
@@ -98,12 +98,3 @@ def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
     assert all(step.shapes_BS == [batch.shape_BS for batch in step] for step in micro_batches)
     with pytest.raises(ValueError, match=f"step {step_schedule.steps} "):
         step_schedule.micro_batches(sequences, step_schedule.steps)
-
-
-def test_a_steps_data_does_not_depend_on_the_micro_batch(tmp_path: Path) -> None:
-    sequences = []
-    for micro in (1, 3, 4):
-        session = session_of(tmp_path, **{"train.micro_batch_tokens": micro * MAX_TOKENS})
-        steps = (session.schedule.step_schedule.micro_batches(session.data.train, step) for step in range(6))
-        sequences.append([np.concatenate(step.rows).tolist() for step in steps])
-    assert sequences[0] == sequences[1] == sequences[2]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit.on_policy_runs import episodic, one_source_plan, prompts
 from kit.toy_tokenizer import toy_tokenizer
-from kit.user_functions import control_c, counts, half, remembers
+from kit.user_functions import control_c, half
 
 from stillhouse.agents.episodes import checked_reply
 from stillhouse.agents.replies import TextReplies
@@ -128,14 +128,6 @@ def test_a_function_that_changes_the_process_is_refused_and_its_change_undone(fu
     assert os.getcwd() == folder
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
-
-
-def test_a_function_gets_a_copy_of_the_record() -> None:
-    record = {"completion": " 4.", "more": {"seen": []}}
-    rewards = [checked_reward(loaded(counts), "2 + 2 =", " 5", record, "train.jsonl:3") for _ in range(3)]
-    assert rewards == [2.0, 2.0, 2.0]
-    assert [checked_reply(loaded(remembers), "", "", record, "train.jsonl:3") for _ in range(2)] == [" no!", " no!"]
-    assert record == {"completion": " 4.", "more": {"seen": []}}
 
 
 def test_a_decorator_may_change_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
