@@ -139,25 +139,20 @@ def cli(context: click.Context) -> None:
 
 
 def _usage(error: click.ClickException) -> str:
-    message = _unknown_option(error) if isinstance(error, click.NoSuchOption) else error.format_message()
+    message = error.format_message()
+    if isinstance(error, click.NoSuchOption):
+        message = f"no such option {error.option_name!r}"
+        if similar := difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.8):
+            message += f"; did you mean {similar[0]}?"
+        elif error.ctx is not None and any(part.metavar == ARGUMENTS for part in error.ctx.command.params):
+            from stillhouse.config import RunConfig, override_hint
+
+            message += override_hint(error.option_name, RunConfig)  # the option may be the name of a key
     command = re.match("No such command '(.*?)'", message)
     if command is not None and command[1] in _OTHER_NAMES:
         message += f" Did you mean '{_OTHER_NAMES[command[1]]}'?"
     if isinstance(error, click.UsageError) and error.ctx is not None:
         message += f"\nsee `{error.ctx.command_path} --help`"
-    return message
-
-
-def _unknown_option(error: click.NoSuchOption) -> str:
-    """A message with the most similar option, or with the override to use if the option is the name of a key."""
-    message = f"no such option {error.option_name!r}"
-    if similar := difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.8):
-        return f"{message}; did you mean {similar[0]}?"
-    # whether the command is a `configured` one
-    if error.ctx is not None and any(part.metavar == ARGUMENTS for part in error.ctx.command.params):
-        from stillhouse.config import RunConfig, override_hint
-
-        return f"{message}{override_hint(error.option_name, RunConfig)}"
     return message
 
 

@@ -96,9 +96,15 @@ def build_megatron_student(
             prove_heads(mesh, heads)
     elif teacher_source is not None:
         teacher = _build_model(teacher_source, layout, mesh, options, is_student=False, prove=prove)
-    decoder_head, is_base = None if head is None else DecoderHead(head), student_source.teacher_is_base
-    models: dict[str, Any] = {"teacher": teacher, "teacher_head": decoder_head, "teacher_is_base": is_base}
-    return MegatronStudent(layout, mesh, student, **models, data_parallel=data_parallel)
+    return MegatronStudent(
+        layout,
+        mesh,
+        student,
+        teacher=teacher,
+        teacher_head=None if head is None else DecoderHead(head),
+        teacher_is_base=student_source.teacher_is_base,
+        data_parallel=data_parallel,
+    )
 
 
 def _build_model(

@@ -48,8 +48,9 @@ from stillhouse.megatron.weights import (
     Place,
     WeightTable,
     copy_tensors,
+    from_all_ranks,
     load_from_source,
-    require_full_coverage,
+    require_coverage,
     weight_table,
 )
 from stillhouse.models import Decoder, OutputProcessor
@@ -97,7 +98,7 @@ class Chunks:
             table = add_adapter(models, weight_table(models, decoder.config, Place.current()), decoder)
         tensors = decoder.state_dict()
         names = {*tensors} - {*decoder.shared_names()}
-        require_full_coverage(table, {name: tensors[name].shape for name in names})
+        require_coverage(from_all_ranks(table), {name: tensors[name].shape for name in names})
         unrounded = load_from_source(models, table, source, decoder, mesh)
         config, packs = decoder.config, decoder.packing.name != ROWS
         softcap = LogitRule.from_config(config).softcap
@@ -125,12 +126,6 @@ class Chunks:
             without_reduction = [model.no_sync for model in wrapped]
             self.transformer.no_sync_func = without_reduction if len(wrapped) > 1 else without_reduction[0]
         return replace(self, wrapped=wrapped)
-
-    def frozen(self) -> "Chunks":
-        self.unrounded.clear()
-        for model in self.models:
-            model.eval().requires_grad_(False)
-        return self
 
     @property
     def depths(self) -> int:

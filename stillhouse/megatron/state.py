@@ -64,11 +64,6 @@ class TrainedParameter:
         empty = self.master.new_empty(0)
         return self.state.get(kind, empty) if kind in MOMENTS else self.master.detach()
 
-    @property
-    def gradient(self) -> Tensor:
-        """This rank's elements of the gradient, summed over the data ranks."""
-        return self.on_rank(self.parameter.main_grad)  # type: ignore[attr-defined]
-
     def collect(self, values: Tensor, *, everywhere: bool = False) -> Tensor | None:
         """Return the full tensor in float32 on the owner, or on all ranks; on other ranks None."""
         full = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=values.device)
