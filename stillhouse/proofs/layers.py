@@ -168,6 +168,18 @@ def layers_compared(
         yield errors
 
 
+def require_equal_layers(decoder: Decoder, errors: Mapping[str, Tensor]) -> None:
+    """Raise ProofError with the layer's name if an error of `layers_compared` is larger than allowed."""
+    for name, error in errors.items():
+        compare(
+            error,
+            1.0,
+            f"{typename(decoder.pretrained)} under tensor parallelism: '{name}' does not compute what the whole "
+            "layer does, because something between two matrices reads all columns, of which a rank has a part: "
+            "expected tensor=1",
+        )
+
+
 def _allowed_errors(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> Tensor:
     """Return the error of each token, in units of the allowed error."""
     hidden = (output_BSD, expected_BSD, input_BSD)

@@ -23,15 +23,8 @@ from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.document_packing import KERNELS, KernelError, PackingError, packing_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.lm_head import input_embedding
-from stillhouse.models.load_proof import (
-    ProbeDocuments,
-    Subject,
-    compare,
-    prove_hidden,
-    prove_logits,
-    require_no_noise,
-)
-from stillhouse.models.model_checks import prefixed, typename
+from stillhouse.models.load_proof import ProbeDocuments, Subject, prove_hidden, prove_logits, require_no_noise
+from stillhouse.models.model_checks import prefixed
 from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.apply.compiled_layers import layers_not_compiled
@@ -235,14 +228,7 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
     with runner.ranks.all_raise(ProofError):
         for name, decoder, by_layer in compared:
             with prefixed(name, ProofError):
-                for layer, error in by_layer.items():
-                    compare(
-                        error,
-                        1.0,
-                        f"{typename(decoder.pretrained)} under tensor parallelism: '{layer}' does not compute what "
-                        "the whole layer does, because something between two matrices reads all columns, of which a "
-                        "rank has a part: expected tensor=1",
-                    )
+                layers.require_equal_layers(decoder, by_layer)
 
 
 class ProbeForward(Subject):
