@@ -104,13 +104,19 @@ class MegatronProcessor:
             hook(output_layer, ())
         if output_layer.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=output_layer.tp_group)
+        group, rows = output_layer.tp_group, len(weight_VD)
+        shard: VocabShard | None = None
+        if group is not None and group.size() > 1:
+            key = (group, rows, output_layer.sequence_parallel)
+            if key not in self._shards:
+                start = group.rank() * rows
+                # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
+                summed_here = not output_layer.sequence_parallel
+                self._shards[key] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
+            shard = self._shards[key]
+        scale = float(scale_logits(torch.ones(())))
         head = OutputHead(
-            weight_VD,
-            output_layer.bias,
-            vocab_size=self.vocab_size,
-            scale=float(scale_logits(torch.ones(()))),
-            softcap=self.softcap,
-            shard=self._shard(output_layer, len(weight_VD)),
+            weight_VD, output_layer.bias, vocab_size=self.vocab_size, scale=scale, softcap=self.softcap, shard=shard
         )
         result = self.processor(hidden_states=hidden_states.transpose(0, 1), head=head, context=context, depth=depth)
         return (self._packed(result),) if self.flat else result
@@ -135,18 +141,6 @@ class MegatronProcessor:
             f"flat=True for a processor that returned {type(result).__name__}: expected an ObjectiveOutput, LogProbs "
             "or a tensor"
         )
-
-    def _shard(self, output_layer: Any, rows: int) -> VocabShard | None:
-        group = output_layer.tp_group
-        if group is None or group.size() == 1:
-            return None
-        key = (group, rows, output_layer.sequence_parallel)
-        if key not in self._shards:
-            start = group.rank() * rows
-            # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
-            summed_here = not output_layer.sequence_parallel
-            self._shards[key] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
-        return self._shards[key]
 
 
 class MultiTokenGPTModel(GPTModel):
