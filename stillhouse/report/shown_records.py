@@ -72,7 +72,7 @@ def staleness_rows(counts: Mapping[int, int]) -> list[tuple[str, int, float]]:
 
 
 def over_time(samples: Sequence[EvalSample]) -> list[tuple[EvalSample, list[EvalSample], list[EvalSample]]]:
-    """Return the completions of each held-out prompt: the last one, those that are shown, and those that are folded."""
+    """Return the completions of each held-out prompt: the last one, those that are shown, those that are folded."""
     by_prompt: dict[tuple[str, int], list[EvalSample]] = {}
     for sample in sorted(samples, key=lambda sample: (sample.key, sample.number, sample.step)):
         by_prompt.setdefault((sample.key, sample.number), []).append(sample)
