@@ -140,10 +140,11 @@ def _usage(error: click.ClickException) -> str:
         message = f"no such option {error.option_name!r}"
         if similar := difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.8):
             message += f"; did you mean {similar[0]}?"
+        # the option of a `configured` command may be the name of a key
         elif error.ctx is not None and any(part.metavar == ARGUMENTS for part in error.ctx.command.params):
             from stillhouse.config import RunConfig, override_hint
 
-            message += override_hint(error.option_name, RunConfig)  # the option may be the name of a key
+            message += override_hint(error.option_name, RunConfig)
     command = re.match("No such command '(.*?)'", message)
     if command is not None and command[1] in _OTHER_NAMES:
         message += f" Did you mean '{_OTHER_NAMES[command[1]]}'?"

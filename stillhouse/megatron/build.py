@@ -90,19 +90,20 @@ def build_megatron_student(
         heads = {}
         with mesh.ranks.all_raise(ProofError):
             if mesh.coordinate("pipeline") == layout.last_rank:
-                head = load_head(teacher_source, layout, mesh)
-                heads[teacher_source.name] = head
+                heads[teacher_source.name] = load_head(teacher_source, layout, mesh)
+                head = DecoderHead(heads[teacher_source.name])
         if teacher_source.has_values:
             prove_heads(mesh, heads)
     elif teacher_source is not None:
         teacher = _build_model(teacher_source, layout, mesh, options, is_student=False, prove=prove)
+    is_base = student_source.teacher_is_base
     return MegatronStudent(
         layout,
         mesh,
         student,
         teacher=teacher,
-        teacher_head=None if head is None else DecoderHead(head),
-        teacher_is_base=student_source.teacher_is_base,
+        teacher_head=head,
+        teacher_is_base=is_base,
         data_parallel=data_parallel,
     )
 
