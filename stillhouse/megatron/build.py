@@ -75,7 +75,7 @@ def build_megatron_student(
         "expert_model_parallel_size": degrees.experts,
         "expert_tensor_parallel_size": 1,
     }
-    settings, data_parallel = split_options(layout.options)
+    settings, reduction = split_options(layout.options)
     if layout.recompute and any(name.startswith("recompute_") for name in settings):
         raise ValueError("train.activation_checkpointing with parallel.megatron.recompute_…: expected one of the two")
     parallel_state.destroy_model_parallel()  # the groups of another layout, whose student is not used any more
@@ -98,13 +98,7 @@ def build_megatron_student(
         teacher = _build_model(teacher_source, layout, mesh, options, is_student=False, prove=prove)
     is_base = student_source.teacher_is_base
     return MegatronStudent(
-        layout,
-        mesh,
-        student,
-        teacher=teacher,
-        teacher_head=head,
-        teacher_is_base=is_base,
-        data_parallel=data_parallel,
+        layout, mesh, student, teacher=teacher, teacher_head=head, teacher_is_base=is_base, data_parallel=reduction
     )
 
 
